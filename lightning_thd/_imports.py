@@ -1,0 +1,81 @@
+"""Optional packages by name -> the imported module, or an error that says how to install it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from types import ModuleType
+
+# package to import -> (what to install, what the user can do without it)
+_HINTS: dict[str, tuple[str, str]] = {
+    "transformers": ("pip install 'lightning_thd[hf]'", "Models that call varlen_attention need nothing more."),
+    "datasets": ("pip install 'lightning_thd[hf]'", "A list, a JSONL file or a folder of text needs nothing more."),
+    "pyarrow": ("pip install 'lightning_thd[hf]'", "JSONL and text files need nothing more."),
+    "accelerate": ("pip install 'lightning_thd[accelerate]'", "Lightning needs nothing more."),
+    "wandb": ("pip install 'lightning_thd[wandb]'", "TensorBoard and CSV need nothing more."),
+    "jsonargparse": ("pip install 'lightning_thd[cli]'", "From Python nothing more is needed."),
+    "matplotlib": ("pip install 'lightning_thd[plots]'", "The table needs nothing more."),
+    "numba": ("pip install 'lightning_thd[numba]'", "The numpy path gives the same result."),
+    "flash_attn": (
+        "pip install --no-build-isolation flash-attn",
+        "backend='cpu' and 'torch' need nothing more.",
+    ),
+    "flash_attn_interface": (
+        "build the hopper folder of the flash-attention repository (flash-attn 3)",
+        "backend='cpu' and 'torch' need nothing more.",
+    ),
+    "transformer_engine.pytorch": (
+        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        "backend='cpu' and 'torch' need nothing more.",
+    ),
+    "mamba_ssm": ("pip install --no-build-isolation mamba-ssm", "The layer runs sequence by sequence without it."),
+    "causal_conv1d": (
+        "pip install --no-build-isolation causal-conv1d",
+        "The layer runs sequence by sequence without it.",
+    ),
+    "fla": ("pip install flash-linear-attention", "The layer runs sequence by sequence without it."),
+    "liger_kernel": ("pip install liger-kernel", "backend='auto' needs nothing more."),
+    "cut_cross_entropy": ("pip install cut-cross-entropy", "backend='auto' needs nothing more."),
+}
+
+
+@cache
+def available(name: str) -> bool:
+    """Say whether ``name`` imports here; a build for another ABI counts as absent.
+
+    Args:
+        name: dotted module name, for example ``"flash_attn"``.
+    """
+    try:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            return False
+        importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError):  # wrong-ABI builds raise the last two
+        return False
+    return True
+
+
+def installed(name: str) -> bool:
+    """Say whether the top-level package ``name`` is installed, without importing it."""
+    return importlib.util.find_spec(name) is not None
+
+
+def require(name: str, *, feature: str) -> ModuleType:
+    """Import ``name``, or raise with the command that installs it.
+
+    Args:
+        name: dotted module name.
+        feature: what the user asked for, as it should read in the message: ``"backend='flash'"``.
+
+    Raises:
+        ModuleNotFoundError: when the package is absent or built for another torch.
+    """
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as err:
+        install, otherwise = _HINTS.get(name, (f"pip install {name}", ""))
+        raise ModuleNotFoundError(
+            f"{feature} needs the package {name!r}, which does not import here ({err}). "
+            f"Install it: {install}. {otherwise}".rstrip()
+        ) from err
