@@ -1,0 +1,106 @@
+"""Start a few real gloo ranks in seconds and bring their results, or the first error, back."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+# Imported once by the fork server, then shared by every rank of every test: 2 s for eight ranks, not 23 s.
+_PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "lightning.pytorch", "lightning_thd"]
+
+
+class RankError(AssertionError):
+    """A rank raised, died, or did not finish in time."""
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: object, timeout_s: float = 180.0) -> list[Any]:
+    """Run ``fn(*args)`` on ``world_size`` gloo ranks and return the results in rank order.
+
+    The process group is initialised before ``fn`` runs, and the environment is torchrun's, so a Lightning
+    Trainer inside ``fn`` joins it without launching anything.
+
+    Args:
+        fn: a module-level function; it reads its rank from ``torch.distributed.get_rank()``.
+        world_size: number of processes.
+        args: picklable arguments, the same on every rank.
+        timeout_s: seconds until the ranks are killed and the test fails.
+    """
+    ctx = mp.get_context("forkserver")
+    ctx.set_forkserver_preload(_PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        results: mp.Queue[tuple[int, bool, Any]] = ctx.Queue()
+        ranks = [
+            ctx.Process(target=_rank_main, args=(rank, world_size, folder, results, fn, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            return _collect(ranks, results, time.monotonic() + timeout_s)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _collect(ranks: list[Any], results: mp.Queue[tuple[int, bool, Any]], deadline: float) -> list[Any]:
+    collected: dict[int, Any] = {}
+    while len(collected) < len(ranks):
+        try:
+            rank, ok, value = results.get(timeout=0.5)
+        except queue.Empty:
+            dead = [r for r, p in enumerate(ranks) if p.exitcode not in (None, 0) and r not in collected]
+            if dead:
+                codes = [ranks[r].exitcode for r in dead]
+                raise RankError(f"ranks {dead} died with exit codes {codes}") from None
+            if time.monotonic() > deadline:
+                missing = [r for r in range(len(ranks)) if r not in collected]
+                raise RankError(f"ranks {missing} gave no result in time") from None
+            continue
+        if not ok:
+            raise RankError(f"rank {rank} failed:\n{value}")
+        collected[rank] = value
+    return [collected[rank] for rank in range(len(ranks))]
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    folder: str,
+    results: mp.Queue[tuple[int, bool, Any]],
+    fn: Callable[..., Any],
+    args: tuple[object, ...],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",  # never bound: the group below is made over a file
+        TORCHELASTIC_RUN_ID="tests",
+    )
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
+        )
+        value = fn(*args)
+        results.put((rank, True, value))
+        dist.barrier()
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))
+    finally:
+        results.close()
+        results.join_thread()
+        os._exit(0)  # skips gloo's teardown, which may wait for peers that are gone
