@@ -1,0 +1,237 @@
+"""Sequence lengths -> packs of at most ``capacity`` slots, as two flat index arrays.
+
+Best-fit decreasing over the length histogram costs O(n + distinct lengths), because it moves whole classes of
+equal packs at a time, and yields the very number of packs that placing one sequence after the other would.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd.packing.lengths import as_lengths, check_capacity
+
+Algorithm = Literal["bfd", "ffd", "next_fit"]
+IntArray = npt.NDArray[np.int64]
+
+# One placement: packs [start, start + count) each get `each` sequences of the sorted order, beginning at slot `held`.
+_Placement = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Packing:
+    """Which sequences share a pack: pack ``i`` holds ``indices[offsets[i]:offsets[i + 1]]``.
+
+    Attributes:
+        indices: int64 ``[S]``, positions in the lengths that were packed, each exactly once.
+        offsets: int64 ``[P + 1]``, first entry 0, last entry S.
+    """
+
+    indices: IntArray
+    offsets: IntArray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, pack: int) -> IntArray:
+        if not -len(self) <= pack < len(self):
+            raise IndexError(f"Pack {pack} was asked of {len(self)} packs. Pass a number below that.")
+        pack %= len(self)
+        return self.indices[self.offsets[pack] : self.offsets[pack + 1]]
+
+    def __iter__(self) -> Iterator[IntArray]:
+        return (self[pack] for pack in range(len(self)))
+
+    def totals(self, values: npt.ArrayLike) -> IntArray:
+        """Sum ``values`` (one a sequence) over every pack.
+
+        Args:
+            values: int ``[S]``, for example the lengths.
+
+        Returns:
+            int64 ``[P]``. Packs ``[[0, 2], [1]]`` of lengths ``[5, 7, 2]`` become ``[7, 7]``.
+        """
+        running = np.concatenate([[0], np.cumsum(np.asarray(values, dtype=np.int64)[self.indices])])
+        return np.asarray(running[self.offsets[1:]] - running[self.offsets[:-1]], dtype=np.int64)
+
+    def fill(self, lengths: npt.ArrayLike, capacity: int) -> float:
+        """Real tokens divided by slots, when every pack takes ``capacity`` slots: 1.0 wastes nothing."""
+        slots = len(self) * capacity
+        return float(np.asarray(lengths, dtype=np.int64)[self.indices].sum() / slots) if slots else 1.0
+
+
+def pack_lengths(
+    lengths: npt.ArrayLike | Sequence[int],
+    capacity: int,
+    *,
+    algorithm: Algorithm = "bfd",
+    max_sequences: int | None = None,
+) -> Packing:
+    """Lay sequences end to end in as few packs of ``capacity`` slots as the algorithm finds.
+
+    Args:
+        lengths: positive ints ``[S]``, tokens of each sequence.
+        capacity: slots of a pack.
+        algorithm: ``"bfd"`` (best-fit decreasing) leaves the fewest slots empty; ``"ffd"`` (first-fit decreasing)
+            is there for comparison; ``"next_fit"`` keeps the order given, for streams.
+        max_sequences: most sequences in one pack; None sets no bound. Among packs with equal room the one with the
+            fewest sequences is taken first.
+
+    Returns:
+        The packs. ``pack_lengths([5, 3, 4, 4], 8)`` has the packs ``[0, 1]`` and ``[2, 3]``.
+
+    Raises:
+        ValueError: when a length or the capacity is below one, or a sequence is longer than the capacity.
+    """
+    check_capacity(capacity)
+    values = as_lengths(lengths)
+    if max_sequences is not None and max_sequences < 1:
+        raise ValueError(
+            f"max_sequences={max_sequences}: a pack holds at least one sequence. Pass None or a positive int."
+        )
+    if algorithm not in get_args(Algorithm):
+        raise ValueError(
+            f"algorithm={algorithm!r} is unknown. Choose one of {', '.join(get_args(Algorithm))}."
+        )
+    if not len(values):
+        return Packing(indices=np.empty(0, np.int64), offsets=np.zeros(1, np.int64))
+    longest = int(values.argmax())
+    if values[longest] > capacity:
+        raise ValueError(
+            f"Sequence {longest} has {values[longest]} tokens but capacity={capacity}. "
+            "Raise capacity, or give the lengths to PackPlanner with oversize='truncate', 'split', 'drop' or 'own_pack'."
+        )
+    if algorithm == "next_fit":
+        return _next_fit(values, capacity, max_sequences)
+    order = _argsort_descending(values)
+    sizes, counts = _histogram(values[order])
+    place = _best_fit if algorithm == "bfd" else _first_fit
+    placements, num_packs = place(sizes, counts, capacity, max_sequences or len(values))
+    return _gather(placements, num_packs, order)
+
+
+def _argsort_descending(values: IntArray) -> IntArray:
+    """Sort by length, longest first, ties in the order given; 16-bit keys take numpy's linear radix sort."""
+    keys = values.max() - values
+    if keys.max() < 1 << 16:
+        return np.argsort(keys.astype(np.uint16), kind="stable")
+    low = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable")
+    high = keys[low] >> 16
+    kind = np.uint16 if high.max() < 1 << 16 else np.int64
+    return np.asarray(low[np.argsort(high.astype(kind), kind="stable")])
+
+
+def _histogram(descending: IntArray) -> tuple[list[int], list[int]]:
+    """Count equal neighbours: ``[5, 5, 2]`` becomes ``([5, 2], [2, 1])``."""
+    starts = np.flatnonzero(np.concatenate([[True], descending[1:] != descending[:-1]]))
+    counts = np.diff(starts, append=len(descending))
+    return descending[starts].tolist(), counts.tolist()
+
+
+def _best_fit(sizes: list[int], counts: list[int], capacity: int, limit: int) -> tuple[list[_Placement], int]:
+    """Place each distinct size, largest first, in the packs with the least room that still holds it.
+
+    Packs with the same room and as many sequences are one class. Classes with room for the present size lie on a
+    stack, least room on top; the others wait in a heap until the sizes have shrunk enough. Nothing is ever
+    searched: a class leaves the stack with less room than the present size, or as its new top.
+    """
+    placements: list[_Placement] = []
+    ready: list[tuple[int, int, int, int]] = []  # (room, held, first pack, packs)
+    waiting: list[tuple[int, int, int, int]] = []  # (-room, -held, first pack, packs)
+    num_packs, smallest = 0, sizes[-1]
+    for size, count in zip(sizes, counts, strict=True):
+        while waiting and -waiting[0][0] >= size:
+            room, held, first, packs = heapq.heappop(waiting)
+            ready.append((-room, -held, first, packs))
+        while count:
+            if ready:
+                room, held, first, packs = ready.pop()
+                each = min(room // size, limit - held)
+            else:
+                room, held, first = capacity, 0, num_packs
+                each = min(room // size, limit)
+                packs = -(-count // each)
+                num_packs += packs
+            filled = min(packs, count // each)
+            if filled:
+                placements.append((first, filled, each, held))
+                count -= filled * each
+                left = room - each * size
+                if left >= smallest and held + each < limit:
+                    heapq.heappush(waiting, (-left, -held - each, first, filled))
+            if filled == packs:
+                continue
+            begun = 1 if count else 0
+            if filled + begun < packs:
+                ready.append((room, held, first + filled + begun, packs - filled - begun))
+            if begun:
+                placements.append((first + filled, 1, count, held))
+                ready.append((room - count * size, held + count, first + filled, 1))
+                count = 0
+    return placements, num_packs
+
+
+def _first_fit(
+    sizes: list[int], counts: list[int], capacity: int, limit: int
+) -> tuple[list[_Placement], int]:
+    """Place each distinct size, largest first, in the earliest opened packs that still hold it."""
+    placements: list[_Placement] = []
+    room = np.empty(0, np.int64)
+    held = np.empty(0, np.int64)
+    for size, count in zip(sizes, counts, strict=True):
+        open_packs = np.flatnonzero((room >= size) & (held < limit))
+        fits = np.minimum(room[open_packs] // size, limit - held[open_packs])
+        before = np.cumsum(fits) - fits
+        taken = np.clip(count - before, 0, fits)
+        used = taken > 0
+        for pack, each in zip(open_packs[used].tolist(), taken[used].tolist(), strict=True):
+            placements.append((pack, 1, each, int(held[pack])))
+        room[open_packs] -= taken * size
+        held[open_packs] += taken
+        if left := count - int(taken.sum()):
+            each = min(capacity // size, limit)
+            fresh = np.full(math.ceil(left / each), each, np.int64)
+            fresh[-1] = left - each * (len(fresh) - 1)
+            if full := left // each:
+                placements.append((len(room), full, each, 0))
+            if left % each:
+                placements.append((len(room) + full, 1, left % each, 0))
+            room = np.concatenate([room, capacity - fresh * size])
+            held = np.concatenate([held, fresh])
+    return placements, len(room)
+
+
+def _gather(placements: list[_Placement], num_packs: int, order: IntArray) -> Packing:
+    """Turn placements, whose sequences follow each other in ``order``, into the flat arrays of a Packing."""
+    first, packs, each, held = np.array(placements, dtype=np.int64).T
+    total = packs * each
+    start = np.cumsum(total) - total
+    within = np.arange(len(order)) - np.repeat(start, total)
+    per_pack = np.repeat(each, total)
+    step = within // per_pack
+    pack = np.repeat(first, total) + step
+    slot = np.repeat(held, total) + within - step * per_pack
+    offsets = np.zeros(num_packs + 1, np.int64)
+    np.cumsum(np.bincount(pack, minlength=num_packs), out=offsets[1:])
+    indices = np.empty(len(order), np.int64)
+    indices[offsets[pack] + slot] = order
+    return Packing(indices=indices, offsets=offsets)
+
+
+def _next_fit(values: IntArray, capacity: int, max_sequences: int | None) -> Packing:
+    """Close a pack as soon as the next sequence does not fit: order kept, one pack open at a time."""
+    ends = np.cumsum(values)
+    following = np.searchsorted(ends, ends - values + capacity, side="right")
+    if max_sequences is not None:
+        following = np.minimum(following, np.arange(len(values)) + max_sequences)
+    jump = following.tolist()
+    offsets = [0]
+    while offsets[-1] < len(values):
+        offsets.append(jump[offsets[-1]])
+    return Packing(indices=np.arange(len(values)), offsets=np.array(offsets, dtype=np.int64))
