@@ -124,7 +124,7 @@ def cu_seqlens_from_seq_idx(seq_idx: Tensor, *, num_sequences: int) -> Tensor:
     if host is not None and host.size:
         if (np.diff(host) < 0).any() or host[0] < 0:
             raise ValueError(
-                "seq_idx decreases or is negative; wanted 0 for every slot of the first sequence, then 1, ... "
+                "seq_idx decreases or is negative; wanted 0 for the slots of the first sequence, then 1. "
                 "Lay the sequences end to end and number them in that order."
             )
         _require_enough(int(host[-1]) + 1, num_sequences)
@@ -265,8 +265,8 @@ def _check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
         )
     if total is not None and host[-1] != total:
         raise ValueError(
-            f"cu_seqlens ends with {host[-1]} but there are total={total} slots; wanted them equal, since kernels "
-            "leave a slot of no sequence unwritten. Give the trailing pad an entry: pad_cu_seqlens."
+            f"cu_seqlens ends with {host[-1]} but there are total={total} slots; wanted them equal, since "
+            "kernels leave a slot of no sequence unwritten. Give the trailing pad an entry: pad_cu_seqlens."
         )
 
 
@@ -291,8 +291,8 @@ def _check_position_ids(host: npt.NDArray[np.integer], num_sequences: int) -> No
         i = int(np.argmax(bad))
         raise ValueError(
             f"position_ids[{i}] is {host[i]}{f' after {host[i - 1]}' if i else ''}; wanted 0 at the start "
-            "of a sequence and one more at every further slot. Pass the positions of the whole pack, before it is "
-            "cut into context-parallel shards and without M-RoPE axes."
+            "of a sequence and one more at every further slot. Pass the positions of the whole pack, before "
+            "it is cut into context-parallel shards and without M-RoPE axes."
         )
     _require_enough(int(starts.sum()), num_sequences)
 
@@ -308,15 +308,15 @@ def _require_enough(found: int, num_sequences: int) -> None:
 def _require_pair(cu_seqlens: Tensor, padded: Tensor) -> None:
     if cu_seqlens.shape != padded.shape:
         raise ValueError(
-            f"cu_seqlens has {cu_seqlens.shape[0]} entries and cu_seqlens_padded {padded.shape[0]}; wanted as "
-            "many. Give a trailing pad an entry in both."
+            f"cu_seqlens has {cu_seqlens.shape[0]} entries and cu_seqlens_padded {padded.shape[0]}; wanted "
+            "as many. Give a trailing pad an entry in both."
         )
     real, held = _host(cu_seqlens), _host(padded)
     if real is not None and held is not None and (np.diff(real) > np.diff(held)).any():
         i = int(np.argmax(np.diff(real) > np.diff(held)))
         raise ValueError(
-            f"Sequence {i} has {real[i + 1] - real[i]} tokens in {held[i + 1] - held[i]} slots; wanted as many "
-            "or more. Were cu_seqlens and cu_seqlens_padded swapped?"
+            f"Sequence {i} has {real[i + 1] - real[i]} tokens in {held[i + 1] - held[i]} slots; wanted no "
+            "fewer slots. Were cu_seqlens and cu_seqlens_padded swapped?"
         )
 
 
@@ -333,8 +333,8 @@ def _host_lengths(cu_seqlens: Tensor, lengths: Sequence[int] | None) -> list[int
     host = _host(cu_seqlens)
     if host is not None and (np.diff(host) != np.asarray(lengths)).any():
         raise ValueError(
-            f"lengths={list(lengths)[:8]}... but cu_seqlens gives {np.diff(host)[:8].tolist()}...; wanted the same. "
-            "Pass the lengths these offsets were made from."
+            f"lengths={list(lengths)[:8]}... but cu_seqlens gives {np.diff(host)[:8].tolist()}...; wanted "
+            "the same. Pass the lengths these offsets were made from."
         )
     return list(lengths)
 
@@ -355,7 +355,7 @@ def _tail_step(kept: int, used: int, num_sequences: int, total: int) -> int:
         )
     if tail and not spare:
         raise ValueError(
-            f"A tail of {tail} slots needs a dummy sequence, but num_sequences={num_sequences} are all taken. "
+            f"A tail of {tail} slots needs a dummy sequence, but num_sequences={num_sequences} are taken. "
             f"Pass num_sequences={num_sequences + 1} or more."
         )
     return -(-tail // max(spare, 1))
