@@ -1,0 +1,5 @@
+"""Attention on packed sequences."""
+
+from lightning_thd.attention.frontdoor import varlen_attention
+
+__all__ = ["varlen_attention"]
