@@ -1,0 +1,66 @@
+"""A module name and a callback -> the callback runs once the module has been imported, now or later.
+
+``import lightning_thd`` must not import transformers, and still ``attn_implementation="thd"`` has to work
+however the user comes to his model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+Callback = Callable[[ModuleType], None]
+
+
+class _Finder:
+    """Stands first in ``sys.meta_path``, finds what the others find, and adds the callback to the loader."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, list[Callback]] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of the next finder that knows ``name``, its loader extended."""
+        if name not in self.callbacks:
+            return None
+        for finder in sys.meta_path:
+            find_spec = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find_spec is None else find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                self._extend(spec)
+                return spec
+        return None
+
+    def _extend(self, spec: ModuleSpec) -> None:
+        loader = spec.loader
+        assert loader is not None
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for callback in self.callbacks.pop(spec.name, []):
+                callback(module)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+_finder = _Finder()
+
+
+def after_import(name: str, callback: Callback) -> None:
+    """Run ``callback(module)`` after ``name`` has been imported; at once if it has been already.
+
+    Args:
+        name: dotted module name, ``"transformers.modeling_utils"``.
+        callback: takes the module. An error in it fails the import, so that nothing goes on half set up.
+    """
+    module = sys.modules.get(name)
+    if module is not None:
+        callback(module)
+        return
+    _finder.callbacks.setdefault(name, []).append(callback)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
