@@ -1,0 +1,269 @@
+"""A parallel layout and an fp8 recipe -> what lengths and totals must be multiples of, and padded numbers.
+
+Kernels assert on what one rank holds, not on the pack: on T / (cp x tp) slots before sequence parallel
+gathers them ("local") and on T / cp after ("gathered"). Padding every sequence until each satisfies all of
+that wastes up to ten per cent of a pack of chats; padding sequences for context parallelism alone, and the
+pack once for everything else, wastes one to three (python -m benchmarks.segments prints both). The pad at the
+end of a pack is a sequence of its own: nothing attends to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
+Layout = Literal["dual_chunk", "contiguous"]
+Product = Literal["forward", "weight_gradient"]
+Shard = Literal["local", "gathered"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one kernel or collective asserts about the number of slots it is given.
+
+    Attributes:
+        product: the product that is checked; the input gradient has the forward's shapes.
+        shard: "local" counts T / (cp x tp) slots, "gathered" T / cp; the same without sequence parallel.
+        multiple: slots of that shard must be a multiple of this.
+        name: what is checked, in words.
+        source: where the assertion stands.
+    """
+
+    product: Product
+    shard: Shard
+    multiple: int
+    name: str
+    source: str
+
+
+_GEMM = "Transformer Engine cublaslt_gemm.cu, CanonicalizeGemmInput"
+_INPUT = Rule(
+    "forward", "local", 8, "rows of an fp8 input", "Transformer Engine utils.py, assert_dim_for_fp8_exec"
+)
+
+# Every assertion on the number of slots, by recipe: Transformer Engine's main branch of 2026 and torch 2.13.
+# Sizes of features have rules of their own, which are the model's affair. In a weight gradient slots are the
+# inner dimension.
+RULES: dict[Recipe, tuple[Rule, ...]] = {
+    "tensorwise": (  # delayed and current scaling, and torchao
+        _INPUT,
+        Rule("weight_gradient", "gathered", 16, "leading dimensions of an fp8 product", _GEMM),
+        Rule(
+            "weight_gradient", "gathered", 16, "inner dimension of torch._scaled_mm", "torch, meta_scaled_mm"
+        ),
+    ),
+    "blockwise": (
+        _INPUT,
+        Rule("forward", "gathered", 8, "outer dimension of a block-scaled product", _GEMM),
+        Rule("weight_gradient", "gathered", 16, "leading dimensions of a block-scaled product", _GEMM),
+        Rule(
+            "weight_gradient",
+            "local",
+            128,
+            "one scale for 128 slots",
+            "Transformer Engine float8_blockwise_tensor.py, Float8BlockQuantizer.is_quantizable",
+        ),
+    ),
+    "mxfp8": (
+        _INPUT,
+        Rule(
+            "weight_gradient",
+            "local",
+            32,
+            "one scale for 32 slots",
+            "Transformer Engine mxfp8_tensor.py, MXFP8Quantizer.make_empty",
+        ),
+    ),
+    "nvfp4": (
+        _INPUT,
+        Rule(
+            "weight_gradient",
+            "local",
+            16,
+            "one scale for 16 slots",
+            "Transformer Engine nvfp4_tensor.py, NVFP4Quantizer.make_empty",
+        ),
+        Rule(
+            "weight_gradient",
+            "local",
+            128,
+            "fused Hadamard transform and cast, else three kernels",
+            "Transformer Engine quantization.py, get_align_size_for_quantization",
+        ),
+    ),
+}
+
+# One multiple a recipe, of the local shard, which satisfies every rule above whatever cp and tp are.
+TOKEN_MULTIPLE: dict[Recipe, int] = {
+    recipe: math.lcm(*(rule.multiple for rule in rules)) for recipe, rules in RULES.items()
+}
+
+_CONTEXT_SHARDS = Rule(
+    "forward",
+    "gathered",
+    1,
+    "equal shards of context parallelism",
+    "torch.distributed, all_gather_into_tensor",
+)
+_SEQUENCE_SHARDS = Rule(
+    "forward", "local", 1, "equal shards of sequence parallelism", "torch DTensor; gloo aborts the process"
+)
+_DUAL_CHUNK = "Transformer Engine context_parallel.py: two chunks of every sequence on every rank"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requirement:
+    """A rule together with the number of ranks that the pack is cut for.
+
+    Attributes:
+        rule: what is asserted on one rank.
+        ranks: ranks among which the T slots are shared: cp, or cp x tp.
+    """
+
+    rule: Rule
+    ranks: int
+
+    @property
+    def multiple(self) -> int:
+        """What the slots of the whole pack must be a multiple of."""
+        return self.rule.multiple * self.ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alignment:
+    """What lengths and totals of a pack must be multiples of.
+
+    Attributes:
+        sequence_multiple: every padded length, in slots.
+        total_multiple: the slots of the pack; a multiple of the other, so that the trailing pad fits.
+        requirements: the rules behind the numbers, for ``check`` to name.
+    """
+
+    sequence_multiple: int = 1
+    total_multiple: int = 1
+    requirements: tuple[Requirement, ...] = field(default=(), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.sequence_multiple < 1 or self.total_multiple < 1:
+            raise ValueError(f"{self} has a multiple below 1; wanted 1 or more, where 1 asks for nothing.")
+        if self.total_multiple % self.sequence_multiple:
+            raise ValueError(
+                f"{self}: the total must be a multiple of sequence_multiple, or the trailing pad is none. "
+                f"Use total_multiple={math.lcm(self.sequence_multiple, self.total_multiple)}."
+            )
+
+    @classmethod
+    def for_(
+        cls,
+        *,
+        cp: int = 1,
+        tp: int = 1,
+        sequence_parallel: bool = False,
+        recipe: Recipe | None = None,
+        layout: Layout = "dual_chunk",
+    ) -> Alignment:
+        """Look the multiples up for one parallel layout and recipe.
+
+        Args:
+            cp: context-parallel ranks.
+            tp: tensor-parallel ranks.
+            sequence_parallel: whether activations between tensor-parallel products are cut along slots.
+            recipe: fp8 or fp4 recipe; none means bf16, fp16 or fp32.
+            layout: how context parallelism cuts a pack.
+
+        Returns:
+            ``cp=4, tp=2, sequence_parallel=True, recipe="tensorwise"`` gives multiples of 8 and 128.
+        """
+        _check_layout(cp, tp, recipe, layout)
+        slot_ranks = cp * tp if sequence_parallel else cp
+        sequence_multiple = 2 * cp if cp > 1 and layout == "dual_chunk" else 1
+        token_multiple = 1 if recipe is None else TOKEN_MULTIPLE[recipe]
+        rules = (_CONTEXT_SHARDS, _SEQUENCE_SHARDS, *(() if recipe is None else RULES[recipe]))
+        return cls(
+            sequence_multiple=sequence_multiple,
+            total_multiple=math.lcm(sequence_multiple, slot_ranks * token_multiple),
+            requirements=tuple(
+                Requirement(rule=rule, ranks=slot_ranks if rule.shard == "local" else cp) for rule in rules
+            ),
+        )
+
+    def padded_length(self, length: int) -> int:
+        """Round one sequence up. 13 tokens become 16 slots where sequence_multiple is 8."""
+        if length < 0:
+            raise ValueError(f"A sequence has length {length}; wanted 0 or more tokens. Mend the lengths.")
+        return -(-length // self.sequence_multiple) * self.sequence_multiple
+
+    def padded_lengths(self, lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Round many sequences up at once.
+
+        Args:
+            lengths: ``[S]`` tokens.
+
+        Returns:
+            int64 ``[S]`` slots. ``[13, 8]`` becomes ``[16, 8]`` where sequence_multiple is 8.
+        """
+        array = np.asarray(lengths, dtype=np.int64)
+        if array.size and array.min() < 0:
+            raise ValueError(
+                f"A sequence has length {array.min()}; wanted 0 or more tokens. Mend the lengths."
+            )
+        return -(-array // self.sequence_multiple) * self.sequence_multiple
+
+    def padded_total(self, total: int) -> int:
+        """Round the slots of a pack up. 1,000 slots become 1,024 where total_multiple is 128."""
+        if total < 0:
+            raise ValueError(f"A pack has {total} slots; wanted 0 or more.")
+        return -(-total // self.total_multiple) * self.total_multiple
+
+    def check(self, slots: int, *, padded_lengths: Iterable[int] = ()) -> None:
+        """Raise what a kernel would raise later, with its name and what to do.
+
+        Args:
+            slots: slots T of the pack.
+            padded_lengths: slots of every sequence, the trailing pad included.
+        """
+        for requirement in self.requirements:
+            _check_requirement(requirement, slots)
+        if slots % self.total_multiple:
+            raise ValueError(
+                f"A pack has {slots} slots; wanted a multiple of {self.total_multiple}. {_WHO_PADS} "
+                f"Use {self.padded_total(slots)} slots."
+            )
+        for i, length in enumerate(padded_lengths):
+            if length % self.sequence_multiple:
+                raise ValueError(
+                    f"Sequence {i} has {length} slots; wanted a multiple of {self.sequence_multiple} "
+                    f"({_DUAL_CHUNK}). {_WHO_PADS}"
+                )
+
+
+_WHO_PADS = "THDBatch.collate pads when it is given align=, which THDDataModule takes from the strategy."
+
+
+def _check_requirement(requirement: Requirement, slots: int) -> None:
+    rule, ranks = requirement.rule, requirement.ranks
+    if slots % requirement.multiple == 0:
+        return
+    share = f"{slots} slots" if ranks == 1 else f"{slots} slots over {ranks} ranks"
+    raise ValueError(
+        f"{share} break the rule '{rule.name}' of the {rule.product.replace('_', ' ')} ({rule.source}): wanted "
+        f"a multiple of {rule.multiple} on a rank, {requirement.multiple} in the pack. {_WHO_PADS}"
+    )
+
+
+def _check_layout(cp: int, tp: int, recipe: Recipe | None, layout: Layout) -> None:
+    if cp < 1 or tp < 1:
+        raise ValueError(f"cp={cp} and tp={tp}; wanted 1 or more ranks each, where 1 means not at all.")
+    if recipe is not None and recipe not in RULES:
+        raise ValueError(
+            f"recipe={recipe!r}; wanted None or one of {', '.join(RULES)}. "
+            "Delayed and current scaling and torchao are 'tensorwise'."
+        )
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout={layout!r}; wanted one of {', '.join(get_args(Layout))}.")
