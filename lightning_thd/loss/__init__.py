@@ -1,0 +1,7 @@
+"""Losses and log-probabilities of packed batches without materialised logits."""
+
+from lightning_thd.loss.causal_lm import causal_lm_loss
+from lightning_thd.loss.linear_nll import fused_linear_cross_entropy
+from lightning_thd.loss.logit_map import LogitMap
+
+__all__ = ["LogitMap", "causal_lm_loss", "fused_linear_cross_entropy"]

@@ -1,0 +1,179 @@
+"""The output of a language model's head -> a stand-in that holds no logits and records what the model does to them.
+
+T slots in a pack, V vocabulary. A model scales, caps or slices its logits after the head, each family in its own
+way. Instead of a table of families, the head returns a ``LazyLogits``: a tensor of the right shape whose storage
+is one number, the loss. Whatever the model does to it is recorded as a ``LogitMap`` or refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_thd.loss.logit_map import LogitMap
+
+
+@dataclass(slots=True)
+class _Record:
+    """``outer * tanh(inner * x)`` while it is being built, or ``inner * x`` before a tanh."""
+
+    inner: float = 1.0
+    outer: float = 1.0
+    capped: bool = False
+    columns: int | None = None
+
+    def multiply(self, factor: float) -> None:
+        if self.capped:
+            self.outer *= factor
+        else:
+            self.inner *= factor
+
+    def as_map(self) -> LogitMap:
+        if not self.capped:
+            return LogitMap(scale=self.inner, valid_vocab_size=self.columns)
+        # outer * tanh(inner * x) with the convention post = 1: cap = outer, scale = inner * cap
+        return LogitMap(scale=self.inner * self.outer, softcap=self.outer, valid_vocab_size=self.columns)
+
+
+class LazyLogits(Tensor):
+    """A tensor ``[..., T, V]`` of stride 0 over one number; see the module."""
+
+    record: _Record
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Record scalings, caps and slices; let attributes through; refuse everything else."""
+        name = getattr(func, "__name__", "")
+        handler = _RECORDED.get(name)
+        if handler is not None and isinstance(args[0], LazyLogits):
+            return handler(args[0], *args[1:], **(kwargs or {}))
+        if name in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise NotImplementedError(
+            f"causal_lm_loss never makes the logits, and the model applies {name or func!r} to them after its "
+            "head. It follows factors, tanh caps, casts and vocabulary slices. Compute this model's loss with "
+            "loss.fused_linear_logprobs on its last hidden states, or with its own logits."
+        )
+
+
+def _number(value: object, what: str) -> float:
+    if isinstance(value, Real) and math.isfinite(float(value)) and float(value) != 0.0:
+        return float(value)
+    raise NotImplementedError(
+        f"causal_lm_loss got a model that {what} its logits by {value!r}; it follows finite, nonzero Python "
+        "numbers. Compute this model's loss with loss.fused_linear_logprobs on its last hidden states."
+    )
+
+
+def _multiply(logits: LazyLogits, other: object, **_: object) -> LazyLogits:
+    logits.record.multiply(_number(other, "multiplies"))
+    return logits
+
+
+def _divide(logits: LazyLogits, other: object, **_: object) -> LazyLogits:
+    logits.record.multiply(1.0 / _number(other, "divides"))
+    return logits
+
+
+def _tanh(logits: LazyLogits, **_: object) -> LazyLogits:
+    if logits.record.capped:
+        raise NotImplementedError(
+            "causal_lm_loss got a model that caps its logits by tanh twice; it follows one cap."
+        )
+    logits.record.capped = True
+    return logits
+
+
+def _unchanged(logits: LazyLogits, *_: object, **__: object) -> LazyLogits:
+    return logits
+
+
+def _getitem(logits: LazyLogits, index: object) -> LazyLogits:
+    items = index if isinstance(index, tuple) else (index,)
+    last_given = Ellipsis in [i if i is Ellipsis else None for i in items] or len(items) == logits.dim()
+    columns = items[-1] if last_given and items[-1] is not Ellipsis else slice(None)
+    rest = items[:-1] if last_given else items
+    everything = all(i is Ellipsis or i == slice(None) for i in rest)
+    if not everything or not isinstance(columns, slice) or columns.start or columns.step not in (None, 1):
+        raise NotImplementedError(
+            f"causal_lm_loss got a model that takes logits[{index!r}]; it follows [..., :vocab_size] alone."
+        )
+    if columns.stop is not None:
+        size = logits.shape[-1]
+        stop = columns.stop if columns.stop >= 0 else size + columns.stop
+        logits.record.columns = min(stop, logits.record.columns or size)
+    return logits
+
+
+_RECORDED: dict[str, Callable[..., LazyLogits]] = {
+    **dict.fromkeys(("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"), _multiply),
+    **dict.fromkeys(("div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"), _divide),
+    **dict.fromkeys(("tanh", "tanh_"), _tanh),
+    **dict.fromkeys(("float", "half", "bfloat16", "double", "to", "type", "type_as", "contiguous"), _unchanged),
+    "__getitem__": _getitem,
+}
+_HARMLESS = frozenset(
+    {"__get__", "size", "dim", "ndimension", "numel", "stride", "register_hook", "is_floating_point", "is_complex"}
+    | {"is_contiguous", "storage_offset", "untyped_storage", "__repr__", "__len__", "__hash__", "data_ptr"}
+    | {"element_size", "is_cuda", "get_device", "is_inference", "_is_view"}
+)
+
+
+class _Carry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, shape: tuple[int, ...]) -> Tensor:  # noqa: ANN401
+        data = loss.new_empty(0).set_(loss.clone().untyped_storage(), 0, shape, (0,) * len(shape))
+        return torch.Tensor._make_subclass(LazyLogits, data)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        (grad,) = grads
+        assert not any(grad.stride()), "the logits' gradient did not come from open_loss"
+        return grad.as_strided((), ()).clone(), None
+
+
+class _Open(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:  # noqa: ANN401
+        with torch._C.DisableTorchFunctionSubclass():
+            ctx.shape = logits.shape
+            return logits.as_subclass(Tensor).as_strided((), ()).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ANN401
+        return grads[0].expand(ctx.shape)
+
+
+def carry_loss(loss: Tensor, shape: tuple[int, ...]) -> LazyLogits:
+    """Wrap a scalar loss as logits of ``shape``, on the path of the gradient.
+
+    The hooks that FSDP2 and DDP hang on a module's outputs then see the gradient pass, gather the weights
+    again in time, and reduce their gradients.
+
+    Args:
+        loss: fp32 ``[]``.
+        shape: what the head would have returned, ``(1, T, V)``.
+    """
+    logits = _Carry.apply(loss, shape)
+    assert isinstance(logits, LazyLogits)
+    logits.record = _Record()
+    return logits
+
+
+def open_loss(logits: LazyLogits) -> Tensor:
+    """Take the loss out again, ``[]``; its gradient goes back through ``logits``."""
+    loss: Tensor = _Open.apply(logits)
+    return loss
