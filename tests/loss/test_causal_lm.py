@@ -3,9 +3,11 @@ import torch
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss import causal_lm_loss
+from lightning_thd.models import register_thd
 
 
 def test_loss_and_gradients_equal_the_models_own_logits() -> None:
+    register_thd()
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
