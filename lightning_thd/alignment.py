@@ -251,8 +251,9 @@ def _check_requirement(requirement: Requirement, slots: int) -> None:
     if slots % requirement.multiple == 0:
         return
     share = f"{slots} slots" if ranks == 1 else f"{slots} slots over {ranks} ranks"
+    product = rule.product.replace("_", " ")
     raise ValueError(
-        f"{share} break the rule '{rule.name}' of the {rule.product.replace('_', ' ')} ({rule.source}): wanted "
+        f"{share} break the rule '{rule.name}' of the {product} ({rule.source}): wanted "
         f"a multiple of {rule.multiple} on a rank, {requirement.multiple} in the pack. {_WHO_PADS}"
     )
 

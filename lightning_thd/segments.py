@@ -1,0 +1,185 @@
+"""Segment ids and positions -> sequence lengths and offsets, in O(T + segments) time and memory.
+
+Legend: T slots in a row, M = max_segments. Ids count from 1, and 0 is padding.
+
+A query sees a key of its own id where ``key(query) >= key(key)``. So a query sees any key of its id exactly
+where it reaches that id's lowest one, and a key is seen exactly where the id's highest query reaches it: one
+minimum and one maximum for an id stand for the T x T mask. Ids may come in any order, in several runs, with
+padding between them, on one side only, or cut for context parallelism (striped, dual-chunk, contiguous).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+MaskFamily = Literal["causal", "causal_bottom_right", "padding"]
+
+
+class SegmentLayout(NamedTuple):
+    """Lengths and offsets of the segments of every row; int32, on the device of the ids.
+
+    Attributes:
+        q_lengths: ``[..., M]`` queries of id ``i + 1`` that see a key.
+        kv_lengths: ``[..., M]`` keys of id ``i + 1`` that a query sees.
+        q_offsets: ``[..., M + 1]`` slots where runs of such queries start, ascending, then -1: what Transformer
+            Engine wants.
+        kv_offsets: ``[..., M + 1]`` the same for keys.
+        q_starts: ``[..., M]`` slot of the first such query of id ``i + 1``, -1 where there is none.
+        kv_starts: ``[..., M]`` the same for keys.
+    """
+
+    q_lengths: Tensor
+    kv_lengths: Tensor
+    q_offsets: Tensor
+    kv_offsets: Tensor
+    q_starts: Tensor
+    kv_starts: Tensor
+
+
+@torch.no_grad()
+def seqlens_offsets(
+    ids_q: Tensor,
+    ids_kv: Tensor,
+    pos_q: Tensor | None,
+    pos_kv: Tensor | None,
+    *,
+    mask: MaskFamily,
+    max_segments: int,
+) -> SegmentLayout:
+    """Count and find what attention visits of every segment. Nothing is read back from the device.
+
+    Args:
+        ids_q: int32 or int64 ``[..., Tq]``, in ``[0, max_segments]``.
+        ids_kv: the same for keys, ``[..., Tkv]``. The very same tensors for both sides take a shorter way.
+        pos_q: position inside the segment, of the shape of ``ids_q``; "padding" looks at none.
+        pos_kv: the same for keys.
+        mask: "causal" lets a query see keys at its position and before; "causal_bottom_right" counts
+            positions from the end of the run they stand in; "padding" lets it see all of its id.
+        max_segments: the highest id M, known on the host.
+
+    Returns:
+        Ids ``[1, 1, 1, 2, 2, 0, 3, 3]`` on both sides and M = 4 give lengths ``[3, 2, 2, 0]``, offsets
+        ``[0, 3, 6, -1, -1]`` and starts ``[0, 3, 6, -1]``. Ids above M raise on the CPU and trip the
+        device's own index check elsewhere.
+    """
+    _check_arguments(mask, max_segments)
+    _check_side(ids_q, pos_q, mask, max_segments, "q")
+    if ids_q is ids_kv and pos_q is pos_kv:
+        # Every slot sees itself, so the mask drops nothing.
+        lengths, offsets, starts = _describe(ids_q, max_segments)
+        return SegmentLayout(lengths, lengths, offsets, offsets, starts, starts)
+    _check_side(ids_kv, pos_kv, mask, max_segments, "kv")
+    _check_batch(ids_q, ids_kv)
+    keys_q, keys_kv = _keys(ids_q, pos_q, mask), _keys(ids_kv, pos_kv, mask)
+    lowest_kv = _reduce(ids_kv, keys_kv, max_segments, "amin")
+    highest_q = _reduce(ids_q, keys_q, max_segments, "amax")
+    q_lengths, q_offsets, q_starts = _describe(
+        ids_q.where(keys_q >= lowest_kv.gather(-1, ids_q.long()), 0), max_segments
+    )
+    kv_lengths, kv_offsets, kv_starts = _describe(
+        ids_kv.where(keys_kv <= highest_q.gather(-1, ids_kv.long()), 0), max_segments
+    )
+    return SegmentLayout(q_lengths, kv_lengths, q_offsets, kv_offsets, q_starts, kv_starts)
+
+
+def _keys(ids: Tensor, pos: Tensor | None, mask: MaskFamily) -> Tensor:
+    """Give every slot the number by which a query reaches a key."""
+    if mask == "padding" or pos is None:
+        return ids.new_zeros(()).expand(ids.shape)
+    return pos if mask == "causal" else pos - _run_lengths(ids)
+
+
+def _run_lengths(ids: Tensor) -> Tensor:
+    """Tell every slot the length of the run of equal ids it stands in; int32."""
+    run = torch.cumsum(_run_starts(ids), -1, dtype=torch.int64).sub_(1)
+    counts = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
+    counts.scatter_add_(-1, run, torch.ones((), dtype=torch.int32, device=ids.device).expand(ids.shape))
+    return counts.gather(-1, run)
+
+
+def _run_starts(ids: Tensor) -> Tensor:
+    """Mark the slots whose id differs from the one before; the first slot starts a run."""
+    starts = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
+    starts[..., 1:] = ids[..., 1:] != ids[..., :-1]
+    return starts
+
+
+def _reduce(ids: Tensor, keys: Tensor, max_segments: int, reduce: Literal["amin", "amax"]) -> Tensor:
+    """Take the lowest or highest key of every id; an absent id, and padding, get what nothing reaches."""
+    limits = torch.iinfo(keys.dtype)
+    unreachable = limits.max if reduce == "amin" else limits.min
+    bounds = keys.new_full((*ids.shape[:-1], max_segments + 1), unreachable)
+    bounds.scatter_reduce_(-1, ids.long(), keys, reduce)
+    bounds[..., 0] = unreachable
+    return bounds
+
+
+def _describe(ids: Tensor, max_segments: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Give lengths by id, starts of runs in order, and first slots by id, of the slots that are not 0."""
+    total, device = ids.shape[-1], ids.device
+    by_id = (*ids.shape[:-1], max_segments + 1)
+    index = ids.long()
+    one = torch.ones((), dtype=torch.int32, device=device)
+    lengths = torch.zeros(by_id, dtype=torch.int32, device=device)
+    lengths.scatter_add_(-1, index, one.expand(ids.shape))
+    slots = torch.arange(total, dtype=torch.int32, device=device)
+    starts = torch.full(by_id, total, dtype=torch.int32, device=device)
+    starts.scatter_reduce_(-1, index, slots.expand(ids.shape), "amin")
+    del index, slots
+    # Runs are counted as they start; the k-th starts where the count first reaches k.
+    count = torch.cumsum(_run_starts(ids) & (ids != 0), -1, dtype=torch.int32)
+    wanted = torch.arange(1, max_segments + 2, dtype=torch.int32, device=device).expand(by_id)
+    offsets = torch.searchsorted(count, wanted.contiguous(), out_int32=True)
+    starts, lengths = starts[..., 1:], lengths[..., 1:]
+    return lengths, offsets.where(offsets < total, -1), starts.where(starts < total, -1)
+
+
+def _check_arguments(mask: MaskFamily, max_segments: int) -> None:
+    if mask not in get_args(MaskFamily):
+        raise ValueError(f"mask={mask!r}; wanted one of {', '.join(get_args(MaskFamily))}.")
+    if max_segments < 1:
+        raise ValueError(f"max_segments={max_segments}; wanted 1 or more. Pass the highest id.")
+
+
+def _check_side(ids: Tensor, pos: Tensor | None, mask: MaskFamily, max_segments: int, side: str) -> None:
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"ids_{side} is {ids.dtype}; wanted int32 or int64. Call ids_{side}.to(torch.int32)."
+        )
+    if ids.ndim == 0:
+        raise ValueError(f"ids_{side} is a scalar; wanted [..., T]. Pass one id a slot.")
+    if pos is None:
+        if mask != "padding":
+            raise ValueError(
+                f"mask={mask!r} needs pos_{side}, but it is None. Pass the positions inside the segments "
+                "(seqlens.position_ids_from_cu_seqlens), or mask='padding'."
+            )
+    elif pos.shape != ids.shape or pos.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"pos_{side} is {pos.dtype} {list(pos.shape)}; wanted int32 or int64 {list(ids.shape)}, the "
+            f"shape of ids_{side}. Pass one position a slot."
+        )
+    if (
+        torch.compiler.is_compiling()
+        or type(ids) is not Tensor
+        or ids.device.type != "cpu"
+        or not ids.numel()
+    ):
+        return
+    low, high = int(ids.numpy().min()), int(ids.numpy().max())
+    if low < 0 or high > max_segments:
+        raise ValueError(
+            f"ids_{side} holds ids from {low} to {high}, but max_segments={max_segments}; wanted 0 for padding "
+            f"and 1 to {max_segments}. Pass max_segments={max(high, 1)} or number the segments from 1."
+        )
+
+
+def _check_batch(ids_q: Tensor, ids_kv: Tensor) -> None:
+    if ids_q.shape[:-1] != ids_kv.shape[:-1] or ids_q.device != ids_kv.device:
+        raise ValueError(
+            f"ids_q is {list(ids_q.shape)} on {ids_q.device} and ids_kv {list(ids_kv.shape)} on "
+            f"{ids_kv.device}; wanted the same batch dimensions and device. Expand or move one of them."
+        )
