@@ -9,8 +9,14 @@ from types import ModuleType
 
 # package to import -> (what to install, what the user can do without it)
 _HINTS: dict[str, tuple[str, str]] = {
-    "transformers": ("pip install 'lightning_thd[hf]'", "Models that call varlen_attention need nothing more."),
-    "datasets": ("pip install 'lightning_thd[hf]'", "A list, a JSONL file or a folder of text needs nothing more."),
+    "transformers": (
+        "pip install 'lightning_thd[hf]'",
+        "Models that call varlen_attention need nothing more.",
+    ),
+    "datasets": (
+        "pip install 'lightning_thd[hf]'",
+        "A list, a JSONL file or a folder of text needs nothing more.",
+    ),
     "pyarrow": ("pip install 'lightning_thd[hf]'", "JSONL and text files need nothing more."),
     "accelerate": ("pip install 'lightning_thd[accelerate]'", "Lightning needs nothing more."),
     "wandb": ("pip install 'lightning_thd[wandb]'", "TensorBoard and CSV need nothing more."),
@@ -29,7 +35,10 @@ _HINTS: dict[str, tuple[str, str]] = {
         "pip install --no-build-isolation 'transformer-engine[pytorch]'",
         "backend='cpu' and 'torch' need nothing more.",
     ),
-    "mamba_ssm": ("pip install --no-build-isolation mamba-ssm", "The layer runs sequence by sequence without it."),
+    "mamba_ssm": (
+        "pip install --no-build-isolation mamba-ssm",
+        "The layer runs sequence by sequence without it.",
+    ),
     "causal_conv1d": (
         "pip install --no-build-isolation causal-conv1d",
         "The layer runs sequence by sequence without it.",

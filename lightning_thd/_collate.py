@@ -1,0 +1,266 @@
+"""Samples, or a padded batch -> the fields of a ``THDBatch``. The public door is ``batch.THDBatch``.
+
+T slots in a pack, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_thd.alignment import Alignment
+from lightning_thd.seqlens import position_ids_from_cu_seqlens
+from lightning_thd.stats import SeqStats
+
+IGNORE_INDEX = -100
+# One value a token, so they are padded with the ids and given to the model as [1, T].
+_PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+_OWN_KEYS = ("input_ids", "labels", "position_ids", "attention_mask", *_PER_TOKEN)
+_REFUSED = ("input_features", "input_values", "audio_values", "audio_features")
+
+
+def collate(
+    samples: Sequence[dict[str, Any]],
+    *,
+    align: Alignment | None,
+    pad_to: int | None,
+    sequence_ids: Sequence[int] | None,
+    loss_scale: float | None,
+) -> dict[str, Any]:
+    """Build the fields of ``THDBatch.collate``; the arguments are described there."""
+    ids = [_ints(sample, "input_ids", i) for i, sample in enumerate(samples)]
+    lengths = [len(row) for row in ids]
+    padded, slots = _slots(lengths, align, pad_to)
+    starts = [0, *accumulate(padded)][: len(lengths)]
+    dense = padded[: len(lengths)] == lengths
+
+    input_ids = _lay_out(ids, starts, slots, dense, fill=0)
+    if input_ids.size and input_ids.min() < 0:
+        _refuse_negative(ids)
+    if any("labels" in sample for sample in samples):
+        labels = [_labels(sample, ids[i], i) for i, sample in enumerate(samples)]
+        source = _lay_out(labels, starts, slots, dense, fill=IGNORE_INDEX)
+        targets, loss_tokens = _shift(source, starts, lengths, dense), None
+    else:
+        targets, loss_tokens = _shift(input_ids, starts, lengths, dense), sum(lengths) - len(lengths)
+    if loss_tokens is None:
+        loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
+
+    cu_seqlens_padded = _cumulative(padded)
+    # A trailing pad counts as a sequence of its own in both, so its real length is its slots.
+    cu_seqlens = cu_seqlens_padded if dense else _cumulative([*lengths, *padded[len(lengths) :]])
+    extras = _extras(samples, starts, slots, lengths)
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "targets": torch.from_numpy(targets),
+        "position_ids": _positions(samples, padded, starts, lengths, slots),
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_padded": cu_seqlens_padded,
+        "lengths": lengths,
+        "padded_lengths": padded,
+        "stats": SeqStats.from_lengths(
+            lengths,
+            slots=slots,
+            loss_tokens=loss_tokens,
+            image_grid_thw=extras.get("image_grid_thw"),
+            video_grid_thw=extras.get("video_grid_thw"),
+        ),
+        "sequence_ids": range(len(lengths)) if sequence_ids is None else sequence_ids,
+        "loss_scale": _mean_scale(loss_tokens) if loss_scale is None else loss_scale,
+        "extras": extras,
+    }
+
+
+def from_padded(input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None) -> dict[str, Any]:
+    """Build the fields of ``THDBatch.from_padded``; the arguments are described there."""
+    shapes = [tuple(t.shape) for t in (input_ids, attention_mask, labels) if t is not None]
+    if input_ids.ndim != 2 or len(set(shapes)) != 1:
+        raise ValueError(
+            f"from_padded() got shapes {shapes} for input_ids, attention_mask and labels. "
+            "All must be the same [B, N]."
+        )
+    mask = attention_mask.bool()
+    lengths: list[int] = mask.sum(1).tolist()
+    slots = sum(lengths)
+    if slots == 0:
+        raise ValueError(
+            f"from_padded() got an attention_mask of shape {shapes[1]} without a real token. "
+            "Pass 1 where a token is real."
+        )
+    cu_seqlens = _cumulative(lengths).to(input_ids.device)
+    ids = input_ids[mask].long()
+    source = ids if labels is None else labels[mask].long()
+    targets = torch.cat([source[1:], source.new_full((1,), IGNORE_INDEX)])
+    # The slot before every boundary ends a sequence; rows of length 0 name a neighbour's end once more.
+    targets[cu_seqlens[1:].long() - 1] = IGNORE_INDEX
+    loss_tokens = int((targets != IGNORE_INDEX).sum())
+    return {
+        "input_ids": ids,
+        "targets": targets,
+        "position_ids": position_ids_from_cu_seqlens(cu_seqlens, slots),
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_padded": cu_seqlens,
+        "lengths": lengths,
+        "padded_lengths": lengths,
+        "stats": SeqStats.from_lengths(lengths, slots=slots, loss_tokens=loss_tokens),
+        "sequence_ids": range(len(lengths)),
+        "loss_scale": _mean_scale(loss_tokens),
+    }
+
+
+def _mean_scale(loss_tokens: int) -> float:
+    return 1.0 / loss_tokens if loss_tokens else 0.0
+
+
+def _cumulative(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def _slots(lengths: list[int], align: Alignment | None, pad_to: int | None) -> tuple[list[int], int]:
+    """Slots of every sequence, a trailing dummy included, and their sum."""
+    padded = lengths if align is None else [align.padded_length(n) for n in lengths]
+    total = sum(padded)
+    wanted = max(1, total) if align is None else align.padded_total(max(1, total))
+    slots = wanted if pad_to is None else pad_to
+    if slots < total:
+        raise ValueError(
+            f"{len(lengths)} sequences need {total} slots but pad_to={pad_to}. "
+            "Raise pad_to or pack fewer sequences."
+        )
+    if align is not None and slots % align.total_multiple:
+        raise ValueError(
+            f"pad_to={pad_to} is no multiple of {align.total_multiple}, which {align} asks for. "
+            f"Use {align.padded_total(slots)}."
+        )
+    return (padded if slots == total else [*padded, slots - total]), slots
+
+
+def _ints(sample: dict[str, Any], key: str, i: int) -> NDArray[np.integer[Any]]:
+    if key not in sample:
+        raise ValueError(f"Sample {i} has the keys {sorted(sample)} but no {key!r}. Give it one.")
+    value = sample[key]
+    row = value.numpy() if isinstance(value, Tensor) else np.asarray(value)
+    if row.ndim != 1 or row.dtype.kind not in "iu":
+        if row.size == 0:
+            raise ValueError(_EMPTY.format(i=i))
+        raise ValueError(
+            f"Sample {i}: {key} has shape {row.shape} and dtype {row.dtype}. Give one row of integers."
+        )
+    if key == "input_ids" and not len(row):
+        raise ValueError(_EMPTY.format(i=i))
+    return row
+
+
+_EMPTY = "Sample {i} has no tokens. Remove it, or let THDDataModule do so with empty='drop'."
+
+
+def _labels(sample: dict[str, Any], ids: NDArray[Any], i: int) -> NDArray[np.integer[Any]]:
+    if "labels" not in sample:
+        return ids
+    labels = _ints(sample, "labels", i)
+    if len(labels) != len(ids):
+        raise ValueError(
+            f"Sample {i} has {len(ids)} input_ids but {len(labels)} labels. "
+            "Give one label a token, unshifted, with -100 where it is to be ignored."
+        )
+    return labels
+
+
+def _refuse_negative(ids: list[NDArray[Any]]) -> None:
+    i, worst = next((i, int(row.min())) for i, row in enumerate(ids) if row.min() < 0)
+    raise ValueError(
+        f"Sample {i} has the token id {worst}. Ids start at 0; -100 belongs into labels, not into input_ids."
+    )
+
+
+def _lay_out(
+    rows: list[NDArray[Any]], starts: list[int], slots: int, dense: bool, *, fill: int
+) -> NDArray[np.int64]:
+    out = np.empty(slots, np.int64)
+    if dense:
+        real = starts[-1] + len(rows[-1]) if rows else 0
+        if rows:
+            np.concatenate(rows, out=out[:real], casting="unsafe")
+        out[real:] = fill
+        return out
+    out.fill(fill)
+    for start, row in zip(starts, rows, strict=True):
+        out[start : start + len(row)] = row
+    return out
+
+
+def _shift(
+    source: NDArray[np.int64], starts: list[int], lengths: list[int], dense: bool
+) -> NDArray[np.int64]:
+    """Give every slot the next token of its own sequence; the last of each gets -100."""
+    targets = np.empty_like(source)
+    if dense:
+        targets[:-1] = source[1:]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        targets[ends - 1] = IGNORE_INDEX
+        targets[starts[-1] + lengths[-1] if lengths else 0 :] = IGNORE_INDEX
+        return targets
+    targets.fill(IGNORE_INDEX)
+    for start, length in zip(starts, lengths, strict=True):
+        targets[start : start + length - 1] = source[start + 1 : start + length]
+    return targets
+
+
+def _positions(
+    samples: Sequence[dict[str, Any]], padded: list[int], starts: list[int], lengths: list[int], slots: int
+) -> Tensor:
+    firsts = np.array([0, *accumulate(padded)][: len(padded)], np.int64)
+    counted = np.arange(slots, dtype=np.int64) - np.repeat(firsts, padded)
+    if not any("position_ids" in sample for sample in samples):
+        return torch.from_numpy(counted)
+    given = [np.asarray(sample.get("position_ids")) for sample in samples]
+    for i, (row, length) in enumerate(zip(given, lengths, strict=True)):
+        if row.ndim not in (1, 2) or row.shape[-1] != length or row.ndim != given[0].ndim:
+            raise ValueError(
+                f"Sample {i} has {length} input_ids but position_ids of shape {row.shape}. "
+                "Give every sample one position a token, [n], or three, [3, n]."
+            )
+    out = np.broadcast_to(counted, (*given[0].shape[:-1], slots)).copy()
+    for start, row in zip(starts, given, strict=True):
+        out[..., start : start + row.shape[-1]] = row
+    return torch.from_numpy(out)
+
+
+def _extras(
+    samples: Sequence[dict[str, Any]], starts: list[int], slots: int, lengths: list[int]
+) -> dict[str, Tensor]:
+    names = dict.fromkeys(name for sample in samples for name in sample if name not in _OWN_KEYS)
+    for name in names:
+        if name in _REFUSED:
+            raise ValueError(
+                f"Samples carry {name!r}: audio inputs cannot be packed, only tokens, images and video. "
+                "Remove the key or use a padded batch."
+            )
+    extras: dict[str, Tensor] = {}
+    for name in names:
+        parts = [_tensor(sample[name], name, i) for i, sample in enumerate(samples) if name in sample]
+        extras[name] = torch.cat(parts)
+    for name in _PER_TOKEN:
+        if any(name in sample for sample in samples):
+            row = torch.zeros(1, slots, dtype=torch.int64)
+            for i, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=True)):
+                row[0, start : start + length] = torch.from_numpy(_ints(sample, name, i).astype(np.int64))
+            extras[name] = row
+    return extras
+
+
+def _tensor(value: object, name: str, i: int) -> Tensor:
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        raise ValueError(
+            f"Sample {i} carries {name!r} as {type(value).__name__}. Extras are tensors or arrays with at "
+            "least one axis, concatenated along the first; drop the key if the model does not need it."
+        )
+    return value
