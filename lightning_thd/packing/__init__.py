@@ -1,5 +1,22 @@
 """Lengths -> packs, packs -> ranks, (epoch, step) -> plan: pure functions of integers."""
 
+from lightning_thd.packing.balance import Cost, Scheduler, balance
 from lightning_thd.packing.bins import Packing, pack_lengths
+from lightning_thd.packing.entries import LengthSummary
+from lightning_thd.packing.global_batch import Packs, Sequences
+from lightning_thd.packing.plan import Spans, StepPlan
+from lightning_thd.packing.planner import PackPlanner
 
-__all__ = ["Packing", "pack_lengths"]
+__all__ = [
+    "Cost",
+    "LengthSummary",
+    "PackPlanner",
+    "Packing",
+    "Packs",
+    "Scheduler",
+    "Sequences",
+    "Spans",
+    "StepPlan",
+    "balance",
+    "pack_lengths",
+]

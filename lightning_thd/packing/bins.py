@@ -116,6 +116,19 @@ def pack_lengths(
     return _gather(placements, num_packs, order)
 
 
+def count_packs(lengths: IntArray, capacity: int) -> int:
+    """Count the packs of :func:`pack_lengths` by best-fit decreasing, without laying them out.
+
+    Args:
+        lengths: int64 ``[S]``, each in ``[1, capacity]``.
+        capacity: slots of a pack.
+    """
+    if not len(lengths):
+        return 0
+    sizes, counts = _histogram(np.sort(lengths)[::-1])
+    return _best_fit(sizes, counts, capacity, len(lengths))[1]
+
+
 def _argsort_descending(values: IntArray) -> IntArray:
     """Sort by length, longest first, ties in the order given; 16-bit keys take numpy's linear radix sort."""
     keys = values.max() - values

@@ -1,0 +1,220 @@
+"""The sequences of a step -> per rank the same number of microbatches, of equal work and none over the capacity."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd.packing.bins import Packing
+from lightning_thd.packing.lengths import as_lengths, check_capacity
+from lightning_thd.packing.slots import Slots, best_fit
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Work of a sequence of ``s`` tokens: ``linear * s + quadratic * s**2``, in any unit.
+
+    The default is a dense transformer of hidden size 4096 (12 h^2 weights a layer, causal attention): 12 h tokens
+    of linear work for each s of attention, so that attention reaches a fifth of the work at 12k tokens.
+
+    Attributes:
+        linear: work of a token.
+        quadratic: work of a pair of tokens.
+    """
+
+    linear: float = 12 * 4096
+    quadratic: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
+            raise ValueError(
+                f"Cost(linear={self.linear}, quadratic={self.quadratic}): both must be at least 0, and one above it. "
+                "Cost(linear=1, quadratic=0) balances tokens."
+            )
+
+    def __call__(self, lengths: npt.ArrayLike) -> FloatArray:
+        """Work of each sequence, float64 ``[S]``: Cost(linear=2, quadratic=1) of ``[3]`` is ``[15.0]``."""
+        tokens = np.asarray(lengths, dtype=np.float64)
+        return tokens * (self.linear + self.quadratic * tokens)
+
+
+class Scheduler(Protocol):
+    """A scheduler of the user's own: the signature of :func:`balance`."""
+
+    def __call__(
+        self, lengths: IntArray, capacity: int, *, dp: int, cost: Cost
+    ) -> Sequence[Sequence[npt.ArrayLike]]:
+        """Return per rank a list of microbatches, each the positions of its sequences in ``lengths``."""
+        ...
+
+
+def balance(
+    lengths: npt.ArrayLike,
+    capacity: int,
+    *,
+    dp: int,
+    cost: Cost | None = None,
+    num_microbatches: int | None = None,
+) -> list[list[IntArray]]:
+    """Share sequences out so that all ranks have equal work and no microbatch is over the capacity.
+
+    Args:
+        lengths: ints ``[S]``, slots of each sequence.
+        capacity: most slots of a microbatch.
+        dp: data-parallel ranks.
+        cost: work of a sequence; the default is that of a model with hidden size 4096.
+        num_microbatches: microbatches of each rank; None takes the fewest that hold everything.
+
+    Returns:
+        Per rank a list of as many microbatches, each an int64 array of positions in ``lengths``.
+
+    Raises:
+        ValueError: when a sequence is longer than the capacity, or they do not fit the microbatches asked for.
+    """
+    check_capacity(capacity)
+    if dp < 1:
+        raise ValueError(f"dp={dp}: a plan is for at least one rank. Pass the data-parallel size.")
+    values = as_lengths(lengths)
+    if len(values) and values.max() > capacity:
+        longest = int(values.argmax())
+        raise ValueError(
+            f"Sequence {longest} has {values[longest]} tokens but capacity={capacity}. "
+            "Raise capacity, or give the lengths to PackPlanner with oversize=."
+        )
+    work = (cost or Cost())(values)
+    slots = Slots(usable=int(capacity), multiple=1)
+    order, offsets = balanced_bins(values, work, slots, dp=dp, num_microbatches=num_microbatches)
+    bins = np.split(order, offsets[1:-1])
+    each = len(bins) // dp
+    return [bins[rank * each : (rank + 1) * each] for rank in range(dp)]
+
+
+def balanced_bins(
+    lengths: IntArray,
+    work: FloatArray,
+    slots: Slots,
+    *,
+    dp: int,
+    num_microbatches: int | None = None,
+    given: Packing | None = None,
+) -> tuple[IntArray, IntArray]:
+    """Share sequences out, as flat bins, rank after rank and microbatch after microbatch.
+
+    Args:
+        lengths: int64 ``[S]``, slots of each sequence; one above the capacity gets a bin of its own.
+        work: float64 ``[S]``, work of each sequence.
+        slots: what a pack offers.
+        dp: data-parallel ranks.
+        num_microbatches: microbatches of each rank; None takes the fewest that best fit needs.
+        given: packs that are known to be few enough, to fall back to; None computes them.
+
+    Returns:
+        int64 ``[S]`` positions and int64 ``[bins + 1]`` offsets of the bins in them.
+    """
+    packs = best_fit(lengths, slots) if given is None else given
+    least = max(1, -(-len(packs) // dp))
+    count = dp * (least if num_microbatches is None else num_microbatches)
+    if len(packs) > count:
+        raise ValueError(
+            f"{len(lengths)} sequences need {len(packs)} packs of {slots.usable} slots but dp={dp} with "
+            f"num_microbatches={num_microbatches} has {count}. Pass num_microbatches={least}, or None."
+        )
+    owner = _longest_first(lengths, work, slots.usable, count)
+    if owner is None:
+        owner = np.empty(len(lengths), np.int64)
+        owner[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
+    order = np.argsort(owner, kind="stable")
+    offsets = np.zeros(count + 1, np.int64)
+    np.cumsum(np.bincount(owner, minlength=count), out=offsets[1:])
+    totals = np.bincount(owner, weights=work, minlength=count)
+    return seated(order, offsets, totals, dp)
+
+
+def seated(order: IntArray, offsets: IntArray, totals: FloatArray, dp: int) -> tuple[IntArray, IntArray]:
+    """Reorder flat bins of given work as :func:`deal` seats them."""
+    seats = deal(totals, dp)
+    sizes = np.diff(offsets)[seats]
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    within = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)
+    return order[np.repeat(offsets[:-1][seats], sizes) + within], ends
+
+
+def scheduled_bins(
+    scheduler: Scheduler, lengths: IntArray, capacity: int, *, dp: int, cost: Cost
+) -> tuple[IntArray, IntArray]:
+    """Ask a scheduler of the user's own, and check that nothing is lost, nothing too long and nothing uneven."""
+    plan = [
+        [np.asarray(bin_, np.int64) for bin_ in rank]
+        for rank in scheduler(lengths, capacity, dp=dp, cost=cost)
+    ]
+    numbers = sorted({len(rank) for rank in plan})
+    if len(plan) != dp or len(numbers) != 1 or numbers[0] < 1:
+        raise ValueError(
+            f"The scheduler planned {len(plan)} ranks with {numbers} microbatches for dp={dp}. "
+            f"It must return {dp} lists with the same number of microbatches, at least one."
+        )
+    bins = [bin_ for rank in plan for bin_ in rank]
+    order = np.concatenate(bins)
+    uses = (
+        np.bincount(order, minlength=len(lengths))
+        if order.size and order.min() >= 0
+        else np.zeros(len(lengths))
+    )
+    if len(uses) != len(lengths) or (uses != 1).any():
+        wrong = int((uses[: len(lengths)] != 1).argmax())
+        raise ValueError(
+            f"The scheduler used position {wrong} {int(uses[wrong])} times, of {len(lengths)} sequences. "
+            "It must put each position in one microbatch."
+        )
+    for number, bin_ in enumerate(bins):
+        if lengths[bin_].sum() > capacity and len(bin_) > 1:
+            raise ValueError(
+                f"The scheduler put {lengths[bin_].sum()} slots in microbatch {number % numbers[0]} of rank "
+                f"{number // numbers[0]}, above the {capacity} that fit. Fill it with fewer sequences."
+            )
+    return order, np.concatenate([[0], np.cumsum([len(bin_) for bin_ in bins])])
+
+
+def _longest_first(lengths: IntArray, work: FloatArray, capacity: int, bins: int) -> IntArray | None:
+    heap = [(0.0, i) for i in range(bins)]
+    room = [capacity] * bins
+    owner = np.empty(len(lengths), np.int64)
+    for item in np.argsort(-work, kind="stable").tolist():
+        size = int(lengths[item])
+        tried = []
+        while heap:
+            load, i = heapq.heappop(heap)
+            if room[i] >= size or room[i] == capacity:
+                break
+            tried.append((load, i))
+        else:
+            return None
+        owner[item] = i
+        room[i] -= size
+        for other in tried:
+            heapq.heappush(heap, other)
+        heapq.heappush(heap, (load + float(work[item]), i))
+    return owner
+
+
+def deal(totals: FloatArray, dp: int) -> IntArray:
+    """Seat bins of given work: bin numbers, rank after rank, microbatch after microbatch.
+
+    Bins of like work run at the same time, the heaviest of each microstep on the rank with the least work so far.
+    """
+    ranked = np.argsort(-totals, kind="stable").reshape(-1, dp)
+    load = np.zeros(dp)
+    seats = np.empty((dp, len(ranked)), np.int64)
+    for step, group in enumerate(ranked):
+        ranks = np.argsort(load, kind="stable")
+        seats[ranks, step] = group
+        load[ranks] += totals[group]
+    return seats.reshape(-1)

@@ -1,0 +1,229 @@
+"""Lengths of any size and the oversize policy -> the sequences that take part, and the spans of each.
+
+The lengths may lie in a memory map or be computed on demand; they are read once, in blocks, and never held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd.packing.lengths import as_lengths
+from lightning_thd.packing.plan import Spans
+
+Oversize = Literal["error", "drop", "truncate", "split", "own_pack"]
+IntArray = npt.NDArray[np.int64]
+
+_BLOCK = 1 << 20  # lengths read at a time: 8 MiB
+
+
+@runtime_checkable
+class VirtualLengths(Protocol):
+    """Lengths computed on demand: a size, and ``[positions]`` for an int64 array of positions."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, positions: Any, /) -> Any: ...
+
+
+Lengths = npt.ArrayLike | Sequence[int] | VirtualLengths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthSummary:
+    """What one pass over the lengths finds; lengths with an attribute ``summary`` of this kind save the pass.
+
+    Attributes:
+        count: sequences.
+        total: tokens of all sequences.
+        shortest: tokens of the shortest one.
+        longest: tokens of the longest one.
+        digest: hexadecimal hash of all lengths in order, whatever integer type held them.
+    """
+
+    count: int
+    total: int
+    shortest: int
+    longest: int
+    digest: str
+
+
+def open_lengths(lengths: Lengths) -> Any:
+    """Turn lists and tensors into arrays; leave arrays, memory maps and virtual lengths as they are."""
+    if (
+        isinstance(lengths, np.ndarray)
+        or hasattr(lengths, "__array__")
+        or isinstance(lengths, list | tuple | range)
+    ):
+        values = np.asarray(lengths)
+        if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
+            as_lengths(values[:1] if values.ndim == 1 else values)  # raises, and says what was wanted
+        return values if values.size else np.empty(0, np.int64)
+    if isinstance(lengths, VirtualLengths):
+        return lengths
+    raise ValueError(
+        f"lengths is a {type(lengths).__name__}. Pass an array of ints, or an object with __len__ and "
+        "__getitem__ for an array of positions."
+    )
+
+
+def read_lengths(lengths: Any, positions: IntArray) -> IntArray:
+    """Read the lengths at some positions as int64, checking what virtual lengths answer."""
+    values = np.asarray(lengths[positions])
+    if values.shape != positions.shape or values.dtype.kind not in "iu":
+        raise ValueError(
+            f"lengths[...] answered {len(positions)} positions with shape {values.shape} and type {values.dtype}. "
+            "It must answer an int64 array of positions with as many integers."
+        )
+    return values.astype(np.int64, copy=False)
+
+
+def blocks(lengths: Any) -> Iterator[tuple[int, IntArray]]:
+    """Read all lengths in order, block after block: first position and int64 values."""
+    for start in range(0, len(lengths), _BLOCK):
+        stop = min(start + _BLOCK, len(lengths))
+        if isinstance(lengths, np.ndarray):
+            yield start, np.asarray(lengths[start:stop]).astype(np.int64, copy=False)
+        else:
+            yield start, read_lengths(lengths, np.arange(start, stop))
+
+
+def summarize(lengths: Any) -> LengthSummary:
+    """Read all lengths once: their extremes, their sum and their hash.
+
+    Raises:
+        ValueError: when there is none, or one is negative.
+    """
+    known = getattr(lengths, "summary", None)
+    if isinstance(known, LengthSummary):
+        if known.count != len(lengths):
+            raise ValueError(
+                f"lengths.summary was made of {known.count} sequences, but there are {len(lengths)}. "
+                "The lengths changed: make the summary anew."
+            )
+        return known
+    if not len(lengths):
+        raise ValueError("lengths is empty: there is no sequence to pack. Pass the tokens of each sequence.")
+    total, shortest, longest = 0, np.iinfo(np.int64).max, 0
+    digest = hashlib.blake2b(digest_size=16)
+    for start, values in blocks(lengths):
+        low = int(values.argmin())
+        if values[low] < 0:
+            raise ValueError(f"Sequence {start + low} has {values[low]} tokens. A length is at least 0.")
+        total += int(values.sum())
+        shortest, longest = min(shortest, int(values[low])), max(longest, int(values.max()))
+        digest.update(np.ascontiguousarray(values, dtype="<i8"))
+    return LengthSummary(
+        count=len(lengths), total=total, shortest=shortest, longest=longest, digest=digest.hexdigest()
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Entries:
+    """The sequences that take part, numbered without gaps.
+
+    Attributes:
+        lengths: as opened by :func:`open_lengths`.
+        limit: longest piece that fits a pack, in real tokens.
+        oversize: what happens to a longer sequence.
+        total: entries: sequences less the ones left out.
+        left_out: int64, sorted dataset indices of empty and dropped sequences. The only thing that grows with
+            the dataset, and only by what is left out.
+        counts: sequences that are ``empty``, ``dropped``, ``truncated``, ``split`` or in their ``own_pack``, and
+            ``tokens_lost`` by dropping and truncating.
+    """
+
+    lengths: Any
+    limit: int
+    oversize: Oversize
+    total: int
+    left_out: IntArray
+    counts: dict[str, int]
+
+    def indices(self, entries: IntArray) -> IntArray:
+        """Dataset indices of entries: the e-th of those not left out."""
+        if not len(self.left_out):
+            return entries
+        return entries + np.searchsorted(self.left_out - np.arange(len(self.left_out)), entries, side="right")
+
+    def spans(self, indices: IntArray) -> Spans:
+        """Pieces of the sequences ``indices``, in their order: one each, or several of a split one."""
+        lengths = read_lengths(self.lengths, indices)
+        if len(lengths) and (
+            lengths.min() < 1 or (self.oversize in ("error", "drop") and lengths.max() > self.limit)
+        ):
+            raise ValueError(
+                "The lengths changed since the planner was made: sequence "
+                f"{indices[int(lengths.argmin() if lengths.min() < 1 else lengths.argmax())]} does not fit any more. "
+                "Make a new planner."
+            )
+        if self.oversize == "split":
+            return _split(indices, lengths, self.limit)
+        if self.oversize == "truncate":
+            lengths = np.minimum(lengths, self.limit)
+        zeros = np.zeros(len(indices), np.int64)
+        return Spans(index=indices, start=zeros, stop=lengths, continued=zeros.astype(bool))
+
+
+def _split(indices: IntArray, lengths: IntArray, limit: int) -> Spans:
+    """Cut into pieces of ``limit`` tokens, the last one shorter: 7 tokens at limit 3 become 3, 3, 1."""
+    pieces = -(-lengths // limit)
+    owner = np.repeat(np.arange(len(indices)), pieces)
+    start = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
+    stop = np.minimum(start + limit, lengths[owner])
+    return Spans(index=indices[owner], start=start, stop=stop, continued=stop < lengths[owner])
+
+
+def make_entries(lengths: Any, summary: LengthSummary, *, limit: int, oversize: Oversize) -> Entries:
+    """Apply the oversize policy to lengths of known extremes, and count what it does.
+
+    Raises:
+        ValueError: when ``oversize="error"`` and a sequence is longer than ``limit``, or nothing is left.
+    """
+    counts = {"empty": 0, "dropped": 0, "truncated": 0, "split": 0, "own_pack": 0, "tokens_lost": 0}
+    left_out: list[IntArray] = []
+    if summary.longest > limit or summary.shortest < 1:
+        for start, values in blocks(lengths):
+            empty, long = values < 1, values > limit
+            if oversize == "error" and long.any():
+                _refuse(start + int(long.argmax()), int(values[long.argmax()]), limit)
+            counts["empty"] += int(empty.sum())
+            _count_long(counts, values[long], limit, oversize)
+            left_out.append(start + np.flatnonzero(empty | long if oversize == "drop" else empty))
+    gone = np.concatenate(left_out) if left_out else np.empty(0, np.int64)
+    if len(gone) == summary.count:
+        raise ValueError(
+            f"None of the {summary.count} sequences is left: {counts['empty']} are empty and {counts['dropped']} "
+            f"are longer than the {limit} tokens that fit a pack. Raise capacity, or set oversize='truncate' or 'split'."
+        )
+    return Entries(
+        lengths=lengths,
+        limit=limit,
+        oversize=oversize,
+        total=summary.count - len(gone),
+        left_out=gone,
+        counts=counts,
+    )
+
+
+def _count_long(counts: dict[str, int], long: IntArray, limit: int, oversize: Oversize) -> None:
+    if oversize == "drop":
+        counts["dropped"] += len(long)
+        counts["tokens_lost"] += int(long.sum())
+    elif oversize == "truncate":
+        counts["truncated"] += len(long)
+        counts["tokens_lost"] += int((long - limit).sum())
+    elif oversize != "error":
+        counts[oversize] += len(long)
+
+
+def _refuse(index: int, length: int, limit: int) -> None:
+    raise ValueError(
+        f"Sequence {index} has {length} tokens but at most {limit} fit a pack. "
+        "Set oversize='truncate', 'split', 'drop' or 'own_pack', or raise capacity."
+    )

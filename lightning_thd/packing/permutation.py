@@ -1,0 +1,102 @@
+"""A key and positions -> the entries a shuffle puts there, without ever holding the shuffle.
+
+A Feistel network over ``a x b >= n`` with modular addition is a permutation of ``a * b`` values (Black and Rogaway,
+"Ciphers with arbitrary finite domains", CT-RSA 2002, method FE); values past n walk on until they fall inside, which
+with ``a, b`` next to sqrt(n) fewer than one in sqrt(n) must. Eight rounds, each keyed by splitmix64. Its own
+arithmetic, not numpy's generators, so that a plan outlives a numpy release.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+_U64 = npt.NDArray[np.uint64]
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 8
+# Below this a plain sort by keyed hashes is exactly uniform, and costs less than the network.
+_SMALL = 4096
+# splitmix64 (Steele, Lea, Flood 2014): the golden-ratio increment and the two multipliers of its finaliser.
+_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def derive_key(*parts: int) -> int:
+    """Mix integers into one 64-bit key; any change in any of them, or in their order, gives another key.
+
+    Args:
+        parts: ints of any sign, for example a seed, an epoch and a purpose.
+
+    Returns:
+        An int in ``[0, 2**64)``.
+    """
+    key = len(parts)
+    for part in parts:
+        key = _mix_int((key ^ (part & _MASK)) + _GAMMA)
+        if part.bit_length() > 63:  # a seed may be longer than one word
+            key = derive_key(key, part >> 63)
+    return key
+
+
+def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
+    """Look up a keyed pseudo-random permutation of ``range(total)`` at some positions.
+
+    Args:
+        positions: ints ``[K]``, each in ``[0, total)``.
+        total: size n of the permutation.
+        key: from :func:`derive_key`; another key gives another permutation.
+
+    Returns:
+        int64 ``[K]``: distinct positions give distinct entries of ``range(total)``. Memory O(K), not O(n).
+
+    Raises:
+        ValueError: when a position lies outside the range.
+    """
+    spots = np.asarray(positions, dtype=np.int64)
+    if spots.size and (spots.min() < 0 or spots.max() >= total):
+        raise ValueError(
+            f"Positions from {spots.min()} to {spots.max()} were asked of a permutation of {total} entries. "
+            f"Ask for positions in [0, {total})."
+        )
+    if total <= _SMALL:
+        return shuffled(total, key=key)[spots]
+    columns = math.isqrt(total - 1) + 1
+    rows = -(-total // columns)
+    values = _network(spots.astype(np.uint64), rows, columns, key)
+    while (outside := np.flatnonzero(values >= total)).size:
+        values[outside] = _network(values[outside], rows, columns, key)
+    return values.astype(np.int64)
+
+
+def shuffled(total: int, *, key: int) -> IntArray:
+    """Shuffle ``range(total)`` by sorting keyed 64-bit hashes: exactly uniform up to their randomness, memory O(n)."""
+    hashes = _mix(np.arange(total, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(key))
+    return np.argsort(hashes, kind="stable")
+
+
+def _network(values: _U64, rows: int, columns: int, key: int) -> _U64:
+    left, right = np.divmod(values, np.uint64(columns))
+    for number in range(0, _ROUNDS, 2):
+        left = (left + _hash(right, derive_key(key, number), rows)) % np.uint64(rows)
+        right = (right + _hash(left, derive_key(key, number + 1), columns)) % np.uint64(columns)
+    return left * np.uint64(columns) + right
+
+
+def _hash(values: _U64, key: int, bound: int) -> _U64:
+    return _mix(values * np.uint64(_GAMMA) + np.uint64(key)) % np.uint64(bound)
+
+
+def _mix(values: _U64) -> _U64:
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
+    return values ^ (values >> np.uint64(31))
+
+
+def _mix_int(value: int) -> int:
+    value &= _MASK
+    value = ((value ^ (value >> 30)) * _FIRST) & _MASK
+    value = ((value ^ (value >> 27)) * _SECOND) & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,117 @@
+"""What one step runs: per rank and microbatch, the spans of the dataset's sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Spans:
+    """Pieces of sequences: tokens ``start`` to ``stop`` of the sequence ``index`` of the dataset.
+
+    Attributes:
+        index: int64 ``[S]``, dataset indices.
+        start: int64 ``[S]``, first token of the piece; 0 unless the sequence was split.
+        stop: int64 ``[S]``, one past its last token.
+        continued: bool ``[S]``, True where the sequence goes on in another piece. The last token of such a piece
+            keeps its target, the token at ``stop``, so that splitting loses no loss token.
+    """
+
+    index: IntArray
+    start: IntArray
+    stop: IntArray
+    continued: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def lengths(self) -> IntArray:
+        """int64 ``[S]``, real tokens of each piece."""
+        return self.stop - self.start
+
+    def take(self, which: IntArray | slice) -> Spans:
+        """Pick pieces by position."""
+        return Spans(
+            index=self.index[which],
+            start=self.start[which],
+            stop=self.stop[which],
+            continued=self.continued[which],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepPlan:
+    """One optimizer step: the same on every rank, and every rank runs the same number of microbatches.
+
+    Attributes:
+        epoch: number of the epoch.
+        step: number of the step in its epoch.
+        dp: data-parallel ranks.
+        num_microbatches: microbatches of each rank.
+        spans: the pieces of all microbatches, rank after rank, microbatch after microbatch.
+        offsets: int64 ``[dp * num_microbatches + 1]``: microbatch ``j`` of rank ``r`` holds the spans
+            ``offsets[r * num_microbatches + j]`` up to the next entry. It may hold none.
+        work: float64 ``[dp, num_microbatches]``, the cost of each microbatch in the units of the planner's cost.
+        real_tokens: tokens of all pieces.
+        loss_tokens: tokens with a target in the whole step; None when the planner was given no counts.
+        sequences: sequences in the step, a split one counted once.
+        truncated: sequences of the step that lost their end.
+        truncated_tokens: tokens they lost.
+        split: sequences of the step that were cut in several pieces.
+        own_pack: sequences longer than the capacity that got a microbatch of their own.
+    """
+
+    epoch: int
+    step: int
+    dp: int
+    num_microbatches: int
+    spans: Spans
+    offsets: IntArray
+    work: npt.NDArray[np.float64]
+    real_tokens: int
+    loss_tokens: int | None
+    sequences: int
+    truncated: int
+    truncated_tokens: int
+    split: int
+    own_pack: int
+
+    def microbatches(self, rank: int) -> list[Spans]:
+        """Spans of each microbatch that ``rank`` runs, in order."""
+        if not 0 <= rank < self.dp:
+            raise ValueError(
+                f"rank={rank} was asked of a plan for dp={self.dp}. Pass a rank in [0, {self.dp})."
+            )
+        bounds = self.offsets[rank * self.num_microbatches : (rank + 1) * self.num_microbatches + 1].tolist()
+        return [self.spans.take(slice(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+
+    def spans_by_rank(self) -> list[list[Spans]]:
+        """Per rank a list of microbatches, each the spans it holds."""
+        return [self.microbatches(rank) for rank in range(self.dp)]
+
+    def indices_by_rank(self) -> list[list[IntArray]]:
+        """Per rank a list of microbatches, each an int64 array of dataset indices."""
+        return [[spans.index for spans in self.microbatches(rank)] for rank in range(self.dp)]
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the slowest rank, summed over the microsteps, divided by an even share: 1.0 is perfect."""
+        total = float(self.work.sum())
+        return float(self.work.max(axis=0).sum()) * self.dp / total if total else 1.0
+
+
+def join_spans(parts: list[Spans]) -> Spans:
+    """Lay lists of spans end to end; none at all makes an empty one."""
+    empty = np.empty(0, np.int64)
+    return Spans(
+        index=np.concatenate([empty, *(part.index for part in parts)]),
+        start=np.concatenate([empty, *(part.start for part in parts)]),
+        stop=np.concatenate([empty, *(part.stop for part in parts)]),
+        continued=np.concatenate([empty.astype(bool), *(part.continued for part in parts)]),
+    )

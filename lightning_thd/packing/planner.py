@@ -1,0 +1,304 @@
+"""Lengths, a capacity and a seed -> the plan of any step of any epoch on any number of ranks.
+
+Nothing is stored but the number of packs of each window: every plan is computed from (seed, epoch, step), so a
+killed job goes on where it stopped, on another number of ranks too, with the same sequences in every step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd.alignment import Alignment
+from lightning_thd.packing.balance import Cost, Scheduler, balanced_bins, scheduled_bins, seated
+from lightning_thd.packing.bins import Packing
+from lightning_thd.packing.entries import (
+    Lengths,
+    Oversize,
+    make_entries,
+    open_lengths,
+    read_lengths,
+    summarize,
+)
+from lightning_thd.packing.global_batch import Packs, Sequences
+from lightning_thd.packing.loss_tokens import LossTokens, count_loss_tokens, open_loss_tokens
+from lightning_thd.packing.permutation import derive_key, permute
+from lightning_thd.packing.plan import Spans, StepPlan
+from lightning_thd.packing.slots import make_slots
+from lightning_thd.packing.windows import WindowedPacks, count_windows
+
+Tail = Literal["pad", "drop"]
+IntArray = npt.NDArray[np.int64]
+
+# Part of every fingerprint: raise it when the same settings no longer give the same plans.
+_PLAN_VERSION = 1
+_ENTRIES = 10  # purpose of the key, apart from those of windows.py
+
+
+class PackPlanner:
+    """Plans of the steps of every epoch, each a pure function of (seed, epoch, step, dp).
+
+    With ``Sequences(n)`` step k takes n entries of the epoch's permutation, balanced over the ranks in as many
+    microbatches as they need. With ``Packs(n)`` it takes n packs, made by best fit inside windows of the data set;
+    they are counted once, when the planner is made.
+
+    Args:
+        lengths: tokens of each sequence: ints ``[N]`` in a list, an array, a memory map, or computed on demand by
+            an object with ``__len__`` and ``__getitem__`` for an array of positions. Read once to check and hash
+            them; never held.
+        capacity: slots of a pack.
+        global_batch: ``Packs(n)`` or ``Sequences(n)`` to an optimizer step.
+        align: what padded lengths and totals must be multiples of; the padding counts against the capacity.
+        cost: work of a sequence by its length; the default is that of a model with hidden size 4096.
+        window: sequences packed together with ``Packs(n)``. More fill packs better and cost memory and time.
+        oversize: what to do with a sequence that does not fit a pack: ``error``, ``drop`` it, ``truncate`` it,
+            ``split`` it in pieces, or let it have its ``own_pack`` above the capacity.
+        tail: the last step of an epoch that has too few packs or sequences: ``pad`` runs it with what is left,
+            ``drop`` leaves it out.
+        seed: of every shuffle.
+        loss_tokens: targets of each sequence, ints ``[N]``, or ``"all"`` when every token with a next one in its
+            sequence has a target; then each plan knows the total of its step.
+        scheduler: a function in the place of :func:`balance`, for ``Sequences(n)``.
+        counts: packs of every window, as :attr:`counts` of a planner with the same fingerprint gave them.
+
+    Raises:
+        ValueError: for whatever cannot be planned, and what to change.
+    """
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        capacity: int,
+        *,
+        global_batch: Packs | Sequences,
+        align: Alignment | None = None,
+        cost: Cost | None = None,
+        window: int = 4096,
+        oversize: Oversize = "error",
+        tail: Tail = "pad",
+        seed: int = 0,
+        loss_tokens: LossTokens | None = None,
+        scheduler: Scheduler | None = None,
+        counts: npt.NDArray[np.uint32] | None = None,
+    ) -> None:
+        _check_choice("oversize", oversize, get_args(Oversize))
+        _check_choice("tail", tail, get_args(Tail))
+        if not isinstance(global_batch, Packs | Sequences):
+            raise ValueError(
+                f"global_batch={global_batch!r}: pass Packs(n) or Sequences(n), for example Packs(8)."
+            )
+        if not isinstance(window, Integral) or window < 1:
+            raise ValueError(f"window={window!r}: a window holds at least one sequence. The default is 4096.")
+        if scheduler is not None and isinstance(global_batch, Packs):
+            raise ValueError(
+                f"scheduler and global_batch={global_batch} exclude each other: a scheduler places the sequences of "
+                "a step, and only Sequences(n) knows them beforehand. Pass Sequences(n), or no scheduler."
+            )
+        self.slots = make_slots(capacity, align)
+        opened = open_lengths(lengths)
+        summary = summarize(opened)
+        limit = self.slots.usable // self.slots.multiple * self.slots.multiple
+        self.entries = make_entries(opened, summary, limit=limit, oversize=oversize)
+        self.global_batch = global_batch
+        self.cost = Cost() if cost is None else cost
+        self.tail = tail
+        self.seed = int(seed)
+        self.loss_tokens = open_loss_tokens(loss_tokens, summary.count)
+        self.scheduler = scheduler
+        self.settings: dict[str, Any] = {
+            "version": _PLAN_VERSION,
+            "sequences": summary.count,
+            "lengths": summary.digest,
+            "capacity": int(capacity),
+            "global_batch": repr(global_batch),
+            "multiples": [self.slots.multiple, align.total_multiple if align else 1],
+            "cost": [self.cost.linear, self.cost.quadratic],
+            "window": int(window),
+            "oversize": oversize,
+            "tail": tail,
+            "seed": self.seed,
+            "scheduler": None
+            if scheduler is None
+            else getattr(scheduler, "__qualname__", type(scheduler).__qualname__),
+        }
+        self._packs: WindowedPacks | None = None
+        if isinstance(global_batch, Packs):
+            if counts is None:
+                counts = count_windows(self.entries, self.slots, window, self.seed)
+            self._packs = WindowedPacks(
+                entries=self.entries, slots=self.slots, window=window, seed=self.seed, counts=counts
+            )
+        self._check_steps()
+
+    def __len__(self) -> int:
+        """Steps of an epoch, the same in each."""
+        units = self.entries.total if self._packs is None else self._packs.total
+        return units // self.global_batch.n if self.tail == "drop" else -(-units // self.global_batch.n)
+
+    @property
+    def counts(self) -> npt.NDArray[np.uint32] | None:
+        """Packs of every window, uint32 ``[W]``, to be given to a later planner; None with ``Sequences(n)``."""
+        return None if self._packs is None else self._packs.counts
+
+    @property
+    def num_packs(self) -> int | None:
+        """Packs of an epoch; None with ``Sequences(n)``, whose steps are packed one by one."""
+        return None if self._packs is None else self._packs.total
+
+    def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
+        """Plan a step without touching the ones before it.
+
+        Args:
+            epoch: number of the epoch, from 0.
+            k: number of the step in its epoch, below ``len(planner)``.
+            dp: data-parallel ranks. Which sequences the step holds does not depend on it.
+
+        Returns:
+            The plan, the same on every rank.
+
+        Raises:
+            IndexError: for a step past the end of the epoch.
+            ValueError: when ``Packs(n)`` do not divide among the ranks.
+        """
+        self._check_request(epoch, k, dp)
+        if self._packs is None:
+            spans, (order, offsets) = self._plan_sequences(epoch, k, dp)
+        else:
+            spans, (order, offsets) = self._plan_packs(self._packs, epoch, k, dp)
+        return self._describe(epoch, k, dp, spans.take(order), offsets)
+
+    def _plan_sequences(self, epoch: int, k: int, dp: int) -> tuple[Spans, tuple[IntArray, IntArray]]:
+        n, total = self.global_batch.n, self.entries.total
+        positions = np.arange(k * n, min((k + 1) * n, total))
+        chosen = permute(positions, total, key=derive_key(self.seed, _ENTRIES, epoch))
+        spans = self.entries.spans(self.entries.indices(chosen))
+        padded, work = self.slots.padded(spans.lengths), self.cost(spans.lengths)
+        if self.scheduler is not None:
+            return spans, scheduled_bins(self.scheduler, padded, self.slots.usable, dp=dp, cost=self.cost)
+        return spans, balanced_bins(padded, work, self.slots, dp=dp)
+
+    def _plan_packs(
+        self, packs: WindowedPacks, epoch: int, k: int, dp: int
+    ) -> tuple[Spans, tuple[IntArray, IntArray]]:
+        n = self.global_batch.n
+        spans, offsets = packs.read(epoch, k * n, min((k + 1) * n, packs.total))
+        work = self.cost(spans.lengths)
+        if len(offsets) - 1 < n:  # the tail: too few packs for all, but perhaps not too few sequences
+            padded = self.slots.padded(spans.lengths)
+            given = Packing(indices=np.arange(len(spans)), offsets=offsets)
+            return spans, balanced_bins(
+                padded, work, self.slots, dp=dp, num_microbatches=n // dp, given=given
+            )
+        totals = np.add.reduceat(work, offsets[:-1])
+        return spans, seated(np.arange(len(spans)), offsets, totals, dp)
+
+    def _describe(self, epoch: int, k: int, dp: int, spans: Spans, offsets: IntArray) -> StepPlan:
+        lengths = read_lengths(self.entries.lengths, spans.index)
+        work = np.concatenate([[0.0], np.cumsum(self.cost(spans.lengths))])
+        whole = spans.start == 0
+        long = whole & (lengths > self.entries.limit)
+        num_long = int(long.sum())
+        oversize = self.entries.oversize
+        return StepPlan(
+            epoch=epoch,
+            step=k,
+            dp=dp,
+            num_microbatches=(len(offsets) - 1) // dp,
+            spans=spans,
+            offsets=offsets,
+            work=(work[offsets[1:]] - work[offsets[:-1]]).reshape(dp, -1),
+            real_tokens=int(spans.lengths.sum()),
+            loss_tokens=count_loss_tokens(self.loss_tokens, spans, lengths),
+            sequences=int(whole.sum()),
+            truncated=num_long if oversize == "truncate" else 0,
+            truncated_tokens=int((lengths[long] - self.entries.limit).sum()) if oversize == "truncate" else 0,
+            split=num_long if oversize == "split" else 0,
+            own_pack=num_long if oversize == "own_pack" else 0,
+        )
+
+    def _check_steps(self) -> None:
+        if len(self):
+            return
+        found = f"{self.entries.total} sequences" if self._packs is None else f"{self._packs.total} packs"
+        raise ValueError(
+            f"The data set has {found}, too few for one step of {self.global_batch}. "
+            "Set tail='pad', or ask for fewer to a step."
+        )
+
+    def _check_request(self, epoch: int, k: int, dp: int) -> None:
+        if epoch < 0 or not 0 <= k < len(self):
+            raise IndexError(
+                f"Step {k} of epoch {epoch} was asked of epochs of {len(self)} steps. Both count from 0."
+            )
+        if dp < 1:
+            raise ValueError(f"dp={dp}: a plan is for at least one rank. Pass the data-parallel size.")
+        if self._packs is not None and self.global_batch.n % dp:
+            raise ValueError(
+                f"{self.global_batch} cannot be shared by dp={dp} ranks, each with the same number of packs. "
+                f"Use Packs({-(-self.global_batch.n // dp) * dp}), or Sequences(n), which takes any number of ranks."
+            )
+
+    def fingerprint(self) -> str:
+        """Hash of the lengths and of every setting that a plan depends on; dp is none of them."""
+        text = json.dumps(self.settings, sort_keys=True).encode()
+        return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """Make what a checkpoint must hold to go on with ``step(epoch, step)``: the same on every rank.
+
+        Args:
+            epoch: number of the epoch.
+            step: the next step of it, ``len(planner)`` when the epoch is over.
+        """
+        if epoch < 0 or not 0 <= step <= len(self):
+            raise ValueError(
+                f"epoch={epoch}, step={step}: an epoch has {len(self)} steps, and both count from 0."
+            )
+        return {
+            "epoch": int(epoch),
+            "step": int(step),
+            "seed": self.seed,
+            "fingerprint": self.fingerprint(),
+            "settings": dict(self.settings),
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Check that a state belongs to this planner and return its epoch and next step.
+
+        Raises:
+            ValueError: when the data set or a setting changed since, naming each.
+        """
+        missing = {"epoch", "step", "fingerprint"} - set(state)
+        if missing:
+            raise ValueError(
+                f"The state has no {', '.join(sorted(missing))}; it holds {', '.join(sorted(state)) or 'nothing'}. "
+                "Pass what PackPlanner.state() returned."
+            )
+        if state["fingerprint"] != self.fingerprint():
+            raise ValueError(
+                f"The state was saved with other data or settings ({self._differences(state)}), so that its steps "
+                "would hold other sequences. Use the old ones, or start without the state."
+            )
+        return int(state["epoch"]), int(state["step"])
+
+    def _differences(self, state: Mapping[str, Any]) -> str:
+        saved = state.get("settings", {})
+        pairs = ((name, saved.get(name), value) for name, value in self.settings.items())
+        found = [f"{name} was {old!r}, is {new!r}" for name, old, new in pairs if _plain(old) != _plain(new)]
+        return "; ".join(found) or f"fingerprint was {state['fingerprint']}, is {self.fingerprint()}"
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown. Choose one of {', '.join(choices)}.")
+
+
+def _plain(value: Any) -> Any:
+    """Undo what saving does to a value: tuples come back as lists."""
+    return list(value) if isinstance(value, tuple) else value

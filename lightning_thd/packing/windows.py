@@ -1,0 +1,144 @@
+"""The entries of a data set, window by window -> the packs of an epoch, in any order, from any pack on.
+
+Which sequences share a window depends on the seed alone, so that the packs of a window need counting only once.
+An epoch shuffles the windows, the packs inside each, and sequences of equal length among each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd.packing.bins import count_packs
+from lightning_thd.packing.entries import Entries
+from lightning_thd.packing.permutation import derive_key, permute, shuffled
+from lightning_thd.packing.plan import Spans, join_spans
+from lightning_thd.packing.slots import Slots, best_fit
+
+IntArray = npt.NDArray[np.int64]
+
+# Purposes of keys, so that no two shuffles share one.
+_MEMBERS, _WINDOWS, _TIES, _PACKS = range(4)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class WindowedPacks:
+    """The packs of each epoch; what it keeps beside the counts is one window and one epoch's order of windows.
+
+    Attributes:
+        entries: the sequences that take part.
+        slots: what a pack offers.
+        window: entries of a window; the last one may hold fewer.
+        seed: of all shuffles.
+        counts: uint32 ``[W]``, packs of every window.
+    """
+
+    entries: Entries
+    slots: Slots
+    window: int
+    seed: int
+    counts: npt.NDArray[np.uint32]
+    _order: tuple[int, IntArray, IntArray] | None = field(default=None, init=False, repr=False)
+    _packed: tuple[tuple[int, int], Spans, IntArray] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def total(self) -> int:
+        """Packs of an epoch, the same in each."""
+        return int(self.counts.sum(dtype=np.int64))
+
+    def read(self, epoch: int, first: int, last: int) -> tuple[Spans, IntArray]:
+        """Make the packs ``first`` to ``last`` of an epoch: their spans, and int64 offsets of each pack in them."""
+        order, ends = self._windows(epoch)
+        parts, sizes = [], []
+        place = int(np.searchsorted(ends, first, side="right"))
+        while first < last:
+            begin = int(ends[place]) - int(self.counts[order[place]])
+            spans, offsets = self._packs(epoch, int(order[place]))
+            low, high = first - begin, min(last, int(ends[place])) - begin
+            parts.append(spans.take(slice(int(offsets[low]), int(offsets[high]))))
+            sizes.append(np.diff(offsets[low : high + 1]))
+            first, place = begin + high, place + 1
+        offsets = np.concatenate([np.zeros(1, np.int64), *sizes])
+        return join_spans(parts), np.cumsum(offsets)
+
+    def _windows(self, epoch: int) -> tuple[IntArray, IntArray]:
+        if self._order is None or self._order[0] != epoch:
+            total = len(self.counts)
+            order = permute(np.arange(total), total, key=derive_key(self.seed, _WINDOWS, epoch))
+            self._order = epoch, order, np.cumsum(self.counts[order], dtype=np.int64)
+        return self._order[1:]
+
+    def _packs(self, epoch: int, window: int) -> tuple[Spans, IntArray]:
+        if self._packed is None or self._packed[0] != (epoch, window):
+            members = window_members(self.entries, self.window, self.seed, window, window + 1)
+            ties = shuffled(len(members), key=derive_key(self.seed, _TIES, epoch, window))
+            spans = self.entries.spans(members[ties])
+            packs = best_fit(self.slots.padded(spans.lengths), self.slots)
+            if len(packs) != self.counts[window]:
+                raise ValueError(
+                    f"Window {window} has {len(packs)} packs, but {self.counts[window]} were counted. The lengths "
+                    "changed since, or the counts belong to others. Make a new planner, without these counts."
+                )
+            order = shuffled(len(packs), key=derive_key(self.seed, _PACKS, epoch, window))
+            sizes = np.diff(packs.offsets)[order]
+            offsets = np.concatenate([[0], np.cumsum(sizes)])
+            within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
+            flat = packs.indices[np.repeat(packs.offsets[:-1][order], sizes) + within]
+            self._packed = (epoch, window), spans.take(flat), offsets
+        return self._packed[1:]
+
+
+def window_members(entries: Entries, window: int, seed: int, first: int, last: int) -> IntArray:
+    """Dataset indices of the entries of the windows ``first`` to ``last``, window after window."""
+    positions = np.arange(first * window, min(last * window, entries.total))
+    return entries.indices(permute(positions, entries.total, key=derive_key(seed, _MEMBERS)))
+
+
+def count_windows(
+    entries: Entries,
+    slots: Slots,
+    window: int,
+    seed: int,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> npt.NDArray[np.uint32]:
+    """Count the packs of every window.
+
+    Args:
+        entries: the sequences that take part.
+        slots: what a pack offers.
+        window: entries of a window.
+        seed: of the shuffle that fills the windows.
+        progress: called with the windows done and their total, block after block.
+
+    Returns:
+        uint32 ``[W]``.
+    """
+    total = -(-entries.total // window)
+    counts = np.empty(total, np.uint32)
+    done = 0
+    for spans in _blocks(entries, window, seed):
+        padded = slots.padded(spans)
+        counts[done] = _count(padded, slots)
+        done += 1
+        if progress is not None:
+            progress(done, total)
+    return counts
+
+
+def _blocks(entries: Entries, window: int, seed: int) -> Iterator[IntArray]:
+    total = -(-entries.total // window)
+    step = max(1, (1 << 16) // window)
+    for first in range(0, total, step):
+        members = window_members(entries, window, seed, first, min(first + step, total))
+        for begin in range(0, len(members), window):
+            yield entries.spans(members[begin : begin + window]).lengths
+
+
+def _count(padded: IntArray, slots: Slots) -> int:
+    fits = padded <= slots.usable
+    alone = len(padded) - int(fits.sum())
+    return alone + count_packs(padded[fits] // slots.multiple, slots.usable // slots.multiple)
