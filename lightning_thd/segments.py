@@ -24,8 +24,8 @@ class SegmentLayout(NamedTuple):
     Attributes:
         q_lengths: ``[..., M]`` queries of id ``i + 1`` that see a key.
         kv_lengths: ``[..., M]`` keys of id ``i + 1`` that a query sees.
-        q_offsets: ``[..., M + 1]`` slots where runs of such queries start, ascending, then -1: what Transformer
-            Engine wants.
+        q_offsets: ``[..., M + 1]`` slots where runs of such queries start, ascending, then -1: what
+            Transformer Engine wants.
         kv_offsets: ``[..., M + 1]`` the same for keys.
         q_starts: ``[..., M]`` slot of the first such query of id ``i + 1``, -1 where there is none.
         kv_starts: ``[..., M]`` the same for keys.
@@ -172,8 +172,9 @@ def _check_side(ids: Tensor, pos: Tensor | None, mask: MaskFamily, max_segments:
     low, high = int(ids.numpy().min()), int(ids.numpy().max())
     if low < 0 or high > max_segments:
         raise ValueError(
-            f"ids_{side} holds ids from {low} to {high}, but max_segments={max_segments}; wanted 0 for padding "
-            f"and 1 to {max_segments}. Pass max_segments={max(high, 1)} or number the segments from 1."
+            f"ids_{side} holds ids from {low} to {high}, but max_segments={max_segments}; wanted 0 for "
+            f"padding and 1 to {max_segments}. Pass max_segments={max(high, 1)}, or number the segments "
+            "from 1."
         )
 
 

@@ -1,0 +1,36 @@
+"""A mode under which reading the device back, or an output of unknown size, raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.bincount.default,
+    torch.ops.aten._unique2.default,
+    torch.ops.aten.equal.default,
+}
+
+
+class RefuseDeviceReads(TorchDispatchMode):
+    """Raise where a GPU would make the host wait, on any device."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        if func in _READS:
+            raise AssertionError(f"{func} reads the device back")
+        if func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+            raise AssertionError("repeat_interleave without output_size reads the device back")
+        return func(*args, **kwargs)
