@@ -1,29 +1,37 @@
 """q, k, v in THD and host offsets -> out and log-sum-exp on the CPU, in memory linear in T.
 
-Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
-Runs on torch's own flash kernel for CPUs, which is top-left causal, wants E == D, and kills the process on an empty
-sequence; the tiles of ``plan`` never ask it for anything else. One operator, opaque to torch.compile.
+Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size, B tiles in a call.
+Runs on torch's own flash kernel for CPUs, which is top-left causal, wants E == D, and kills the process on an
+empty sequence; the calls of ``plan`` never ask it for anything else. Softcap runs on matrix products (``tiled``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from lightning_thd.attention import tiled
-from lightning_thd.attention.plan import Tile, make_tiles
+from lightning_thd.attention import flash_cpu, rows, tiled
+from lightning_thd.attention.masks import Masks
+from lightning_thd.attention.plan import Piece, Plan, Tiles, make_plan
+from lightning_thd.attention.sinks import apply_sinks
 from lightning_thd.attention.spec import AttentionSpec
 
-_forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+# Scores one softcap call may hold: 8 MiB in fp32.
+_SCORES = 1 << 21
+# Elements a call may return per tensor before its heads are taken a few at a time: 8 MiB in fp32.
+_CALL_ELEMENTS = 1 << 21
 
 
 def forward(
     q_THD: Tensor,
     k_THD: Tensor,
     v_THE: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
+    cu_q: list[int],
+    cu_kv: list[int],
     *,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
@@ -34,26 +42,36 @@ def forward(
         q_THD: ``[Tq, H, D]`` float.
         k_THD: ``[Tkv, G, D]``.
         v_THE: ``[Tkv, G, E]``.
-        cu_seqlens_q: int ``[S + 1]`` on the CPU.
-        cu_seqlens_kv: int ``[S + 1]`` on the CPU.
+        cu_q: S + 1 offsets, the last Tq.
+        cu_kv: S + 1 offsets, the last Tkv.
         spec: window, scale and softcap.
         sinks: ``[H]`` logits of a key without a value that every query sees, or None.
 
     Returns:
-        out ``[Tq, H, E]`` in the dtype of q and lse ``[H, Tq]`` in fp32 (fp64 for fp64), the sink included; a query
+        out ``[Tq, H, E]`` in the dtype of q and lse ``[Tq, H]`` in fp32 (fp64 for fp64), the sink included; a query
         that sees nothing has out 0 and lse -inf.
     """
-    tiles = make_tiles(cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), left=spec.left, right=spec.right)
-    out = q_THD.new_zeros(*q_THD.shape[:2], v_THE.shape[2])
-    lse = q_THD.new_full((q_THD.shape[1], q_THD.shape[0]), -torch.inf, dtype=_wide(q_THD.dtype))
-    for tile in tiles:
-        q, k, v = _slices(tile, q_THD, k_THD, v_THE)
-        part, part_lse = _tile_forward(q, k, v, tile, spec)
-        out[tile.q0 : tile.q1] = part
-        lse[:, tile.q0 : tile.q1] = part_lse
-    if sinks is not None:
-        out, lse = apply_sinks(out, lse, sinks)
-    return out, lse
+    plan = _plan(cu_q, cu_kv, q_THD.shape[1], spec)
+    q, k, v = (_dense_rows(x) for x in (q_THD, k_THD, v_THE))
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    for start, stop in plan.blank_q:
+        out[start:stop] = 0.0
+        lse[start:stop] = -torch.inf
+    kernel = _Kernel(spec, Masks(spec, lse.dtype), q_THD.shape[2], v_THE.shape[2])
+    for piece in plan.pieces:
+        k_piece, v_piece = kernel.keys(piece, k, v)
+        for call in piece.calls:
+            for heads, kv_heads in _head_slices(call, q, k, at_least=1):
+                part, part_lse = kernel.forward(
+                    rows.take(q[:, heads], call.q_starts, call.rows, call.lengths),
+                    rows.take(k_piece[:, kv_heads], call.k_starts, call.keys, call.lengths),
+                    rows.take(v_piece[:, kv_heads], call.k_starts, call.keys, call.lengths),
+                    call,
+                )
+                rows.put(out[:, heads], part, call.q_starts, call.lengths)
+                rows.put(lse[:, heads], part_lse, call.q_starts, call.lengths)
+    return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
 
 def backward(
@@ -63,111 +81,123 @@ def backward(
     v_THE: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
+    cu_q: list[int],
+    cu_kv: list[int],
     *,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``forward`` to q, k and v.
+    """Gradients of ``forward`` to q, k and v, contiguous and in their dtypes.
 
-    out and lse may hold more than these keys gave (a sink, other ranks' keys): the weights are recomputed from lse.
+    out and lse may hold more than these keys gave (a sink, other ranks' keys): weights are recomputed from lse.
     """
-    tiles = make_tiles(cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), left=spec.left, right=spec.right)
-    dq = torch.zeros_like(q_THD)
-    wide = _wide(q_THD.dtype)
-    dk = torch.zeros_like(k_THD, dtype=wide)
-    dv = torch.zeros_like(v_THE, dtype=wide)
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)  # such a row sees no key: any finite number gives weight 0
-    for tile in tiles:
-        q, k, v = _slices(tile, q_THD, k_THD, v_THE)
-        rows = slice(tile.q0, tile.q1)
-        part_q, part_k, part_v = _tile_backward(grad_out[rows], q, k, v, out[rows], lse[:, rows], tile, spec)
-        dq[rows] = part_q
-        dk[tile.k0 : tile.k1] += part_k
-        dv[tile.k0 : tile.k1] += part_v
-    return dq, dk.to(k_THD.dtype), dv.to(v_THE.dtype)
+    plan = _plan(cu_q, cu_kv, q_THD.shape[1], spec)
+    saved = tuple(_dense_rows(x) for x in (grad_out, q_THD, k_THD, v_THE, out))
+    dq, dk, dv = (x.new_empty(x.shape) for x in saved[1:4])
+    for start, stop in plan.blank_q:
+        dq[start:stop] = 0.0
+    for start, stop in plan.blank_k:
+        dk[start:stop] = 0.0
+        dv[start:stop] = 0.0
+    kernel = _Kernel(spec, Masks(spec, lse.dtype), q_THD.shape[2], v_THE.shape[2])
+    for piece in plan.pieces:
+        _piece_backward(piece, kernel, (*saved, lse), dq, dk, dv)
+    return dq, dk, dv
 
 
-def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Give every query one more key, of logit ``sinks[h]`` and value zero.
-
-    Args:
-        out: ``[Tq, H, E]`` without sinks.
-        lse: ``[H, Tq]`` without sinks.
-        sinks: ``[H]``.
-
-    Returns:
-        out and lse with them.
-    """
-    total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-    return out * (lse - total).exp().t().unsqueeze(2).to(out.dtype), total
-
-
-def sinks_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Gradient to ``sinks``, from out and lse which include them."""
-    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(2).t()
-    weight = (sinks.to(lse.dtype)[:, None] - lse).exp()
-    return -(weight * delta).sum(1).to(sinks.dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _slices(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q[tile.q0 : tile.q1], k[tile.k0 : tile.k1], v[tile.k0 : tile.k1]
-
-
-def _bhld(x: Tensor, size: int) -> Tensor:
-    """``[L, H, E]`` to the kernel's ``[1, H, L, size]``; the kernel wants one head size, zeros change nothing."""
-    if x.shape[2] < size:
-        x = torch.nn.functional.pad(x, (0, size - x.shape[2]))
-    return x.transpose(0, 1).unsqueeze(0)
+def _piece_backward(
+    piece: Piece, kernel: _Kernel, saved: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    grad, q, k, v, out, lse = saved
+    k_piece, v_piece = kernel.keys(piece, k, v)
+    if piece.shared:
+        dk_sum, dv_sum = (_accumulator(dx, piece, lse.dtype) for dx in (dk, dv))
+    for call in piece.calls:
+        for heads, kv_heads in _head_slices(call, q, k, at_least=torch.get_num_threads()):
+            by_q = [
+                rows.take(x[:, heads], call.q_starts, call.rows, call.lengths) for x in (grad, q, out, lse)
+            ]
+            if call.lengths is not None:  # padded queries weigh nothing and pass on nothing
+                rows.fill_padding(by_q[0], call.lengths, 0.0)
+                rows.fill_padding(by_q[3], call.lengths, torch.inf)
+            by_k = [
+                rows.take(x[:, kv_heads], call.k_starts, call.keys, call.lengths) for x in (k_piece, v_piece)
+            ]
+            dq_part, dk_part, dv_part = kernel.backward(by_q, by_k, call)
+            rows.put(dq[:, heads], dq_part, call.q_starts, call.lengths)
+            if piece.shared:
+                rows.add(dk_sum[:, kv_heads], dk_part, call.k_starts)
+                rows.add(dv_sum[:, kv_heads], dv_part, call.k_starts)
+            else:
+                rows.put(dk[:, kv_heads], dk_part, call.k_starts, call.lengths)
+                rows.put(dv[:, kv_heads], dv_part, call.k_starts, call.lengths)
+    if piece.shared and dk.dtype != lse.dtype:
+        dk[piece.k0 : piece.k1] = dk_sum
+        dv[piece.k0 : piece.k1] = dv_sum
 
 
-def _mask(tile: Tile, dtype: torch.dtype) -> Tensor | None:
-    if tile.sees_all or tile.is_triangle:
-        return None
-    hidden = tiled.hidden(tile)
-    return torch.zeros(hidden.shape, dtype=_wide(dtype)).masked_fill_(hidden, -torch.inf)[None, None]
+@dataclass(frozen=True, slots=True)
+class _Kernel:
+    """Either kernel behind one face; widens heads to the one size that flash knows, and cuts the results back."""
+
+    spec: AttentionSpec
+    masks: Masks
+    head_size: int
+    value_size: int
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Tiles) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+        if spec.softcap:
+            return tiled.forward(q, k, v, mask=self.masks.of(call), scale=spec.scale, softcap=spec.softcap)
+        causal = call.is_triangle(spec.left, spec.right)
+        mask = None if causal else self.masks.of(call)
+        q, k, v = (self.widen(x) for x in (q, k, v))
+        out, lse = flash_cpu.forward(q, k, v, causal=causal, mask=mask, scale=spec.scale)
+        return out[..., : self.value_size], lse
+
+    def backward(self, by_q: list[Tensor], by_k: list[Tensor], call: Tiles) -> tuple[Tensor, Tensor, Tensor]:
+        (grad, q, out, lse), (k, v), spec = by_q, by_k, self.spec
+        if spec.softcap:
+            mask = self.masks.of(call)
+            return tiled.backward(grad, q, k, v, out, lse, mask=mask, scale=spec.scale, softcap=spec.softcap)
+        causal = call.is_triangle(spec.left, spec.right)
+        mask = None if causal else self.masks.of(call)
+        grad, q, k, v, out = (self.widen(x) for x in (grad, q, k, v, out))
+        dq, dk, dv = flash_cpu.backward(grad, q, k, v, out, lse, causal=causal, mask=mask, scale=spec.scale)
+        return dq[..., : self.head_size], dk[..., : self.head_size], dv[..., : self.value_size]
+
+    def widen(self, x: Tensor) -> Tensor:
+        """Append zeros to the heads: they change neither scores nor the columns that are kept."""
+        missing = max(self.head_size, self.value_size) - x.shape[-1]
+        return x if missing == 0 or self.spec.softcap else pad(x, (0, missing))
+
+    def keys(self, piece: Piece, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows that a piece's ``k_starts`` count from, widened once where several tiles share them."""
+        if not piece.shared:
+            return k, v
+        return self.widen(k[piece.k0 : piece.k1]), self.widen(v[piece.k0 : piece.k1])
 
 
-def _tile_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    if spec.softcap:
-        return tiled.forward(q, k, v, tile, spec)
-    size = max(q.shape[2], v.shape[2])
-    out, lse = _forward_kernel(
-        _bhld(q, size),
-        _bhld(k, size),
-        _bhld(v, size),
-        0.0,
-        tile.is_triangle,
-        attn_mask=_mask(tile, q.dtype),
-        scale=spec.scale,
-    )
-    out, lse = out[0].transpose(0, 1)[..., : v.shape[2]], lse[0]
-    if not (tile.sees_all or tile.is_triangle):
-        lse = lse.masked_fill(tiled.hidden(tile).all(1), -torch.inf)
-    return out, lse
+def _plan(cu_q: list[int], cu_kv: list[int], num_heads: int, spec: AttentionSpec) -> Plan:
+    max_cells = max(1, _SCORES // num_heads) if spec.softcap else None
+    return make_plan(tuple(cu_q), tuple(cu_kv), left=spec.left, right=spec.right, max_cells=max_cells)
 
 
-def _tile_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, spec: AttentionSpec
-) -> tuple[Tensor, Tensor, Tensor]:
-    if spec.softcap:
-        return tiled.backward(grad, q, k, v, out, lse, tile, spec)
-    size = max(q.shape[2], v.shape[2])
-    grads = _backward_kernel(
-        _bhld(grad, size),
-        _bhld(q, size),
-        _bhld(k, size),
-        _bhld(v, size),
-        _bhld(out, size),
-        lse.unsqueeze(0),
-        0.0,
-        tile.is_triangle,
-        attn_mask=_mask(tile, q.dtype),
-        scale=spec.scale,
-    )
-    dq, dk, dv = (grad[0].transpose(0, 1) for grad in grads)
-    return dq[..., : q.shape[2]], dk[..., : q.shape[2]], dv[..., : v.shape[2]]
+def _dense_rows(x: Tensor) -> Tensor:
+    """The kernels read any strides but the last, which must be 1; expanded rows and heads are fine."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _head_slices(call: Tiles, q: Tensor, k: Tensor, *, at_least: int) -> Iterator[tuple[slice, slice]]:
+    """Split the heads of a call so large that its results would weigh on memory, key-value head by head."""
+    kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+    elements = len(call.q_starts) * call.rows * groups * q.shape[2]  # of one key-value head's queries
+    step = max(1, _CALL_ELEMENTS // elements, -(-at_least // groups))
+    for start in range(0, kv_heads, step):
+        stop = min(start + step, kv_heads)
+        yield slice(start * groups, stop * groups), slice(start, stop)
+
+
+def _accumulator(dx: Tensor, piece: Piece, wide: torch.dtype) -> Tensor:
+    """Zeros to add a piece's gradients in: the result's own rows when they are precise enough."""
+    own = dx[piece.k0 : piece.k1]
+    return own.zero_() if dx.dtype == wide else torch.zeros_like(own, dtype=wide)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_thd.attention import cpu
+from lightning_thd.attention.checks import checked_offsets
+from lightning_thd.attention.sinks import sinks_gradient
 from lightning_thd.attention.spec import AttentionSpec
 
 
@@ -22,6 +24,8 @@ def varlen_attention_cpu(
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
     sinks: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
     left: int,
     right: int,
     scale: float,
@@ -29,7 +33,9 @@ def varlen_attention_cpu(
 ) -> tuple[Tensor, Tensor]:
     """Forward of the CPU kernel; see ``cpu.forward`` for shapes."""
     spec = AttentionSpec(left=left, right=right, scale=scale, softcap=softcap)
-    return cpu.forward(q, k, v, cu_seqlens_q, cu_seqlens_kv, spec=spec, sinks=sinks)
+    cu_q = checked_offsets(cu_seqlens_q, q.shape[0], max_seqlen_q, "q")
+    cu_kv = checked_offsets(cu_seqlens_kv, k.shape[0], max_seqlen_kv, "kv")
+    return cpu.forward(q, k, v, cu_q, cu_kv, spec=spec, sinks=sinks)
 
 
 @varlen_attention_cpu.register_fake
@@ -40,13 +46,15 @@ def _forward_fake(
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
     sinks: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
     left: int,
     right: int,
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=wide)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[0], q.shape[1], dtype=wide)
 
 
 @torch.library.custom_op("lightning_thd::varlen_attention_cpu_backward", mutates_args=(), device_types="cpu")
@@ -65,7 +73,7 @@ def _backward_op(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     spec = AttentionSpec(left=left, right=right, scale=scale, softcap=softcap)
-    return cpu.backward(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, spec=spec)
+    return cpu.backward(grad_out, q, k, v, out, lse, cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), spec=spec)
 
 
 @_backward_op.register_fake
@@ -87,7 +95,7 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
-    q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, *ctx.options = inputs
+    q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, _, _, *ctx.options = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, sinks)
@@ -96,8 +104,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, sinks = ctx.saved_tensors
     dq, dk, dv = _backward_op(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, *ctx.options)
-    dsinks = None if sinks is None else cpu.sinks_gradient(grad_out, out, lse, sinks)
-    return dq, dk, dv, None, None, dsinks, None, None, None, None
+    dsinks = None if sinks is None else sinks_gradient(grad_out, out, lse, sinks)
+    return dq, dk, dv, None, None, dsinks, None, None, None, None, None, None
 
 
 varlen_attention_cpu.register_autograd(_backward, setup_context=_setup_context)

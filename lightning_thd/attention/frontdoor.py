@@ -65,6 +65,8 @@ def varlen_attention(
         cu_seqlens_q,
         cu_seqlens_kv,
         sinks,
+        max_seqlen_q,
+        max_seqlen_kv,
         spec.left,
         spec.right,
         spec.scale,

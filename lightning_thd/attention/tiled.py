@@ -1,6 +1,7 @@
-"""One tile of q, k, v -> out and log-sum-exp by plain matrix products: the path for what no flash kernel offers.
+"""Batches of tiles -> out and log-sum-exp by plain matrix products: the path for softcap, which no CPU kernel has.
 
-Softcap runs here. Scores of one tile exist at a time, in fp32 (fp64 for fp64), and are computed again in the backward.
+Legend: B tiles, R rows of queries, K keys, H query heads, G key-value heads, D head size, E value head size.
+The scores of one call exist at a time, in fp32 (fp64 for fp64), and are computed again in the backward.
 """
 
 from __future__ import annotations
@@ -8,77 +9,80 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_thd.attention.plan import Tile
-from lightning_thd.attention.spec import AttentionSpec
 
-
-def hidden(tile: Tile) -> Tensor:
-    """Say which keys a query may not see.
-
-    Returns:
-        bool ``[rows, keys]``, True where hidden. A triangle of two rows gives ``[[False, True], [False, False]]``.
-    """
-    distance = torch.arange(tile.k1 - tile.k0) - torch.arange(tile.q1 - tile.q0)[:, None] - tile.shift
-    mask = torch.zeros_like(distance, dtype=torch.bool)
-    if tile.left >= 0:
-        mask |= distance < -tile.left
-    if tile.right >= 0:
-        mask |= distance > tile.right
-    return mask
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Attend inside one tile.
+def forward(
+    q_BRHD: Tensor, k_BKGD: Tensor, v_BKGE: Tensor, *, mask: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Attend inside every tile.
 
     Args:
-        q: ``[rows, H, D]``.
-        k: ``[keys, G, D]``.
-        v: ``[keys, G, E]``.
-        tile: where the diagonal runs.
-        spec: scale and softcap.
+        q_BRHD: ``[B, R, H, D]``.
+        k_BKGD: ``[B, K, G, D]``.
+        v_BKGE: ``[B, K, G, E]``.
+        mask: additive ``[R, K]``, or None.
+        scale: of the scores.
+        softcap: the scores' bound, positive.
 
     Returns:
-        out ``[rows, H, E]`` and lse ``[H, rows]``.
+        out ``[B, R, H, E]`` and lse ``[B, R, H]``.
     """
-    scores, _ = _scores(q, k, tile, spec)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
-    out = weights @ _heads(v, scores.dtype, 1)
-    return _merge(out).to(q.dtype), lse.flatten(0, 1)
+    weights = _tanh_scores(q_BRHD, k_BKGD, scale / softcap).mul_(softcap)
+    if mask is not None:
+        weights += mask
+    # Scores lie within the cap, so the largest weight before normalising is 1 and none overflows.
+    top = weights.amax(-1, keepdim=True)
+    total = weights.sub_(top).exp_().sum(-1, keepdim=True)
+    out = (weights @ _kv_heads(v_BKGE, weights.dtype)) / total
+    return _rows(out).to(q_BRHD.dtype), _rows(total.log() + top)[..., 0]
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile, spec: AttentionSpec
+    grad: Tensor,
+    q_BRHD: Tensor,
+    k_BKGD: Tensor,
+    v_BKGE: Tensor,
+    out: Tensor,
+    lse_BRH: Tensor,
+    *,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``forward`` to q, k and v, from out and a finite lse."""
-    groups = q.shape[1] // k.shape[1]
-    scores, capped = _scores(q, k, tile, spec)
-    weights = (scores - lse.unflatten(0, (-1, groups)).unsqueeze(-1)).exp()
-    wide = scores.dtype
-    dout, out = _heads(grad, wide, groups), _heads(out, wide, groups)
-    dv = (weights.transpose(-1, -2) @ dout).sum(1)
-    ds = weights * (dout @ _heads(v, wide, 1).transpose(-1, -2) - (dout * out).sum(-1, keepdim=True))
-    if spec.softcap:
-        ds = ds * (1.0 - (capped / spec.softcap) ** 2)
-    ds = ds * spec.scale
-    dq = ds @ _heads(k, wide, 1)
-    dk = (ds.transpose(-1, -2) @ _heads(q, wide, groups)).sum(1)
-    return _merge(dq).to(q.dtype), dk.transpose(0, 1), dv.transpose(0, 1)
+    """Gradients of ``forward`` to q, k and v, in their shapes; those to k and v stay in the dtype of lse."""
+    groups, wide = q_BRHD.shape[2] // k_BKGD.shape[2], lse_BRH.dtype
+    tanh = _tanh_scores(q_BRHD, k_BKGD, scale / softcap)
+    weights = tanh * softcap
+    if mask is not None:
+        weights += mask
+    weights = weights.sub_(_q_heads(lse_BRH.unsqueeze(-1), wide, groups)).exp_()
+    dout = _q_heads(grad, wide, groups)
+    delta = torch.linalg.vecdot(dout, _q_heads(out, wide, groups)).unsqueeze(-1)
+    dv = (weights.transpose(-1, -2) @ dout).sum(2)
+    dscores = (dout @ _kv_heads(v_BKGE, wide).transpose(-1, -2)).sub_(delta).mul_(weights)
+    dscores *= tanh.square_().neg_().add_(1.0).mul_(scale)
+    dq = dscores @ _kv_heads(k_BKGD, wide)
+    dk = (dscores.transpose(-1, -2) @ _q_heads(q_BRHD, wide, groups)).sum(2)
+    return _rows(dq).to(q_BRHD.dtype), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _heads(x: Tensor, dtype: torch.dtype, groups: int) -> Tensor:
-    """``[L, H, D]`` to ``[G, H / G, L, D]``."""
-    return x.to(dtype).unflatten(1, (-1, groups)).permute(1, 2, 0, 3)
-
-
-def _merge(x: Tensor) -> Tensor:
-    return x.flatten(0, 1).transpose(0, 1)
-
-
-def _scores(q: Tensor, k: Tensor, tile: Tile, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Scores after softcap with -inf where hidden, and without hiding: ``[G, H / G, rows, keys]``."""
+def _tanh_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """``tanh(scale * q . k)`` as ``[B, G, H / G, R, K]``."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores = _heads(q, wide, q.shape[1] // k.shape[1]) @ _heads(k, wide, 1).transpose(-1, -2) * spec.scale
-    if spec.softcap:
-        scores = torch.tanh(scores / spec.softcap) * spec.softcap
-    return scores.masked_fill(hidden(tile), -torch.inf), scores
+    queries = _q_heads(q, wide, q.shape[2] // k.shape[2])
+    return (queries @ _kv_heads(k, wide).transpose(-1, -2)).mul_(scale).tanh_()
+
+
+def _q_heads(x: Tensor, dtype: torch.dtype, groups: int) -> Tensor:
+    """``[B, R, H, D]`` to ``[B, G, H / G, R, D]``."""
+    batch, length, heads, size = x.shape
+    return x.to(dtype).reshape(batch, length, heads // groups, groups, size).permute(0, 2, 3, 1, 4)
+
+
+def _kv_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[B, K, G, D]`` to ``[B, G, 1, K, D]``."""
+    return x.to(dtype).transpose(1, 2).unsqueeze(2)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``[B, G, H / G, R, D]`` to ``[B, R, H, D]``."""
+    return x.flatten(1, 2).transpose(1, 2)
