@@ -1,0 +1,397 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_thd._seqlen_checks import INT32_MAX
+from lightning_thd.seqlens import (
+    check_cu_seqlens,
+    cu_seqlens_from_lengths,
+    cu_seqlens_from_position_ids,
+    cu_seqlens_from_segment_ids,
+    cu_seqlens_from_seq_idx,
+    lengths_from_cu_seqlens,
+    pad_cu_seqlens,
+    position_ids_from_cu_seqlens,
+    segment_ids_from_cu_seqlens,
+    seq_idx_from_cu_seqlens,
+)
+from tests.device_reads import RefuseDeviceReads
+
+ragged = st.lists(st.integers(0, 9), max_size=20)
+filled = st.lists(st.integers(1, 9), max_size=20)
+
+
+def cu(*offsets: int) -> Tensor:
+    return torch.tensor(offsets, dtype=torch.int32)
+
+
+# --- oracles ----------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(lengths=ragged)
+def test_every_form_equals_a_loop_over_sequences(lengths: list[int]) -> None:
+    total = sum(lengths)
+    offsets = cu_seqlens_from_lengths(lengths)
+    assert offsets.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    assert lengths_from_cu_seqlens(offsets).tolist() == lengths
+    assert position_ids_from_cu_seqlens(offsets, total).tolist() == [p for n in lengths for p in range(n)]
+    seq_idx = [s for s, n in enumerate(lengths) for _ in range(n)]
+    assert seq_idx_from_cu_seqlens(offsets, total).tolist() == seq_idx
+    assert segment_ids_from_cu_seqlens(offsets, total).tolist() == [s + 1 for s in seq_idx]
+
+
+@settings(deadline=None)
+@given(lengths=ragged, pads=st.lists(st.integers(0, 5), min_size=20, max_size=20))
+def test_segment_ids_are_zero_on_padding(lengths: list[int], pads: list[int]) -> None:
+    slots = [n + p for n, p in zip(lengths, pads, strict=False)]
+    ids = segment_ids_from_cu_seqlens(
+        cu_seqlens_from_lengths(lengths), sum(slots), cu_seqlens_padded=cu_seqlens_from_lengths(slots)
+    )
+    expected = [
+        i for s, (n, m) in enumerate(zip(lengths, slots, strict=True)) for i in [s + 1] * n + [0] * (m - n)
+    ]
+    assert ids.tolist() == expected
+    assert ids.dtype == torch.int32
+
+
+@settings(deadline=None)
+@given(lengths=ragged)
+def test_back_from_seq_idx_keeps_empty_sequences(lengths: list[int]) -> None:
+    offsets = cu_seqlens_from_lengths(lengths)
+    seq_idx = seq_idx_from_cu_seqlens(offsets, sum(lengths))
+    assert torch.equal(cu_seqlens_from_seq_idx(seq_idx, num_sequences=len(lengths)), offsets)
+
+
+@settings(deadline=None)
+@given(lengths=filled, spare=st.integers(0, 3))
+def test_back_from_position_ids_repeats_the_total_for_spare_sequences(lengths: list[int], spare: int) -> None:
+    offsets = cu_seqlens_from_lengths(lengths)
+    position_ids = position_ids_from_cu_seqlens(offsets, sum(lengths))
+    back = cu_seqlens_from_position_ids(position_ids, num_sequences=len(lengths) + spare)
+    assert back.tolist() == offsets.tolist() + [sum(lengths)] * spare
+
+
+@settings(deadline=None)
+@given(lengths=filled, pads=st.lists(st.integers(0, 5), min_size=20, max_size=20), spare=st.integers(0, 3))
+def test_back_from_segment_ids_with_padding_between(lengths: list[int], pads: list[int], spare: int) -> None:
+    slots = [n + p for n, p in zip(lengths, pads, strict=False)]
+    real, padded = cu_seqlens_from_lengths(lengths), cu_seqlens_from_lengths(slots)
+    ids = segment_ids_from_cu_seqlens(real, sum(slots), cu_seqlens_padded=padded)
+    back = cu_seqlens_from_segment_ids(ids, num_sequences=len(lengths) + spare)
+    assert back[0].tolist() == real.tolist() + [sum(lengths)] * spare
+    assert back[1].tolist() == padded.tolist() + [sum(slots)] * spare
+    assert back[0].dtype == back[1].dtype == torch.int32
+
+
+def test_dtypes() -> None:
+    offsets = cu(0, 3, 5)
+    assert cu_seqlens_from_lengths([3, 2]).dtype == torch.int32
+    assert lengths_from_cu_seqlens(offsets).dtype == torch.int32
+    assert position_ids_from_cu_seqlens(offsets, 5).dtype == torch.int64
+    assert seq_idx_from_cu_seqlens(offsets, 5).dtype == torch.int32
+    assert cu_seqlens_from_position_ids(torch.tensor([0, 1]), num_sequences=1).dtype == torch.int32
+    assert cu_seqlens_from_seq_idx(torch.tensor([0, 0]), num_sequences=1).dtype == torch.int32
+    assert pad_cu_seqlens(offsets, 4, 9).dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        list,
+        tuple,
+        lambda x: np.asarray(x, dtype=np.int32),
+        lambda x: np.asarray(x, dtype=np.uint16),
+        lambda x: torch.tensor(x, dtype=torch.int64),
+        lambda x: torch.tensor(x, dtype=torch.int32),
+        lambda x: torch.tensor(x, dtype=torch.uint8),
+    ],
+)
+def test_lengths_of_any_kind(make: Callable[[list[int]], object]) -> None:
+    assert cu_seqlens_from_lengths(make([3, 0, 2])).tolist() == [0, 3, 3, 5]
+
+
+def test_no_sequences() -> None:
+    for empty in ([], np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int32)):
+        assert cu_seqlens_from_lengths(empty).tolist() == [0]
+    assert position_ids_from_cu_seqlens(cu(0), 0).tolist() == []
+    none = torch.zeros(0, dtype=torch.int64)
+    assert cu_seqlens_from_position_ids(none, num_sequences=2).tolist() == [0, 0, 0]
+    assert cu_seqlens_from_seq_idx(none, num_sequences=0).tolist() == [0]
+    assert pad_cu_seqlens(cu(0), 2, 4).tolist() == [0, 2, 4]
+    assert pad_cu_seqlens(cu(0), 2, 0).tolist() == [0, 0, 0]
+
+
+def test_the_largest_total_that_fits() -> None:
+    assert cu_seqlens_from_lengths([INT32_MAX - 1, 1])[-1] == INT32_MAX
+    assert pad_cu_seqlens(cu(0, 1), 3, INT32_MAX).tolist() == [0, 1, 2**30, INT32_MAX]
+
+
+# --- padding to a fixed count -----------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lengths=ragged,
+    spare=st.integers(0, 8),
+    tail=st.integers(0, 40),
+    max_seqlen=st.none() | st.integers(1, 20),
+)
+def test_padding_keeps_the_real_and_spreads_the_tail_or_raises(
+    lengths: list[int], spare: int, tail: int, max_seqlen: int | None
+) -> None:
+    kept = len(lengths)
+    while kept and lengths[kept - 1] == 0:
+        kept -= 1
+    used, count = sum(lengths), kept + spare
+    fits = (tail == 0 or spare > 0) and (
+        max_seqlen is None or (tail <= spare * max_seqlen and max(lengths, default=0) <= max_seqlen)
+    )
+    offsets = cu_seqlens_from_lengths(lengths)
+    if not fits:
+        with pytest.raises(ValueError, match=r"dummy sequence|max_seqlen"):
+            pad_cu_seqlens(offsets, count, used + tail, max_seqlen=max_seqlen)
+        return
+    padded = pad_cu_seqlens(offsets, count, used + tail, max_seqlen=max_seqlen)
+    check_cu_seqlens(padded, used + tail)
+    assert padded.shape == (count + 1,)
+    assert torch.equal(padded[: kept + 1], offsets[: kept + 1])
+    dummies = lengths_from_cu_seqlens(padded)[kept:].tolist()
+    real_dummies = [n for n in dummies if n]
+    assert dummies == real_dummies + [0] * (spare - len(real_dummies))  # then the total repeats
+    assert len(set(real_dummies[:-1])) <= 1  # all equal but the last
+    assert max(real_dummies, default=0) <= -(-tail // max(spare, 1))
+    with RefuseDeviceReads():  # told the lengths, it reads nothing
+        told = pad_cu_seqlens(offsets, count, used + tail, max_seqlen=max_seqlen, lengths=lengths)
+    assert torch.equal(told, padded)
+
+
+def test_padding_reads_the_device_only_without_lengths() -> None:
+    told = pad_cu_seqlens(cu(0, 3, 5).to("meta"), 4, 9, lengths=[3, 2])
+    assert told.is_meta
+    assert told.shape == (5,)
+
+
+# --- where it runs ----------------------------------------------------------------------------------------
+
+
+def _all(lengths: Tensor, total: int, num_sequences: int) -> tuple[Tensor, ...]:
+    offsets = cu_seqlens_from_lengths(lengths)
+    position_ids = position_ids_from_cu_seqlens(offsets, total)
+    seq_idx = seq_idx_from_cu_seqlens(offsets, total)
+    return (
+        offsets,
+        lengths_from_cu_seqlens(offsets),
+        position_ids,
+        seq_idx,
+        segment_ids_from_cu_seqlens(offsets, total, cu_seqlens_padded=offsets),
+        cu_seqlens_from_position_ids(position_ids, num_sequences=num_sequences),
+        cu_seqlens_from_seq_idx(seq_idx, num_sequences=num_sequences),
+        *cu_seqlens_from_segment_ids(seq_idx + 1, num_sequences=num_sequences),
+    )
+
+
+def test_the_refusing_mode_refuses() -> None:
+    some = torch.tensor([1, 2])
+    with RefuseDeviceReads():
+        for read in (
+            lambda: some[0].item(),
+            lambda: some.nonzero(),
+            lambda: torch.repeat_interleave(some, some),
+            lambda: bool(some[0] == 1),
+        ):
+            with pytest.raises(AssertionError, match="reads the device back"):
+                read()
+
+
+def test_reads_nothing_back() -> None:
+    expected = _all(torch.tensor([3, 2, 4]), 9, 3)
+    with RefuseDeviceReads():
+        assert len(_all(torch.tensor([3, 2, 4]), 9, 3)) == len(expected) == 9
+
+
+def test_runs_on_the_meta_device() -> None:
+    shapes = [list(x.shape) for x in _all(torch.zeros(3, dtype=torch.int64, device="meta"), 9, 3)]
+    assert shapes == [[4], [3], [9], [9], [9], [4], [4], [4], [4]]
+    assert all(x.is_meta for x in _all(torch.zeros(3, dtype=torch.int64, device="meta"), 9, 3))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiles_without_a_break(dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(_all, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for lengths in ([3, 2, 4], [1, 5], [2, 2, 2, 9]):
+        args = (torch.tensor(lengths), sum(lengths), len(lengths))
+        for ours, expected in zip(compiled(*args), _all(*args), strict=True):
+            assert torch.equal(ours, expected)
+
+
+def test_padding_and_lists_compile_without_a_break() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(offsets: Tensor) -> tuple[Tensor, Tensor]:
+        return pad_cu_seqlens(offsets, 4, 9, max_seqlen=3, lengths=(3, 2)), cu_seqlens_from_lengths([3, 2])
+
+    padded, offsets = compiled(cu(0, 3, 5))
+    assert padded.tolist() == [0, 3, 5, 7, 9]
+    assert offsets.tolist() == [0, 3, 5]
+
+
+# --- bad input --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([3, -2], r"Sequence 1 has length -2; wanted 0 or more tokens"),
+        (torch.tensor([-1]), r"Sequence 0 has length -1"),
+        ([2**31 - 1, 1], r"2 lengths add up to 2147483648 tokens; wanted at most 2147483647"),
+        (torch.tensor([2**31], dtype=torch.int64), r"1 lengths add up to 2147483648"),
+        ([1.5, 2.0], r"lengths are float64; wanted whole numbers"),
+        (torch.tensor([1.0]), r"lengths is torch.float32; wanted an integer dtype"),
+        (torch.tensor([True]), r"lengths is torch.bool"),
+        ([[1, 2], [3, 4]], r"lengths has shape \[2, 2\]; wanted one dimension"),
+        (torch.tensor(3), r"lengths has shape \[\]; wanted one dimension"),
+    ],
+)
+def test_bad_lengths(lengths: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cu_seqlens_from_lengths(lengths)
+
+
+TAKERS: list[Callable[[Tensor], object]] = [
+    lengths_from_cu_seqlens,
+    lambda x: position_ids_from_cu_seqlens(x, 5),
+    lambda x: seq_idx_from_cu_seqlens(x, 5),
+    lambda x: segment_ids_from_cu_seqlens(x, 5),
+    lambda x: segment_ids_from_cu_seqlens(x, 5, cu_seqlens_padded=cu(0, 3, 5)),
+    lambda x: pad_cu_seqlens(x, 4, 9),
+    lambda x: check_cu_seqlens(x, 5),
+]
+
+
+@pytest.mark.parametrize("take", TAKERS)
+def test_bad_cu_seqlens(take: Callable[[Tensor], object]) -> None:
+    take(cu(0, 3, 5))
+    with pytest.raises(ValueError, match=r"cu_seqlens is a list; wanted an int32 tensor"):
+        take([0, 3, 5])
+    with pytest.raises(ValueError, match=r"cu_seqlens is torch.int64; wanted torch.int32"):
+        take(torch.tensor([0, 3, 5]))
+    with pytest.raises(ValueError, match=r"cu_seqlens has shape \[1, 3\]; wanted \[S \+ 1\]"):
+        take(cu(0, 3, 5)[None])
+    with pytest.raises(ValueError, match=r"cu_seqlens has shape \[0\]"):
+        take(cu())
+    with pytest.raises(ValueError, match=r"cu_seqlens starts with 1; wanted 0"):
+        take(cu(1, 3, 5))
+    with pytest.raises(ValueError, match=r"cu_seqlens decreases from 4 to 3 at entry 2"):
+        take(cu(0, 4, 3, 5))
+
+
+@pytest.mark.parametrize("take", [*TAKERS[1:4], TAKERS[6]])
+def test_a_last_entry_that_is_not_the_total(take: Callable[[Tensor], object]) -> None:
+    with pytest.raises(
+        ValueError, match=r"cu_seqlens ends with 4 but there are total=5 slots; .*pad_cu_seqlens"
+    ):
+        take(cu(0, 3, 4))
+
+
+def test_bad_position_ids() -> None:
+    def call(*positions: float, num_sequences: int = 2) -> None:
+        cu_seqlens_from_position_ids(torch.tensor(positions), num_sequences=num_sequences)
+
+    with pytest.raises(ValueError, match=r"position_ids\[0\] is 4; wanted 0 at the start"):
+        call(4, 5, 0)
+    with pytest.raises(ValueError, match=r"position_ids\[2\] is 3 after 1; wanted 0 at the start"):
+        call(0, 1, 3)
+    with pytest.raises(
+        ValueError, match=r"There are 3 sequences but num_sequences=2; .*num_sequences=3 or more"
+    ):
+        call(0, 0, 1, 0)
+    with pytest.raises(ValueError, match=r"position_ids is torch.float32; wanted an integer dtype"):
+        call(0.0, 1.0)
+    with pytest.raises(ValueError, match=r"position_ids has shape \[3, 4\]; wanted one dimension"):
+        cu_seqlens_from_position_ids(torch.zeros(3, 4, dtype=torch.int64), num_sequences=1)
+    with pytest.raises(ValueError, match=r"num_sequences=-1; wanted 0 or more"):
+        call(0, 1, num_sequences=-1)
+
+
+def test_bad_seq_idx() -> None:
+    def call(*seq_idx: int, num_sequences: int = 2) -> None:
+        cu_seqlens_from_seq_idx(torch.tensor(seq_idx), num_sequences=num_sequences)
+
+    with pytest.raises(ValueError, match=r"seq_idx decreases or is negative; wanted 0 for the slots"):
+        call(0, 1, 0)
+    with pytest.raises(ValueError, match=r"seq_idx decreases or is negative"):
+        call(-1, 0)
+    with pytest.raises(ValueError, match=r"There are 3 sequences but num_sequences=2"):
+        call(0, 1, 2)
+    with pytest.raises(ValueError, match=r"num_sequences=-1; wanted 0 or more"):
+        call(0, num_sequences=-1)
+
+
+def test_bad_segment_ids() -> None:
+    def call(*segment_ids: int, num_sequences: int = 2) -> None:
+        cu_seqlens_from_segment_ids(torch.tensor(segment_ids), num_sequences=num_sequences)
+
+    for ids in ((0, 1), (2, 0, 1), (1, -1)):
+        with pytest.raises(
+            ValueError, match=r"segment_ids are negative, start with padding or come out of order"
+        ):
+            call(*ids)
+    with pytest.raises(ValueError, match=r"There are 3 sequences but num_sequences=2"):
+        call(1, 2, 3)
+    with pytest.raises(ValueError, match=r"num_sequences=-1; wanted 0 or more"):
+        call(1, num_sequences=-1)
+
+
+def test_bad_pairs() -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens has 2 entries and cu_seqlens_padded 3; wanted as many"):
+        segment_ids_from_cu_seqlens(cu(0, 3), 8, cu_seqlens_padded=cu(0, 4, 8))
+    with pytest.raises(ValueError, match=r"Sequence 1 has 5 tokens in 4 slots; .*swapped\?"):
+        segment_ids_from_cu_seqlens(cu(0, 3, 8), 8, cu_seqlens_padded=cu(0, 4, 8))
+
+
+def test_what_does_not_fit_raises_and_is_never_cut() -> None:
+    offsets = cu(0, 3, 5)
+    with pytest.raises(ValueError, match=r"2 sequences do not fit into num_sequences=1; none may be cut off"):
+        pad_cu_seqlens(offsets, 1, 9)
+    with pytest.raises(ValueError, match=r"5 tokens do not fit into total=4; none may be cut off"):
+        pad_cu_seqlens(offsets, 4, 4)
+    with pytest.raises(
+        ValueError, match=r"A tail of 4 slots needs a dummy sequence.*num_sequences=3 or more"
+    ):
+        pad_cu_seqlens(offsets, 2, 9)
+    with pytest.raises(ValueError, match=r"A sequence has 3 tokens but max_seqlen=2"):
+        pad_cu_seqlens(offsets, 9, 9, max_seqlen=2)
+    with pytest.raises(ValueError, match=r"A tail of 9 slots over 2 spare sequences makes them 5 long, past"):
+        pad_cu_seqlens(offsets, 4, 14, max_seqlen=4)
+    with pytest.raises(ValueError, match=r"total=2147483648 is past int32"):
+        pad_cu_seqlens(offsets, 4, 2**31)
+    with pytest.raises(ValueError, match=r"3 lengths do not fit cu_seqlens of 3 entries; wanted 2"):
+        pad_cu_seqlens(offsets, 4, 9, lengths=[3, 2, 0])
+    with pytest.raises(
+        ValueError, match=r"lengths=\[2, 3\].* but cu_seqlens gives \[3, 2\].*wanted the same"
+    ):
+        pad_cu_seqlens(offsets, 4, 9, lengths=[2, 3])
+    with pytest.raises(ValueError, match=r"Sequence 1 has length -2"):
+        pad_cu_seqlens(torch.empty(3, dtype=torch.int32, device="meta"), 4, 9, lengths=[2, -2])
+
+
+def test_padding_a_pair_adds_the_same_dummies() -> None:
+    real, padded = cu(0, 3, 5), cu(0, 4, 8)
+    assert pad_cu_seqlens(real, 4, 5 + 6).tolist() == [0, 3, 5, 8, 11]
+    assert pad_cu_seqlens(padded, 4, 8 + 6).tolist() == [0, 4, 8, 11, 14]
+
+
+def test_bad_totals() -> None:
+    with pytest.raises(ValueError, match=r"num_sequences=-1; wanted 0 or more"):
+        pad_cu_seqlens(cu(0, 3), -1, 3)
+    for take in (position_ids_from_cu_seqlens, seq_idx_from_cu_seqlens, segment_ids_from_cu_seqlens):
+        with pytest.raises(ValueError, match=r"total=-1"):
+            take(cu(0, 3).to("meta"), -1)
