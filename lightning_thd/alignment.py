@@ -89,6 +89,7 @@ RULES: dict[Recipe, tuple[Rule, ...]] = {
             "one scale for 16 slots",
             "Transformer Engine nvfp4_tensor.py, NVFP4Quantizer.make_empty",
         ),
+        Rule("weight_gradient", "gathered", 32, "16-byte rows of 4-bit numbers", "cuBLAS, Tensor Core Usage"),
         Rule(
             "weight_gradient",
             "local",

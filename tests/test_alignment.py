@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_thd.alignment import RULES, TOKEN_MULTIPLE, Alignment, Layout, Recipe
+
+RECIPES: tuple[Recipe, ...] = get_args(Recipe)
+
+
+def kernel_asserts(recipe: Recipe | None, local: int, gathered: int) -> list[str]:
+    """Every assertion written out by hand as Transformer Engine and torch write it, not from our table.
+
+    One linear layer of 256 to 512 features; x has ``local`` rows before sequence parallel gathers them.
+    """
+    n_in, n_out = 256, 512
+    failed = []
+
+    def check(ok: bool, what: str) -> None:
+        if not ok:
+            failed.append(what)
+
+    if recipe is None:
+        return failed
+    # assert_dim_for_fp8_exec(x): rows % 8, features % 16
+    check(local % 8 == 0 and n_in % 16 == 0, "assert_dim_for_fp8_exec")
+    # y[gathered, n_out] = x @ w.T and dx = dy @ w: column-major m, n, k as cuBLASLt sees them
+    products = [
+        ("forward", n_out, gathered, n_in),
+        ("dgrad", n_in, gathered, n_out),
+        ("wgrad", n_in, n_out, gathered),
+    ]
+    for name, m, n, k in products:
+        if recipe == "tensorwise":
+            check(k % 16 == 0, f"{name} lda, ldb % 16 (Hopper: TN only)")
+            check(name == "wgrad" or (m % 16 == 0 and n >= 0), f"{name} ldb on Blackwell")
+            # torch._scaled_mm(self[n, k], mat2[k, m]): k and m of 16; n is free
+            check(k % 16 == 0 and m % 16 == 0, f"{name} _scaled_mm")
+        if recipe == "blockwise":
+            check(k % 16 == 0, f"{name} lda, ldb % 16")
+            check(m % 8 == 0 and n % 8 == 0, f"{name} m, n % 8")
+    if recipe == "blockwise":
+        check(local % 128 == 0 and n_in % 128 == 0, "Float8BlockQuantizer.is_quantizable")
+    if recipe == "mxfp8":
+        check(local % 32 == 0 and gathered % 32 == 0 and n_in % 32 == 0, "MXFP8Quantizer.make_empty")
+    if recipe == "nvfp4":
+        check(local % 16 == 0 and gathered % 16 == 0 and n_in % 16 == 0, "NVFP4Quantizer.make_empty")
+        check(gathered % 32 == 0, "16-byte rows of 4-bit numbers in cuBLASLt")
+        check(local % 128 == 0, "fused Hadamard cast")
+    return failed
+
+
+def test_the_table() -> None:
+    assert TOKEN_MULTIPLE == {"tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 128}
+    assert set(RULES) == set(RECIPES)
+    for rules in RULES.values():
+        assert {rule.product for rule in rules} == {"forward", "weight_gradient"}
+        assert all(rule.source and rule.name for rule in rules)
+
+
+@pytest.mark.parametrize(
+    ("options", "sequence", "total"),
+    [
+        ({}, 1, 1),
+        ({"recipe": "tensorwise"}, 1, 16),
+        ({"recipe": "blockwise"}, 1, 128),
+        ({"recipe": "mxfp8"}, 1, 32),
+        ({"recipe": "nvfp4"}, 1, 128),
+        ({"cp": 2}, 4, 4),
+        ({"cp": 3}, 6, 6),
+        ({"cp": 2, "layout": "contiguous"}, 1, 2),
+        ({"tp": 4}, 1, 1),
+        ({"tp": 4, "sequence_parallel": True}, 1, 4),
+        ({"cp": 3, "tp": 2, "sequence_parallel": True, "recipe": "tensorwise"}, 6, 96),
+        ({"cp": 4, "tp": 2, "sequence_parallel": True, "recipe": "tensorwise"}, 8, 128),
+        ({"cp": 4, "tp": 2, "recipe": "tensorwise"}, 8, 64),
+        ({"cp": 2, "tp": 4, "sequence_parallel": True, "recipe": "blockwise"}, 4, 1024),
+    ],
+)
+def test_multiples(options: dict, sequence: int, total: int) -> None:
+    assert Alignment.for_(**options) == Alignment(sequence_multiple=sequence, total_multiple=total)
+
+
+@settings(deadline=None)
+@given(length=st.integers(0, 10**6), cp=st.integers(1, 8), recipe=st.sampled_from([None, *RECIPES]))
+def test_rounds_up_to_the_next_multiple(length: int, cp: int, recipe: Recipe | None) -> None:
+    align = Alignment.for_(cp=cp, recipe=recipe)
+    for padded, multiple in (
+        (align.padded_length(length), align.sequence_multiple),
+        (align.padded_total(length), align.total_multiple),
+    ):
+        assert padded % multiple == 0
+        assert 0 <= padded - length < multiple
+    assert align.padded_lengths([length, 0]).tolist() == [align.padded_length(length), 0]
+    assert align.padded_lengths(np.asarray([length], dtype=np.uint32)).dtype == np.int64
+
+
+def test_ten_thousand_batches_break_no_assertion() -> None:
+    rng = np.random.default_rng(0)
+    unaligned = 0
+    for _ in range(10_000):
+        cp, tp = int(rng.choice([1, 2, 3, 4, 8])), int(rng.choice([1, 2, 4, 8]))
+        sp = bool(rng.integers(2))
+        recipe = rng.choice(np.asarray([None, *RECIPES], dtype=object))
+        layout: Layout = str(rng.choice(get_args(Layout)))
+        align = Alignment.for_(cp=cp, tp=tp, sequence_parallel=sp, recipe=recipe, layout=layout)
+        lengths = align.padded_lengths(rng.integers(1, 600, size=rng.integers(1, 40))).tolist()
+        total = sum(lengths)
+        slots = align.padded_total(total)
+        lengths.append(slots - total)  # the trailing pad, a sequence of its own
+        align.check(slots, padded_lengths=lengths)
+        assert slots % cp == 0
+        gathered = slots // cp
+        assert not sp or gathered % tp == 0
+        local = gathered // tp if sp else gathered
+        assert kernel_asserts(recipe, local, gathered) == []
+        if cp > 1 and layout == "dual_chunk":
+            assert all(n % (2 * cp) == 0 for n in lengths)
+        unaligned += bool(kernel_asserts(recipe, total // cp, total // cp))
+    assert unaligned > 1000  # without the padding they do break
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (1, 4), (2, 2), (4, 2)])
+def test_check_refuses_exactly_what_a_kernel_or_a_shard_refuses(
+    recipe: Recipe, sp: bool, cp: int, tp: int
+) -> None:
+    # Whatever a kernel would refuse is named by its rule; what only misses the multiple of the table, which
+    # serves every tp with one number a recipe, is named by that multiple.
+    align = Alignment.for_(cp=cp, tp=tp, sequence_parallel=sp, recipe=recipe)
+    for slots in range(align.sequence_multiple, 2 * align.total_multiple + 1, align.sequence_multiple):
+        shards = cp * tp if sp else cp
+        broken = slots % shards != 0 or kernel_asserts(recipe, slots // shards, slots // cp) != []
+        if slots % align.total_multiple == 0:
+            assert not broken
+            align.check(slots)
+            continue
+        with pytest.raises(ValueError, match=r"break the rule|wanted a multiple of"):
+            align.check(slots)
+        if broken:
+            with pytest.raises(
+                ValueError, match=r"break the rule '.+' of the (forward|weight gradient) \(.+\)"
+            ):
+                align.check(slots)
+
+
+def test_check_names_rule_multiple_and_who_pads() -> None:
+    align = Alignment.for_(cp=2, tp=2, sequence_parallel=True, recipe="blockwise")
+    with pytest.raises(
+        ValueError,
+        match=r"544 slots over 4 ranks break the rule 'one scale for 128 slots' of the weight gradient "
+        r"\(Transformer Engine float8_blockwise_tensor.py.*\): wanted a multiple of 128 on a rank, 512 in "
+        r"the pack. THDBatch.collate pads when it is given align=",
+    ):
+        align.check(544)
+    with pytest.raises(
+        ValueError, match=r"6 slots over 4 ranks break the rule 'equal shards of sequence paral"
+    ):
+        align.check(6)
+    with pytest.raises(
+        ValueError, match=r"7 slots over 2 ranks break the rule 'equal shards of context paral"
+    ):
+        align.check(7)
+    with pytest.raises(
+        ValueError, match=r"Sequence 1 has 6 slots; wanted a multiple of 4 .*context_parallel.py"
+    ):
+        align.check(512, padded_lengths=[4, 6, 502])
+    with pytest.raises(ValueError, match=r"A pack has 24 slots; wanted a multiple of 16.*Use 32 slots"):
+        Alignment(sequence_multiple=4, total_multiple=16).check(24)
+    Alignment().check(17, padded_lengths=[3, 14])
+
+
+def test_messages() -> None:
+    with pytest.raises(ValueError, match=r"cp=0 and tp=1; wanted 1 or more ranks each"):
+        Alignment.for_(cp=0)
+    with pytest.raises(
+        ValueError, match=r"recipe='delayed'; wanted None or one of tensorwise, .*'tensorwise'"
+    ):
+        Alignment.for_(recipe="delayed")
+    with pytest.raises(ValueError, match=r"layout='zigzag'; wanted one of dual_chunk, contiguous"):
+        Alignment.for_(layout="zigzag")
+    with pytest.raises(ValueError, match=r"has a multiple below 1; wanted 1 or more"):
+        Alignment(sequence_multiple=0)
+    with pytest.raises(ValueError, match=r"the trailing pad is none. Use total_multiple=24"):
+        Alignment(sequence_multiple=8, total_multiple=12)
+    with pytest.raises(ValueError, match=r"A sequence has length -1; wanted 0 or more tokens"):
+        Alignment().padded_length(-1)
+    with pytest.raises(ValueError, match=r"A sequence has length -3"):
+        Alignment().padded_lengths([2, -3])
+    with pytest.raises(ValueError, match=r"A pack has -1 slots; wanted 0 or more"):
+        Alignment().padded_total(-1)
+
+
+def test_wastes_at_most_half_of_padding_every_sequence() -> None:
+    # tp 2, cp 4, tensorwise; chats of mean 300, 50 to a pack. The other way pads each to lcm(2 cp tp, 16 cp).
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(300) - 0.5, 1.0, 20_000).astype(np.int64), 8, 8192)
+    align = Alignment.for_(cp=4, tp=2, sequence_parallel=True, recipe="tensorwise")
+    each = math.lcm(2 * 4 * 2, 16 * 4)
+    ours = theirs = real = 0
+    for pack in np.split(lengths, range(50, len(lengths), 50)):
+        real += int(pack.sum())
+        ours += align.padded_total(int(align.padded_lengths(pack).sum()))
+        theirs += int((-(-pack // each) * each).sum())
+    assert 0 < ours - real <= (theirs - real) / 2
