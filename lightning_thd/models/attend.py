@@ -5,12 +5,24 @@ Legend: B rows (1 for a pack), T slots, H query heads, G key-value heads, D head
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_thd.attention import varlen_attention
+from lightning_thd.models.pack import current_pack
+
+_UNSET: Final = -1  # `sliding_window` not passed, which is not the same as passed as None
+# What some attentions add to or ask of their scores, and no packed kernel here does.
+_REFUSED = ("position_bias", "alibi", "head_mask", "cache", "block_mask")
+
+
+class _Boundaries(NamedTuple):
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_length_q: int
+    max_length_k: int
 
 
 def thd_attention(
@@ -21,7 +33,7 @@ def thd_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _UNSET,
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
@@ -29,34 +41,127 @@ def thd_attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
-    **unused: Any,  # noqa: ANN401
+    **others: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
     """Attend inside sequences; the function behind ``attn_implementation="thd"``.
+
+    The boundaries come from the arguments, else from the pack the model announced, else every row is one
+    sequence.
+
+    Args:
+        module: the attention layer; its ``is_causal`` and ``sliding_window`` stand in for arguments not
+            given.
+        query: ``[B, H, T, D]``.
+        key: ``[B, G, T, D]``.
+        value: ``[B, G, T, E]``.
+        attention_mask: must be None.
+        dropout: must be 0.
+        scaling: of the scores; None is ``D ** -0.5``.
+        sliding_window: keys a query sees, its own included; to both sides where not causal.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+        is_causal: hide later keys.
+        s_aux: ``[H]`` attention sinks.
+        cu_seq_lens_q: int32 ``[S + 1]``, offsets of the sequences.
+        cu_seq_lens_k: the same for keys.
+        max_length_q: longest sequence, on the host.
+        max_length_k: the same for keys.
+        **others: what transformers passes to any attention; anything that would change the result is refused.
 
     Returns:
         ``[B, T, H, E]`` and None for the weights.
     """
-    rows, _, slots, _ = query.shape
+    _refuse(module, attention_mask, dropout, others)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if cu_seq_lens_q is None:
-        cu_seq_lens_q = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * slots
-        cu_seq_lens_k, max_length_q, max_length_k = cu_seq_lens_q, slots, slots
-    assert cu_seq_lens_k is not None
-    assert max_length_q is not None
-    assert max_length_k is not None
+    if cu_seq_lens_q is not None:
+        bounds = _given(query, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    else:
+        bounds = _ambient(module, query, key, causal=causal)
+    window = getattr(module, "sliding_window", None) if sliding_window == _UNSET else sliding_window
+    rows, _, slots, _ = query.shape
     q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out_THD = varlen_attention(
         q_THD,
         k_THD,
         v_THD,
-        cu_seq_lens_q,
-        cu_seq_lens_k,
-        max_length_q,
-        max_length_k,
+        *bounds,
         causal=causal,
-        window=sliding_window,
+        window=window if causal or window is None else (window - 1, window - 1),
         scale=scaling,
         softcap=softcap,
         sinks=s_aux,
     )
     return out_THD.view(rows, slots, *out_THD.shape[1:]), None
+
+
+def _given(
+    query: Tensor,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor | None,
+    max_length_q: int | None,
+    max_length_k: int | None,
+) -> _Boundaries:
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"A pack is one row, but attention got {query.shape[0]} rows together with cu_seq_lens_q. Lay "
+            "the sequences end to end in one row [1, T]."
+        )
+    if max_length_q is None:
+        raise ValueError(
+            "Attention got cu_seq_lens_q without max_length_q, the longest sequence as an int. Call "
+            "model(**batch.hf_kwargs()), which passes both."
+        )
+    return _Boundaries(
+        cu_seq_lens_q,
+        cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k,
+        max_length_q,
+        max_length_q if max_length_k is None else max_length_k,
+    )
+
+
+def _ambient(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> _Boundaries:
+    pack = current_pack()
+    rows, slots, slots_k = query.shape[0], query.shape[2], key.shape[2]
+    if pack is not None and rows == 1 and slots == pack.slots and slots_k == slots:
+        return _Boundaries(pack.cu_seqlens_q, pack.cu_seqlens_k, pack.max_length_q, pack.max_length_k)
+    if causal and pack is not None:
+        raise ValueError(
+            f"{type(module).__name__} attends over {rows} x {slots} queries and {slots_k} keys while the "
+            f"model works on a pack of {pack.slots} slots. Prefixes, caches and rows of other lengths do not "
+            "go into a pack."
+        )
+    if causal and slots != slots_k:
+        raise ValueError(
+            f"{type(module).__name__} got {slots} queries and {slots_k} keys, so there is a KV cache. "
+            "Generation with a cache through 'thd' is not possible: pass use_cache=False, or generate with "
+            "model.set_attn_implementation('sdpa')."
+        )
+    return _Boundaries(_rows(rows, slots, query), _rows(rows, slots_k, query), slots, slots_k)
+
+
+def _rows(rows: int, slots: int, like: Tensor) -> Tensor:
+    return torch.arange(rows + 1, dtype=torch.int32, device=like.device) * slots
+
+
+def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, others: dict[str, Any]) -> None:
+    if attention_mask is not None:
+        raise ValueError(
+            f"{type(module).__name__} got an attention_mask of shape {tuple(attention_mask.shape)}; 'thd' "
+            "attention takes its boundaries from cu_seq_lens_q. Pass attention_mask=None, or use "
+            "attn_implementation='sdpa'."
+        )
+    if dropout:
+        raise ValueError(
+            f"{type(module).__name__} wants attention dropout {dropout}, which packed kernels do not have. "
+            "Set attention_dropout (or attn_pdrop) of the config to 0.0."
+        )
+    for name in _REFUSED:
+        if others.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} passes {name} to its attention, which 'thd' does not apply. Use "
+                "attn_implementation='eager' or 'sdpa' for this model."
+            )
+    if others.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True asks for attention weights, which packed kernels never form. Use "
+            "attn_implementation='eager' to look at weights."
+        )

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
+from lightning_thd.models.pack import STATE
 
-def thd_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:  # noqa: ANN401
+
+def thd_mask(
+    *,
+    q_length: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    config: Any = None,  # noqa: ANN401
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    **_: Any,  # noqa: ANN401
+) -> None:
     """Stand in for a mask: boundaries are in cu_seqlens, causality and windows in other arguments.
 
     Args:
+        q_length: T.
         attention_mask: the user's padding mask ``[B, T]``; must be None or all true.
+        local_size: window or chunk that only a mask would carry in some families.
+        config: of the model.
+        allow_is_causal_skip: False where the caller needs a mask that is more than causal.
+        allow_is_bidirectional_skip: the same of a bidirectional mask, which also sets the former False.
 
     Raises:
-        ValueError: when the mask hides something.
+        ValueError: when the mask would hide or show anything the attention does not know about.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError(
@@ -22,3 +44,71 @@ def thd_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:  # noqa
             "Pack the rows instead, THDBatch.from_padded(input_ids, attention_mask), and call "
             "model(**batch.hf_kwargs()); or use attn_implementation='sdpa'."
         )
+    plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
+    if not plain:
+        raise ValueError(
+            f"{type(config).__name__}: this model needs a mask with a pattern of its own (tokens that see "
+            "each other both ways, blocks, an index), which 'thd' attention cannot apply. Use "
+            "attn_implementation='sdpa'."
+        )
+    if (
+        local_size is not None
+        and not _PASSES_WINDOW.get(type(config), False)
+        and _longest(q_length) > local_size
+    ):
+        raise ValueError(
+            f"{type(config).__name__}: this model hides keys further than {local_size} by a mask alone and "
+            "does not pass the window to its attention, so 'thd' cannot apply it to sequences of "
+            f"{_longest(q_length)}. Use sequences of at most {local_size}, switch the window off in the "
+            "config, or use attn_implementation='sdpa'."
+        )
+
+
+def _longest(q_length: int) -> int:
+    scope = STATE.scope
+    return q_length if scope is None or scope.pack is None else scope.pack.max_length_q
+
+
+# Config classes of the models built so far, and whether their attention call carries the window that a mask
+# would.
+_PASSES_WINDOW: dict[type, bool] = {}
+
+
+def learn_window(config: Any) -> None:  # noqa: ANN401
+    """Look up in the modeling file of ``config`` whether its attention is told the window."""
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    module = sys.modules.get(name)
+    passes = module is not None and "sliding_window=" in inspect.getsource(module)
+    _PASSES_WINDOW[type(config)] = passes
+
+
+def skip_position_scan(masking_utils: ModuleType) -> None:
+    """Spare "thd" the search for packs in position_ids, which reads the device in every mask.
+
+    The boundaries are known from cu_seq_lens, and a mask that is "packed" could not be told from a special
+    one.
+    """
+    namespace: Any = masking_utils
+    original: Callable[..., Any] = namespace._preprocess_mask_arguments
+    expected = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"]
+    if list(inspect.signature(original).parameters)[:5] != expected:
+        raise ImportError(
+            f"transformers {version('transformers')} prepares masks in a way lightning_thd does not know. "
+            "Install a release between 5.0 and 5.23, or a newer lightning_thd."
+        )
+
+    @functools.wraps(original)
+    def preprocess(
+        config: Any,  # noqa: ANN401
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Any,  # noqa: ANN401
+        position_ids: Tensor | None,
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        if config._attn_implementation == "thd":
+            position_ids = None
+        return original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
+
+    namespace._preprocess_mask_arguments = preprocess

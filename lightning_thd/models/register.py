@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from lightning_thd.models.import_hook import after_import
 
@@ -28,9 +32,39 @@ def _register_attention(modeling_utils: ModuleType) -> None:
     from lightning_thd.models.attend import thd_attention
 
     modeling_utils.AttentionInterface.register(NAME, thd_attention)
+    _watch_models(modeling_utils.PreTrainedModel)
 
 
 def _register_mask(masking_utils: ModuleType) -> None:
-    from lightning_thd.models.masks import thd_mask
+    from lightning_thd.models.masks import skip_position_scan, thd_mask
 
     masking_utils.AttentionMaskInterface.register(NAME, thd_mask)
+    skip_position_scan(masking_utils)
+
+
+def _watch_models(base: Any) -> None:  # noqa: ANN401
+    """Hook every model given "thd" attention, and every activation checkpointing that is switched on."""
+    from lightning_thd.models.hooks import carry_scope, install, refuse_own_attention
+
+    choose: Callable[..., str] = base.get_correct_attn_implementation
+    set_checkpointing: Callable[..., None] = base._set_gradient_checkpointing
+
+    @functools.wraps(choose)
+    def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:  # noqa: ANN401
+        chosen = choose(self, *args, **kwargs)
+        if chosen == NAME:
+            refuse_own_attention(self)
+            install(self)
+        return chosen
+
+    @functools.wraps(set_checkpointing)
+    def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        bound = inspect.signature(set_checkpointing).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        bound.arguments["gradient_checkpointing_func"] = carry_scope(
+            bound.arguments["gradient_checkpointing_func"]
+        )
+        set_checkpointing(*bound.args, **bound.kwargs)
+
+    base.get_correct_attn_implementation = get_correct_attn_implementation
+    base._set_gradient_checkpointing = _set_gradient_checkpointing

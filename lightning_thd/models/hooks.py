@@ -1,0 +1,186 @@
+"""A transformers model with "thd" attention -> the same model, telling its layers about its packs.
+
+Hooks are module-level functions: a model that carries them can be copied, pickled, sharded and compiled.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd.models.masks import learn_window
+from lightning_thd.models.mixers import adopt_mixers, check_mixers
+from lightning_thd.models.pack import STATE, Pack, Scope, scoped
+from lightning_thd.models.positions import pack_from_positions
+
+NAME = "thd"
+PACK_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_CACHE_KWARGS = ("past_key_values", "cache_params")
+
+
+def install(model: Any) -> None:  # noqa: ANN401
+    """Make ``model``, a PreTrainedModel under construction or finished, announce its packs; once."""
+    if getattr(model, "_thd_installed", False):
+        return
+    model._thd_installed = True
+    model._thd_takes_use_cache = "use_cache" in inspect.signature(type(model).forward).parameters
+    model._thd_checked = False
+    adopt_mixers(type(model))
+    learn_window(model.config)
+    model.register_forward_pre_hook(_enter, with_kwargs=True)
+    # Also when forward raises: an abandoned scope would claim the next batch.
+    model.register_forward_hook(_leave, always_call=True)
+
+
+def refuse_own_attention(model: Any) -> None:  # noqa: ANN401
+    """Refuse a model class whose attention never asks which implementation is wanted.
+
+    Raises:
+        ValueError: for Bloom, Falcon, GPT-J, MPT and others of older code.
+    """
+    if not type(model)._can_set_attn_implementation():
+        raise ValueError(
+            f"{type(model).__name__} has an attention of its own that ignores attn_implementation, so 'thd' "
+            "would leave it leaking across sequences. Use padded rows with attn_implementation='eager', or a "
+            "model whose modeling file uses transformers' AttentionInterface."
+        )
+
+
+def _enter(
+    model: Any,  # noqa: ANN401
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Find out what the model is called with, check it, and put it on the stack."""
+    if model.config._attn_implementation != NAME:  # switched away by set_attn_implementation
+        return None
+    outer = STATE.scope
+    if outer is not None and outer.families and not _speaks(model, outer, args, kwargs):
+        STATE.scope = Scope(None, outer, module=model, families=outer.families)
+        return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
+    pack = _find_pack(outer, args, kwargs)
+    if pack is not None:
+        _refuse_mask_and_cache(model, kwargs)
+        if not model._thd_checked and not torch.compiler.is_compiling():
+            check_mixers(model)
+            model._thd_checked = True
+        if model._thd_takes_use_cache:
+            kwargs = {**kwargs, "use_cache": False}
+    families = outer.families if outer is not None and outer.families else _families(model)
+    STATE.scope = Scope(pack, outer, module=model, families=families)
+    return args, kwargs
+
+
+def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
+    scope = STATE.scope
+    if scope is not None and scope.module is model:  # not when _enter raised or did nothing
+        STATE.scope = scope.outer
+
+
+def _families(model: nn.Module) -> tuple[type, ...]:
+    config: Any = model.config
+    return type(config), type(config.get_text_config(decoder=True))
+
+
+def _speaks(model: nn.Module, outer: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether an inner model continues the language model, rather than look at images for it."""
+    if type(model.config) in outer.families:
+        return True
+    embeds = kwargs.get("inputs_embeds")
+    return embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
+
+
+def _find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pack | None:
+    tokens = _tokens(args, kwargs)
+    offsets = kwargs.get("cu_seq_lens_q")
+    known = None if outer is None else outer.pack
+    if offsets is not None:
+        if known is not None and known.cu_seqlens_q is offsets:
+            return known
+        return _pack_from_kwargs(kwargs, tokens)
+    if outer is not None:
+        if outer.module is not None:
+            return known
+        assert known is not None
+        # Under `packed`, but perhaps another model called along the way, with rows of its own.
+        if tokens is None or (tokens.shape[0] == 1 and tokens.shape[1] == known.slots):
+            return known
+    return pack_from_positions(kwargs.get("position_ids"))
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]):
+        if isinstance(value, Tensor) and value.ndim >= 2:
+            return value
+    return None
+
+
+def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None) -> Pack:
+    missing = [name for name in ("max_length_q", "position_ids") if kwargs.get(name) is None]
+    if missing or tokens is None:
+        raise ValueError(
+            "A pack came with cu_seq_lens_q but without "
+            f"{', '.join(missing) or 'input_ids or inputs_embeds'}. Call model(**batch.hf_kwargs()), which "
+            "gives everything, or pass input_ids [1, T], position_ids that restart in every sequence, "
+            "cu_seq_lens_q/k (int32) and max_length_q/k (int)."
+        )
+    if tokens.shape[0] != 1:
+        raise ValueError(
+            f"A pack is one row, [1, T], but the input has shape {tuple(tokens.shape)}. Lay all sequences "
+            "end to end in one row, THDBatch.collate or THDBatch.from_padded."
+        )
+    offsets = kwargs["cu_seq_lens_q"]
+    offsets_k, longest_k = kwargs.get("cu_seq_lens_k"), kwargs.get("max_length_k")
+    return Pack(
+        cu_seqlens_q=offsets,
+        cu_seqlens_k=offsets if offsets_k is None else offsets_k,
+        max_length_q=kwargs["max_length_q"],
+        max_length_k=kwargs["max_length_q"] if longest_k is None else longest_k,
+        slots=tokens.shape[1],
+    )
+
+
+def _refuse_mask_and_cache(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("attention_mask") is not None:
+        raise ValueError(
+            f"{type(model).__name__} got a pack and an attention_mask. The boundaries of the pack are its "
+            "mask: pass attention_mask=None, and pad by a trailing sequence (THDBatch.collate(..., pad_to=))."
+        )
+    cache = next((name for name in _CACHE_KWARGS if kwargs.get(name) is not None), None)
+    if cache is not None or kwargs.get("use_cache"):
+        raise ValueError(
+            f"{type(model).__name__} got a pack and {cache or 'use_cache=True'}. Generation with a cache "
+            "through 'thd' is not possible: call the model with use_cache=False, or generate with "
+            "model.set_attn_implementation('sdpa')."
+        )
+
+
+def carry_scope(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an activation checkpoint function recompute under the scope it was first run under.
+
+    Backward recomputes when the model has long left, perhaps after other microbatches, and in another thread.
+
+    Args:
+        checkpoint: as transformers sets it on layers, ``checkpoint(function, *args)``.
+    """
+    if getattr(checkpoint, "_thd_carries", False):
+        return checkpoint
+
+    def checkpoint_with_scope(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        scope = STATE.scope
+        # A compiled checkpoint is replayed from its graph, in which the boundaries are inputs.
+        if scope is None or torch.compiler.is_compiling():
+            return checkpoint(function, *args, **kwargs)
+
+        def run(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401
+            with scoped(scope):
+                return function(*inputs, **named)
+
+        return checkpoint(run, *args, **kwargs)
+
+    checkpoint_with_scope._thd_carries = True  # type: ignore[attr-defined]
+    return checkpoint_with_scope

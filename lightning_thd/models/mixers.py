@@ -1,0 +1,152 @@
+"""State-space, linear-attention and short-convolution layers -> the same layers, reset at boundaries.
+
+transformers runs them over the whole row, so that state and convolution cross from one sequence into the
+next. Here the forward of their class is replaced once: outside a pack it does what it did; inside, it passes
+seq_idx and cu_seqlens to the fused kernels where those are installed, and runs on padded groups of sequences
+where not.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd._imports import available
+from lightning_thd.models.groups import plan_groups, run_grouped
+from lightning_thd.models.pack import Pack, current_pack
+
+# What must be installed for the layer's own kernels to keep sequences apart; None where they cannot.
+_SSD: Final = ("mamba_ssm", "causal_conv1d")
+_DELTA: Final = ("fla", "causal_conv1d")
+_CONV: Final = ("causal_conv1d",)
+MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
+    "MambaMixer": None,
+    "FalconMambaMixer": None,
+    "JambaMambaMixer": None,
+    "ZambaMambaMixer": None,
+    "Mamba2Mixer": _SSD,
+    "BambaMixer": _SSD,
+    "GraniteMoeHybridMambaLayer": _SSD,
+    "FalconH1Mixer": _SSD,
+    "NemotronHMamba2Mixer": _SSD,
+    "Zamba2MambaMixer": _SSD,
+    "Qwen3NextGatedDeltaNet": _DELTA,
+    "Qwen3_5GatedDeltaNet": _DELTA,
+    "Qwen3_5MoeGatedDeltaNet": _DELTA,
+    "OlmoHybridGatedDeltaNet": _DELTA,
+    "KimiLinearDeltaAttention": _DELTA,
+    "Lfm2ShortConv": _CONV,
+    "Lfm2MoeShortConv": _CONV,
+    "RecurrentGemmaRecurrentBlock": None,
+    "MiniMaxLightningAttention": None,
+}
+_CACHES = ("cache_params", "past_key_values", "past_key_value")
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+def adopt_mixers(model_class: type) -> None:
+    """Teach the layers that a model class is built from about packs.
+
+    Args:
+        model_class: a PreTrainedModel class; the modules it and its bases come from are searched.
+    """
+    for base in model_class.__mro__:
+        module = sys.modules.get(base.__module__)
+        for name, kernels in MIXERS.items():
+            cls: Any = getattr(module, name, None)
+            if cls is not None and not hasattr(cls.forward, "_thd_mixer"):
+                cls.forward = _pack_aware(cls.forward, kernels)
+
+
+def check_mixers(model: nn.Module) -> None:
+    """Refuse a model with layers that mix tokens by convolution or state in a way nobody here knows.
+
+    Raises:
+        ValueError: naming the layer.
+    """
+    for name, module in _foreign_pruned(model):
+        if hasattr(type(module).forward, "_thd_mixer"):
+            continue
+        stateful = any(
+            isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children()
+        )
+        if stateful or any(hasattr(module, parameter) for parameter in ("A_log", "dt_bias")):
+            raise ValueError(
+                f"{name} ({type(module).__name__}) mixes tokens by a convolution or a state, and "
+                "lightning_thd does not know how to reset it between the sequences of a pack. Feed this "
+                "model padded rows, one sequence each; or, if the layer is causal, add "
+                f"lightning_thd.models.mixers.MIXERS[{type(module).__name__!r}] = None before the model is "
+                "built, and prove it with lightning_thd.models.check_packing(model)."
+            )
+
+
+def _foreign_pruned(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """List the modules of the language model: no towers with a config of their own, nothing inside mixers."""
+    config: Any = model.config
+    families = (type(config), type(config.get_text_config(decoder=True)))
+    found: list[tuple[str, nn.Module]] = []
+    stack: list[tuple[str, nn.Module]] = [("", model)]
+    while stack:
+        prefix, module = stack.pop()
+        found.append((prefix, module))
+        if hasattr(type(module).forward, "_thd_mixer"):
+            continue
+        for name, child in module.named_children():
+            if not hasattr(child, "_thd_installed") or type(child.config) in families:
+                stack.append((f"{prefix}.{name}" if prefix else name, child))
+    return found
+
+
+def _pack_aware(forward: Callable[..., Any], kernels: tuple[str, ...] | None) -> Callable[..., Any]:
+    tokens_name = list(inspect.signature(forward).parameters)[1]
+
+    @functools.wraps(forward)
+    def pack_aware_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        pack = current_pack()
+        if pack is None:
+            return forward(self, *args, **kwargs)
+        tokens = args[0] if args else kwargs[tokens_name]
+        kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
+        _refuse(self, tokens, pack, kwargs)
+        if kernels is not None and tokens.is_cuda and _installed(kernels):
+            seq_idx = pack.seq_idx
+            return forward(self, *args, **kwargs, seq_idx=seq_idx, cu_seq_lens_q=pack.cu_seqlens_q)
+        return _grouped(functools.partial(forward, self), args, kwargs)
+
+    pack_aware_forward._thd_mixer = True  # type: ignore[attr-defined]
+    return pack_aware_forward
+
+
+def _installed(kernels: tuple[str, ...]) -> bool:
+    return all(map(available, kernels))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _grouped(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Run on padded groups. Out of reach of torch.compile: their shapes change with every batch."""
+    pack = current_pack()
+    assert pack is not None
+    device = pack.cu_seqlens_q.device
+    if "groups" not in pack.cache:
+        pack.cache["groups"] = plan_groups(pack.lengths, device)
+    return run_grouped(forward, args, kwargs, pack.cache["groups"], pack.slots)
+
+
+def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any]) -> None:
+    if tokens.shape[0] != 1 or tokens.shape[1] != pack.slots:
+        raise ValueError(
+            f"{type(module).__name__} got {tuple(tokens.shape)} while the model works on a pack of "
+            f"{pack.slots} slots. Prefixes and rows of other lengths do not go into a pack."
+        )
+    for name in (*_CACHES, "attention_mask"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} got a pack and {name}. Call the model with use_cache=False and "
+                "attention_mask=None, as THDBatch.hf_kwargs() does."
+            )

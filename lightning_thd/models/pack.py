@@ -1,0 +1,184 @@
+"""The boundaries of the pack a model is working on -> whoever needs them below, however deep.
+
+Some families hand keyword arguments down to their attention, some do not, and state-space layers never see
+any. So a model pushes a scope when it starts and pops it when it ends, and the layers look here when they
+were told nothing.
+
+Legend: T slots in a pack, S sequences (a trailing pad included).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
+
+
+class Pack:
+    """Where the sequences of one row of T slots begin and end.
+
+    Attributes:
+        cu_seqlens_q: int32 ``[S + 1]``, offsets in memory, last entry T.
+        cu_seqlens_k: the same for keys; equal to ``cu_seqlens_q`` in self-attention.
+        cache: what is worked out once a batch and shared by all layers (seq_idx, plans of padded groups).
+    """
+
+    __slots__ = ("_extent_k", "_extent_q", "_lengths", "_slots", "cache", "cu_seqlens_k", "cu_seqlens_q")
+
+    def __init__(
+        self,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_length_q: int,
+        max_length_k: int,
+        slots: int,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        self.cu_seqlens_q = cu_seqlens_q
+        self.cu_seqlens_k = cu_seqlens_k
+        # Host integers as shapes of tensors without storage: torch.compile makes a size that changes
+        # symbolic, while it compiles again for every new value of a plain int attribute.
+        self._extent_q = cu_seqlens_q.new_empty(max_length_q, 0)
+        self._extent_k = cu_seqlens_k.new_empty(max_length_k, 0)
+        self._slots = cu_seqlens_q.new_empty(slots, 0)
+        self._lengths = None if lengths is None else tuple(lengths)
+        self.cache: dict[Any, Any] = {}
+
+    @classmethod
+    def from_batch(cls, batch: THDBatch) -> Pack:
+        """Take over what the batch knows on the host, so that nothing is ever read from a device."""
+        return cls(
+            cu_seqlens_q=batch.cu_seqlens_padded,
+            cu_seqlens_k=batch.cu_seqlens_padded,
+            max_length_q=batch.max_seqlen,
+            max_length_k=batch.max_seqlen,
+            slots=batch.input_ids.shape[-1],
+            lengths=batch.padded_lengths,
+        )
+
+    @property
+    def max_length_q(self) -> int:
+        """Longest query sequence."""
+        return self._extent_q.shape[0]
+
+    @property
+    def max_length_k(self) -> int:
+        """Longest key sequence."""
+        return self._extent_k.shape[0]
+
+    @property
+    def slots(self) -> int:
+        """T."""
+        return self._slots.shape[0]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Slots of every sequence, on the host.
+
+        A pack that was not made from a batch knows only the device tensor and reads it here, once.
+        """
+        if self._lengths is None:
+            lengths = self.cu_seqlens_q.diff().tolist()
+            if sum(lengths) != self.slots or min(lengths, default=0) < 0:
+                raise ValueError(
+                    f"cu_seq_lens_q ends at {sum(lengths)}, but the pack has {self.slots} slots. Pass "
+                    "offsets whose last entry is the number of slots, as THDBatch.hf_kwargs() does."
+                )
+            self._lengths = tuple(lengths)
+        return self._lengths
+
+    @property
+    def seq_idx(self) -> Tensor:
+        """int32 ``[1, T]``, the sequence every slot belongs to; worked out once, on the device."""
+        if "seq_idx" not in self.cache:
+            self.cache["seq_idx"] = seq_idx_from_cu_seqlens(self.cu_seqlens_q, self.slots)[None]
+        seq_idx: Tensor = self.cache["seq_idx"]
+        return seq_idx
+
+
+class Scope:
+    """One entry of the stack: what the model that is running works on.
+
+    Attributes:
+        pack: the pack, or None for plain rows of equal length.
+        outer: the entry below.
+        module: the model that pushed it; None for ``packed``.
+        families: types of the configs that mean the language model; an inner model with another config (a
+            vision tower) does not work on the pack.
+    """
+
+    __slots__ = ("families", "module", "outer", "pack")
+
+    def __init__(
+        self,
+        pack: Pack | None,
+        outer: Scope | None,
+        *,
+        module: nn.Module | None = None,
+        families: tuple[type, ...] = (),
+    ) -> None:
+        self.pack = pack
+        self.outer = outer
+        self.module = module
+        self.families = families
+
+
+class _State(threading.local):
+    """The top of the stack; one a thread, as backward recomputes checkpoints in threads of its own."""
+
+    scope: Scope | None = None
+
+
+STATE = _State()
+
+
+@contextmanager
+def scoped(scope: Scope) -> Generator[None]:
+    """Run the body with ``scope`` on top, whatever was there."""
+    before = STATE.scope
+    STATE.scope = scope
+    try:
+        yield
+    finally:
+        STATE.scope = before
+
+
+@contextmanager
+def packed(batch: THDBatch) -> Generator[None]:
+    """Tell the layers of any model called in the body where the sequences of ``batch`` lie.
+
+    ``model(**batch.hf_kwargs())`` is right without it; with it, what the host knows is not read back from
+    the device (state-space layers need the lengths there).
+
+    Args:
+        batch: on the device of the model.
+    """
+    with scoped(Scope(Pack.from_batch(batch), None)):
+        yield
+
+
+def current_pack() -> Pack | None:
+    """Return the pack the running model works on; None outside of one.
+
+    Raises:
+        RuntimeError: inside a backward pass that recomputes a layer nobody told about the pack.
+    """
+    scope = STATE.scope
+    if scope is not None:
+        return scope.pack
+    if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "A layer is recomputed in backward and the boundaries of its pack are not known there: its "
+            "activation checkpointing does not carry them. Use model.gradient_checkpointing_enable() or a "
+            "CheckpointWrapper around layers of the model, or call the layers with cu_seq_lens_q and "
+            "max_length_q."
+        )
+    return None
