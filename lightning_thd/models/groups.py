@@ -98,15 +98,16 @@ def run_grouped(
         slots: T.
 
     Returns:
-        What ``function`` returns, tensors ``[N, L, ...]`` as ``[1, T, ...]``; of tuples every entry by
-        itself.
+        What ``function`` returns for tokens, ``[N, L, ...]``, as ``[1, T, ...]``. Of a tuple that is the
+        first entry; the others are final states, of groups and not of the pack, and become None.
     """
     outputs = []
     for source in groups.sources:
         take = _Taker(source, slots)
         outputs.append(function(*map(take, args), **{name: take(value) for name, value in kwargs.items()}))
     if isinstance(outputs[0], tuple):
-        return tuple(_join(list(entries), groups.back) for entries in zip(*outputs, strict=True))
+        joined = _join([output[0] for output in outputs], groups.back)
+        return joined, *(None for _ in outputs[0][1:])
     return _join(outputs, groups.back)
 
 
@@ -126,8 +127,6 @@ class _Taker:
         return rows.index_select(0, self.source.flatten()).view(*self.source.shape, *value.shape[2:])
 
 
-def _join(outputs: list[Any], back: Tensor) -> Any:  # noqa: ANN401
-    if not isinstance(outputs[0], Tensor):
-        return outputs[0]
+def _join(outputs: list[Tensor], back: Tensor) -> Tensor:
     rows = torch.cat([output.flatten(0, 1) for output in outputs])
     return rows.index_select(0, back)[None]
