@@ -21,7 +21,7 @@ from lightning_thd.stats import SeqStats
 IGNORE_INDEX = -100
 # One value a token, so they are padded with the ids and given to the model as [1, T].
 _PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
-_OWN_KEYS = ("input_ids", "labels", "position_ids", "attention_mask", *_PER_TOKEN)
+_OWN_KEYS = ("input_ids", "labels", "next_label", "position_ids", "attention_mask", *_PER_TOKEN)
 _REFUSED = ("input_features", "input_values", "audio_values", "audio_features")
 
 
@@ -43,14 +43,15 @@ def collate(
     input_ids = _lay_out(ids, starts, slots, dense, fill=0)
     if input_ids.size and input_ids.min() < 0:
         _refuse_negative(ids)
+    source = input_ids
     if any("labels" in sample for sample in samples):
         labels = [_labels(sample, ids[i], i) for i, sample in enumerate(samples)]
         source = _lay_out(labels, starts, slots, dense, fill=IGNORE_INDEX)
-        targets, loss_tokens = _shift(source, starts, lengths, dense), None
-    else:
-        targets, loss_tokens = _shift(input_ids, starts, lengths, dense), sum(lengths) - len(lengths)
-    if loss_tokens is None:
-        loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
+    targets = _shift(source, starts, lengths, dense)
+    for sample, start, length in zip(samples, starts, lengths, strict=True):
+        if "next_label" in sample:
+            targets[start + length - 1] = sample["next_label"]
+    loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
 
     cu_seqlens_padded = _cumulative(padded)
     # A trailing pad counts as a sequence of its own in both, so its real length is its slots.

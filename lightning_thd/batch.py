@@ -13,11 +13,15 @@ import torch
 from torch import Tensor
 
 from lightning_thd import _collate
+from lightning_thd._collate import IGNORE_INDEX
 from lightning_thd.alignment import Alignment
 from lightning_thd.stats import SeqStats
 
 _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
 _HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
+
+
+__all__ = ["IGNORE_INDEX", "THDBatch", "THDStep"]
 
 
 class _Immutable:
@@ -124,8 +128,9 @@ class THDBatch(_Immutable):
 
         Args:
             samples: dicts with ``input_ids`` (ints ``[n]``) and, if wanted, ``labels`` (ints ``[n]``,
-                unshifted, -100 where ignored), ``position_ids``, and further tensors, which are
-                concatenated into ``extras``. No samples give a pack of one dummy slot, without a target.
+                unshifted, -100 where ignored), ``next_label`` (int, the target of the last token of a piece
+                that goes on elsewhere), ``position_ids``, and further tensors, which are concatenated into
+                ``extras``. No samples give a pack of one dummy slot, without a target.
             align: an ``alignment.Alignment``; pads every sequence, and the total by a trailing sequence.
             pad_to: slots of the batch; a trailing sequence of token 0 without targets fills the rest.
             sequence_ids: dataset index of every sample; 0, 1, 2, ... when absent.

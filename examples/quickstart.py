@@ -1,0 +1,72 @@
+"""Train a small Qwen3 on packed text: Python's standard library, or your own.
+
+python examples/quickstart.py                                    # 100 steps of 8,192 tokens
+python examples/quickstart.py --resume --steps 200               # go on from the last checkpoint
+python examples/quickstart.py --data my.jsonl --text-key text    # or a folder of text files
+"""
+
+import argparse
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from lightning_thd import THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
+from lightning_thd.data import ByteTokenizer, StdlibText
+from lightning_thd.report import show
+
+
+class TinyQwen3(L.LightningModule):
+    def configure_model(self) -> None:
+        config = Qwen3Config(
+            num_hidden_layers=4,
+            hidden_size=256,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            intermediate_size=768,
+            vocab_size=ByteTokenizer.vocab_size,
+        )
+        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="thd").train()
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        loss = causal_lm_loss(self.model, batch)
+        self.log("train/loss", loss.detach(), prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--data", help="a .jsonl file, a text file or a folder of text files")
+    parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--out", default="runs/quickstart")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    args = parser.parse_args()
+
+    L.seed_everything(0)
+    data = THDDataModule(
+        args.data or StdlibText(max_bytes=2048),
+        capacity=8_192,
+        text_key=args.text_key,
+        oversize="split",
+    )
+    checkpoints = ModelCheckpoint(f"{args.out}/checkpoints", every_n_train_steps=20, save_last=True)
+    trainer = L.Trainer(
+        max_steps=args.steps,
+        callbacks=[THDThroughputMonitor(peak="measure"), checkpoints],
+        logger=[TensorBoardLogger(args.out, name="tensorboard"), CSVLogger(args.out, name="csv")],
+        log_every_n_steps=5,
+        gradient_clip_val=1.0,
+    )
+    trainer.fit(TinyQwen3(), data, ckpt_path="last" if args.resume else None)
+    show(args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""Datasets and paths -> packed, planned, resumable loaders."""
+
+from lightning_thd.data.datamodule import THDDataModule
+from lightning_thd.data.store import TokenStore
+from lightning_thd.data.text import ByteTokenizer, StdlibText, read_documents, stdlib_documents
+
+__all__ = [
+    "ByteTokenizer",
+    "StdlibText",
+    "THDDataModule",
+    "TokenStore",
+    "read_documents",
+    "stdlib_documents",
+]

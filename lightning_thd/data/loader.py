@@ -1,0 +1,217 @@
+"""A plan and a dataset -> batches of one rank, and a position that survives any crash and any rank count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Dataset as TorchDataset
+
+from lightning_thd.alignment import Alignment
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.data.index import MapDataset, SequenceIndex
+from lightning_thd.packing import Spans, StepPlan
+
+# (epoch, step, microbatch of the rank, microbatches a rank will run of this step)
+Key = tuple[int, int, int, int]
+# "pack": a microbatch of a training step; "step": all of a rank at once; "eval": the loss of a batch alone
+Kind = Literal["pack", "step", "eval"]
+
+
+class Planner(Protocol):
+    """The part of ``packing.PackPlanner`` that a loader calls."""
+
+    def __len__(self) -> int: ...
+
+    def step(self, epoch: int, k: int, dp: int) -> StepPlan:
+        """Plan a step."""
+        ...
+
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """Describe a position."""
+        ...
+
+    def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Check a position and return its epoch and step."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchMaker:
+    """Spans of a dataset -> a collated batch, in the main process or in a worker."""
+
+    dataset: MapDataset
+    index: SequenceIndex
+    align: Alignment | None = None
+    pad_to: int | None = None
+    vocab_size: int | None = None
+
+    def batch(self, spans: Spans, *, loss_scale: float | None) -> THDBatch:
+        """Read and collate a pack; ``loss_scale`` None means the mean over this batch."""
+        pieces = zip(spans.index.tolist(), spans.start.tolist(), spans.stop.tolist(), strict=True)
+        batch = THDBatch.collate(
+            [self.index.sample(self.dataset, i, start, stop) for i, start, stop in pieces],
+            align=self.align,
+            pad_to=self.pad_to,
+            sequence_ids=spans.index.tolist(),
+            loss_scale=loss_scale,
+        )
+        if self.vocab_size is not None and int(batch.input_ids.max()) >= self.vocab_size:
+            self._refuse(batch)
+        return batch
+
+    def loss_tokens(self, spans: Spans) -> int:
+        """Number of targets of a pack."""
+        return self.index.count_loss_tokens(self.dataset, spans)
+
+    def _refuse(self, batch: THDBatch) -> None:
+        for i, ids in zip(batch.sequence_ids, batch.unpack(batch.input_ids), strict=True):
+            if int(ids.max()) >= (self.vocab_size or 0):
+                raise ValueError(
+                    f"Sequence {i} has the token id {int(ids.max())}, but the model's vocabulary has "
+                    f"{self.vocab_size} entries. Use the tokenizer the model was made for."
+                )
+
+
+class _Steps(TorchDataset[THDBatch | THDStep]):
+    """Key -> batch of one rank; a pure function, so any worker can make any batch."""
+
+    def __init__(self, planner: Planner, maker: BatchMaker, rank: int, dp: int, kind: Kind) -> None:
+        self._planner, self._maker, self._rank, self._dp, self._kind = planner, maker, rank, dp, kind
+
+    def __getitem__(self, key: Key) -> THDBatch | THDStep:
+        epoch, step, micro, counted = key
+        plan = self._planner.step(epoch, step, self._dp)
+        own = plan.microbatches(self._rank)
+        if self._kind == "eval":
+            return self._maker.batch(own[micro], loss_scale=None)
+        loss_tokens = sum(
+            self._maker.loss_tokens(spans)
+            for rank in plan.spans_by_rank()
+            for spans in (rank if self._kind == "step" else rank[:counted])
+        )
+        # Law 2: the mean over microbatches and ranks of sum * loss_scale is the mean over the step's tokens.
+        # Lightning divides by accumulate_grad_batches even where an epoch ends inside a step.
+        scale = self._dp * len(own) / loss_tokens if loss_tokens else 0.0
+        if self._kind == "step":
+            return THDStep([self._maker.batch(spans, loss_scale=scale) for spans in own])
+        return self._maker.batch(own[micro], loss_scale=scale)
+
+
+class _Cursor(Sampler[Key]):
+    """Where an epoch stands: hands out keys from the next batch that was not consumed."""
+
+    def __init__(self, num_steps: int, per_step: int, fixed_order: bool) -> None:
+        self.num_steps, self.per_step, self.fixed_order = num_steps, per_step, fixed_order
+        self.epoch, self.start = 0, 0
+        self.limit: int | None = None
+
+    def __len__(self) -> int:
+        return self.num_steps * self.per_step
+
+    def __iter__(self) -> Iterator[Key]:
+        stop = len(self) if self.limit is None else min(len(self), self.limit)
+        epoch = 0 if self.fixed_order else self.epoch
+        for batch in range(self.start, stop):
+            step, micro = divmod(batch, self.per_step)
+            counted = min(self.per_step, stop - step * self.per_step)
+            yield (epoch, step, micro, counted)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch; the one that is under way goes on where it stands."""
+        if epoch != self.epoch:
+            self.epoch, self.start = epoch, 0
+
+
+@dataclass(frozen=True, slots=True)
+class _EpochTarget:
+    """Where Lightning looks for ``set_epoch`` without taking the loader for one whose sampler it may swap."""
+
+    sampler: _Cursor
+
+
+class THDLoader:
+    """Batches of one rank, epoch after epoch, with a position that is the same number on every rank.
+
+    Args:
+        planner: ``packing.PackPlanner`` or anything with its ``len`` and ``step``.
+        maker: reads and collates.
+        rank: data-parallel rank.
+        dp: number of data-parallel ranks.
+        per_step: batches a rank hands out for one step; 1 with ``THDStep``.
+        kind: ``"pack"`` hands out one ``THDBatch`` after the other, ``"step"`` a ``THDStep``; ``"eval"`` is
+            ``"pack"`` with the loss of each batch by itself.
+        fixed_order: give the first epoch's batches in every epoch, for evaluation and ``overfit_batches``.
+        consumed: number of batches the trainer is done with in this epoch; counts what was handed out when
+            absent. What workers have prefetched never counts.
+        limit: most batches the trainer takes of an epoch; asked when an epoch begins.
+        on_load: told the batch of the epoch at which a restored loader goes on.
+        num_workers, prefetch_factor, pin_memory: as in ``torch.utils.data.DataLoader``.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        maker: BatchMaker,
+        *,
+        rank: int = 0,
+        dp: int = 1,
+        per_step: int = 1,
+        kind: Kind = "pack",
+        fixed_order: bool = False,
+        consumed: Callable[[], int] | None = None,
+        limit: Callable[[], int | None] | None = None,
+        on_load: Callable[[int], None] | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self._cursor = _Cursor(len(planner), per_step, fixed_order)
+        self.batch_sampler = _EpochTarget(self._cursor)
+        self._planner = planner
+        self._consumed, self._limit, self._on_load = consumed, limit, on_load
+        self._handed_out = 0
+        self._loader: DataLoader[THDBatch | THDStep] = DataLoader(
+            _Steps(planner, maker, rank, dp, kind),
+            batch_size=None,
+            sampler=self._cursor,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            persistent_workers=num_workers > 0,
+        )
+
+    def __len__(self) -> int:
+        return len(self._cursor)
+
+    def __iter__(self) -> Iterator[THDBatch | THDStep]:
+        # A generator starts at the first next(), which Lightning calls after set_epoch.
+        cursor = self._cursor
+        cursor.limit = self._limit() if self._limit is not None else None
+        self._handed_out = cursor.start
+        for batch in self._loader:
+            self._handed_out += 1
+            yield batch
+        cursor.epoch, cursor.start = cursor.epoch + 1, 0
+        self._handed_out = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in whole steps, the same on every rank and for every number of ranks."""
+        consumed = self._handed_out if self._consumed is None else self._consumed()
+        return self._planner.state(self._cursor.epoch, consumed // self._cursor.per_step)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the last whole step of ``state``.
+
+        Raises:
+            ValueError: when the data or a setting that decides the plan has changed since.
+        """
+        epoch, step = self._planner.resume(state)
+        if step == self._cursor.num_steps:
+            self._cursor.epoch, self._cursor.start = epoch + 1, 0
+            return
+        self._cursor.epoch, self._cursor.start = epoch, step * self._cursor.per_step
+        if self._on_load is not None:
+            self._on_load(self._cursor.start)

@@ -1,0 +1,127 @@
+"""A Hugging Face causal language model -> a LightningModule that trains it on packed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+
+from lightning_thd._imports import require
+from lightning_thd.batch import THDBatch
+from lightning_thd.loss import causal_lm_loss
+
+ATTENTION = "thd"
+
+
+class CausalLMModule(L.LightningModule):
+    """Trains any Hugging Face causal language model on ``THDBatch`` es with AdamW, warm-up and cosine decay.
+
+    A module of your own needs no more than ``loss = causal_lm_loss(self.model, batch)``.
+
+    Args:
+        model: a model built with ``attn_implementation="thd"``, a function that makes one (called in
+            ``configure_model``, on the right device and dtype), or the path of a saved model.
+        config: in place of ``model``: arguments of a Hugging Face config, ``model_type`` among them.
+        lr: peak learning rate.
+        weight_decay: of AdamW, for matrices; vectors are not decayed.
+        betas: of AdamW.
+        warmup_fraction: part of all steps over which the rate rises from 0.
+        final_lr_fraction: part of ``lr`` that is left at the last step.
+
+    Raises:
+        ValueError: when not exactly one of ``model`` and ``config`` is given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module] | str | None = None,
+        *,
+        config: dict[str, Any] | None = None,
+        lr: float = 3e-4,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+        warmup_fraction: float = 0.05,
+        final_lr_fraction: float = 0.1,
+    ) -> None:
+        super().__init__()
+        if (model is None) == (config is None):
+            raise ValueError(
+                f"CausalLMModule got model={model!r} and config={config!r}. Give exactly one of them."
+            )
+        self._make = model if not isinstance(model, nn.Module) else None
+        self._config = config
+        self.model: nn.Module | None = model if isinstance(model, nn.Module) else None
+        self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
+        self.warmup_fraction, self.final_lr_fraction = warmup_fraction, final_lr_fraction
+
+    def configure_model(self) -> None:
+        """Build the model where the strategy wants it."""
+        if self.model is None:
+            self.model = self._build()
+            self.model.train()
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        """Return the microbatch's share of the step's mean loss."""
+        loss = causal_lm_loss(self._built, batch)
+        self.log("train/loss", loss.detach(), prog_bar=True, on_step=True, sync_dist=False)
+        return loss
+
+    def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
+        """Log the mean loss over all loss tokens of the set."""
+        self.log("val/loss", causal_lm_loss(self._built, batch), prog_bar=True, on_epoch=True, sync_dist=True)
+
+    def test_step(self, batch: THDBatch, batch_idx: int) -> None:
+        """Log the mean loss over all loss tokens of the set."""
+        self.log("test/loss", causal_lm_loss(self._built, batch), on_epoch=True, sync_dist=True)
+
+    def predict_step(self, batch: THDBatch, batch_idx: int) -> list[tuple[int, Tensor]]:
+        """Return (dataset index, logits ``[length, V]``) of every sequence."""
+        logits = self._built(**batch.hf_kwargs()).logits
+        return list(zip(batch.sequence_ids, batch.unpack(logits), strict=True))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Return AdamW with linear warm-up and cosine decay over the Trainer's steps."""
+        trained = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.lr, betas=self.betas)
+        steps = max(2, int(self.trainer.estimated_stepping_batches))
+        warmup = min(steps - 1, max(1, round(self.warmup_fraction * steps)))
+        schedule = torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.LinearLR(optimizer, 1 / (warmup + 1), 1.0, total_iters=warmup),
+                torch.optim.lr_scheduler.CosineAnnealingLR(
+                    optimizer, steps - warmup, eta_min=self.lr * self.final_lr_fraction
+                ),
+            ],
+            milestones=[warmup],
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @property
+    def _built(self) -> nn.Module:
+        if self.model is None:
+            raise RuntimeError("The model is not built yet. Call configure_model() first; a Trainer does.")
+        return self.model
+
+    def _build(self) -> nn.Module:
+        if callable(self._make):
+            return self._make()
+        transformers = require("transformers", feature="CausalLMModule with a config or a path")
+        auto = transformers.AutoModelForCausalLM
+        if isinstance(self._make, str):
+            return cast("nn.Module", auto.from_pretrained(self._make, attn_implementation=ATTENTION))
+        arguments = dict(self._config or {})
+        try:
+            config = transformers.AutoConfig.for_model(arguments.pop("model_type"), **arguments)
+        except KeyError as err:
+            raise ValueError(
+                f"config={self._config}: it names no model_type, for example {{'model_type': 'qwen3', ...}}."
+            ) from err
+        return cast("nn.Module", auto.from_config(config, attn_implementation=ATTENTION))
