@@ -264,7 +264,7 @@ def _cross(lengths: Ints, cross_lengths: Ints) -> tuple[int, int]:
     here, there = _int64(lengths, "lengths"), _int64(cross_lengths, "cross_lengths")
     if here.shape != there.shape or there.min(initial=0) < 0:
         raise ValueError(
-            f"cross_lengths has {there.size} entries, the smallest {there.min(initial=0)}, for {here.size} lengths. "
+            f"cross_lengths has {there.size} entries, the least {there.min(initial=0)}; lengths has {here.size}. "
             "Give every sequence the number of tokens its cross-attention reads, zero if none."
         )
     return int(there.sum()), int(here @ there)
@@ -300,10 +300,10 @@ def _edge(patches: IntArray, edge: int) -> IntArray:
 
 def _int64(values: IntRows, name: str) -> IntArray:
     """Host int64 array of ``values``; int32 squares would overflow above 46,340 tokens."""
-    array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    array: npt.NDArray[Any] = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{name} holds {array.dtype} values. Pass integers.")
-    whole: IntArray = array.astype(np.int64, copy=False)
+    whole: IntArray = np.asarray(array, dtype=np.int64)
     return whole
 
 

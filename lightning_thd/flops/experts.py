@@ -1,0 +1,84 @@
+"""A config -> which layers hold experts, and the terms of one such layer."""
+
+from __future__ import annotations
+
+from lightning_thd.flops import parts
+from lightning_thd.flops.sizes import Sizes
+from lightning_thd.flops.terms import Term
+
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def expert_layers(sizes: Sizes) -> set[int]:
+    """Indices of the layers whose MLP is a mixture of experts; most families say it in a way of their own.
+
+    Args:
+        sizes: the text config.
+    """
+    count = sizes.num_layers
+    if sizes.optional(*_NUM_EXPERTS) == 0 and not sizes.optional("shared_intermediate_size"):
+        return set()
+    if (named := sizes.get("moe_layers")) is not None:
+        return set(named)
+    if (kinds := sizes.get("mlp_layer_types")) is not None:
+        return {index for index, kind in enumerate(kinds) if kind == "sparse"}
+    if (dense := sizes.get("first_k_dense_replace")) is not None:
+        return set(range(dense, count))
+    if (period := sizes.get("expert_layer_period")) is not None:
+        if sizes.optional(*_NUM_EXPERTS) == 1:
+            return set()
+        offset = sizes.size("expert_layer_offset")
+        return {index for index in range(count) if (index - offset) % period == 0}
+    if (first := sizes.get("moe_layer_start_index")) is not None:
+        step, end = sizes.size("moe_layer_interval"), sizes.size("moe_layer_end_index")
+        return {index for index in range(first, end + 1) if (index + 1) % step == 0}
+    step = sizes.size("decoder_sparse_step", default=1)
+    dense_layers = set(sizes.get("mlp_only_layers", default=()))
+    return {index for index in range(count) if index not in dense_layers and (index + 1) % step == 0}
+
+
+def moe(sizes: Sizes, *, gated: bool) -> list[Term]:
+    """The terms of a layer of experts.
+
+    Args:
+        sizes: the text config.
+        gated: the experts have a gate projection.
+    """
+    hidden, shared = sizes.hidden, shared_size(sizes)
+    num_experts = sizes.optional(*_NUM_EXPERTS)
+    if num_experts == 0:  # granitemoehybrid without experts keeps the shared MLP
+        return parts.mlp(hidden, shared, gated=gated, name="shared")
+    return parts.experts(
+        hidden,
+        sizes.size("moe_intermediate_size", default=sizes.inner),
+        num_experts=num_experts,
+        top_k=sizes.size(*_TOP_K),
+        gated=gated,
+        shared=shared,
+        shared_gate=bool(shared) and sizes.model_type in _SHARED_GATE,
+        latent=sizes.get("moe_latent_size"),
+    )
+
+
+def active_share(sizes: Sizes) -> float:
+    """Share of the routed experts that a token goes through; 1.0 without experts."""
+    return sizes.optional(*_TOP_K) / (sizes.optional(*_NUM_EXPERTS) or 1) or 1.0
+
+
+def shared_size(sizes: Sizes) -> int:
+    """Intermediate size of the shared experts together, 0 for none."""
+    if sizes.model_type == "llama4_text":
+        return sizes.inner
+    names = (
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    )
+    if size := sizes.optional(*names):
+        return size
+    count = sizes.optional("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
+    return count * sizes.optional("moe_intermediate_size")
+
+
+_SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")

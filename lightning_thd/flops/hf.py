@@ -1,0 +1,196 @@
+"""A transformers config -> the layers of its model; one line a family, by ``model_type``.
+
+Most families are one decoder: what differs is read off the config (windows, experts, latent attention,
+state-space layers). ``register`` adds families that are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lightning_thd.flops import parts
+from lightning_thd.flops.experts import expert_layers, moe
+from lightning_thd.flops.mixers import mixer
+from lightning_thd.flops.sizes import Sizes
+from lightning_thd.flops.terms import Layer, Term, matmul
+from lightning_thd.flops.vision import tower
+
+Read = Callable[[Sizes], list[Layer]]
+
+
+def read_config(
+    config: Any,  # noqa: ANN401 - a transformers config, or its dict
+    *,
+    mtp_layers: int = 0,
+) -> tuple[str, tuple[Layer, ...], int]:
+    """Layers of the model that ``config`` describes.
+
+    Args:
+        config: ``PretrainedConfig`` or its dict.
+        mtp_layers: multi-token-prediction layers to add.
+
+    Returns:
+        The model type, the layers in the order they run, and the patches the vision projector merges.
+
+    Raises:
+        ValueError: for a family that is not known, or a config that lacks a size.
+    """
+    sizes = Sizes(config)
+    if sizes.model_type in _REGISTERED:
+        return sizes.model_type, tuple(_REGISTERED[sizes.model_type](config)), 4
+    text = sizes.sub("text_config") or sizes
+    read = _FAMILIES.get(text.model_type) or _FAMILIES.get(sizes.model_type)
+    if read is None:
+        raise ValueError(
+            f"No FLOP count is known for model_type={sizes.model_type!r}. Register one with "
+            f"FlopsModel.register({sizes.model_type!r}, builder), or count with FlopsModel.from_module. "
+            f"Known: {', '.join(sorted({*_FAMILIES, *_REGISTERED}))}."
+        )
+    layers = read(text)
+    vision, merge = tower(sizes)
+    return sizes.model_type, (*vision, *layers, *_prediction(layers, text, mtp_layers)), merge
+
+
+def register(model_type: str, builder: Callable[[Any], Sequence[Layer]]) -> None:
+    """Add or replace a family; see ``FlopsModel.register``."""
+    if not model_type or not callable(builder):
+        raise ValueError(
+            f"register({model_type!r}, {builder!r}) wants a model_type and a function from config to layers."
+        )
+    _REGISTERED[model_type] = builder
+
+
+_REGISTERED: dict[str, Callable[[Any], Sequence[Layer]]] = {}
+
+
+def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
+    """Embedding, layers of a mixer and an MLP or experts each, logits."""
+    sparse = expert_layers(sizes)
+    layers = [_embedding(sizes)]
+    for index in range(sizes.num_layers):
+        feed_forward = (
+            moe(sizes, gated=gated)
+            if index in sparse
+            else parts.mlp(sizes.hidden, _dense_inner(sizes), gated=gated)
+        )
+        layers.append(Layer(path=f"layers.{index}", terms=(*mixer(sizes, index), *feed_forward)))
+    return [*layers, _logits(sizes)]
+
+
+def _mixers_only(sizes: Sizes) -> list[Layer]:
+    """Mamba: a mixer and nothing else in a layer."""
+    layers = [
+        Layer(path=f"layers.{index}", terms=_ends(mixer(sizes, index))) for index in range(sizes.num_layers)
+    ]
+    return [_embedding(sizes), *layers, _logits(sizes)]
+
+
+def _one_part_a_layer(sizes: Sizes) -> list[Layer]:
+    """Nemotron-H: every layer is a state space, an attention, an MLP or experts."""
+    layers = []
+    for index, kind in enumerate(sizes.get("layers_block_type", "layer_types", default=())):
+        if kind == "mlp":
+            terms = tuple(parts.mlp(sizes.hidden, sizes.inner, gated=False))
+        elif kind == "moe":
+            terms = tuple(moe(sizes, gated=False))
+        else:
+            terms = _ends(mixer(sizes, index))
+        layers.append(Layer(path=f"layers.{index}", terms=terms))
+    return [_embedding(sizes), *layers, _logits(sizes)]
+
+
+def _zamba2(sizes: Sizes) -> list[Layer]:
+    """Mamba 2 everywhere, and in hybrid layers a shared transformer over twice the hidden size before it."""
+    hidden, inner, rank = sizes.hidden, sizes.inner, sizes.size("adapter_rank", default=0)
+    layers = []
+    for index, kind in enumerate(sizes.get("layers_block_type", "layer_types", default=())):
+        terms = _ends(mixer(sizes, index))
+        if kind == "hybrid":
+            head_dim = sizes.size("attention_head_dim", default=2 * hidden // sizes.heads)
+            shared = parts.attention(hidden, sizes.heads, sizes.kv_heads, head_dim, input_size=2 * hidden)
+            adapter = matmul("mlp_adapter", hidden * rank + rank * 2 * inner)
+            joint = matmul("joint", hidden * hidden)
+            terms = (*shared, *parts.mlp(hidden, inner, last=False), adapter, joint, *terms)
+        layers.append(Layer(path=f"layers.{index}", terms=terms))
+    return [_embedding(sizes), *layers, _logits(sizes)]
+
+
+def _mllama(sizes: Sizes) -> list[Layer]:
+    """Llama 3.2 Vision's text model: some layers attend to the image and not to the text."""
+    crossing = set(sizes.get("cross_attention_layers", default=()))
+    layers = [_embedding(sizes)]
+    shape = sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim
+    for index in range(sizes.num_layers):
+        attends = parts.cross_attention(*shape) if index in crossing else parts.attention(*shape)
+        terms = (*attends, *parts.mlp(sizes.hidden, sizes.inner))
+        layers.append(Layer(path=f"layers.{index}", terms=terms))
+    return [*layers, _logits(sizes)]
+
+
+def _ends(terms: list[Term]) -> tuple[Term, ...]:
+    """The same terms, the last of them marked as the end of the layer."""
+    return (*terms[:-1], replace(terms[-1], last=True))
+
+
+def _dense_inner(sizes: Sizes) -> int:
+    """Intermediate size of a dense layer; LFM2 derives its own."""
+    if sizes.model_type == "llama4_text":
+        return sizes.size("intermediate_size_mlp")
+    inner = sizes.inner
+    if sizes.model_type == "lfm2" and sizes.get("block_auto_adjust_ff_dim"):
+        inner = int(2 * inner / 3 * sizes.get("block_ffn_dim_multiplier", default=1.0))
+        step = sizes.size("block_multiple_of")
+        inner = step * ((inner + step - 1) // step)
+    return inner
+
+
+def _embedding(sizes: Sizes) -> Layer:
+    term = matmul("embedding", sizes.size("vocab_size") * sizes.hidden, kind="embedding")
+    return Layer(path="embed_tokens", terms=(term,), recomputable=False)
+
+
+def _logits(sizes: Sizes) -> Layer:
+    term = matmul("logits", sizes.size("vocab_size") * sizes.hidden, kind="logits")
+    return Layer(path="lm_head", terms=(term,), recomputable=False)
+
+
+def _prediction(layers: list[Layer], sizes: Sizes, count: int) -> list[Layer]:
+    """Multi-token prediction: ``count`` more copies of the last layer, its projection, and the logits."""
+    if count < 0:
+        raise ValueError(
+            f"mtp_layers={count} is negative. Give the number of prediction layers that are trained."
+        )
+    last, logits = layers[-2], layers[-1]
+    extra = [
+        Layer(path=f"mtp.{index}", terms=(parts.prediction_head(sizes.hidden), *last.terms))
+        for index in range(count)
+    ]
+    return [*extra, *[logits] * count]
+
+
+_DENSE = (
+    "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi3 phi4_multimodal "
+    "olmo olmo2 olmo3 granite stablelm cohere cohere2 smollm3 glm glm4 ernie4_5 seed_oss hunyuan_v1_dense "
+    "exaone4 helium qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_5_text lfm2"
+)
+_EXPERTS = (
+    "mixtral phimoe qwen2_moe qwen3_moe olmoe granitemoe granitemoeshared glm4_moe deepseek_v2 "
+    "deepseek_v3 gpt_oss llama4_text dots1 ernie4_5_moe minimax_m2 qwen3_next qwen3_5_moe_text "
+    "qwen3_vl_moe_text flex_olmo"
+)
+_HYBRID = "bamba granitemoehybrid falcon_h1 jamba"
+_UNGATED = (
+    "gpt2 gpt_neox gptj gpt_bigcode opt bloom falcon phi starcoder2 nemotron arcee apertus codegen persimmon"
+)
+
+_FAMILIES: Mapping[str, Read] = {
+    **dict.fromkeys(f"{_DENSE} {_EXPERTS} {_HYBRID}".split(), _decoder),
+    **dict.fromkeys(_UNGATED.split(), partial(_decoder, gated=False)),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _mixers_only),
+    "nemotron_h": _one_part_a_layer,
+    "zamba2": _zamba2,
+    "mllama_text_model": _mllama,
+}

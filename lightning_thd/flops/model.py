@@ -1,0 +1,261 @@
+"""SeqStats -> FlopsBreakdown: the FLOPs of training a model on sequences of known lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from lightning_thd.flops.terms import Basis, Causal, Kind, Layer, Term, Tokens, units
+from lightning_thd.stats import SeqStats, Window
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Recompute: TypeAlias = Literal["none", "full", "early_stop", "selective"]
+Builder: TypeAlias = Callable[[Any], Sequence[Layer]]
+
+_Table: TypeAlias = dict[tuple[str, Basis, Window | None], int]
+
+# checkpointing policy -> which terms of a checkpointed layer run again
+_RUN_AGAIN: dict[str, Callable[[Term], bool]] = {
+    "none": lambda term: False,
+    "full": lambda term: True,
+    "early_stop": lambda term: not term.last,
+    "selective": lambda term: term.kind == "attention",
+}
+
+_COLUMN: dict[Kind, str] = {
+    "linear": "linear",
+    "router": "linear",
+    "embedding": "linear",
+    "attention": "attention",
+    "logits": "logits",
+    "vision": "vision",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlopsBreakdown:
+    """FLOPs by what they are spent on; integers, which in Python do not overflow.
+
+    Attributes:
+        linear: projections, MLPs, experts, scans.
+        attention: scores and their product with the values.
+        logits: the output projection.
+        vision: vision tower and projector.
+        recompute: forward passes run again by activation checkpointing.
+    """
+
+    linear: int = 0
+    attention: int = 0
+    logits: int = 0
+    vision: int = 0
+    recompute: int = 0
+
+    @property
+    def model(self) -> int:
+        """What the model needs: the numerator of MFU."""
+        return self.linear + self.attention + self.logits + self.vision
+
+    @property
+    def hardware(self) -> int:
+        """What the device runs: the numerator of HFU."""
+        return self.model + self.recompute
+
+    def __add__(self, other: FlopsBreakdown) -> FlopsBreakdown:
+        names = ("linear", "attention", "logits", "vision", "recompute")
+        return FlopsBreakdown(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlopsModel:
+    """FLOPs of a model as a list of layers, each a list of terms that multiply a count of the batch.
+
+    Attributes:
+        name: the family, for messages.
+        layers: what the model computes.
+        causal: pairs of a causal layer: "half" of the square (Megatron), "exact" (diagonal included), or
+            the "full" square.
+        tokens: multiply "real" tokens or "slots".
+        embedding: count the embedding table as a matmul, as verl does.
+        router: count the routers of expert layers.
+        merge: patches that the vision projector merges into one.
+        recompute: activation checkpointing: "none"; "full" runs every layer again; "early_stop" the same
+            without its last matmul (torch's non-reentrant checkpoint); "selective" attention only.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    causal: Causal = "half"
+    tokens: Tokens = "real"
+    embedding: bool = False
+    router: bool = False
+    merge: int = 4
+    recompute: Recompute = "none"
+    _tables: dict[str, _Table] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in _CHOICES:
+            _check_choice(name, getattr(self, name))
+        tables = {
+            "training": self._table(lambda _, term: term.training),
+            "forward": self._table(lambda _, term: term.forward),
+        }
+        for policy, again in _RUN_AGAIN.items():
+            tables[policy] = self._table(partial(_again, again))
+        object.__setattr__(self, "_tables", tables)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,  # noqa: ANN401 - a transformers config, or its dict
+        *,
+        causal: Causal = "half",
+        tokens: Tokens = "real",
+        embedding: bool = False,
+        router: bool = False,
+        mtp_layers: int = 0,
+        recompute: Recompute = "none",
+    ) -> FlopsModel:
+        """Read the layers off a transformers config; transformers itself is not needed.
+
+        Args:
+            config: ``PretrainedConfig`` or the content of a ``config.json``.
+            causal: how pairs are counted.
+            tokens: what a token is.
+            embedding: count the embedding table as a matmul.
+            router: count the routers of expert layers.
+            mtp_layers: multi-token-prediction layers that are trained; transformers' models have none.
+            recompute: activation checkpointing.
+
+        Raises:
+            ValueError: for a family that is not known; register it, or use ``from_module``.
+        """
+        from lightning_thd.flops.hf import read_config
+
+        name, layers, merge = read_config(config, mtp_layers=mtp_layers)
+        return cls(
+            name=name,
+            layers=layers,
+            causal=causal,
+            tokens=tokens,
+            embedding=embedding,
+            router=router,
+            merge=merge,
+            recompute=recompute,
+        )
+
+    @staticmethod
+    def register(model_type: str, builder: Builder) -> None:
+        """Teach ``from_config`` a family.
+
+        Args:
+            model_type: ``config.model_type``.
+            builder: from a config to its layers, made with ``flops.terms`` and ``flops.parts``.
+        """
+        from lightning_thd.flops.hf import register
+
+        register(model_type, builder)
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """Attention windows of the model, for ``SeqStats.from_lengths(windows=...)``."""
+        found = [t.window for t in self._terms() if t.basis == "pair" and t.window is not None]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def vision_windows(self) -> tuple[int, ...]:
+        """Window edges of the vision tower in patches, for ``SeqStats.from_lengths(vision_windows=...)``."""
+        found = [t.window for t in self._terms() if t.basis == "patch_window_pair"]
+        return tuple(dict.fromkeys(edge for edge in found if isinstance(edge, int)))
+
+    def training_flops(self, stats: SeqStats, *, recompute: Recompute | None = None) -> FlopsBreakdown:
+        """FLOPs of a forward and backward pass over ``stats``.
+
+        Args:
+            stats: the batches, counted with this model's windows.
+            recompute: activation checkpointing; default the model's own.
+        """
+        self._check(stats)
+        policy = self.recompute if recompute is None else recompute
+        _check_choice("recompute", policy)
+        again = self._multiply(self._tables[policy], stats)
+        return FlopsBreakdown(
+            **self._multiply(self._tables["training"], stats), recompute=sum(again.values())
+        )
+
+    def forward_flops(self, stats: SeqStats) -> FlopsBreakdown:
+        """FLOPs of a forward pass over ``stats``: validation, testing, prediction."""
+        self._check(stats)
+        return FlopsBreakdown(**self._multiply(self._tables["forward"], stats))
+
+    def for_module(self, module: nn.Module) -> FlopsModel:
+        """The same model with the backward pass and recomputation that ``module`` really has.
+
+        Args:
+            module: the model with its frozen weights, adapters and checkpointing.
+        """
+        from lightning_thd.flops.trainable import for_module
+
+        return for_module(self, module)
+
+    def _terms(self) -> list[Term]:
+        return [term for layer in self.layers for term in layer.terms if self._counts(term)]
+
+    def _counts(self, term: Term) -> bool:
+        return {"embedding": self.embedding, "router": self.router}.get(term.kind, True)
+
+    def _table(self, cost: Callable[[Layer, Term], int]) -> _Table:
+        """Sum the terms that multiply the same count, once, so that a batch costs a few products."""
+        table: _Table = {}
+        for layer in self.layers:
+            for term in layer.terms:
+                if self._counts(term) and (flops := cost(layer, term)):
+                    key = _COLUMN[term.kind], term.basis, term.window
+                    table[key] = table.get(key, 0) + flops
+        return table
+
+    def _multiply(self, table: _Table, stats: SeqStats) -> dict[str, int]:
+        columns: dict[str, int] = {}
+        for (column, basis, window), flops in table.items():
+            count, parts = units(
+                basis, window, stats, causal=self.causal, tokens=self.tokens, merge=self.merge
+            )
+            columns[column] = columns.get(column, 0) + flops * count // parts
+        return columns
+
+    def _check(self, stats: SeqStats) -> None:
+        if stats.slots and (missing := [w for w in self.windows if w not in stats.windows]):
+            raise ValueError(
+                f"The model {self.name!r} has attention windows {missing}, which the stats do not count "
+                f"(windows={list(stats.windows)}). Build them with windows=flops_model.windows."
+            )
+        if extra := [w for w in stats.windows if w not in self.windows]:
+            raise ValueError(
+                f"The stats count windows {extra}, but {self.name!r} has {list(self.windows) or 'none'}. "
+                "They were made for another model: build them with windows=flops_model.windows."
+            )
+        edges = [edge for edge, _ in stats.vision_window_pairs]
+        if stats.vision_patches and (missing := [w for w in self.vision_windows if w not in edges]):
+            raise ValueError(
+                f"The vision tower of {self.name!r} has windows of {missing} patches, which the stats do not "
+                "count. Build them with vision_windows=flops_model.vision_windows."
+            )
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "causal": ("half", "exact", "full"),
+    "tokens": ("real", "slots"),
+    "recompute": tuple(_RUN_AGAIN),
+}
+
+
+def _again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) -> int:
+    return term.forward if layer.recomputable and runs_again(term) else 0
+
+
+def _check_choice(name: str, value: str) -> None:
+    if value not in _CHOICES[name]:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, _CHOICES[name]))}.")

@@ -1,0 +1,179 @@
+"""Sizes -> terms of one part of a layer: attention, MLP, experts, state space, linear attention.
+
+Coefficients of published counters, with their sources beside them; the tests hold every projection against
+torch's own counter. h is the hidden size throughout.
+"""
+
+from __future__ import annotations
+
+from lightning_thd.flops.terms import Basis, Kind, Term, matmul, recurrence, scores
+from lightning_thd.stats import Window
+
+
+def attention(
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    window: Window | None = None,
+    gate: bool = False,
+    input_size: int | None = None,
+) -> list[Term]:
+    """Grouped-query attention: query, key, value and output projections around the scores.
+
+    Args:
+        hidden: hidden size.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: size of a head.
+        window: None when a query sees the whole sequence before it.
+        gate: the query projection makes an output gate as well (Qwen3-Next).
+        input_size: what is projected, when it is not the hidden size (Zamba2 concatenates two).
+    """
+    width = hidden if input_size is None else input_size
+    inner = heads * head_dim
+    return [
+        matmul("qkv", width * (inner * (2 if gate else 1) + 2 * kv_heads * head_dim)),
+        scores(heads, head_dim, head_dim, window=window),
+        matmul("out", inner * hidden),
+    ]
+
+
+def latent_attention(
+    hidden: int, heads: int, *, q_rank: int | None, kv_rank: int, nope: int, rope: int, v_dim: int
+) -> list[Term]:
+    """Multi-head latent attention (DeepSeek): low-rank queries, and keys and values from one latent.
+
+    Args:
+        hidden: hidden size.
+        heads: query heads.
+        q_rank: rank of the queries, None for a plain projection.
+        kv_rank: rank of keys and values.
+        nope: part of a query head without rotation.
+        rope: part with it, shared by all heads on the key side.
+        v_dim: size of a value head.
+    """
+    qk_dim = nope + rope
+    query = hidden * heads * qk_dim if not q_rank else q_rank * (hidden + heads * qk_dim)
+    return [
+        matmul("q", query),
+        matmul("kv", hidden * (kv_rank + rope) + kv_rank * heads * (nope + v_dim)),
+        scores(heads, qk_dim, v_dim),
+        matmul("out", heads * v_dim * hidden),
+    ]
+
+
+def cross_attention(
+    hidden: int, heads: int, kv_heads: int, head_dim: int, *, kv_hidden: int | None = None
+) -> list[Term]:
+    """Queries from the sequence, keys and values from another one of its own length, never masked."""
+    source = hidden if kv_hidden is None else kv_hidden
+    return [
+        matmul("cross_q", hidden * heads * head_dim),
+        matmul("cross_kv", 2 * source * kv_heads * head_dim, basis="cross_token"),
+        scores(heads, head_dim, head_dim, basis="cross_pair", name="cross_attention"),
+        matmul("cross_out", heads * head_dim * hidden),
+    ]
+
+
+def mlp(
+    hidden: int,
+    inner: int,
+    *,
+    gated: bool = True,
+    name: str = "mlp",
+    kind: Kind = "linear",
+    basis: Basis = "token",
+    last: bool = True,
+) -> list[Term]:
+    """Up (and gate) and down projection; ``hidden`` 2 and ``inner`` 3, gated, cost 2 x 18 FLOPs a token."""
+    return [
+        matmul(f"{name}_up", hidden * inner * (2 if gated else 1), kind=kind, basis=basis),
+        matmul(f"{name}_down", hidden * inner, kind=kind, basis=basis, last=last),
+    ]
+
+
+def experts(
+    hidden: int,
+    inner: int,
+    *,
+    num_experts: int,
+    top_k: int,
+    gated: bool = True,
+    shared: int = 0,
+    shared_gate: bool = False,
+    latent: int | None = None,
+) -> list[Term]:
+    """Mixture of experts: router, ``top_k`` routed experts, and shared ones that see every token.
+
+    Args:
+        hidden: hidden size.
+        inner: intermediate size of one expert.
+        num_experts: outputs of the router.
+        top_k: experts a token goes through.
+        gated: the experts have a gate projection.
+        shared: intermediate size of the shared experts together, 0 for none.
+        shared_gate: the shared experts are weighted by a projection to one number, counted as a router.
+        latent: size the routed experts work in, between two projections (Nemotron 3).
+    """
+    width = latent or hidden
+    terms = [matmul("router", hidden * num_experts, kind="router")]
+    if latent:
+        terms.append(matmul("latent_in", hidden * latent))
+    # nothing here ends the layer: what a router weighs afterwards has to be there again in the backward
+    terms += mlp(width, inner * top_k, gated=gated, name="experts", last=False)
+    if latent:
+        terms.append(matmul("latent_out", latent * hidden, last=not shared))
+    if shared:
+        terms += mlp(hidden, shared, gated=gated, name="shared", last=not shared_gate)
+    if shared_gate:
+        terms.append(matmul("shared_gate", hidden, kind="router"))
+    return terms
+
+
+def mamba1(hidden: int, inner: int, *, state: int, dt_rank: int) -> list[Term]:
+    """Mamba: projections to x and z, to dt, B and C, and back; 9 FLOPs a state for the scan (VMamba)."""
+    return [
+        matmul("in", hidden * 2 * inner),
+        matmul("x_dt", inner * (dt_rank + 2 * state) + dt_rank * inner),
+        recurrence("scan", 9 * inner * state),
+        matmul("out", inner * hidden),
+    ]
+
+
+def mamba2(hidden: int, heads: int, head_dim: int, *, groups: int, state: int) -> list[Term]:
+    """Mamba 2 as Megatron-LM counts it: the scan at 7 FLOPs a state, the convolution left out."""
+    inner = heads * head_dim
+    return [
+        matmul("in", hidden * (2 * inner + 2 * groups * state + heads)),
+        recurrence("scan", 7 * inner * state),
+        matmul("out", inner * hidden),
+    ]
+
+
+def gated_delta(
+    hidden: int, *, qk_heads: int, qk_dim: int, v_heads: int, v_dim: int, kernel: int
+) -> list[Term]:
+    """Gated delta net as Megatron-LM counts it, its convolution (``kernel`` taps) included."""
+    qk, value = qk_heads * qk_dim, v_heads * v_dim
+    return [
+        matmul("in", hidden * (2 * qk + 2 * value + 2 * v_heads)),
+        recurrence("conv", 2 * kernel * (2 * qk + value)),
+        recurrence("delta", 8 * v_heads * qk_dim * v_dim),
+        matmul("out", value * hidden),
+    ]
+
+
+def short_conv(hidden: int, *, kernel: int) -> list[Term]:
+    """LFM2's gated short convolution: a projection to three, ``kernel`` taps a channel, a projection back."""
+    return [
+        matmul("in", 3 * hidden * hidden),
+        recurrence("conv", 2 * kernel * hidden),
+        matmul("out", hidden * hidden),
+    ]
+
+
+def prediction_head(hidden: int) -> Term:
+    """What a multi-token-prediction layer adds to a decoder layer: 3h + 2h^2 (Megatron-LM)."""
+    return matmul("mtp", 3 * hidden + 2 * hidden * hidden)

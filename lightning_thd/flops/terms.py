@@ -1,0 +1,172 @@
+"""The vocabulary of a FLOP count: a term is FLOPs per unit of a count in ``SeqStats``, a layer some terms.
+
+A multiply-add is two FLOPs. Every term carries its forward cost and what the backward adds, so that frozen
+weights, adapters and recomputation are sums over terms and no special case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from lightning_thd.stats import SeqStats, Window
+
+Kind: TypeAlias = Literal["linear", "attention", "logits", "vision", "embedding", "router"]
+Basis: TypeAlias = Literal[
+    "token",
+    "pair",
+    "all_pair",
+    "cross_token",
+    "cross_pair",
+    "patch",
+    "patch_pair",
+    "patch_window_pair",
+    "merged_patch",
+]
+Causal: TypeAlias = Literal["half", "exact", "full"]
+Tokens: TypeAlias = Literal["real", "slots"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Term:
+    """FLOPs per unit of one count.
+
+    Attributes:
+        name: what it is, for the table.
+        kind: which column of the breakdown it belongs to.
+        basis: the count it multiplies.
+        forward: FLOPs per unit in the forward pass.
+        input_grad: FLOPs per unit of the gradient with respect to the activations.
+        weight_grad: FLOPs per unit of the gradient with respect to the weights.
+        window: for ``basis="pair"`` the window of the layer; for ``"patch_window_pair"`` its edge in patches.
+        last: nothing of the layer runs after it, so torch's checkpointing need not run it again.
+    """
+
+    name: str
+    kind: Kind
+    basis: Basis
+    forward: int
+    input_grad: int
+    weight_grad: int
+    window: Window | None = None
+    last: bool = False
+
+    @property
+    def training(self) -> int:
+        """FLOPs per unit of the forward and the backward pass."""
+        return self.forward + self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """Terms that run, are recomputed, or are left alone by the backward pass together.
+
+    Attributes:
+        path: module path as ``named_modules`` gives it without the model's own prefix: ``"layers.0"``.
+        terms: what the layer computes.
+        recomputable: whether activation checkpointing wraps layers of this kind.
+    """
+
+    path: str
+    terms: tuple[Term, ...]
+    recomputable: bool = True
+
+
+def matmul(
+    name: str, macs: int, *, kind: Kind = "linear", basis: Basis = "token", last: bool = False
+) -> Term:
+    """A weight applied to every unit of ``basis``: 2 FLOPs a multiply-add, and as much for either gradient.
+
+    Args:
+        name: what it is.
+        macs: multiply-adds per unit: rows x columns of the weight.
+        kind: column of the breakdown.
+        basis: the count it multiplies.
+        last: see ``Term``.
+    """
+    cost = 2 * macs
+    return Term(name=name, kind=kind, basis=basis, forward=cost, input_grad=cost, weight_grad=cost, last=last)
+
+
+def scores(
+    heads: int,
+    qk_dim: int,
+    v_dim: int,
+    *,
+    window: Window | None = None,
+    basis: Basis = "pair",
+    kind: Kind = "attention",
+    name: str = "attention",
+) -> Term:
+    """Attention's two products, per (query, key) pair; the backward has twice as many.
+
+    Args:
+        heads: query heads.
+        qk_dim: head size of queries and keys.
+        v_dim: head size of values.
+        window: window of the layer, None when it sees the whole sequence.
+        basis: which pairs.
+        kind: column of the breakdown.
+        name: what it is.
+    """
+    cost = 2 * heads * (qk_dim + v_dim)
+    return Term(
+        name=name, kind=kind, basis=basis, forward=cost, input_grad=2 * cost, weight_grad=0, window=window
+    )
+
+
+def recurrence(name: str, flops: int) -> Term:
+    """A scan over the tokens: ``flops`` per token forward, twice that backward, no weight of its own."""
+    return Term(name=name, kind="linear", basis="token", forward=flops, input_grad=2 * flops, weight_grad=0)
+
+
+def units(
+    basis: Basis, window: Window | None, stats: SeqStats, *, causal: Causal, tokens: Tokens, merge: int
+) -> tuple[int, int]:
+    """The count a term multiplies, as a fraction, so that half a square stays an integer.
+
+    The whole square of a causal layer is 2 x exact - tokens, for a window as for a whole sequence; "half" is
+    half of that, so that a window no sequence reaches changes nothing under any convention.
+
+    Args:
+        basis: which count.
+        window: of the layer, None when it sees the whole sequence.
+        stats: the batch.
+        causal: how pairs are counted.
+        tokens: what a token is.
+        merge: patches that the projector merges into one.
+
+    Returns:
+        (numerator, denominator). Two sequences of 3 and 5 have 34 / 2 pairs under "half".
+    """
+    if basis == "token":
+        return (stats.real_tokens if tokens == "real" else stats.slots), 1
+    if basis == "pair":
+        twice = _twice_pairs(window, stats)
+        square = twice - stats.real_tokens
+        return {"half": (square, 2), "exact": (twice, 2), "full": (square, 1)}[causal]
+    if basis == "patch_window_pair":
+        return sum(pairs for edge, pairs in stats.vision_window_pairs if edge == window), 1
+    return int(getattr(stats, _COUNTS[basis])), (merge if basis == "merged_patch" else 1)
+
+
+_COUNTS: dict[Basis, str] = {
+    "all_pair": "sum_squares",
+    "cross_token": "cross_tokens",
+    "cross_pair": "cross_pairs",
+    "patch": "vision_patches",
+    "patch_pair": "vision_squares",
+    "merged_patch": "vision_patches",
+}
+
+
+def _twice_pairs(window: Window | None, stats: SeqStats) -> int:
+    if window is None:
+        return stats.sum_squares + stats.real_tokens
+    return 2 * sum(pairs for counted, pairs in stats.window_pairs if counted == window)
+
+
+def reweigh(layers: Iterable[Layer], change: Callable[[Term], Term]) -> tuple[Layer, ...]:
+    """The same layers with every term replaced by ``change(term)``."""
+    return tuple(replace(layer, terms=tuple(change(term) for term in layer.terms)) for layer in layers)

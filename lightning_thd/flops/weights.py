@@ -1,0 +1,115 @@
+"""A module -> its matmul weights by decoder layer: how large, trained or frozen, and when they run.
+
+Works on what the modules hold (parameters, in_features), not on their classes, so that adapters, sharded
+(DTensor) and quantized weights count by their full size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import nn
+
+# wrappers of compile, FSDP and activation checkpointing put themselves into the names
+_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
+_VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.(.+)$")
+_ROUTER = ("gate", "router", "shared_expert_gate")
+_OUT = (
+    *("o_proj", "out_proj", "c_proj", "down_proj", "fc2", "fc_out", "dense", "dense_4h_to_h"),
+    *("output_linear", "wo", "w2", "dense_attention", "linear_fc2", "proj"),
+)
+_MLP = ("mlp", "feed_forward", "ffn", "expert", "moe", "fc1", "fc2", "router")
+_SECOND_NORM = ("post_attention", "pre_feedforward", "ln_2", "norm2", "ffn_norm", "pre_ff", "pre_moe")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """One parameter.
+
+    Attributes:
+        path: its name, without the wrappers' parts.
+        macs: multiply-adds a token, 0 for what is no matmul (norms, biases, convolutions).
+        trained: whether it has a gradient.
+        stage: order within a layer: 0 into the mixer, 1 out of it, 2 into the MLP, 3 out of it; norms before.
+        adapter: "A" or "B" of a low-rank pair, else empty.
+        router: it weighs experts.
+    """
+
+    path: str
+    macs: int
+    trained: bool
+    stage: float
+    adapter: str = ""
+    router: bool = False
+
+
+def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]]:
+    """Group the parameters of ``module`` by the layer paths of ``FlopsModel``.
+
+    Args:
+        module: the model, as built, wrapped or sharded.
+        active: share of the routed experts a token goes through: top_k / num_experts.
+
+    Returns:
+        ``"layers.0"``, ``"visual.blocks.0"``, ``"visual.merger"``, ``"lm_head"``, and ``""`` for the rest.
+    """
+    owners = dict(module.named_modules(remove_duplicate=False))
+    groups: dict[str, list[Weight]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = owners[name.rpartition(".")[0]]
+        group, inside = _locate(_WRAPPERS.sub("", name + ".")[:-1])
+        groups[group].append(
+            Weight(
+                path=inside,
+                macs=_macs(owner, name.rpartition(".")[2], inside, parameter, active),
+                trained=parameter.requires_grad,
+                stage=_stage(inside),
+                router=_is_router(inside),
+                adapter=next((part for part in "AB" if f"lora_{part}" in inside), ""),
+            )
+        )
+    return dict(groups)
+
+
+def _locate(name: str) -> tuple[str, str]:
+    vision = _VISION.search(name)
+    layer = _LAYER.search(vision.group(1) if vision else name)
+    if vision:
+        return (f"visual.blocks.{layer.group(1)}", layer.group(2)) if layer else ("visual.merger", name)
+    if layer:
+        return f"layers.{layer.group(1)}", layer.group(2)
+    head = re.search(r"(?:^|\.)(lm_head|embed_out|output)\.", name)
+    return ("lm_head" if head else ""), name
+
+
+def _macs(owner: nn.Module, leaf: str, inside: str, parameter: nn.Parameter, active: float) -> int:
+    """Multiply-adds a token of one parameter; routers are left out, as the default count does."""
+    if _is_router(inside) or isinstance(owner, nn.Embedding):
+        return 0
+    if parameter.dim() == 3 and "expert" in inside:
+        return round(parameter.numel() * active)
+    if leaf != "weight":
+        return 0
+    sizes = getattr(owner, "in_features", None), getattr(owner, "out_features", None)
+    if isinstance(sizes[0], int) and isinstance(sizes[1], int):  # a packed 4-bit weight has fewer elements
+        return sizes[0] * sizes[1]
+    return parameter.numel() if parameter.dim() == 2 else 0
+
+
+def _is_router(inside: str) -> bool:
+    return len(parts := inside.split(".")) > 1 and parts[-2] in _ROUTER
+
+
+def _stage(inside: str) -> float:
+    parts = [part for part in inside.split(".")[:-1] if part not in ("base_layer", "default")]
+    parts = [part for part in parts if not part.startswith("lora_")]
+    name = ".".join(parts)
+    if "norm" in name or re.search(r"(^|\.)ln_", name):
+        inner = len(parts) > 1  # q_norm, k_norm, the gated norm of a state-space layer
+        return 0.5 if inner else (1.5 if any(key in name for key in _SECOND_NORM) else -1)
+    second = 2 if any(key in name for key in _MLP) else 0
+    leaf = parts[-1] if parts else ""
+    return second + (1 if leaf in _OUT or inside.endswith("down_proj") else 0)

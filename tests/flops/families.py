@@ -1,0 +1,228 @@
+"""Small configs of many model families, and torch's own count of their matmuls on the meta device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+_BASE = {
+    "vocab_size": 211,
+    "hidden_size": 96,
+    "intermediate_size": 136,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE = {"num_experts_per_tok": 2, "num_local_experts": 4}
+_MLA = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 18,
+    "head_dim": 8,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+_HYBRID = {"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}
+_DELTA = {
+    **_HYBRID,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 44,
+    "num_experts_per_tok": 2,
+    "num_experts": 8,
+}
+_MAMBA2 = {
+    "mamba_n_heads": 12,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+
+# family -> what is unlike _BASE; None drops a key
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    "qwen3": {},
+    "qwen2_moe": {
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "num_experts_per_tok": 2,
+        "num_experts": 8,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {"moe_intermediate_size": 40, "num_experts_per_tok": 2, "num_local_experts": 8},
+    "mixtral": _MOE,
+    "gemma": {},
+    "gemma2": {"sliding_window": 16},
+    "gemma3_text": {"sliding_window": 16, "sliding_window_pattern": 2},
+    "phi": {"head_dim": None},
+    "phi3": {"head_dim": None},
+    "phimoe": {**_MOE, "head_dim": None},
+    "gpt2": {"pad_token_id": None, "head_dim": None, "num_key_value_heads": None, "intermediate_size": None},
+    "gpt_neox": {"head_dim": None, "num_key_value_heads": None},
+    "gptj": {"head_dim": None, "num_key_value_heads": None, "intermediate_size": None, "rotary_dim": 8},
+    "opt": {
+        "head_dim": None,
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "ffn_dim": 136,
+        "word_embed_proj_dim": 96,
+    },
+    "bloom": {"head_dim": None, "num_key_value_heads": None, "intermediate_size": None},
+    "falcon": {
+        "head_dim": None,
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "ffn_hidden_size": 136,
+    },
+    "starcoder2": {"head_dim": None, "sliding_window": 16},
+    "stablelm": {"head_dim": None},
+    "olmo2": {"head_dim": None},
+    "olmo3": {"head_dim": None, "sliding_window": 16},
+    "olmoe": {"head_dim": None, "num_experts_per_tok": 2, "num_experts": 8},
+    "granite": {"head_dim": None},
+    "granitemoe": {**_MOE, "head_dim": None},
+    "granitemoeshared": {**_MOE, "head_dim": None, "shared_intermediate_size": 50},
+    "cohere": {"head_dim": None},
+    "cohere2": {"sliding_window": 16},
+    "nemotron": {},
+    "arcee": {},
+    "apertus": {"head_dim": None},
+    "smollm3": {"head_dim": None},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {
+        "moe_intermediate_size": 40,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
+    "ernie4_5": {},
+    "seed_oss": {},
+    "hunyuan_v1_dense": {},
+    "exaone4": {"head_dim": None, "sliding_window": 16, "sliding_window_pattern": 4},
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "gpt_oss": {**_MOE, "sliding_window": 16},
+    "llama4_text": {
+        "num_experts_per_tok": 1,
+        "num_local_experts": 4,
+        "intermediate_size_mlp": 200,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 16,
+    },
+    "qwen3_next": _DELTA,
+    "qwen3_5_text": {k: v for k, v in _DELTA.items() if "exp" not in k and "moe" not in k},
+    "mamba": {
+        "state_size": 10,
+        "time_step_rank": 6,
+        "num_attention_heads": None,
+        "num_key_value_heads": None,
+        "head_dim": None,
+    },
+    "mamba2": {
+        "state_size": 10,
+        "num_heads": 12,
+        "head_dim": 16,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "num_attention_heads": None,
+        "num_key_value_heads": None,
+    },
+    "bamba": {**_MAMBA2, "attn_layer_indices": [2], "head_dim": None},
+    "granitemoehybrid": {**_MAMBA2, **_MOE, **_HYBRID, "head_dim": None, "shared_intermediate_size": 50},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 192, "head_dim": 16},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "ssm_state_size": 10,
+        "mamba_num_heads": 12,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 52,
+        "num_experts_per_tok": 2,
+    },
+    "jamba": {
+        "head_dim": None,
+        "num_experts_per_tok": 2,
+        "num_experts": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_d_state": 10,
+        "mamba_dt_rank": 6,
+        "use_mamba_kernels": False,
+    },
+    "zamba2": {
+        "head_dim": None,
+        "mamba_d_state": 10,
+        "n_mamba_heads": 12,
+        "mamba_ngroups": 2,
+        "chunk_size": 8,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "num_key_value_heads": 6,
+        "adapter_rank": 5,
+    },
+}
+
+
+def small_config(family: str) -> Any:
+    """A config of ``family`` whose sizes differ enough that no two terms can be confused."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    settings = {k: v for k, v in {**_BASE, **FAMILIES[family]}.items() if v is not None}
+    return CONFIG_MAPPING[family](**settings)
+
+
+def meta_model(config: Any) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", experts_implementation="batched_mm"
+        )
+    return model.eval()
+
+
+def counted(model: torch.nn.Module, total: int, *, backward: bool = False) -> Counter[str]:
+    """Torch's FLOPs of one row of ``total`` tokens, by operator: mm and addmm are projections."""
+    ids = torch.zeros(1, total, dtype=torch.long, device="meta")
+    # transformers looks for packs in the position ids, which reads the device: tell it that there are none
+    no_packs = patch("transformers.masking_utils.find_packed_sequence_indices", lambda _: None)
+    with no_packs, FlopCounterMode(display=False) as counter:
+        out = model(input_ids=ids, use_cache=False)
+        if backward:
+            out.logits.sum().backward()
+    by_op: Counter[str] = Counter()
+    for op, flops in counter.get_flop_counts()["Global"].items():
+        by_op[str(op).split(".")[-1]] += flops
+    return by_op
