@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.lazy_logits import LazyLogits, carry_loss, open_loss
-from lightning_thd.loss.linear_nll import fused_linear_cross_entropy
+from lightning_thd.loss.linear_nll import linear_nll
 from lightning_thd.loss.logit_map import LogitMap
+from lightning_thd.loss.nll_tiles import Penalties
 
 # head -> what its model does to the logits, as seen in an earlier call
 _SEEN_MAPS: weakref.WeakKeyDictionary[nn.Module, LogitMap] = weakref.WeakKeyDictionary()
@@ -60,14 +61,23 @@ def _run(
 
     def head_forward(hidden: Tensor) -> LazyLogits:
         weight, bias = head.weight, getattr(head, "bias", None)
-        nll = fused_linear_cross_entropy(
-            hidden.flatten(0, -2),
+        loss = linear_nll(
+            hidden,
             weight,
-            batch.targets,
+            batch.targets.view(hidden.shape[:-1]),
             bias=bias,
             logit_map=logit_map,
+            low_rank=None,
+            ignore_index=-100,
+            token_weights=batch.loss_scale,
+            penalties=Penalties(),
+            mean=False,
+            tp_group=None,
+            sequence_parallel=False,
+            chunk="auto",
+            backend="auto",
         )
-        return carry_loss(nll * batch.loss_scale, (*hidden.shape[:-1], weight.shape[0]))
+        return carry_loss(loss, (*hidden.shape[:-1], weight.shape[0]))
 
     def forward(*args: Any, **kwargs: Any) -> dict[str, Tensor]:  # noqa: ANN401
         outputs = original(*args, **kwargs)
@@ -120,7 +130,9 @@ def _language_model(model: nn.Module) -> Any:  # noqa: ANN401
             inner = inner._orig_mod
         elif hasattr(inner, "get_base_model"):
             inner = inner.get_base_model()
-        elif not hasattr(inner, "get_output_embeddings") and isinstance(getattr(inner, "module", None), nn.Module):
+        elif not hasattr(inner, "get_output_embeddings") and isinstance(
+            getattr(inner, "module", None), nn.Module
+        ):
             inner = inner.module
         else:
             break

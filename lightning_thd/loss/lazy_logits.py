@@ -122,11 +122,23 @@ _RECORDED: dict[str, Callable[..., LazyLogits]] = {
     **dict.fromkeys(("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"), _multiply),
     **dict.fromkeys(("div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"), _divide),
     **dict.fromkeys(("tanh", "tanh_"), _tanh),
-    **dict.fromkeys(("float", "half", "bfloat16", "double", "to", "type", "type_as", "contiguous"), _unchanged),
+    **dict.fromkeys(
+        ("float", "half", "bfloat16", "double", "to", "type", "type_as", "contiguous"), _unchanged
+    ),
     "__getitem__": _getitem,
 }
 _HARMLESS = frozenset(
-    {"__get__", "size", "dim", "ndimension", "numel", "stride", "register_hook", "is_floating_point", "is_complex"}
+    {
+        "__get__",
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "stride",
+        "register_hook",
+        "is_floating_point",
+        "is_complex",
+    }
     | {"is_contiguous", "storage_offset", "untyped_storage", "__repr__", "__len__", "__hash__", "data_ptr"}
     | {"element_size", "is_cuda", "get_device", "is_inference", "_is_view"}
 )

@@ -1,0 +1,135 @@
+"""The caller's tensors and settings -> errors that say what came, what was wanted and what to do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def check_operands(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_rank: tuple[Tensor, Tensor] | None,
+    *,
+    autocast: bool,
+) -> None:
+    """Check what is multiplied.
+
+    Args:
+        hidden: wanted ``[..., H]``.
+        weight: wanted ``[V, H]``.
+        bias: wanted ``[V]``.
+        low_rank: wanted ``([..., r], [V, r])``.
+        autocast: whether dtypes may differ, since all are cast anyway.
+
+    Raises:
+        ValueError: for shapes, dtypes or devices that do not fit.
+    """
+    if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, wanted [T, H] and [V, H] with one "
+            "H. Pass the head's weight as nn.Linear stores it, one row a vocabulary entry."
+        )
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        if tensor.dtype not in _FLOATS:
+            raise ValueError(f"{name} is {tensor.dtype}, wanted fp32, fp64, bf16 or fp16.")
+    if hidden.dtype != weight.dtype and not autocast:
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}, wanted one dtype. Cast one of them, or call "
+            "under torch.autocast, which casts both."
+        )
+    _check_device("weight", weight, hidden)
+    if bias is not None:
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias is {list(bias.shape)}, wanted [{weight.shape[0]}], one a row of weight.")
+        _check_device("bias", bias, hidden)
+    if low_rank is not None:
+        x, w = low_rank
+        if x.shape[:-1] != hidden.shape[:-1] or w.shape != (weight.shape[0], x.shape[-1]):
+            raise ValueError(
+                f"low_rank is {list(x.shape)} and {list(w.shape)}, wanted {[*hidden.shape[:-1], 'r']} and "
+                f"[{weight.shape[0]}, r] beside hidden {list(hidden.shape)}."
+            )
+        _check_device("low_rank", x, hidden)
+        _check_device("low_rank", w, hidden)
+
+
+def _check_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
+    if tensor.device != hidden.device:
+        raise ValueError(
+            f"{name} is on {tensor.device} and hidden on {hidden.device}, wanted one device. Move one: "
+            f"{name}.to(hidden.device)."
+        )
+
+
+def check_targets(targets: Tensor, hidden: Tensor, shape: torch.Size) -> None:
+    """Check the targets' shape, dtype and device.
+
+    Args:
+        targets: wanted integers of ``shape``.
+        hidden: what they belong to.
+        shape: that of ``hidden`` without H; with sequence parallel, of all ranks' rows.
+
+    Raises:
+        ValueError: saying which of the three is off.
+    """
+    if targets.shape != shape:
+        raise ValueError(
+            f"targets is {list(targets.shape)} and hidden {list(hidden.shape)}, wanted one target a token: "
+            f"{list(shape)}. Targets are already shifted: targets[i] is what token i should predict."
+        )
+    if targets.dtype.is_floating_point or targets.dtype in (torch.bool, torch.uint8):
+        raise ValueError(f"targets is {targets.dtype}, wanted int64 indices into the vocabulary.")
+    _check_device("targets", targets, hidden)
+
+
+def check_target_values(targets: Tensor, ignore_index: int, vocabulary: int) -> None:
+    """Check that every target is in the vocabulary; an error on the CPU, a device assert on an accelerator.
+
+    Args:
+        targets: int64 ``[R]``.
+        ignore_index: allowed besides.
+        vocabulary: columns that exist, over all ranks.
+
+    Raises:
+        ValueError: naming the first offender.
+    """
+    wrong = ((targets < 0) | (targets >= vocabulary)) & (targets != ignore_index)
+    if targets.device.type != "cpu":
+        torch._assert_async(~wrong.any(), f"a target is outside the vocabulary of {vocabulary}")
+        return
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"targets[{at}] is {int(targets[at])}, wanted 0 to {vocabulary - 1} or ignore_index={ignore_index}. "
+            "Tokenizer and model differ in vocabulary, or valid_vocab_size is too small."
+        )
+
+
+def check_rows(rows: Tensor, tokens: int, device: torch.device) -> Tensor:
+    """Check a selection of rows and give it as indices.
+
+    Args:
+        rows: int64 ``[R]`` or bool ``[T]``.
+        tokens: T.
+        device: where the hidden states are.
+
+    Raises:
+        ValueError: for another dtype, shape or device, or an index out of range (on the CPU).
+    """
+    if rows.device != device:
+        raise ValueError(f"rows is on {rows.device} and hidden on {device}, wanted one device.")
+    if rows.dtype == torch.bool:
+        if rows.shape != (tokens,):
+            raise ValueError(f"rows is bool {list(rows.shape)}, wanted [{tokens}], one entry a token.")
+        return rows.nonzero().squeeze(1)
+    if rows.ndim != 1 or rows.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"rows is {rows.dtype} {list(rows.shape)}, wanted int64 [R] or bool [{tokens}].")
+    if rows.device.type == "cpu" and rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= tokens):
+        raise ValueError(
+            f"rows goes from {int(rows.min())} to {int(rows.max())}, wanted indices 0 to {tokens - 1}."
+        )
+    return rows.long()

@@ -1,0 +1,271 @@
+"""Hidden states and the head's weight -> log-probability, entropy and lse of every token, without logits.
+
+T slots, H hidden size, V vocabulary. One autograd.Function for all three, so that they can be differentiated
+together or alone, in any order. The forward pass keeps lse and entropy, 8 bytes a token; the backward pass makes
+the logits again, 8THV operations in all against the 6THV of a loss that keeps them (``linear_nll`` needs 6THV,
+for one scalar).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_thd.loss.logit_map import LogitMap
+from lightning_thd.loss.prepare import Settings, prepare
+from lightning_thd.loss.tiles import (
+    MAX,
+    SUM,
+    TARGET,
+    TOTAL,
+    WEIGHTED,
+    Head,
+    RowGradients,
+    gradients,
+    softmax_statistics,
+)
+from lightning_thd.loss.vocab_parallel import merge_statistics, sum_over_ranks
+
+
+class LogProbs(NamedTuple):
+    """Per token, fp32 (fp64 for fp64 inputs), all differentiable.
+
+    Attributes:
+        logp: log-probability of the target, in nats; 0 where ignored.
+        entropy: of the whole distribution, in nats; 0 where ignored.
+        lse: log of the sum of exponentials of the logits; 0 where ignored.
+    """
+
+    logp: Tensor
+    entropy: Tensor
+    lse: Tensor
+
+
+def fused_linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    ignore_index: int = -100,
+    valid_vocab_size: int | None = None,
+    rows: Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    chunk: int | Literal["auto"] = "auto",
+) -> LogProbs:
+    """Compute log-probabilities of ``softmax(cap * tanh(scale * (x W^T + b) / cap) / temperature)``.
+
+    Args:
+        hidden: ``[T, H]`` (or ``[..., H]``), fp32, bf16, fp16 or fp64.
+        weight: ``[V, H]`` of the same dtype; under ``tp_group`` this rank's equal share of the rows.
+        targets: int64 ``[T]`` (or ``[...]``), indices into the whole vocabulary, or ``ignore_index``.
+        bias: ``[V]``.
+        temperature: divides the logits after the cap.
+        softcap: cap on the logits, applied before the temperature; None for none.
+        logit_scale: factor before the cap.
+        low_rank: a LoRA on the head, ``(x [T, r], weight [V, r])``; its product is added, the factor
+            ``alpha / r`` being the caller's.
+        ignore_index: targets that do not count; their rows are left out of the products.
+        valid_vocab_size: columns that exist, where the vocabulary is padded.
+        rows: int64 ``[R]`` indices, or bool ``[T]``: the tokens wanted, a response's for example.
+        tp_group: ranks that share the vocabulary: one collective forward, one backward.
+        sequence_parallel: ``hidden`` is this rank's ``[T / P, H]`` of the ``tp_group``; ``targets`` stay ``[T]``.
+            Gathers once more, and reduce-scatters the gradient instead of reducing it.
+        chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. Changes no number but rounding.
+
+    Returns:
+        Three tensors of the shape of ``targets``, or ``[R]`` with ``rows``. Hidden ``[[0.]]``, weight
+        ``[[1.], [2.]]``, target 0 give log-probability ``-0.6931``, entropy ``0.6931``, lse ``0.6931``.
+
+    Raises:
+        ValueError: for shapes, dtypes, devices, targets or settings that do not fit, saying which.
+    """
+    rows_, settings = prepare(
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        logit_map=LogitMap(
+            scale=logit_scale, softcap=softcap, temperature=temperature, valid_vocab_size=valid_vocab_size
+        ),
+        low_rank=low_rank,
+        ignore_index=ignore_index,
+        rows=rows,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        chunk=chunk,
+    )
+    low_weight = None if low_rank is None else low_rank[1]
+    logp, entropy, lse, _ = row_logprobs(
+        rows_.hidden,
+        weight,
+        bias,
+        rows_.low_rank,
+        low_weight,
+        rows_.targets,
+        settings,
+        entropy=True,
+        mean=False,
+    )
+    return LogProbs(rows_.restore(logp), rows_.restore(entropy), rows_.restore(lse))
+
+
+@torch.compiler.disable
+def row_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_x: Tensor | None,
+    low_weight: Tensor | None,
+    targets: Tensor,
+    settings: Settings,
+    *,
+    entropy: bool,
+    mean: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Give log-probability, entropy, lse and mean logit of prepared rows, ``[R]`` each.
+
+    Args:
+        hidden: ``[R, H]``.
+        weight: ``[V, H]``.
+        bias: ``[V]``.
+        low_x: ``[R, r]``.
+        low_weight: ``[V, r]``.
+        targets: int64 ``[R]``; an ignored target gives a log-probability that means nothing.
+        settings: the rest.
+        entropy: whether the entropy is wanted; zeros without gradient otherwise.
+        mean: whether the mean logit is wanted, likewise.
+    """
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _LinearLogprobs.apply(
+        hidden, weight, bias, low_x, low_weight, targets, settings, entropy, mean
+    )
+    return results
+
+
+def make_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_x: Tensor | None,
+    low_weight: Tensor | None,
+    settings: Settings,
+) -> Head:
+    """Bundle the operands for the tile loops."""
+    return Head(
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        low_rank=None if low_x is None or low_weight is None else (low_x, low_weight),
+        logit_map=settings.logit_map,
+        columns=settings.columns,
+        start=settings.start,
+        compute=settings.compute,
+        accumulator=settings.accumulator,
+        tile=settings.tile,
+    )
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low_x: Tensor | None,
+        low_weight: Tensor | None,
+        targets: Tensor,
+        settings: Settings,
+        entropy: bool,
+        mean: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        head = make_head(hidden, weight, bias, low_x, low_weight, settings)
+        with torch.autocast(hidden.device.type, enabled=False):
+            stats = softmax_statistics(head, targets, entropy=entropy, total=mean)
+            if settings.tp_group is not None:
+                stats = merge_statistics(stats, weight.shape[0], settings.tp_group)
+        log_sum = stats[SUM].log()
+        lse = stats[MAX] + log_sum
+        # m and log(sum) apart: exact where the target is nearly certain
+        logp = stats[TARGET] - stats[MAX] - log_sum
+        spread = (
+            (log_sum - stats[WEIGHTED] / stats[SUM]).clamp_min_(0.0) if entropy else torch.zeros_like(lse)
+        )
+        centre = stats[TOTAL] / settings.vocabulary
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, low_x, low_weight, targets, lse, spread)
+        ctx.mark_non_differentiable(*([] if entropy else [spread]), *([] if mean else [centre]))
+        return logp, spread, lse, centre
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        refuse_double_backward("fused_linear_logprobs")
+        hidden, weight, bias, low_x, low_weight, targets, lse, entropy = ctx.saved_tensors
+        settings: Settings = ctx.settings
+        head = make_head(hidden, weight, bias, low_x, low_weight, settings)
+        wanted = _row_gradients(grads, entropy, settings.vocabulary)
+        needs = ctx.needs_input_grad
+        with torch.autocast(hidden.device.type, enabled=False):
+            found = gradients(
+                head, targets, lse, wanted, needs=(needs[0], needs[1], needs[2], needs[3] or needs[4])
+            )
+            d_hidden = None if found.hidden is None else found.hidden.to(hidden.dtype)
+            d_low_x = None if found.low_rank[0] is None else found.low_rank[0].to(low_x.dtype)
+            if settings.tp_group is not None and not settings.sequence_parallel:
+                d_hidden, d_low_x = _reduced(d_hidden, d_low_x, settings)
+        d_bias = None if found.bias is None else found.bias.to(bias.dtype)
+        d_low_weight = None if found.low_rank[1] is None else found.low_rank[1].to(low_weight.dtype)
+        return d_hidden, found.weight, d_bias, d_low_x, d_low_weight, None, None, None, None
+
+
+def refuse_double_backward(name: str) -> None:
+    """Raise inside a backward pass that is itself being recorded.
+
+    Raises:
+        RuntimeError: naming the function.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} was differentiated with create_graph=True, but it keeps no logits to differentiate twice. "
+            "Use create_graph=False, or materialised logits for a second derivative."
+        )
+
+
+def _row_gradients(grads: tuple[Tensor | None, ...], entropy: Tensor, vocabulary: int) -> RowGradients:
+    """Put the gradients of the four outputs into the form the tiles take.
+
+    With log p = z - lse: d logp = onehot - p, d lse = p, d mean = 1 / V, d entropy = -p (log p + entropy).
+    """
+    g_logp, g_entropy, g_lse, g_mean = grads
+    zero = torch.zeros_like(entropy)
+    direct = (zero if g_lse is None else g_lse) - (zero if g_logp is None else g_logp)
+    if g_entropy is not None:
+        direct = direct - g_entropy * entropy
+    return RowGradients(
+        direct=direct,
+        slope=None if g_entropy is None else -g_entropy,
+        target=zero if g_logp is None else g_logp,
+        flat=None if g_mean is None else g_mean / vocabulary,
+    )
+
+
+def _reduced(
+    d_hidden: Tensor | None, d_low_x: Tensor | None, settings: Settings
+) -> tuple[Tensor | None, Tensor | None]:
+    assert settings.tp_group is not None
+    if d_hidden is None or d_low_x is None:
+        only = d_hidden if d_low_x is None else d_low_x
+        if only is not None:
+            sum_over_ranks([only], settings.tp_group)
+        return d_hidden, d_low_x
+    first, second = sum_over_ranks([d_hidden, d_low_x.to(d_hidden.dtype)], settings.tp_group)
+    return first, second.to(d_low_x.dtype)
