@@ -12,10 +12,13 @@ import numpy.typing as npt
 
 from lightning_thd.packing.bins import Packing
 from lightning_thd.packing.lengths import as_lengths, check_capacity
+from lightning_thd.packing.microsteps import fill_microsteps, waiting
 from lightning_thd.packing.slots import Slots, best_fit
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+
+_EVEN_ENOUGH = 1.01  # work waited for, of an even share: below it no more time is spent on a plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,15 +130,33 @@ def balanced_bins(
             f"{len(lengths)} sequences need {len(packs)} packs of {slots.usable} slots but dp={dp} with "
             f"num_microbatches={num_microbatches} has {count}. Pass num_microbatches={least}, or None."
         )
-    owner = _longest_first(lengths, work, slots.usable, count)
-    if owner is None:
-        owner = np.empty(len(lengths), np.int64)
-        owner[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
+    owner = _best_owner(lengths, work, slots.usable, dp, count, packs)
     order = np.argsort(owner, kind="stable")
     offsets = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(owner, minlength=count), out=offsets[1:])
     totals = np.bincount(owner, weights=work, minlength=count)
     return seated(order, offsets, totals, dp)
+
+
+def _best_owner(
+    lengths: IntArray, work: FloatArray, capacity: int, dp: int, count: int, packs: Packing
+) -> IntArray:
+    """Choose the bin of each sequence: longest first if that is even enough, else the best of three ways."""
+    even = float(work.sum()) / dp
+    spread = _longest_first(lengths, work, capacity, count)
+    if spread is not None and _waiting(spread, work, count, dp) <= even * _EVEN_ENOUGH:
+        return spread
+    packed = np.empty(len(lengths), np.int64)
+    packed[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
+    found = [owner for owner in (spread, packed) if owner is not None]
+    if lengths.max() <= capacity:
+        level = fill_microsteps(lengths, work, capacity, dp=dp, num_microbatches=count // dp, enough=even * _EVEN_ENOUGH)
+        found += [] if level is None else [level]
+    return min(found, key=lambda owner: _waiting(owner, work, count, dp))
+
+
+def _waiting(owner: IntArray, work: FloatArray, count: int, dp: int) -> float:
+    return waiting(np.bincount(owner, weights=work, minlength=count), dp)
 
 
 def seated(order: IntArray, offsets: IntArray, totals: FloatArray, dp: int) -> tuple[IntArray, IntArray]:

@@ -73,8 +73,12 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
 
 def shuffled(total: int, *, key: int) -> IntArray:
     """Shuffle ``range(total)`` by sorting keyed 64-bit hashes: exactly uniform up to their randomness, memory O(n)."""
-    hashes = _mix(np.arange(total, dtype=np.uint64) * np.uint64(_GAMMA) + np.uint64(key))
-    return np.argsort(hashes, kind="stable")
+    return np.argsort(keyed_hashes(np.arange(total, dtype=np.uint64), key), kind="stable")
+
+
+def keyed_hashes(values: _U64, key: int) -> _U64:
+    """Hash values to 64 random-looking bits each; another key gives other bits."""
+    return _mix(values * np.uint64(_GAMMA) + np.uint64(key))
 
 
 def _network(values: _U64, rows: int, columns: int, key: int) -> _U64:
@@ -86,7 +90,7 @@ def _network(values: _U64, rows: int, columns: int, key: int) -> _U64:
 
 
 def _hash(values: _U64, key: int, bound: int) -> _U64:
-    return _mix(values * np.uint64(_GAMMA) + np.uint64(key)) % np.uint64(bound)
+    return keyed_hashes(values, key) % np.uint64(bound)
 
 
 def _mix(values: _U64) -> _U64:
