@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from lightning_thd.attention import flash_cpu, rows, tiled
 from lightning_thd.attention.masks import Masks
-from lightning_thd.attention.plan import Piece, Plan, Tiles, make_plan
+from lightning_thd.attention.plan import Plan, Tiles, make_plan
 from lightning_thd.attention.sinks import apply_sinks
 from lightning_thd.attention.spec import AttentionSpec
 
@@ -51,26 +51,26 @@ def forward(
         out ``[Tq, H, E]`` in the dtype of q and lse ``[Tq, H]`` in fp32 (fp64 for fp64), the sink included; a query
         that sees nothing has out 0 and lse -inf.
     """
-    plan = _plan(cu_q, cu_kv, q_THD.shape[1], spec)
+    plan = _plan(cu_q, cu_kv, q_THD.shape[1], spec, by_keys=False)
     q, k, v = (_dense_rows(x) for x in (q_THD, k_THD, v_THE))
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     for start, stop in plan.blank_q:
         out[start:stop] = 0.0
         lse[start:stop] = -torch.inf
-    kernel = _Kernel(spec, Masks(spec, lse.dtype), q_THD.shape[2], v_THE.shape[2])
+    kernel = _Kernel(spec, Masks(spec, lse.dtype), q.shape[2], v.shape[2])
     for piece in plan.pieces:
-        k_piece, v_piece = kernel.keys(piece, k, v)
+        q_rows, k_rows = _slice(piece.q), _slice(piece.k)
+        by_k = [kernel.widen(x[k_rows]) if piece.k else x for x in (k, v)]
         for call in piece.calls:
             for heads, kv_heads in _head_slices(call, q, k, at_least=1):
-                part, part_lse = kernel.forward(
-                    rows.take(q[:, heads], call.q_starts, call.rows, call.lengths),
-                    rows.take(k_piece[:, kv_heads], call.k_starts, call.keys, call.lengths),
-                    rows.take(v_piece[:, kv_heads], call.k_starts, call.keys, call.lengths),
-                    call,
+                q_part = rows.take(q[q_rows, heads], call.q_starts, call.rows, call.lengths)
+                k_part, v_part = (
+                    rows.take(x[:, kv_heads], call.k_starts, call.keys, call.lengths) for x in by_k
                 )
-                rows.put(out[:, heads], part, call.q_starts, call.lengths)
-                rows.put(lse[:, heads], part_lse, call.q_starts, call.lengths)
+                part, part_lse = kernel.forward(q_part, k_part, v_part, call)
+                rows.put(out[q_rows, heads], part, call.q_starts, call.lengths)
+                rows.put(lse[q_rows, heads], part_lse, call.q_starts, call.lengths)
     return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
 
@@ -90,49 +90,53 @@ def backward(
 
     out and lse may hold more than these keys gave (a sink, other ranks' keys): weights are recomputed from lse.
     """
-    plan = _plan(cu_q, cu_kv, q_THD.shape[1], spec)
-    saved = tuple(_dense_rows(x) for x in (grad_out, q_THD, k_THD, v_THE, out))
-    dq, dk, dv = (x.new_empty(x.shape) for x in saved[1:4])
-    for start, stop in plan.blank_q:
-        dq[start:stop] = 0.0
-    for start, stop in plan.blank_k:
-        dk[start:stop] = 0.0
-        dv[start:stop] = 0.0
+    plan = _plan(cu_q, cu_kv, q_THD.shape[1], spec, by_keys=True)
+    by_q = tuple(_dense_rows(x) for x in (grad_out, q_THD, out, lse))
+    by_k = tuple(_dense_rows(x) for x in (k_THD, v_THE))
+    grads = tuple(x.new_empty(x.shape) for x in (q_THD, *by_k))
+    for grad, blanks in zip(grads, (plan.blank_q, plan.blank_k, plan.blank_k), strict=True):
+        for start, stop in blanks:
+            grad[start:stop] = 0.0
     kernel = _Kernel(spec, Masks(spec, lse.dtype), q_THD.shape[2], v_THE.shape[2])
     for piece in plan.pieces:
-        _piece_backward(piece, kernel, (*saved, lse), dq, dk, dv)
-    return dq, dk, dv
+        if piece.q is None:
+            _piece_backward(piece.calls, kernel, by_q, by_k, grads, accumulate=False)
+            continue
+        q_rows, k_rows = _slice(piece.q), _slice(piece.k)
+        dq, dk, dv = grads[0][q_rows], grads[1][k_rows], grads[2][k_rows]
+        dq_sum = dq.zero_() if dq.dtype == lse.dtype else torch.zeros_like(dq, dtype=lse.dtype)
+        inputs = tuple(x[q_rows] for x in by_q), tuple(x[k_rows] for x in by_k)
+        _piece_backward(piece.calls, kernel, *inputs, (dq_sum, dk, dv), accumulate=True)
+        if dq_sum is not dq:
+            dq.copy_(dq_sum)
+    return grads[0], grads[1], grads[2]
 
 
 def _piece_backward(
-    piece: Piece, kernel: _Kernel, saved: tuple[Tensor, ...], dq: Tensor, dk: Tensor, dv: Tensor
+    calls: tuple[Tiles, ...],
+    kernel: _Kernel,
+    by_q: tuple[Tensor, ...],
+    by_k: tuple[Tensor, ...],
+    grads: tuple[Tensor, ...],
+    *,
+    accumulate: bool,
 ) -> None:
-    grad, q, k, v, out, lse = saved
-    k_piece, v_piece = kernel.keys(piece, k, v)
-    if piece.shared:
-        dk_sum, dv_sum = (_accumulator(dx, piece, lse.dtype) for dx in (dk, dv))
-    for call in piece.calls:
+    """Run calls and write their gradients; ``accumulate`` adds to dq, whose rows lie in several tiles."""
+    (_, q, _, _), (k, _), (dq, dk, dv) = by_q, by_k, grads
+    for call in calls:
         for heads, kv_heads in _head_slices(call, q, k, at_least=torch.get_num_threads()):
-            by_q = [
-                rows.take(x[:, heads], call.q_starts, call.rows, call.lengths) for x in (grad, q, out, lse)
-            ]
-            if call.lengths is not None:  # padded queries weigh nothing and pass on nothing
-                rows.fill_padding(by_q[0], call.lengths, 0.0)
-                rows.fill_padding(by_q[3], call.lengths, torch.inf)
-            by_k = [
-                rows.take(x[:, kv_heads], call.k_starts, call.keys, call.lengths) for x in (k_piece, v_piece)
-            ]
-            dq_part, dk_part, dv_part = kernel.backward(by_q, by_k, call)
-            rows.put(dq[:, heads], dq_part, call.q_starts, call.lengths)
-            if piece.shared:
-                rows.add(dk_sum[:, kv_heads], dk_part, call.k_starts)
-                rows.add(dv_sum[:, kv_heads], dv_part, call.k_starts)
+            q_parts = [rows.take(x[:, heads], call.q_starts, call.rows, call.lengths) for x in by_q]
+            if call.lengths is not None:  # padded queries weigh nothing and pass nothing on
+                rows.fill_padding(q_parts[0], call.lengths, 0.0)
+                rows.fill_padding(q_parts[3], call.lengths, torch.inf)
+            k_parts = [rows.take(x[:, kv_heads], call.k_starts, call.keys, call.lengths) for x in by_k]
+            dq_part, dk_part, dv_part = kernel.backward(q_parts, k_parts, call)
+            if accumulate:
+                rows.add(dq[:, heads], dq_part, call.q_starts)
             else:
-                rows.put(dk[:, kv_heads], dk_part, call.k_starts, call.lengths)
-                rows.put(dv[:, kv_heads], dv_part, call.k_starts, call.lengths)
-    if piece.shared and dk.dtype != lse.dtype:
-        dk[piece.k0 : piece.k1] = dk_sum
-        dv[piece.k0 : piece.k1] = dv_sum
+                rows.put(dq[:, heads], dq_part, call.q_starts, call.lengths)
+            rows.put(dk[:, kv_heads], dk_part, call.k_starts, call.lengths)
+            rows.put(dv[:, kv_heads], dv_part, call.k_starts, call.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ class _Kernel:
         spec = self.spec
         if spec.softcap:
             return tiled.forward(q, k, v, mask=self.masks.of(call), scale=spec.scale, softcap=spec.softcap)
-        causal = call.is_triangle(spec.left, spec.right)
+        causal = call.is_top_left(spec.left, spec.right)
         mask = None if causal else self.masks.of(call)
         q, k, v = (self.widen(x) for x in (q, k, v))
         out, lse = flash_cpu.forward(q, k, v, causal=causal, mask=mask, scale=spec.scale)
@@ -159,7 +163,7 @@ class _Kernel:
         if spec.softcap:
             mask = self.masks.of(call)
             return tiled.backward(grad, q, k, v, out, lse, mask=mask, scale=spec.scale, softcap=spec.softcap)
-        causal = call.is_triangle(spec.left, spec.right)
+        causal = call.is_top_left(spec.left, spec.right)
         mask = None if causal else self.masks.of(call)
         grad, q, k, v, out = (self.widen(x) for x in (grad, q, k, v, out))
         dq, dk, dv = flash_cpu.backward(grad, q, k, v, out, lse, causal=causal, mask=mask, scale=spec.scale)
@@ -170,16 +174,16 @@ class _Kernel:
         missing = max(self.head_size, self.value_size) - x.shape[-1]
         return x if missing == 0 or self.spec.softcap else pad(x, (0, missing))
 
-    def keys(self, piece: Piece, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows that a piece's ``k_starts`` count from, widened once where several tiles share them."""
-        if not piece.shared:
-            return k, v
-        return self.widen(k[piece.k0 : piece.k1]), self.widen(v[piece.k0 : piece.k1])
 
-
-def _plan(cu_q: list[int], cu_kv: list[int], num_heads: int, spec: AttentionSpec) -> Plan:
+def _plan(cu_q: list[int], cu_kv: list[int], num_heads: int, spec: AttentionSpec, *, by_keys: bool) -> Plan:
     max_cells = max(1, _SCORES // num_heads) if spec.softcap else None
-    return make_plan(tuple(cu_q), tuple(cu_kv), left=spec.left, right=spec.right, max_cells=max_cells)
+    return make_plan(
+        tuple(cu_q), tuple(cu_kv), left=spec.left, right=spec.right, by_keys=by_keys, max_cells=max_cells
+    )
+
+
+def _slice(rows_of_piece: tuple[int, int] | None) -> slice:
+    return slice(None) if rows_of_piece is None else slice(*rows_of_piece)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -195,9 +199,3 @@ def _head_slices(call: Tiles, q: Tensor, k: Tensor, *, at_least: int) -> Iterato
     for start in range(0, kv_heads, step):
         stop = min(start + step, kv_heads)
         yield slice(start * groups, stop * groups), slice(start, stop)
-
-
-def _accumulator(dx: Tensor, piece: Piece, wide: torch.dtype) -> Tensor:
-    """Zeros to add a piece's gradients in: the result's own rows when they are precise enough."""
-    own = dx[piece.k0 : piece.k1]
-    return own.zero_() if dx.dtype == wide else torch.zeros_like(own, dtype=wide)

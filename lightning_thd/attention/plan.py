@@ -1,9 +1,10 @@
 """Host offsets and a window -> kernel calls: which rows of q meet which rows of k, and where the diagonal runs.
 
-Every query row lies in one tile together with all the keys it sees, so no partial results are merged. The kernel
-computes masked scores too (its causal flag skips keys by 512 only), so a causal sequence is cut into rows of tiles
-that end at their last visible key: half the arithmetic at 512 tokens. Sequences shorter than a call's overhead is
-worth are padded to a common length and share a call.
+The flash kernel computes masked scores too: its causal flag skips keys 512 at a time, so a causal sequence of 512
+tokens costs as much as a bidirectional one. So sequences are cut. Forward: into rows of queries, each with all the
+keys it sees, so that nothing is merged. Backward: into columns of keys, each with all the queries that see it, which
+keeps causality in the kernel's top-left form without a mask and leaves only dq to add up. Sequences shorter than a
+call's overhead is worth are padded to a common length and share a call.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 # Causal sequences up to SHORT tokens share calls: at 8 heads of 64 a call's overhead (about 30 us) equals the
-# arithmetic of 40 tokens. Padding within a call may add PADDING of the arithmetic, or FREE pairs (the overhead).
+# arithmetic of 40 tokens. Padding within a call may add PADDING of the arithmetic, or FREE_PAIRS (the overhead).
 SHORT = 128
 PADDING = 1.25
 FREE_PAIRS = 1500
 # Rows in one call of short sequences: with 8 heads of 64 in fp32, 1 MiB a tensor, so copies stay in cache.
 CALL_ROWS = 512
-# Causal sequences longer than this go to the kernel whole: what its causal flag wastes is under a tenth there.
-WHOLE = 3072
-# Masks stay below this many entries (4 MiB in fp32): longer keys get fewer rows of queries.
+# Causal sequences longer than this go forward whole: masks and low tiles cost more than the causal flag wastes.
+WHOLE_FORWARD = 1280
+# (keys or queries in reach up to, tile height forward, tile width backward), measured on two cores of a Zen 4 server.
+TILES = ((64, 32, 32), (256, 64, 64), (512, 128, 64), (1280, 128, 128), (1 << 62, 128, 256))
+# Masks stay below this many entries: 4 MiB in fp32.
 MASK_CELLS = 1 << 20
 
 
@@ -33,8 +36,8 @@ class Tiles:
         rows: queries of a tile.
         keys: keys of a tile.
         shift: keys minus rows where the tile ends on the diagonal.
-        q_starts: first query row of every tile.
-        k_starts: first key row of every tile.
+        q_starts: first query row of every tile, counted from the piece's.
+        k_starts: first key row of every tile, counted from the piece's.
         lengths: real rows of every tile where tiles are padded (triangles only), else None.
     """
 
@@ -51,28 +54,24 @@ class Tiles:
         above = right < 0 or self.shift + right >= self.keys - 1
         return below and above
 
-    def is_triangle(self, left: int, right: int) -> bool:
-        """Whether query i sees exactly the keys 0..i: what the kernel's causal flag means."""
-        return (
-            self.shift == 0 and right == 0 and self.rows == self.keys and (left < 0 or left >= self.rows - 1)
-        )
+    def is_top_left(self, left: int, right: int) -> bool:
+        """Whether query i sees exactly the keys up to i: what the kernel's causal flag means."""
+        return self.shift == 0 and right == 0 and (left < 0 or left >= self.rows - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Calls whose key rows no other piece touches.
+    """Calls whose rows no other piece touches.
 
     Attributes:
         calls: the kernel calls.
-        k0: first key row; the calls' ``k_starts`` count from here.
-        k1: one past the last key row, where ``shared``.
-        shared: whether a key may lie in several tiles, so that its gradients add up.
+        q: query rows ``(first, one past the last)`` that a cut sequence's starts count from, else None.
+        k: key rows likewise.
     """
 
     calls: tuple[Tiles, ...]
-    k0: int
-    k1: int
-    shared: bool
+    q: tuple[int, int] | None = None
+    k: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,13 @@ class Plan:
 
 @lru_cache(maxsize=32)
 def make_plan(
-    cu_q: tuple[int, ...], cu_kv: tuple[int, ...], *, left: int, right: int, max_cells: int | None = None
+    cu_q: tuple[int, ...],
+    cu_kv: tuple[int, ...],
+    *,
+    left: int,
+    right: int,
+    by_keys: bool = False,
+    max_cells: int | None = None,
 ) -> Plan:
     """Cut the sequences of a pack into kernel calls; every layer of a step gets the same plan from the cache.
 
@@ -95,6 +100,7 @@ def make_plan(
         cu_kv: offsets of the key sequences, S + 1 ints.
         left: keys seen before a query's position, -1 for all.
         right: keys seen after it, -1 for all, 0 for causal.
+        by_keys: cut into columns of keys (a backward) instead of rows of queries (a forward).
         max_cells: rows x keys of any call, for a path that holds its scores; None for the flash kernel.
 
     Returns:
@@ -105,77 +111,106 @@ def make_plan(
     pieces: list[Piece] = []
     blank_q: list[tuple[int, int]] = []
     blank_k: list[tuple[int, int]] = []
+    cutter = _Cutter(left, right, by_keys, max_cells)
     for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:], strict=False):
-        if q0 == q1 or k0 == k1:
-            blank_q.append((q0, q1))
-            blank_k.append((k0, k1))
-            continue
-        shift = (k1 - k0) - (q1 - q0)
-        blind = min(max(0, -(shift + right)), q1 - q0) if right >= 0 else 0  # they stand before every key
+        blind = cutter.blind_rows(q1 - q0, k1 - k0)
         blank_q.append((q0, q0 + blind))
-        q0, shift = q0 + blind, shift + blind
-        if q0 == q1:
+        rows, keys = q1 - q0 - blind, k1 - k0
+        if rows == 0 or keys == 0:
             blank_k.append((k0, k1))
             continue
-        whole = Tiles(q1 - q0, k1 - k0, shift, (q0,), (k0,))
-        if max_cells is None and whole.is_triangle(left, right) and whole.rows <= SHORT and q0 == k0:
-            triangles.append((whole.rows, q0))
-        elif _in_one_call(whole, left, right, max_cells):
-            singles[whole.rows, whole.keys, whole.shift].append((q0, k0))
+        whole = Tiles(rows, keys, keys - rows, (q0 + blind,), (k0,))
+        if max_cells is None and whole.is_top_left(left, right) and rows <= SHORT and q0 == k0:
+            triangles.append((rows, q0))
+        elif cutter.takes_whole(whole):
+            singles[rows, keys, whole.shift].append((q0 + blind, k0))
         else:
-            local = Tiles(whole.rows, whole.keys, shift, (q0,), (0,))
-            pieces.append(Piece(_cut_rows(local, left, right, max_cells), k0, k1, shared=True))
+            calls, seen = cutter.cut(rows, keys)
+            pieces.append(Piece(calls, (q0 + blind, q1), (k0, k1)))
+            blank_k += [(k0, k0 + seen[0]), (k0 + seen[1], k1)]
     pieces += _equal_groups(singles, max_cells) + _padded_groups(triangles)
     return Plan(tuple(pieces), _nonempty(blank_q), _nonempty(blank_k))
 
 
-def _nonempty(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    return tuple((start, stop) for start, stop in ranges if start < stop)
+@dataclass(frozen=True, slots=True)
+class _Cutter:
+    left: int
+    right: int
+    by_keys: bool
+    max_cells: int | None
 
+    def blind_rows(self, rows: int, keys: int) -> int:
+        """Queries at the start that see no key: all without keys, or those that stand too far before the first."""
+        if keys == 0:
+            return rows
+        return min(rows, max(0, rows - keys - self.right)) if self.right >= 0 else 0
 
-def _in_one_call(whole: Tiles, left: int, right: int, max_cells: int | None) -> bool:
-    if max_cells is not None:
-        return whole.rows * whole.keys <= max_cells and (max(whole.rows, whole.keys) <= SHORT)
-    if whole.is_triangle(left, right):
-        return whole.rows <= SHORT or whole.rows > WHOLE
-    return whole.sees_all(left, right)
+    def takes_whole(self, whole: Tiles) -> bool:
+        """Whether a sequence needs no cutting."""
+        if self.max_cells is not None:
+            return whole.rows * whole.keys <= min(self.max_cells, SHORT * SHORT)
+        if self.right == 0 and whole.is_top_left(self.left, self.right):
+            return whole.rows <= SHORT or (not self.by_keys and whole.rows > WHOLE_FORWARD)
+        return whole.sees_all(self.left, self.right)
 
+    def cut(self, rows: int, keys: int) -> tuple[tuple[Tiles, ...], tuple[int, int]]:
+        """Cut one sequence into tiles.
 
-def _cut_rows(whole: Tiles, left: int, right: int, max_cells: int | None) -> tuple[Tiles, ...]:
-    """Cut one sequence into rows of tiles, each from its first visible key to its last."""
-    height = _tile_rows(whole, left, right, max_cells)
-    calls: list[Tiles] = []
-    for start in range(0, whole.rows, height):
-        stop = min(start + height, whole.rows)
-        first, last = start + whole.shift, stop - 1 + whole.shift  # positions of the outermost queries
-        low = 0 if left < 0 else max(0, first - left)
-        high = whole.keys if right < 0 else min(whole.keys, last + right + 1)
-        q_starts, k_starts = (whole.q_starts[0] + start,), (low,)
-        shape = (stop - start, high - low, first - low)
-        if calls and _may_extend(calls[-1], shape):
-            previous = calls.pop()
-            q_starts, k_starts = previous.q_starts + q_starts, previous.k_starts + k_starts
-        calls.append(Tiles(*shape, q_starts, k_starts))
-    return tuple(calls)
+        Returns:
+            The calls, and the range of keys that queries see.
+        """
+        shapes = self._columns(rows, keys) if self.by_keys else self._rows(rows, keys)
+        calls: list[Tiles] = []
+        for rows_of_tile, keys_of_tile, shift, q_start, k_start in shapes:
+            q_starts, k_starts = (q_start,), (k_start,)
+            if calls and _may_extend(calls[-1], (rows_of_tile, keys_of_tile, shift)):
+                previous = calls.pop()
+                q_starts, k_starts = previous.q_starts + q_starts, previous.k_starts + k_starts
+            calls.append(Tiles(rows_of_tile, keys_of_tile, shift, q_starts, k_starts))
+        seen = min(call.k_starts[0] for call in calls), max(call.k_starts[-1] + call.keys for call in calls)
+        return tuple(calls), seen
+
+    def _rows(self, rows: int, keys: int) -> list[tuple[int, int, int, int, int]]:
+        shift, height, tiles = keys - rows, self._tile_size(keys, forward=True), []
+        for start in range(0, rows, height):
+            stop = min(start + height, rows)
+            low = 0 if self.left < 0 else max(0, start + shift - self.left)
+            high = keys if self.right < 0 else min(keys, stop + shift + self.right)
+            tiles.append((stop - start, high - low, start + shift - low, start, low))
+        return tiles
+
+    def _columns(self, rows: int, keys: int) -> list[tuple[int, int, int, int, int]]:
+        shift, width, tiles = keys - rows, self._tile_size(rows, forward=False), []
+        edges = list(range(max(0, shift), keys, width))  # a column that starts on the diagonal needs no mask
+        edges = [*range(0, max(0, shift), width), *edges, keys]
+        for start, stop in zip(edges, edges[1:], strict=False):
+            low = 0 if self.right < 0 else max(0, start - self.right - shift)
+            high = rows if self.left < 0 else min(rows, stop + self.left - shift)
+            if low < high:
+                tiles.append((high - low, stop - start, low + shift - start, low, start))
+        return tiles
+
+    def _tile_size(self, across: int, *, forward: bool) -> int:
+        """Choose how many rows or keys a tile has: few waste less at the diagonal, many run at a better rate."""
+        reach = across
+        if self.left >= 0 and self.right >= 0:
+            reach = min(across, self.left + self.right + 1)
+        size = next(height if forward else width for limit, height, width in TILES if reach <= limit)
+        if self.max_cells is not None:
+            size = min(size, self.max_cells // (reach + size))
+        elif forward or self.left >= 0 or self.right > 0:
+            size = min(size, MASK_CELLS // (reach + size))
+        return max(8, size)
 
 
 def _may_extend(group: Tiles, shape: tuple[int, int, int]) -> bool:
     """Whether a tile has the shape of its neighbours and may share their call (windows far from both ends)."""
     same = (group.rows, group.keys, group.shift) == shape
-    return same and (len(group.q_starts) + 1) * group.keys <= CALL_ROWS
+    return same and (len(group.q_starts) + 1) * max(group.keys, group.rows) <= CALL_ROWS
 
 
-def _tile_rows(whole: Tiles, left: int, right: int, max_cells: int | None) -> int:
-    """Choose the height of tiles: low ones waste less behind the diagonal, high ones run at a better rate."""
-    reach = whole.keys if left < 0 else min(whole.keys, left + 1 + max(right, 0))
-    if right < 0:
-        reach = whole.keys
-    height = 64 if reach <= 1024 else 128
-    if reach < 64:
-        height = 32
-    if max_cells is not None:
-        height = min(height, max_cells // (reach + height))
-    return max(8, min(height, MASK_CELLS // whole.keys))
+def _nonempty(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    return tuple((start, stop) for start, stop in ranges if start < stop)
 
 
 def _equal_groups(
@@ -187,8 +222,7 @@ def _equal_groups(
         count = max(1, min(CALL_ROWS // max(rows, keys), cells // (rows * keys)))
         for i in range(0, len(starts), count):
             q_starts, k_starts = zip(*starts[i : i + count], strict=True)
-            call = Tiles(rows, keys, shift, q_starts, k_starts)
-            pieces.append(Piece((call,), 0, 0, shared=False))
+            pieces.append(Piece((Tiles(rows, keys, shift, q_starts, k_starts),)))
     return pieces
 
 
@@ -205,7 +239,7 @@ def _padded_groups(triangles: list[tuple[int, int]]) -> list[Piece]:
             group.sort(key=lambda member: member[1])
             lengths, starts = zip(*group, strict=True)
             padded = None if min(lengths) == rows else lengths
-            pieces.append(Piece((Tiles(rows, rows, 0, starts, starts, padded),), 0, 0, shared=False))
+            pieces.append(Piece((Tiles(rows, rows, 0, starts, starts, padded),)))
             group, spent, real = [], length * length, length * length
         group.append((length, start))
     return pieces
