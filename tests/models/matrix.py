@@ -35,7 +35,7 @@ def packs() -> tuple[THDBatch, ...]:
 
 
 def shake(model: nn.Module) -> None:
-    """Move biases, norms, gates and sinks off their initial zeros and ones, where errors in them would not show."""
+    """Move biases, norms, gates and sinks off their initial zeros and ones, where errors would not show."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():

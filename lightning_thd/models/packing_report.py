@@ -1,0 +1,82 @@
+"""What the leak probe measured -> numbers, a verdict and a text to read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingReport:
+    """What the probe measured; all numbers relative to the largest one of their kind.
+
+    Attributes:
+        model: class of the model.
+        attention: its attention implementation, where it has a transformers config.
+        layers: its number of layers, likewise.
+        lengths: of the sequences in the pack.
+        leak: largest change of a logit by changing another sequence.
+        gradient_leak: largest gradient that reaches an input of another sequence; None when not asked for.
+        error: largest difference of a logit between the pack and the sequence alone.
+        gradient_error: the same of the gradient of the inputs; None when not asked for.
+        leak_tolerance: what ``leak`` and ``gradient_leak`` may be.
+        tolerance: what ``error`` and ``gradient_error`` may be.
+        module: first module whose inputs are clean and whose outputs are not; None when all is well.
+    """
+
+    model: str
+    attention: str | None
+    layers: int | None
+    lengths: tuple[int, ...]
+    leak: float
+    gradient_leak: float | None
+    error: float
+    gradient_error: float | None
+    leak_tolerance: float
+    tolerance: float
+    module: str | None = None
+
+    @property
+    def leaks(self) -> bool:
+        """Whether a sequence sees another one."""
+        # Written so that NaN counts as a leak.
+        return not (self.leak <= self.leak_tolerance and (self.gradient_leak or 0.0) <= self.leak_tolerance)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the pack gives what its sequences give alone."""
+        same = self.error <= self.tolerance and (self.gradient_error or 0.0) <= self.tolerance
+        return same and not self.leaks
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model} ({self.layers} layers, attention {self.attention}), lengths {self.lengths}",
+            f"  leak into other sequences   {self.leak:.1e} (allowed {self.leak_tolerance:.0e})",
+            f"  packed against alone        {self.error:.1e} (allowed {self.tolerance:.0e})",
+        ]
+        if self.gradient_leak is not None:
+            lines += [
+                f"  gradient leak               {self.gradient_leak:.1e} (allowed {self.leak_tolerance:.0e})",
+                f"  gradient against alone      {self.gradient_error:.1e} (allowed {self.tolerance:.0e})",
+            ]
+        lines.append(f"  first wrong module          {self.module or 'none'}")
+        return "\n".join(lines)
+
+
+class PackingLeakError(RuntimeError):
+    """A pack does not give what its sequences give alone.
+
+    Attributes:
+        report: the numbers, and the module.
+    """
+
+    def __init__(self, report: PackingReport) -> None:
+        self.report = report
+        what = (
+            "lets sequences of a pack see each other" if report.leaks else "differs between packed and alone"
+        )
+        super().__init__(
+            f"{report.model} {what}; the first module that does is "
+            f"{report.module or 'not a module of its own'}.\n{report}\n"
+            "Build the model with attn_implementation='thd' and call it with model(**batch.hf_kwargs()): "
+            "position_ids, cu_seq_lens_q/k, use_cache=False and no attention_mask."
+        )
