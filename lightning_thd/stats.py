@@ -73,6 +73,10 @@ class SeqStats:
         """The windows whose pairs were counted."""
         return tuple(window for window, _ in self.window_pairs)
 
+    def merged_patches(self, merge_size: int = 2) -> int:
+        """Image tokens the text model sees: patches merged ``merge_size`` x ``merge_size`` into one."""
+        return self.vision_patches // (merge_size * merge_size)
+
     @classmethod
     def from_lengths(
         cls,
@@ -264,7 +268,7 @@ def _cross(lengths: Ints, cross_lengths: Ints) -> tuple[int, int]:
     here, there = _int64(lengths, "lengths"), _int64(cross_lengths, "cross_lengths")
     if here.shape != there.shape or there.min(initial=0) < 0:
         raise ValueError(
-            f"cross_lengths has {there.size} entries, the least {there.min(initial=0)}; lengths has {here.size}. "
+            f"cross_lengths has {there.size} entries, the least {there.min(initial=0)}, lengths {here.size}. "
             "Give every sequence the number of tokens its cross-attention reads, zero if none."
         )
     return int(there.sum()), int(here @ there)
@@ -294,7 +298,7 @@ def _vision(
 
 def _edge(patches: IntArray, edge: int) -> IntArray:
     """Sum of squared pieces when ``patches`` are cut every ``edge``: 5 cut every 2 gives 4 + 4 + 1."""
-    whole, rest = np.divmod(patches, edge)
+    whole, rest = patches // edge, patches % edge
     return whole * edge * edge + rest * rest
 
 
@@ -303,8 +307,7 @@ def _int64(values: IntRows, name: str) -> IntArray:
     array: npt.NDArray[Any] = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{name} holds {array.dtype} values. Pass integers.")
-    whole: IntArray = np.asarray(array, dtype=np.int64)
-    return whole
+    return np.asarray(array, dtype=np.int64)
 
 
 def _rows(cu_seqlens: IntRows, name: str) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """SeqStats -> FLOPs: what training on packed sequences costs, and what a device could do at most."""
 
 from lightning_thd.flops.model import FlopsBreakdown, FlopsModel
+from lightning_thd.flops.peaks import peak_flops
 from lightning_thd.stats import Chunk, SeqStats
 
-__all__ = ["Chunk", "FlopsBreakdown", "FlopsModel", "SeqStats"]
+__all__ = ["Chunk", "FlopsBreakdown", "FlopsModel", "SeqStats", "peak_flops"]

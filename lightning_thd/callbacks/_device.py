@@ -1,0 +1,81 @@
+"""Trainer and module -> the dtype the matmuls run in, and the peak of the device in that dtype."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_thd.flops.measure import measure_flops
+from lightning_thd.flops.peaks import peak_flops
+
+_BY_PRECISION: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "16": torch.float16,
+    "64": torch.float64,
+}
+
+
+def compute_dtype(plugin: Any, module: torch.nn.Module) -> torch.dtype | str:  # noqa: ANN401 - any plugin
+    """The dtype of the training matmuls.
+
+    Args:
+        plugin: the Trainer's precision plugin.
+        module: its parameters decide under "32-true", which leaves a bfloat16 model as it is.
+
+    Returns:
+        A torch dtype, "tf32" where float32 may use tensor cores, "fp8" under Transformer Engine.
+    """
+    precision = str(getattr(plugin, "precision", "32-true"))
+    if "transformer-engine" in precision:
+        return "fp8"
+    dtype = _BY_PRECISION.get(precision.partition("-")[0])
+    if dtype is None:
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in module.parameters():
+            sizes[parameter.dtype] += parameter.numel()
+        dtype = max(sizes, key=lambda kind: sizes[kind], default=torch.float32)
+    if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return dtype
+
+
+def resolve_peak(
+    peak: str | float,
+    device: torch.device,
+    dtype: torch.dtype | str,
+) -> float | None:
+    """The dense FLOP/s of ``device``: given, looked up, or measured once; None with one warning if unknown.
+
+    Args:
+        peak: a number, "auto" or "measure".
+        device: the rank's.
+        dtype: of the matmuls.
+    """
+    if not isinstance(peak, str):
+        return float(peak)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if peak == "measure":
+        kind, measured_as = dtype, dtype
+        if isinstance(kind, str):  # torch.mm multiplies no float8; tf32 is a mode of float32
+            kind = torch.bfloat16 if kind == "fp8" else torch.float32
+            measured_as = f"{dtype}, timed as {kind}" if dtype == "fp8" else dtype
+        found = measure_flops(device, dtype=kind)
+        rank_zero_info(f"Measured a peak of {found / 1e12:.3f} TFLOP/s on {name!r} in {measured_as}.")
+        return found
+    looked_up = peak_flops(name, _device_dtype(device, dtype))
+    if looked_up is None:
+        rank_zero_warn(
+            f"No peak FLOP/s is known for {name!r} in {dtype}, so device/mfu and device/hfu are not logged. "
+            "Set THDThroughputMonitor(peak='measure') to time matmuls once, or peak=<dense FLOP/s>."
+        )
+    return looked_up
+
+
+def _device_dtype(device: torch.device, dtype: torch.dtype | str) -> torch.dtype | str:
+    """float32 where "tf32" is allowed but the device has no such unit, as before Ampere and on AMD's CDNA4."""
+    if dtype == "tf32" and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
+        return torch.float32
+    return dtype

@@ -1,0 +1,49 @@
+"""Integers of this rank -> the integers of every data-parallel rank, in one collective and one read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def gather_ints(
+    values: Sequence[int],
+    *,
+    group: Any,  # noqa: ANN401 - dist.ProcessGroup or None
+    device: torch.device,
+) -> list[list[int]]:
+    """Gather equally many integers from every rank of ``group``.
+
+    Args:
+        values: this rank's, the same number on every rank.
+        group: the process group; None is the whole world.
+        device: where the group's backend communicates.
+
+    Returns:
+        One list per rank, in group order; of this rank alone where nothing is distributed.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return [list(values)]
+    mine = torch.tensor(values, dtype=torch.int64).to(device)
+    everyone = torch.empty(dist.get_world_size(group) * len(values), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    rows: list[list[int]] = everyone.view(-1, len(values)).tolist()
+    return rows
+
+
+def data_parallel_group(strategy: Any) -> Any:  # noqa: ANN401 - any Lightning strategy
+    """The ranks that hold different sequences: context-, tensor- and pipeline-parallel peers hold the same.
+
+    Args:
+        strategy: of the Trainer; ``data_parallel_group`` of our own strategies, the ``data_parallel`` axis
+            of Lightning's ``ModelParallelStrategy``, else the world.
+    """
+    group = getattr(strategy, "data_parallel_group", None)
+    if group is not None:
+        return group
+    mesh = getattr(strategy, "_device_mesh", None)
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    return mesh.get_group("data_parallel") if mesh is not None and "data_parallel" in names else None

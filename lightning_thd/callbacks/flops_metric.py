@@ -1,0 +1,97 @@
+"""SeqStats of every microbatch -> the FLOPs of all data-parallel ranks, as a torchmetrics Metric."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_thd.callbacks._gather import gather_ints
+from lightning_thd.flops.ints import from_ints, num_ints, to_ints
+from lightning_thd.flops.model import FlopsBreakdown, FlopsModel
+from lightning_thd.flops.rates import Work, count
+from lightning_thd.stats import SeqStats
+
+
+class THDFlops(Metric):
+    """FLOPs of the sequences seen since the last reset, over all data-parallel ranks.
+
+    Counts are int64 until ``fold`` adds them to float64 totals, which are the same on all ranks and are what
+    a checkpoint holds: FLOPs themselves would overflow int64 within hours on one GPU.
+
+    Args:
+        model: counts the FLOPs.
+        work: a training step, or a forward pass only.
+        process_group: the data-parallel ranks; peers with the same sequences must not be in it.
+    """
+
+    full_state_update = False
+    higher_is_better = None
+    is_differentiable = False
+    counts: Tensor
+
+    def __init__(
+        self,
+        model: FlopsModel,
+        *,
+        work: Work = "training",
+        process_group: Any = None,  # noqa: ANN401 - dist.ProcessGroup or None
+    ) -> None:
+        super().__init__(process_group=process_group, dist_sync_fn=_gather)
+        self.model = model
+        self.work = work
+        self.totals = [0.0] * num_ints(model)
+        self.add_state("counts", torch.zeros(num_ints(model), dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, stats: SeqStats) -> None:
+        """Count a microbatch, or the sum of several.
+
+        Args:
+            stats: counted with ``model.windows``.
+        """
+        count(self.model, stats, work=self.work)  # refuses stats of another model before they are mixed in
+        self.counts += torch.tensor(to_ints(stats, self.model), dtype=torch.int64, device=self.counts.device)
+
+    def compute(self) -> Tensor:
+        """FLOPs of the model, float64."""
+        return torch.tensor(float(self.breakdown().model), dtype=torch.float64)
+
+    def breakdown(self) -> FlopsBreakdown:
+        """The same by part; outside ``compute`` of this rank's counts and everybody's folded totals."""
+        counts = self.counts.tolist()
+        totals = [int(total) + more for total, more in zip(self.totals, counts, strict=True)]
+        return count(self.model, from_ints(totals, self.model), work=self.work)
+
+    def fold(self) -> None:
+        """Add the counts of all ranks to the totals and start counting anew; every rank has to call it."""
+        with self.sync_context(should_sync=True, should_unsync=True, dist_sync_fn=_gather):
+            self.add_total(from_ints(self.counts.tolist(), self.model))
+        self.counts.zero_()
+
+    def add_total(self, stats: SeqStats) -> None:
+        """Add what was already summed over the ranks, the same on each of them."""
+        more = to_ints(stats, self.model)
+        self.totals = [total + value for total, value in zip(self.totals, more, strict=True)]
+        self._computed = None
+
+    def reset(self) -> None:
+        """Forget counts and totals."""
+        super().reset()
+        self.totals = [0.0] * num_ints(self.model)
+
+    def get_extra_state(self) -> dict[str, list[float]]:
+        """The totals, for a checkpoint; fold first, or what is not folded is not in it."""
+        return {"totals": list(self.totals)}
+
+    def set_extra_state(self, state: dict[str, list[float]]) -> None:
+        """Take the totals of a checkpoint; counts of a model with other windows are refused."""
+        from_ints(state["totals"], self.model)
+        self.totals = [float(total) for total in state["totals"]]
+
+
+def _gather(tensor: Tensor, group: Any = None) -> list[Tensor]:  # noqa: ANN401 - as torchmetrics calls it
+    """One collective instead of torchmetrics' barrier, shapes and data: the length is known."""
+    rows = gather_ints(tensor.tolist(), group=group, device=tensor.device)
+    return [torch.tensor(row, dtype=tensor.dtype, device=tensor.device) for row in rows]

@@ -1,0 +1,49 @@
+"""SeqStats <-> a list of integers of fixed length, the form in which they cross ranks and fill tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+from lightning_thd.flops.model import FlopsModel
+from lightning_thd.stats import SeqStats
+
+_COUNTS = tuple(field.name for field in fields(SeqStats) if not field.name.endswith("window_pairs"))
+
+
+def num_ints(model: FlopsModel | None) -> int:
+    """Length of the list for the windows of ``model``."""
+    return len(_COUNTS) + (len(model.windows) + len(model.vision_windows) if model else 0)
+
+
+def to_ints(stats: SeqStats, model: FlopsModel | None) -> list[int]:
+    """The counts in a fixed order, then the pairs of every window of ``model``.
+
+    Args:
+        stats: counted with the windows of ``model``, or empty.
+        model: None when FLOPs are not known.
+    """
+    counts = [int(getattr(stats, name)) for name in _COUNTS]
+    if model is None:
+        return counts
+    pairs, areas = dict(stats.window_pairs), dict(stats.vision_window_pairs)
+    return [
+        *counts,
+        *(pairs.get(window, 0) for window in model.windows),
+        *(areas.get(edge, 0) for edge in model.vision_windows),
+    ]
+
+
+def from_ints(values: Sequence[int] | Sequence[float], model: FlopsModel | None) -> SeqStats:
+    """The inverse of ``to_ints``."""
+    if len(values) != num_ints(model):
+        raise ValueError(
+            f"{len(values)} counts came where {num_ints(model)} were wanted: they were made for a model with "
+            "other attention windows. Start the counter anew for this one."
+        )
+    whole = [int(value) for value in values]
+    rest = iter(whole[len(_COUNTS) :])
+    windows = tuple((window, next(rest)) for window in model.windows) if model else ()
+    areas = tuple((edge, next(rest)) for edge in model.vision_windows) if model else ()
+    counts = dict(zip(_COUNTS, whole, strict=False))
+    return SeqStats(**counts, window_pairs=windows, vision_window_pairs=areas)

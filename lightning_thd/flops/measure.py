@@ -1,0 +1,70 @@
+"""A device and a dtype -> the FLOP/s its matmuls reach, timed here and now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+# rows, inner, columns; the best of three, since no one shape is best on every device
+_GPU_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 4096, 16384))
+_CPU_SHAPES = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 1024))
+
+
+def measure_flops(
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype,
+    seconds: float = 0.2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Time matmuls and return the best rate: a peak that a training step can be held against.
+
+    Args:
+        device: where to measure.
+        dtype: of both factors.
+        seconds: spent on each of three shapes.
+        clock: returns seconds.
+
+    Returns:
+        FLOP/s.
+
+    Raises:
+        ValueError: when ``seconds`` is not positive.
+    """
+    if seconds <= 0:
+        raise ValueError(f"seconds={seconds} leaves no time to measure in. Give each shape about 0.2.")
+    device = torch.device(device)
+    shapes = _CPU_SHAPES if device.type == "cpu" else _GPU_SHAPES
+    return max(_rate(device, dtype, shape, seconds, clock) for shape in shapes)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done what was asked of it; a CPU always has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@torch.no_grad()
+def _rate(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    seconds: float,
+    clock: Callable[[], float],
+) -> float:
+    rows, inner, columns = shape
+    left = torch.ones(rows, inner, device=device, dtype=dtype)
+    right = torch.ones(inner, columns, device=device, dtype=dtype)
+    out = left @ right  # loads the kernel
+    synchronize(device)
+    runs, batch = 0, 1
+    start = clock()
+    while (elapsed := clock() - start) < seconds or runs == 0:
+        for _ in range(batch):
+            torch.mm(left, right, out=out)
+        synchronize(device)
+        runs += batch
+        batch = min(2 * batch, 64)  # so that the wait is not what is measured
+    return 2 * rows * inner * columns * runs / max(elapsed, 1e-9)

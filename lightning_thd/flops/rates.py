@@ -1,0 +1,115 @@
+"""Counts, FLOPs and seconds -> rates, under the names of Lightning's ThroughputMonitor and ours beside."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+from lightning_thd.flops.model import FlopsBreakdown, FlopsModel, Recompute
+from lightning_thd.stats import SeqStats
+
+Work: TypeAlias = Literal["training", "forward"]
+
+
+def throughput(
+    stats: SeqStats,
+    *,
+    seconds: float,
+    model: FlopsModel | None = None,
+    work: Work = "training",
+    recompute: Recompute | None = None,
+    microbatches: int | None = None,
+    devices: int = 1,
+    peak: float | None = None,
+) -> dict[str, float]:
+    """Rates of a piece of work, for a loop of one's own.
+
+    Args:
+        stats: what all data-parallel ranks together worked on.
+        seconds: how long it took.
+        model: counts FLOPs; None leaves their keys out.
+        work: a training step, or a forward pass only.
+        recompute: activation checkpointing; default the model's own.
+        microbatches: how many there were, over all ranks; None leaves their rate out.
+        devices: devices that worked, with the context-, tensor- and pipeline-parallel ones.
+        peak: dense FLOP/s of one device; None leaves MFU and HFU out.
+
+    Returns:
+        Values by key: ``device/flops_per_sec``, ``device/tflops_per_gpu``, ``device/mfu``, ``device/hfu``,
+        ``device/items_per_sec`` (slots), ``device/real_items_per_sec``, ``device/samples_per_sec``
+        (sequences), ``device/batches_per_sec`` (microbatches); with several devices the sums over them
+        without ``device/``; and ``packing/fill`` and ``packing/attention_fraction``.
+
+    Raises:
+        ValueError: for no time, no device, or a peak that is not positive.
+    """
+    check_peak(peak)
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise ValueError(
+            f"seconds={seconds}: a rate needs time that has passed. Read the clock before and after."
+        )
+    if devices < 1:
+        raise ValueError(f"devices={devices}: at least one device does the work.")
+    totals = {
+        "items": float(stats.slots),
+        "real_items": float(stats.real_tokens),
+        "samples": float(stats.sequences),
+    }
+    if microbatches is not None:
+        totals["batches"] = float(microbatches)
+    flops = None if model is None else count(model, stats, work=work, recompute=recompute)
+    if flops is not None:
+        totals["flops"] = float(flops.model)
+    rates = {f"device/{name}_per_sec": total / seconds / devices for name, total in totals.items()}
+    if flops is not None:
+        rates |= _utilization(flops, seconds * devices, peak)
+    if devices > 1:
+        rates |= {f"{name}_per_sec": total / seconds for name, total in totals.items()}
+    return rates | packing(stats, flops)
+
+
+def count(
+    model: FlopsModel, stats: SeqStats, *, work: Work, recompute: Recompute | None = None
+) -> FlopsBreakdown:
+    """FLOPs of ``work`` on ``stats``."""
+    if work == "forward":
+        return model.forward_flops(stats)
+    return model.training_flops(stats, recompute=recompute)
+
+
+def packing(stats: SeqStats, flops: FlopsBreakdown | None) -> dict[str, float]:
+    """How full the packs are, and how much of the work is attention.
+
+    Args:
+        stats: the batches.
+        flops: of them, None when they are not known.
+    """
+    ratios = {}
+    if stats.slots:
+        ratios["packing/fill"] = stats.real_tokens / stats.slots
+    if flops is not None and flops.model:
+        ratios["packing/attention_fraction"] = flops.attention / flops.model
+    return ratios
+
+
+def check_peak(peak: object) -> None:
+    """Refuse a peak that no device has.
+
+    Raises:
+        ValueError: unless ``peak`` is None or a positive number.
+    """
+    if peak is None:
+        return
+    if not isinstance(peak, (int, float)) or isinstance(peak, bool) or not 0 < peak < math.inf:
+        raise ValueError(
+            f"peak={peak!r} is not a device's dense FLOP/s. Give a positive number, such as 989.4e12 for an "
+            "H100 in bf16, 'measure' to time matmuls, or 'auto' to look the device up."
+        )
+
+
+def _utilization(flops: FlopsBreakdown, device_seconds: float, peak: float | None) -> dict[str, float]:
+    rates = {"device/tflops_per_gpu": flops.model / device_seconds / 1e12}
+    if peak is not None:
+        rates["device/mfu"] = flops.model / device_seconds / peak
+        rates["device/hfu"] = flops.hardware / device_seconds / peak
+    return rates
