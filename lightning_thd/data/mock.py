@@ -1,7 +1,7 @@
 """A table or a distribution of lengths -> a map-style data set of random tokens with exactly those lengths.
 
-For measuring and testing without data. The settings are those of the Megatron-LM mock fine-tuning data set, as a
-mapping, as JSON text or as a JSON file::
+For measuring and testing without data. The settings are those of the Megatron-LM mock fine-tuning data set,
+as a mapping, as JSON text or as a JSON file::
 
     {"mode": "file", "path": "lengths.csv"}
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192,
@@ -43,9 +43,9 @@ class LognormalLengths:
         max_seq_len: tokens of the longest.
         mean_seq_len: tokens of a sequence on average.
         lognormal_sigma: standard deviation of the logarithm.
-        bounds: ``"resample"`` draws again what falls outside and shifts the distribution so that the mean is the
-            one asked for; ``"clip"`` moves what falls outside onto the bounds, as is usual, and misses the mean:
-            4096 between 1024 and 8192 at sigma 1.1 becomes 3257.
+        bounds: ``"resample"`` draws again what falls outside and shifts the distribution so that the mean is
+            the one asked for; ``"clip"`` moves what falls outside onto the bounds, as is usual, and misses
+            the mean: 4096 between 1024 and 8192 at sigma 1.1 becomes 3257.
     """
 
     min_seq_len: int
@@ -80,7 +80,9 @@ class LognormalLengths:
         Returns:
             int64 ``[K]``, tokens of each.
         """
-        uniform = torch.from_numpy(_uniform(np.asarray(positions, dtype=np.uint64), derive_key(seed, _LENGTHS)))
+        uniform = torch.from_numpy(
+            _uniform(np.asarray(positions, dtype=np.uint64), derive_key(seed, _LENGTHS))
+        )
         sigma = float(self.lognormal_sigma)
         if self.bounds == "clip":
             mu = math.log(self.mean_seq_len) - sigma**2 / 2
@@ -98,10 +100,10 @@ class MockDataset:
     """Random tokens in sequences of given lengths: ``[i]`` gives ``{"input_ids": int64 [length]}``.
 
     Args:
-        config: the settings above as a mapping, JSON text, or the path of a ``.json`` file. ``"bounds"`` may be
-            added to a distribution, ``"column"`` (a name or a number) to a file.
-        num_sequences: sequences; by default 10,000 of a distribution and as many as a file has rows. More than
-            that start again at the first row.
+        config: the settings above as a mapping, JSON text, or the path of a ``.json`` file. ``"bounds"`` may
+            be added to a distribution, ``"column"`` (a name or a number) to a file.
+        num_sequences: sequences; by default 10,000 of a distribution and as many as a file has rows. More
+            than that start again at the first row.
         vocab_size: token ids are drawn from ``[0, vocab_size)``.
         seed: of the lengths and the tokens.
     """
@@ -146,14 +148,18 @@ def _read_config(config: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if not text.lstrip().startswith("{"):
         path = Path(text)
         if not path.is_file():
-            raise ValueError(f"config={text!r} is neither JSON text nor a file. Pass a mapping, JSON, or a JSON file.")
+            raise ValueError(
+                f"config={text!r} is neither JSON text nor a file. Pass a mapping, JSON, or a JSON file."
+            )
         text = path.read_text()
     try:
         found = json.loads(text)
     except json.JSONDecodeError as err:
-        raise ValueError(f"config is no valid JSON ({err}): {text[:80]!r}. Pass the settings as JSON.") from err
+        raise ValueError(
+            f"config is no valid JSON ({err}): {text[:80]!r}. Pass the settings as JSON."
+        ) from err
     if not isinstance(found, dict):
-        raise ValueError(f"config holds a JSON {type(found).__name__}. Pass an object with a \"mode\".")
+        raise ValueError(f'config holds a JSON {type(found).__name__}. Pass an object with a "mode".')
     return found
 
 
@@ -166,7 +172,9 @@ def _make_lengths(config: dict[str, Any], num_sequences: int | None, seed: int) 
         raise ValueError(f'"mode" is {mode!r}. Set it to "file" or "distribution".')
     kind = config.pop("type", None)
     if kind != "lognormal":
-        raise ValueError(f'"type" is {kind!r}. Only "lognormal" is known; other lengths can be read from a file.')
+        raise ValueError(
+            f'"type" is {kind!r}. Only "lognormal" is known; other lengths can be read from a file.'
+        )
     names = ("min_seq_len", "max_seq_len", "mean_seq_len", "lognormal_sigma")
     *values, bounds = _take(config, *names, bounds="resample")
     shape = LognormalLengths(**dict(zip(names, values, strict=True)), bounds=bounds)
@@ -195,25 +203,34 @@ def read_lengths_csv(path: str | Path, column: str | int | None = None) -> IntAr
         int64 ``[N]``.
 
     Raises:
-        ValueError: for a missing file, several columns and none chosen, or a cell that is no positive integer.
+        ValueError: for a missing file, several columns and none chosen, or a cell that is no positive
+        integer.
     """
     if not Path(path).is_file():
         raise ValueError(f"There is no file {str(path)!r} with lengths. Correct the path.")
     with Path(path).open(newline="") as file:
-        rows = [(number, row) for number, row in enumerate(csv.reader(file), 1) if any(cell.strip() for cell in row)]
+        rows = [
+            (number, row)
+            for number, row in enumerate(csv.reader(file), 1)
+            if any(cell.strip() for cell in row)
+        ]
     names = [cell.strip() for cell in rows[0][1]] if rows and not any(map(_is_int, rows[0][1])) else []
     at = _column(path, names, rows, column)
     lengths = []
     for number, row in rows[1 if names else 0 :]:
         if at >= len(row) or not _is_int(row[at]) or int(row[at]) < 1:
-            raise ValueError(f"Line {number} of {path} has {row}, with no positive integer in column {at}. Correct it.")
+            raise ValueError(
+                f"Line {number} of {path} has {row}, with no positive integer in column {at}. Correct it."
+            )
         lengths.append(int(row[at]))
     if not lengths:
         raise ValueError(f"{path} has no lengths. Write one positive integer on each line.")
     return as_lengths(lengths)
 
 
-def _column(path: str | Path, names: list[str], rows: list[tuple[int, list[str]]], column: str | int | None) -> int:
+def _column(
+    path: str | Path, names: list[str], rows: list[tuple[int, list[str]]], column: str | int | None
+) -> int:
     width = len(rows[0][1]) if rows else 1
     if isinstance(column, str) and column in names:
         return names.index(column)
@@ -256,7 +273,7 @@ def _log_mean(mean: float, sigma: float, low: float, high: float) -> float:
 
 
 def _bounded_mean(mu: float, sigma: float, low: float, high: float) -> float:
-    """Mean of exp(N(mu, sigma)) given that it lies in [exp(low), exp(high)]: a ratio of two normal integrals."""
+    """Mean of exp(N(mu, sigma)) given that it lies in [exp(low), exp(high)]: a ratio of integrals."""
     inside = _between((low - mu) / sigma, (high - mu) / sigma)
     if inside == 0.0:  # all of it so far out that a float64 cannot tell it from the nearer bound
         return math.exp(low if mu < low else high)

@@ -1,4 +1,6 @@
-"""The sequences of a step -> per rank the same number of microbatches, of equal work and none over the capacity."""
+"""The sequences of a step -> per rank the same number of microbatches, of equal work and none over the
+capacity.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd.packing.bins import Packing
-from lightning_thd.packing.lengths import as_lengths, check_capacity
+from lightning_thd.packing.lengths import as_lengths, check_capacity, check_count
 from lightning_thd.packing.microsteps import fill_microsteps, waiting
 from lightning_thd.packing.slots import Slots, best_fit
 
@@ -25,8 +27,9 @@ _EVEN_ENOUGH = 1.01  # work waited for, of an even share: below it no more time 
 class Cost:
     """Work of a sequence of ``s`` tokens: ``linear * s + quadratic * s**2``, in any unit.
 
-    The default is a dense transformer of hidden size 4096 (12 h^2 weights a layer, causal attention): 12 h tokens
-    of linear work for each s of attention, so that attention reaches a fifth of the work at 12k tokens.
+    The default is a dense transformer of hidden size 4096 (12 h^2 weights a layer, causal attention): 12 h
+    tokens of linear work for each s of attention, so that attention reaches a fifth of the work at 12k
+    tokens.
 
     Attributes:
         linear: work of a token.
@@ -39,7 +42,8 @@ class Cost:
     def __post_init__(self) -> None:
         if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
             raise ValueError(
-                f"Cost(linear={self.linear}, quadratic={self.quadratic}): both must be at least 0, and one above it. "
+                f"Cost(linear={self.linear}, quadratic={self.quadratic}): both must be at least 0, and one "
+                f"above it. "
                 "Cost(linear=1, quadratic=0) balances tokens."
             )
 
@@ -80,11 +84,13 @@ def balance(
         Per rank a list of as many microbatches, each an int64 array of positions in ``lengths``.
 
     Raises:
-        ValueError: when a sequence is longer than the capacity, or they do not fit the microbatches asked for.
+        ValueError: when a sequence is longer than the capacity, or they do not fit the microbatches asked
+        for.
     """
     check_capacity(capacity)
-    if dp < 1:
-        raise ValueError(f"dp={dp}: a plan is for at least one rank. Pass the data-parallel size.")
+    check_count("dp", dp, "Pass the number of data-parallel ranks.")
+    if num_microbatches is not None:
+        check_count("num_microbatches", num_microbatches, "Pass None to have the fewest that fit.")
     values = as_lengths(lengths)
     if len(values) and values.max() > capacity:
         longest = int(values.argmax())
@@ -134,7 +140,7 @@ def balanced_bins(
     order = np.argsort(owner, kind="stable")
     offsets = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(owner, minlength=count), out=offsets[1:])
-    totals = np.bincount(owner, weights=work, minlength=count)
+    totals = _bin_work(owner, work, count)
     return seated(order, offsets, totals, dp)
 
 
@@ -150,13 +156,19 @@ def _best_owner(
     packed[packs.indices] = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
     found = [owner for owner in (spread, packed) if owner is not None]
     if lengths.max() <= capacity:
-        level = fill_microsteps(lengths, work, capacity, dp=dp, num_microbatches=count // dp, enough=even * _EVEN_ENOUGH)
+        level = fill_microsteps(
+            lengths, work, capacity, dp=dp, num_microbatches=count // dp, enough=even * _EVEN_ENOUGH
+        )
         found += [] if level is None else [level]
     return min(found, key=lambda owner: _waiting(owner, work, count, dp))
 
 
 def _waiting(owner: IntArray, work: FloatArray, count: int, dp: int) -> float:
-    return waiting(np.bincount(owner, weights=work, minlength=count), dp)
+    return waiting(_bin_work(owner, work, count), dp)
+
+
+def _bin_work(owner: IntArray, work: FloatArray, count: int) -> FloatArray:
+    return np.bincount(owner, weights=work, minlength=count).astype(np.float64)
 
 
 def seated(order: IntArray, offsets: IntArray, totals: FloatArray, dp: int) -> tuple[IntArray, IntArray]:
@@ -171,7 +183,7 @@ def seated(order: IntArray, offsets: IntArray, totals: FloatArray, dp: int) -> t
 def scheduled_bins(
     scheduler: Scheduler, lengths: IntArray, capacity: int, *, dp: int, cost: Cost
 ) -> tuple[IntArray, IntArray]:
-    """Ask a scheduler of the user's own, and check that nothing is lost, nothing too long and nothing uneven."""
+    """Ask a scheduler of the user's own, and check that it is whole, fits and is even."""
     plan = [
         [np.asarray(bin_, np.int64) for bin_ in rank]
         for rank in scheduler(lengths, capacity, dp=dp, cost=cost)
@@ -229,7 +241,8 @@ def _longest_first(lengths: IntArray, work: FloatArray, capacity: int, bins: int
 def deal(totals: FloatArray, dp: int) -> IntArray:
     """Seat bins of given work: bin numbers, rank after rank, microbatch after microbatch.
 
-    Bins of like work run at the same time, the heaviest of each microstep on the rank with the least work so far.
+    Bins of like work run at the same time, the heaviest of each microstep on the rank with the least work so
+    far.
     """
     ranked = np.argsort(-totals, kind="stable").reshape(-1, dp)
     load = np.zeros(dp)

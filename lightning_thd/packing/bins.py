@@ -15,12 +15,13 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.lengths import as_lengths, check_capacity
+from lightning_thd.packing.lengths import as_lengths, check_capacity, check_count
 
 Algorithm = Literal["bfd", "ffd", "next_fit"]
 IntArray = npt.NDArray[np.int64]
 
-# One placement: packs [start, start + count) each get `each` sequences of the sorted order, beginning at slot `held`.
+# (first, packs, each, held): packs first to first + packs get `each` more sequences, after the `held` they
+# have.
 _Placement = tuple[int, int, int, int]
 
 
@@ -78,10 +79,10 @@ def pack_lengths(
     Args:
         lengths: positive ints ``[S]``, tokens of each sequence.
         capacity: slots of a pack.
-        algorithm: ``"bfd"`` (best-fit decreasing) leaves the fewest slots empty; ``"ffd"`` (first-fit decreasing)
-            is there for comparison; ``"next_fit"`` keeps the order given, for streams.
-        max_sequences: most sequences in one pack; None sets no bound. Among packs with equal room the one with the
-            fewest sequences is taken first.
+        algorithm: ``"bfd"`` (best-fit decreasing) leaves the fewest slots empty; ``"ffd"`` (first-fit
+            decreasing) is there for comparison; ``"next_fit"`` keeps the order given, for streams.
+        max_sequences: most sequences in one pack; None sets no bound. Among packs with equal room the one
+            with the fewest sequences is taken first.
 
     Returns:
         The packs. ``pack_lengths([5, 3, 4, 4], 8)`` has the packs ``[0, 1]`` and ``[2, 3]``.
@@ -91,10 +92,8 @@ def pack_lengths(
     """
     check_capacity(capacity)
     values = as_lengths(lengths)
-    if max_sequences is not None and max_sequences < 1:
-        raise ValueError(
-            f"max_sequences={max_sequences}: a pack holds at least one sequence. Pass None or a positive int."
-        )
+    if max_sequences is not None:
+        check_count("max_sequences", max_sequences, "It is the most sequences of a pack; None sets no bound.")
     if algorithm not in get_args(Algorithm):
         raise ValueError(
             f"algorithm={algorithm!r} is unknown. Choose one of {', '.join(get_args(Algorithm))}."
@@ -105,7 +104,7 @@ def pack_lengths(
     if values[longest] > capacity:
         raise ValueError(
             f"Sequence {longest} has {values[longest]} tokens but capacity={capacity}. "
-            "Raise capacity, or give the lengths to PackPlanner with oversize='truncate', 'split', 'drop' or 'own_pack'."
+            "Raise capacity, or give the lengths to PackPlanner with oversize='truncate' or 'split'."
         )
     if algorithm == "next_fit":
         return _next_fit(values, capacity, max_sequences)
@@ -150,8 +149,9 @@ def _histogram(descending: IntArray) -> tuple[list[int], list[int]]:
 def _best_fit(sizes: list[int], counts: list[int], capacity: int, limit: int) -> tuple[list[_Placement], int]:
     """Place each distinct size, largest first, in the packs with the least room that still holds it.
 
-    Packs with the same room and as many sequences are one class. Classes with room for the present size lie on a
-    stack, least room on top; the others wait in a heap until the sizes have shrunk enough. Nothing is ever
+    Packs with the same room and as many sequences are one class. Classes with room for the present size lie
+    on a stack, least room on top; the others wait in a heap until the sizes have shrunk enough. Nothing is
+    ever
     searched: a class leaves the stack with less room than the present size, or as its new top.
     """
     placements: list[_Placement] = []

@@ -28,10 +28,11 @@ class VirtualLengths(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, positions: Any, /) -> Any: ...
+    def __getitem__(self, positions: IntArray, /) -> npt.ArrayLike: ...
 
 
 Lengths = npt.ArrayLike | Sequence[int] | VirtualLengths
+OpenLengths = npt.NDArray[np.integer[Any]] | VirtualLengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +54,7 @@ class LengthSummary:
     digest: str
 
 
-def open_lengths(lengths: Lengths) -> Any:
+def open_lengths(lengths: Lengths) -> OpenLengths:
     """Turn lists and tensors into arrays; leave arrays, memory maps and virtual lengths as they are."""
     if (
         isinstance(lengths, np.ndarray)
@@ -72,18 +73,19 @@ def open_lengths(lengths: Lengths) -> Any:
     )
 
 
-def read_lengths(lengths: Any, positions: IntArray) -> IntArray:
+def read_lengths(lengths: OpenLengths, positions: IntArray) -> IntArray:
     """Read the lengths at some positions as int64, checking what virtual lengths answer."""
     values = np.asarray(lengths[positions])
     if values.shape != positions.shape or values.dtype.kind not in "iu":
         raise ValueError(
-            f"lengths[...] answered {len(positions)} positions with shape {values.shape} and type {values.dtype}. "
+            f"lengths[...] answered {len(positions)} positions with shape {values.shape} and type "
+            f"{values.dtype}. "
             "It must answer an int64 array of positions with as many integers."
         )
     return values.astype(np.int64, copy=False)
 
 
-def blocks(lengths: Any) -> Iterator[tuple[int, IntArray]]:
+def blocks(lengths: OpenLengths) -> Iterator[tuple[int, IntArray]]:
     """Read all lengths in order, block after block: first position and int64 values."""
     for start in range(0, len(lengths), _BLOCK):
         stop = min(start + _BLOCK, len(lengths))
@@ -93,7 +95,7 @@ def blocks(lengths: Any) -> Iterator[tuple[int, IntArray]]:
             yield start, read_lengths(lengths, np.arange(start, stop))
 
 
-def summarize(lengths: Any) -> LengthSummary:
+def summarize(lengths: OpenLengths) -> LengthSummary:
     """Read all lengths once: their extremes, their sum and their hash.
 
     Raises:
@@ -117,7 +119,7 @@ def summarize(lengths: Any) -> LengthSummary:
             raise ValueError(f"Sequence {start + low} has {values[low]} tokens. A length is at least 0.")
         total += int(values.sum())
         shortest, longest = min(shortest, int(values[low])), max(longest, int(values.max()))
-        digest.update(np.ascontiguousarray(values, dtype="<i8"))
+        digest.update(values.astype("<i8", copy=False).tobytes())
     return LengthSummary(
         count=len(lengths), total=total, shortest=shortest, longest=longest, digest=digest.hexdigest()
     )
@@ -134,11 +136,11 @@ class Entries:
         total: entries: sequences less the ones left out.
         left_out: int64, sorted dataset indices of empty and dropped sequences. The only thing that grows with
             the dataset, and only by what is left out.
-        counts: sequences that are ``empty``, ``dropped``, ``truncated``, ``split`` or in their ``own_pack``, and
-            ``tokens_lost`` by dropping and truncating.
+        counts: sequences that are ``empty``, ``dropped``, ``truncated``, ``split`` or in their ``own_pack``,
+            and ``tokens_lost`` by dropping and truncating.
     """
 
-    lengths: Any
+    lengths: OpenLengths
     limit: int
     oversize: Oversize
     total: int
@@ -159,7 +161,8 @@ class Entries:
         ):
             raise ValueError(
                 "The lengths changed since the planner was made: sequence "
-                f"{indices[int(lengths.argmin() if lengths.min() < 1 else lengths.argmax())]} does not fit any more. "
+                f"{indices[int(lengths.argmin() if lengths.min() < 1 else lengths.argmax())]} does not fit "
+                f"any more. "
                 "Make a new planner."
             )
         if self.oversize == "split":
@@ -179,7 +182,7 @@ def _split(indices: IntArray, lengths: IntArray, limit: int) -> Spans:
     return Spans(index=indices[owner], start=start, stop=stop, continued=stop < lengths[owner])
 
 
-def make_entries(lengths: Any, summary: LengthSummary, *, limit: int, oversize: Oversize) -> Entries:
+def make_entries(lengths: OpenLengths, summary: LengthSummary, *, limit: int, oversize: Oversize) -> Entries:
     """Apply the oversize policy to lengths of known extremes, and count what it does.
 
     Raises:
@@ -198,8 +201,10 @@ def make_entries(lengths: Any, summary: LengthSummary, *, limit: int, oversize: 
     gone = np.concatenate(left_out) if left_out else np.empty(0, np.int64)
     if len(gone) == summary.count:
         raise ValueError(
-            f"None of the {summary.count} sequences is left: {counts['empty']} are empty and {counts['dropped']} "
-            f"are longer than the {limit} tokens that fit a pack. Raise capacity, or set oversize='truncate' or 'split'."
+            f"None of the {summary.count} sequences is left: {counts['empty']} are empty and "
+            f"{counts['dropped']} "
+            f"are longer than the {limit} tokens that fit a pack. Raise capacity, or set "
+            f"oversize='truncate' or 'split'."
         )
     return Entries(
         lengths=lengths,

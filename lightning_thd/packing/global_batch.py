@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
+
+from lightning_thd.packing.lengths import check_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Packs:
     n: int
 
     def __post_init__(self) -> None:
-        _check("Packs", "packs", self.n)
+        check_count("Packs.n", self.n, "Pass the packs of a step, for example Packs(8).")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,4 @@ class Sequences:
     n: int
 
     def __post_init__(self) -> None:
-        _check("Sequences", "sequences", self.n)
-
-
-def _check(name: str, unit: str, n: object) -> None:
-    if not isinstance(n, Integral) or isinstance(n, bool) or n < 1:
-        raise ValueError(
-            f"{name}({n!r}): a step needs a whole number of {unit}, at least one, for example {name}(512)."
-        )
+        check_count("Sequences.n", self.n, "Pass the sequences of a step, for example Sequences(512).")

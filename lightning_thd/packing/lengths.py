@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
@@ -42,13 +41,12 @@ def as_lengths(
     return values
 
 
-def check_capacity(capacity: int, *, name: str = "capacity") -> None:
+def check_capacity(capacity: object) -> None:
     """Refuse a capacity that holds no token."""
-    if not isinstance(capacity, Integral) or isinstance(capacity, bool):
-        raise ValueError(
-            f"{name}={capacity!r} is no integer. Pass the number of slots of a pack, for example 8192."
-        )
-    if capacity < 1:
-        raise ValueError(
-            f"{name}={capacity} holds no token. Pass the number of slots of a pack, for example 8192."
-        )
+    check_count("capacity", capacity, "It is the number of slots of a pack, for example 8192.")
+
+
+def check_count(name: str, value: object, advice: str) -> None:
+    """Refuse what is no whole number of at least one, and say what the number means."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name}={value!r}: wanted a whole number, at least 1. {advice}")

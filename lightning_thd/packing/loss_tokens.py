@@ -1,38 +1,43 @@
-"""The loss tokens of each sequence, and spans -> the loss tokens of a step, or None where they cannot be known."""
+"""Loss tokens of each sequence, spans -> the loss tokens of a step, or None where they cannot be known."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.entries import read_lengths
+from lightning_thd.packing.entries import Lengths, OpenLengths, open_lengths, read_lengths
 from lightning_thd.packing.plan import Spans
 
-LossTokens = npt.ArrayLike | Sequence[int] | Literal["all"]
+LossTokens = Lengths | Literal["all"]
 
 
-def open_loss_tokens(loss_tokens: LossTokens | None, count: int) -> Any:
+def open_loss_tokens(loss_tokens: LossTokens | None, count: int) -> OpenLengths | Literal["all"] | None:
     """Check that there is one count a sequence; memory maps and virtual counts stay where they are."""
-    if loss_tokens is None or (isinstance(loss_tokens, str) and loss_tokens == "all"):
-        return loss_tokens
+    if loss_tokens is None:
+        return None
     if isinstance(loss_tokens, str):
+        if loss_tokens == "all":
+            return "all"
         raise ValueError(f"loss_tokens={loss_tokens!r}: pass one count a sequence, 'all', or None.")
-    opened = np.asarray(loss_tokens) if isinstance(loss_tokens, list | tuple | range) else loss_tokens
+    opened = open_lengths(loss_tokens)
     if len(opened) != count:
         raise ValueError(
-            f"loss_tokens has {len(opened)} counts but there are {count} sequences. Pass one count a sequence."
+            f"loss_tokens has {len(opened)} counts but there are {count} sequences. Pass one count a "
+            f"sequence."
         )
     return opened
 
 
-def count_loss_tokens(loss_tokens: Any, spans: Spans, lengths: npt.NDArray[np.int64]) -> int | None:
+def count_loss_tokens(
+    loss_tokens: OpenLengths | Literal["all"] | None, spans: Spans, lengths: npt.NDArray[np.int64]
+) -> int | None:
     """Add up the loss tokens of spans.
 
-    A whole sequence has its count. Of a part of one we know only what follows when all its tokens are loss tokens:
-    a piece that goes on keeps a target for each of its tokens, a truncated or last one for all but the last.
+    A whole sequence has its count. Of a part of one we know only what follows when all its tokens are loss
+    tokens: a piece that goes on keeps a target for each of its tokens, a truncated or last one for all but
+        the last.
 
     Args:
         loss_tokens: as :func:`open_loss_tokens` gave it.
@@ -52,7 +57,8 @@ def count_loss_tokens(loss_tokens: Any, spans: Spans, lengths: npt.NDArray[np.in
     if wrong.any():
         first = int(wrong.argmax())
         raise ValueError(
-            f"Sequence {spans.index[first]} has {lengths[first]} tokens but {counts[first]} loss tokens. The first "
+            f"Sequence {spans.index[first]} has {lengths[first]} tokens but {counts[first]} loss tokens. "
+            f"The first "
             "token of a sequence is no target, so it has fewer. Count the labels from the second token on."
         )
     whole = _together(spans) == lengths

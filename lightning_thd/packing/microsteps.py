@@ -1,7 +1,7 @@
 """Sequences -> bins grouped in microsteps of dp bins, each group filled to one level of work.
 
-What a step waits for is the heaviest bin of every microstep. So bins need not be equal across microsteps, only
-inside one: the longest sequences are left together in a heavy microstep, and shorter ones fill its gaps.
+What a step waits for is the heaviest bin of every microstep. So bins need not be equal across microsteps,
+only inside one: the longest sequences are left together in a heavy microstep, and shorter ones fill its gaps.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-# Levels tried for the groups that the longest sequence does not dictate, as multiples of the mean work left: a
-# higher one leaves the last group fewer and shorter sequences. More than these gain less than 0.2 %.
+# Levels tried for the groups that the longest sequence does not dictate, as multiples of the mean work left:
+# a higher one leaves the last group fewer and shorter sequences. More than these gain less than 0.2 %.
 _LEVELS = (1.0, 1.04, 1.08, 1.12, 1.16, 1.2, 1.24, 1.32)
 _HIGHEST = 1.2  # of an even level: the last group is not tried above it
 _PRECISION = 0.003  # of the last group's level
@@ -52,7 +52,8 @@ def fill_microsteps(
             continue
         below = min(below, plan.waits)
         owner = np.array(plan.owner, dtype=np.int64)
-        waits = waiting(np.bincount(owner, weights=work, minlength=dp * num_microbatches), dp)
+        totals = np.bincount(owner, weights=work, minlength=dp * num_microbatches).astype(np.float64)
+        waits = waiting(totals, dp)
         if waits < least:
             best, least = owner, waits
         if least <= enough or start.group == num_microbatches - 1:
@@ -83,7 +84,9 @@ class _Search:
 
     def fill_forced(self, plan: _Partial) -> _Partial:
         """Fill the groups whose level the longest sequence left dictates, whatever level is tried."""
-        while plan.group < self.groups - 1 and plan.left and plan.left[0][0] >= self._mean(plan) * _LEVELS[-1]:
+        while (
+            plan.group < self.groups - 1 and plan.left and plan.left[0][0] >= self._mean(plan) * _LEVELS[-1]
+        ):
             plan = self._next(plan, plan.left[0][0])
         return plan
 

@@ -1,9 +1,9 @@
 """A key and positions -> the entries a shuffle puts there, without ever holding the shuffle.
 
-A Feistel network over ``a x b >= n`` with modular addition is a permutation of ``a * b`` values (Black and Rogaway,
-"Ciphers with arbitrary finite domains", CT-RSA 2002, method FE); values past n walk on until they fall inside, which
-with ``a, b`` next to sqrt(n) fewer than one in sqrt(n) must. Eight rounds, each keyed by splitmix64. Its own
-arithmetic, not numpy's generators, so that a plan outlives a numpy release.
+A Feistel network over ``a x b >= n`` with modular addition is a permutation of ``a * b`` values (Black and
+Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, method FE); values past n walk on until they
+fall inside, which with ``a, b`` next to sqrt(n) fewer than one in sqrt(n) must. Eight rounds, each keyed by
+splitmix64. Its own arithmetic, not numpy's generators, so that a plan outlives a numpy release.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
 
 
 def shuffled(total: int, *, key: int) -> IntArray:
-    """Shuffle ``range(total)`` by sorting keyed 64-bit hashes: exactly uniform up to their randomness, memory O(n)."""
+    """Shuffle ``range(total)`` by sorting keyed 64-bit hashes: uniform, but of memory O(n)."""
     return np.argsort(keyed_hashes(np.arange(total, dtype=np.uint64), key), kind="stable")
 
 

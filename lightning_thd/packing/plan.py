@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +19,8 @@ class Spans:
         index: int64 ``[S]``, dataset indices.
         start: int64 ``[S]``, first token of the piece; 0 unless the sequence was split.
         stop: int64 ``[S]``, one past its last token.
-        continued: bool ``[S]``, True where the sequence goes on in another piece. The last token of such a piece
-            keeps its target, the token at ``stop``, so that splitting loses no loss token.
+        continued: bool ``[S]``, True where the sequence goes on in another piece. The last token of such a
+            piece keeps its target, the token at ``stop``, so that splitting loses no loss token.
     """
 
     index: IntArray
@@ -57,7 +58,8 @@ class StepPlan:
         spans: the pieces of all microbatches, rank after rank, microbatch after microbatch.
         offsets: int64 ``[dp * num_microbatches + 1]``: microbatch ``j`` of rank ``r`` holds the spans
             ``offsets[r * num_microbatches + j]`` up to the next entry. It may hold none.
-        work: float64 ``[dp, num_microbatches]``, the cost of each microbatch in the units of the planner's cost.
+        work: float64 ``[dp, num_microbatches]``, the cost of each microbatch in the units of the planner's
+            cost.
         real_tokens: tokens of all pieces.
         loss_tokens: tokens with a target in the whole step; None when the planner was given no counts.
         sequences: sequences in the step, a split one counted once.
@@ -89,7 +91,7 @@ class StepPlan:
                 f"rank={rank} was asked of a plan for dp={self.dp}. Pass a rank in [0, {self.dp})."
             )
         bounds = self.offsets[rank * self.num_microbatches : (rank + 1) * self.num_microbatches + 1].tolist()
-        return [self.spans.take(slice(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [self.spans.take(slice(a, b)) for a, b in pairwise(bounds)]
 
     def spans_by_rank(self) -> list[list[Spans]]:
         """Per rank a list of microbatches, each the spans it holds."""

@@ -1,15 +1,12 @@
 """Lengths, a capacity and a seed -> the plan of any step of any epoch on any number of ranks.
 
-Nothing is stored but the number of packs of each window: every plan is computed from (seed, epoch, step), so a
-killed job goes on where it stopped, on another number of ranks too, with the same sequences in every step.
+Nothing is stored but the number of packs of each window: every plan is computed from (seed, epoch, step), so
+a killed job goes on where it stopped, on another number of ranks too, with the same sequences in every step.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -27,9 +24,12 @@ from lightning_thd.packing.entries import (
     summarize,
 )
 from lightning_thd.packing.global_batch import Packs, Sequences
+from lightning_thd.packing.lengths import check_count
 from lightning_thd.packing.loss_tokens import LossTokens, count_loss_tokens, open_loss_tokens
 from lightning_thd.packing.permutation import derive_key, permute
 from lightning_thd.packing.plan import Spans, StepPlan
+from lightning_thd.packing.resume import fingerprint, make_state, read_state
+from lightning_thd.packing.schedule import ScheduledPacks, open_schedule
 from lightning_thd.packing.slots import make_slots
 from lightning_thd.packing.windows import WindowedPacks, count_windows
 
@@ -44,27 +44,29 @@ _ENTRIES = 10  # purpose of the key, apart from those of windows.py
 class PackPlanner:
     """Plans of the steps of every epoch, each a pure function of (seed, epoch, step, dp).
 
-    With ``Sequences(n)`` step k takes n entries of the epoch's permutation, balanced over the ranks in as many
-    microbatches as they need. With ``Packs(n)`` it takes n packs, made by best fit inside windows of the data set;
-    they are counted once, when the planner is made.
+    With ``Sequences(n)`` step k takes n entries of the epoch's permutation, balanced over the ranks in as
+    many microbatches as they need. With ``Packs(n)`` it takes n packs, made by best fit inside windows of the
+    data set; they are counted once, when the planner is made.
 
     Args:
-        lengths: tokens of each sequence: ints ``[N]`` in a list, an array, a memory map, or computed on demand by
-            an object with ``__len__`` and ``__getitem__`` for an array of positions. Read once to check and hash
-            them; never held.
+        lengths: tokens of each sequence: ints ``[N]`` in a list, an array, a memory map, or computed on
+            demand by an object with ``__len__`` and ``__getitem__`` for an array of positions. Read once to
+            check and hash them; never held.
         capacity: slots of a pack.
         global_batch: ``Packs(n)`` or ``Sequences(n)`` to an optimizer step.
         align: what padded lengths and totals must be multiples of; the padding counts against the capacity.
         cost: work of a sequence by its length; the default is that of a model with hidden size 4096.
         window: sequences packed together with ``Packs(n)``. More fill packs better and cost memory and time.
-        oversize: what to do with a sequence that does not fit a pack: ``error``, ``drop`` it, ``truncate`` it,
-            ``split`` it in pieces, or let it have its ``own_pack`` above the capacity.
-        tail: the last step of an epoch that has too few packs or sequences: ``pad`` runs it with what is left,
-            ``drop`` leaves it out.
+        oversize: what to do with a sequence that does not fit a pack: ``error``, ``drop`` it, ``truncate``
+            it, ``split`` it in pieces, or let it have its ``own_pack`` above the capacity.
+        tail: the last step of an epoch that has too few packs or sequences: ``pad`` runs it with what is
+            left, ``drop`` leaves it out.
         seed: of every shuffle.
-        loss_tokens: targets of each sequence, ints ``[N]``, or ``"all"`` when every token with a next one in its
-            sequence has a target; then each plan knows the total of its step.
+        loss_tokens: targets of each sequence, ints ``[N]``, or ``"all"`` when every token with a next one in
+            its sequence has a target; then each plan knows the total of its step.
         scheduler: a function in the place of :func:`balance`, for ``Sequences(n)``.
+        schedule: the number of the microbatch of each sequence, ints ``[N]``, for ``Packs(n)``: these packs,
+            in this order, in every epoch, in the place of our own. Held in memory.
         counts: packs of every window, as :attr:`counts` of a planner with the same fingerprint gave them.
 
     Raises:
@@ -85,21 +87,13 @@ class PackPlanner:
         seed: int = 0,
         loss_tokens: LossTokens | None = None,
         scheduler: Scheduler | None = None,
+        schedule: npt.ArrayLike | None = None,
         counts: npt.NDArray[np.uint32] | None = None,
     ) -> None:
         _check_choice("oversize", oversize, get_args(Oversize))
         _check_choice("tail", tail, get_args(Tail))
-        if not isinstance(global_batch, Packs | Sequences):
-            raise ValueError(
-                f"global_batch={global_batch!r}: pass Packs(n) or Sequences(n), for example Packs(8)."
-            )
-        if not isinstance(window, Integral) or window < 1:
-            raise ValueError(f"window={window!r}: a window holds at least one sequence. The default is 4096.")
-        if scheduler is not None and isinstance(global_batch, Packs):
-            raise ValueError(
-                f"scheduler and global_batch={global_batch} exclude each other: a scheduler places the sequences of "
-                "a step, and only Sequences(n) knows them beforehand. Pass Sequences(n), or no scheduler."
-            )
+        check_count("window", window, "It is the number of sequences packed together; the default is 4096.")
+        _check_batch(global_batch, scheduler=scheduler is not None, schedule=schedule is not None)
         self.slots = make_slots(capacity, align)
         opened = open_lengths(lengths)
         summary = summarize(opened)
@@ -111,6 +105,19 @@ class PackPlanner:
         self.seed = int(seed)
         self.loss_tokens = open_loss_tokens(loss_tokens, summary.count)
         self.scheduler = scheduler
+        self._packs: WindowedPacks | ScheduledPacks | None = None
+        if schedule is not None:
+            self._packs = open_schedule(schedule, self.entries, summary.count, self.slots)
+        elif isinstance(global_batch, Packs):
+            self._packs = WindowedPacks(
+                entries=self.entries,
+                slots=self.slots,
+                window=window,
+                seed=self.seed,
+                counts=count_windows(self.entries, self.slots, window, self.seed)
+                if counts is None
+                else counts,
+            )
         self.settings: dict[str, Any] = {
             "version": _PLAN_VERSION,
             "sequences": summary.count,
@@ -123,17 +130,9 @@ class PackPlanner:
             "oversize": oversize,
             "tail": tail,
             "seed": self.seed,
-            "scheduler": None
-            if scheduler is None
-            else getattr(scheduler, "__qualname__", type(scheduler).__qualname__),
+            "scheduler": scheduler and getattr(scheduler, "__qualname__", type(scheduler).__qualname__),
+            "schedule": self._packs.digest() if isinstance(self._packs, ScheduledPacks) else None,
         }
-        self._packs: WindowedPacks | None = None
-        if isinstance(global_batch, Packs):
-            if counts is None:
-                counts = count_windows(self.entries, self.slots, window, self.seed)
-            self._packs = WindowedPacks(
-                entries=self.entries, slots=self.slots, window=window, seed=self.seed, counts=counts
-            )
         self._check_steps()
 
     def __len__(self) -> int:
@@ -143,8 +142,8 @@ class PackPlanner:
 
     @property
     def counts(self) -> npt.NDArray[np.uint32] | None:
-        """Packs of every window, uint32 ``[W]``, to be given to a later planner; None with ``Sequences(n)``."""
-        return None if self._packs is None else self._packs.counts
+        """Packs of every window, uint32 ``[W]``, to be given to a later planner; None without windows."""
+        return self._packs.counts if isinstance(self._packs, WindowedPacks) else None
 
     @property
     def num_packs(self) -> int | None:
@@ -184,7 +183,7 @@ class PackPlanner:
         return spans, balanced_bins(padded, work, self.slots, dp=dp)
 
     def _plan_packs(
-        self, packs: WindowedPacks, epoch: int, k: int, dp: int
+        self, packs: WindowedPacks | ScheduledPacks, epoch: int, k: int, dp: int
     ) -> tuple[Spans, tuple[IntArray, IntArray]]:
         n = self.global_batch.n
         spans, offsets = packs.read(epoch, k * n, min((k + 1) * n, packs.total))
@@ -236,62 +235,25 @@ class PackPlanner:
             raise IndexError(
                 f"Step {k} of epoch {epoch} was asked of epochs of {len(self)} steps. Both count from 0."
             )
-        if dp < 1:
-            raise ValueError(f"dp={dp}: a plan is for at least one rank. Pass the data-parallel size.")
+        check_count("dp", dp, "Pass the number of data-parallel ranks.")
         if self._packs is not None and self.global_batch.n % dp:
             raise ValueError(
                 f"{self.global_batch} cannot be shared by dp={dp} ranks, each with the same number of packs. "
-                f"Use Packs({-(-self.global_batch.n // dp) * dp}), or Sequences(n), which takes any number of ranks."
+                f"Use Packs({-(-self.global_batch.n // dp) * dp}), or Sequences(n), which takes any number "
+                f"of ranks."
             )
 
     def fingerprint(self) -> str:
         """Hash of the lengths and of every setting that a plan depends on; dp is none of them."""
-        text = json.dumps(self.settings, sort_keys=True).encode()
-        return hashlib.blake2b(text, digest_size=16).hexdigest()
+        return fingerprint(self.settings)
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Make what a checkpoint must hold to go on with ``step(epoch, step)``: the same on every rank.
-
-        Args:
-            epoch: number of the epoch.
-            step: the next step of it, ``len(planner)`` when the epoch is over.
-        """
-        if epoch < 0 or not 0 <= step <= len(self):
-            raise ValueError(
-                f"epoch={epoch}, step={step}: an epoch has {len(self)} steps, and both count from 0."
-            )
-        return {
-            "epoch": int(epoch),
-            "step": int(step),
-            "seed": self.seed,
-            "fingerprint": self.fingerprint(),
-            "settings": dict(self.settings),
-        }
+        """Make what a checkpoint must hold to go on with ``step(epoch, step)``: see :func:`make_state`."""
+        return make_state(self.settings, epoch=epoch, step=step, num_steps=len(self))
 
     def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Check that a state belongs to this planner and return its epoch and next step.
-
-        Raises:
-            ValueError: when the data set or a setting changed since, naming each.
-        """
-        missing = {"epoch", "step", "fingerprint"} - set(state)
-        if missing:
-            raise ValueError(
-                f"The state has no {', '.join(sorted(missing))}; it holds {', '.join(sorted(state)) or 'nothing'}. "
-                "Pass what PackPlanner.state() returned."
-            )
-        if state["fingerprint"] != self.fingerprint():
-            raise ValueError(
-                f"The state was saved with other data or settings ({self._differences(state)}), so that its steps "
-                "would hold other sequences. Use the old ones, or start without the state."
-            )
-        return int(state["epoch"]), int(state["step"])
-
-    def _differences(self, state: Mapping[str, Any]) -> str:
-        saved = state.get("settings", {})
-        pairs = ((name, saved.get(name), value) for name, value in self.settings.items())
-        found = [f"{name} was {old!r}, is {new!r}" for name, old, new in pairs if _plain(old) != _plain(new)]
-        return "; ".join(found) or f"fingerprint was {state['fingerprint']}, is {self.fingerprint()}"
+        """Return the epoch and next step of a state, or refuse one of other data: see :func:`read_state`."""
+        return read_state(self.settings, state)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -299,6 +261,18 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown. Choose one of {', '.join(choices)}.")
 
 
-def _plain(value: Any) -> Any:
-    """Undo what saving does to a value: tuples come back as lists."""
-    return list(value) if isinstance(value, tuple) else value
+def _check_batch(global_batch: object, *, scheduler: bool, schedule: bool) -> None:
+    if not isinstance(global_batch, Packs | Sequences):
+        raise ValueError(
+            f"global_batch={global_batch!r}: pass Packs(n) or Sequences(n), for example Packs(8)."
+        )
+    if scheduler and isinstance(global_batch, Packs):
+        raise ValueError(
+            f"A scheduler cannot serve {global_batch}: it places the sequences of a step, which only "
+            "Sequences(n) knows beforehand. Pass global_batch=Sequences(n), or a schedule of all sequences."
+        )
+    if schedule and isinstance(global_batch, Sequences):
+        raise ValueError(
+            f"A schedule cannot serve {global_batch}: it is made of microbatches, of which Packs(n) takes n "
+            "to a step. Pass global_batch=Packs(n), or a scheduler."
+        )

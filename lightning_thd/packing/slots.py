@@ -35,7 +35,8 @@ def best_fit(padded: IntArray, slots: Slots) -> Packing:
     """Pack by best-fit decreasing; a length above what is usable gets a pack of its own.
 
     Args:
-        padded: int64 ``[S]``, multiples of ``slots.multiple``: divided by it, fewer distinct lengths are left.
+        padded: int64 ``[S]``, multiples of ``slots.multiple``: divided by it, fewer distinct lengths are
+            left.
         slots: what a pack offers.
     """
     fits = padded <= slots.usable

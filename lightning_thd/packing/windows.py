@@ -1,7 +1,7 @@
 """The entries of a data set, window by window -> the packs of an epoch, in any order, from any pack on.
 
-Which sequences share a window depends on the seed alone, so that the packs of a window need counting only once.
-An epoch shuffles the windows, the packs inside each, and sequences of equal length among each other.
+Which sequences share a window depends on the seed alone, so that the packs of a window need counting only
+once. An epoch shuffles the windows, the packs inside each, and sequences of equal length among each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _MEMBERS, _WINDOWS, _TIES, _PACKS = range(4)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WindowedPacks:
-    """The packs of each epoch; what it keeps beside the counts is one window and one epoch's order of windows.
+    """The packs of each epoch; what it keeps beside the counts is one window and one epoch's order of
+    windows.
 
     Attributes:
         entries: the sequences that take part.
@@ -50,7 +51,7 @@ class WindowedPacks:
         return int(self.counts.sum(dtype=np.int64))
 
     def read(self, epoch: int, first: int, last: int) -> tuple[Spans, IntArray]:
-        """Make the packs ``first`` to ``last`` of an epoch: their spans, and int64 offsets of each pack in them."""
+        """Make the packs ``first`` to ``last`` of an epoch: their spans, and the int64 offsets of packs."""
         order, ends = self._windows(epoch)
         parts, sizes = [], []
         place = int(np.searchsorted(ends, first, side="right"))
@@ -79,7 +80,8 @@ class WindowedPacks:
             packs = best_fit(self.slots.padded(spans.lengths), self.slots)
             if len(packs) != self.counts[window]:
                 raise ValueError(
-                    f"Window {window} has {len(packs)} packs, but {self.counts[window]} were counted. The lengths "
+                    f"Window {window} has {len(packs)} packs, but {self.counts[window]} were counted. The "
+                    f"lengths "
                     "changed since, or the counts belong to others. Make a new planner, without these counts."
                 )
             order = shuffled(len(packs), key=derive_key(self.seed, _PACKS, epoch, window))
@@ -119,17 +121,14 @@ def count_windows(
     """
     total = -(-entries.total // window)
     counts = np.empty(total, np.uint32)
-    done = 0
-    for spans in _blocks(entries, window, seed):
-        padded = slots.padded(spans)
-        counts[done] = _count(padded, slots)
-        done += 1
+    for number, lengths in enumerate(_windows(entries, window, seed)):
+        counts[number] = _count(slots.padded(lengths), slots)
         if progress is not None:
-            progress(done, total)
+            progress(number + 1, total)
     return counts
 
 
-def _blocks(entries: Entries, window: int, seed: int) -> Iterator[IntArray]:
+def _windows(entries: Entries, window: int, seed: int) -> Iterator[IntArray]:
     total = -(-entries.total // window)
     step = max(1, (1 << 16) // window)
     for first in range(0, total, step):
