@@ -1,0 +1,65 @@
+"""Settings of a plan and a position -> what a checkpoint holds, and back, refusing other data or settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def fingerprint(settings: Mapping[str, Any]) -> str:
+    """Hash settings that JSON can write, independent of their order: 32 hexadecimal digits."""
+    text = json.dumps(settings, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def make_state(settings: Mapping[str, Any], *, epoch: int, step: int, num_steps: int) -> dict[str, Any]:
+    """Make what a checkpoint must hold to go on with a step: the same on every rank, and for every dp.
+
+    Args:
+        settings: all that a plan depends on; ``"seed"`` is one of them.
+        epoch: number of the epoch, from 0.
+        step: the next step of it; ``num_steps`` when the epoch is over.
+        num_steps: steps of an epoch.
+    """
+    if epoch < 0 or not 0 <= step <= num_steps:
+        raise ValueError(
+            f"epoch={epoch}, step={step} is no position in epochs of {num_steps} steps; both count from 0. "
+            "Pass the epoch and the number of steps consumed in it."
+        )
+    return {
+        "epoch": int(epoch),
+        "step": int(step),
+        "seed": settings["seed"],
+        "fingerprint": fingerprint(settings),
+        "settings": dict(settings),
+    }
+
+
+def read_state(settings: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[int, int]:
+    """Check that a state was made with these settings and return its epoch and next step.
+
+    Raises:
+        ValueError: when it is no state, or the data or a setting changed since; each change is named.
+    """
+    missing = {"epoch", "step", "fingerprint"} - set(state)
+    if missing:
+        raise ValueError(
+            f"The state has no {', '.join(sorted(missing))}; it holds "
+            f"{', '.join(sorted(state)) or 'nothing'}. "
+            "Pass what PackPlanner.state() returned."
+        )
+    if state["fingerprint"] != fingerprint(settings):
+        raise ValueError(
+            f"The state was saved with other data or settings ({_changes(settings, state)}), so its steps "
+            "would hold other sequences. Restore the old ones, or start without the state."
+        )
+    return int(state["epoch"]), int(state["step"])
+
+
+def _changes(settings: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    saved = state.get("settings", {})
+    names = [name for name, value in settings.items() if saved.get(name) != value]
+    found = [f"{name} was {saved.get(name)!r}, is {settings[name]!r}" for name in names]
+    return "; ".join(found) or f"fingerprint was {state['fingerprint']}, is {fingerprint(settings)}"
