@@ -1,7 +1,8 @@
 """Lengths -> packs, packs -> ranks, (epoch, step) -> plan: pure functions of integers."""
 
-from lightning_thd.packing.balance import Cost, Scheduler, balance
+from lightning_thd.packing.balance import Scheduler, balance
 from lightning_thd.packing.bins import Packing, pack_lengths
+from lightning_thd.packing.cost import Cost
 from lightning_thd.packing.entries import LengthSummary
 from lightning_thd.packing.global_batch import Packs, Sequences
 from lightning_thd.packing.plan import Spans, StepPlan

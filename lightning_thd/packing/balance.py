@@ -1,18 +1,16 @@
-"""The sequences of a step -> per rank the same number of microbatches, of equal work and none over the
-capacity.
-"""
+"""The sequences of a step -> per rank as many microbatches of equal work, none over the capacity."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_thd.packing.bins import Packing
+from lightning_thd.packing.cost import Cost
 from lightning_thd.packing.lengths import as_lengths, check_capacity, check_count
 from lightning_thd.packing.microsteps import fill_microsteps, waiting
 from lightning_thd.packing.slots import Slots, best_fit
@@ -21,36 +19,6 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 _EVEN_ENOUGH = 1.01  # work waited for, of an even share: below it no more time is spent on a plan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
-    """Work of a sequence of ``s`` tokens: ``linear * s + quadratic * s**2``, in any unit.
-
-    The default is a dense transformer of hidden size 4096 (12 h^2 weights a layer, causal attention): 12 h
-    tokens of linear work for each s of attention, so that attention reaches a fifth of the work at 12k
-    tokens.
-
-    Attributes:
-        linear: work of a token.
-        quadratic: work of a pair of tokens.
-    """
-
-    linear: float = 12 * 4096
-    quadratic: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
-            raise ValueError(
-                f"Cost(linear={self.linear}, quadratic={self.quadratic}): both must be at least 0, and one "
-                f"above it. "
-                "Cost(linear=1, quadratic=0) balances tokens."
-            )
-
-    def __call__(self, lengths: npt.ArrayLike) -> FloatArray:
-        """Work of each sequence, float64 ``[S]``: Cost(linear=2, quadratic=1) of ``[3]`` is ``[15.0]``."""
-        tokens = np.asarray(lengths, dtype=np.float64)
-        return tokens * (self.linear + self.quadratic * tokens)
 
 
 class Scheduler(Protocol):

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd.alignment import Alignment
-from lightning_thd.packing.balance import Cost, Scheduler, balanced_bins, scheduled_bins, seated
+from lightning_thd.packing.balance import Scheduler, balanced_bins, scheduled_bins, seated
 from lightning_thd.packing.bins import Packing
+from lightning_thd.packing.cost import Cost
 from lightning_thd.packing.entries import (
     Lengths,
     Oversize,

@@ -26,8 +26,7 @@ _MEMBERS, _WINDOWS, _TIES, _PACKS = range(4)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WindowedPacks:
-    """The packs of each epoch; what it keeps beside the counts is one window and one epoch's order of
-    windows.
+    """The packs of each epoch; beside the counts it keeps one window, and the order of one epoch's windows.
 
     Attributes:
         entries: the sequences that take part.

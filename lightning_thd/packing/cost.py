@@ -1,0 +1,60 @@
+"""The length of a sequence -> its work: linear in the tokens for the layers, quadratic for attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd.flops.model import FlopsModel
+from lightning_thd.packing.lengths import check_count
+from lightning_thd.stats import SeqStats
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Work of a sequence of ``s`` tokens: ``linear * s + quadratic * s**2``, in any unit.
+
+    The default is a dense transformer of hidden size 4096 (12 h^2 weights a layer, causal attention): 12 h
+    tokens of linear work for each s of attention, so that attention is a fifth of the work at 12k tokens.
+
+    Attributes:
+        linear: work of a token.
+        quadratic: work of a pair of tokens.
+    """
+
+    linear: float = 12 * 4096
+    quadratic: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
+            raise ValueError(
+                f"Cost(linear={self.linear}, quadratic={self.quadratic}): wanted numbers of at least 0, and "
+                "not both 0. Cost(linear=1, quadratic=0) balances tokens."
+            )
+
+    @classmethod
+    def from_flops(cls, model: FlopsModel, *, longest: int = 8192) -> Cost:
+        """Take the work from a model's own FLOPs, recomputation included.
+
+        Args:
+            model: counts the FLOPs of a training step.
+            longest: tokens of the longest sequence. The work is exact at this length and at half of it; at
+                every length where all layers see the whole sequence, and nearly where some see a window.
+        """
+        check_count("longest", longest, "It is the tokens of the longest sequence.")
+        half = max(1, longest // 2)
+        short, long = (
+            float(model.training_flops(SeqStats.from_lengths([n], windows=model.windows)).hardware)
+            for n in (half, 2 * half)
+        )
+        quadratic = max(0.0, (long - 2 * short) / (2 * half**2))
+        return cls(linear=long / (2 * half) - quadratic * 2 * half, quadratic=quadratic)
+
+    def __call__(self, lengths: npt.ArrayLike) -> FloatArray:
+        """Work of each sequence, float64 ``[S]``: Cost(linear=2, quadratic=1) of ``[3]`` is ``[15.0]``."""
+        tokens = np.asarray(lengths, dtype=np.float64)
+        return tokens * (self.linear + self.quadratic * tokens)
