@@ -1,5 +1,27 @@
 """Packed (THD, cu_seqlens) training for PyTorch Lightning, Accelerate and transformers."""
 
+from lightning_thd.attention import varlen_attention
+from lightning_thd.batch import THDBatch
+from lightning_thd.data import THDDataModule
+from lightning_thd.flops import FlopsModel
+from lightning_thd.loss import causal_lm_loss
+from lightning_thd.models import register_thd
+from lightning_thd.packing import Packs, Sequences
+from lightning_thd.strategies import THDDDPStrategy, THDStrategyMixin, register_strategies
+
 __version__ = "0.1.0"
 
-__all__: list[str] = []
+__all__ = [
+    "FlopsModel",
+    "Packs",
+    "Sequences",
+    "THDBatch",
+    "THDDDPStrategy",
+    "THDDataModule",
+    "THDStrategyMixin",
+    "causal_lm_loss",
+    "varlen_attention",
+]
+
+register_thd()
+register_strategies()

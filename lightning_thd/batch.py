@@ -43,7 +43,8 @@ class _Immutable:
         raise AttributeError(f"{type(self).__name__}.{name} cannot be deleted: batches are immutable.")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {str(name): getattr(self, name) for name in self.__slots__}
+        names: tuple[str, ...] = self.__slots__
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._set(**state)

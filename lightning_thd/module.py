@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from lightning_thd._imports import require
@@ -82,7 +83,7 @@ class CausalLMModule(L.LightningModule):
         logits = self._built(**batch.hf_kwargs()).logits
         return list(zip(batch.sequence_ids, batch.unpack(logits), strict=True))
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW with linear warm-up and cosine decay over the Trainer's steps."""
         trained = [p for p in self.parameters() if p.requires_grad]
         groups = [

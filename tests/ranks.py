@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -65,7 +66,7 @@ def _collect(ranks: list[Any], results: mp.Queue[tuple[int, bool, Any]], deadlin
             continue
         if not ok:
             raise RankError(f"rank {rank} failed:\n{value}")
-        collected[rank] = value
+        collected[rank] = pickle.loads(value)
     return [collected[rank] for rank in range(len(ranks))]
 
 
@@ -96,7 +97,8 @@ def _rank_main(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
         )
         value = fn(*args)
-        results.put((rank, True, value))
+        # Bytes, because a queue sends tensors as files that close when this process ends.
+        results.put((rank, True, pickle.dumps(value)))
         dist.barrier()
     except BaseException:
         results.put((rank, False, traceback.format_exc()))

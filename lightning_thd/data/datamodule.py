@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import cast
@@ -10,7 +11,8 @@ from typing import cast
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import Dataset
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.data.index import Empty, MapDataset, SequenceIndex, build_index
@@ -20,7 +22,7 @@ from lightning_thd.packing import PackPlanner, Packs, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.planner import Tail
 
-Source = MapDataset | str | Path
+Source = MapDataset | Dataset | str | Path  # type: ignore[type-arg]  # jsonargparse wants it bare
 
 
 class THDDataModule(L.LightningDataModule):
@@ -97,7 +99,7 @@ class THDDataModule(L.LightningDataModule):
         self.capacity, self.global_batch = capacity, global_batch
         self.oversize, self.empty, self.tail = oversize, empty, tail
         self.window, self.seed, self.pad_to, self.vocab_size = window, seed, pad_to, vocab_size
-        self._open = {"tokenizer": tokenizer, "text_key": text_key, "cache_dir": cache_dir}
+        self._open = partial(open_source, tokenizer=tokenizer, text_key=text_key, cache_dir=cache_dir)
         self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
         for name in ("val", "test", "predict"):
             if self._sources[name] is None:  # a loader that is there makes Lightning ask for its step
@@ -111,7 +113,7 @@ class THDDataModule(L.LightningDataModule):
         """Tokenise what is text and cache it; Lightning calls this on one process a node."""
         for source in self._sources.values():
             if isinstance(source, str | Path):
-                open_source(source, **self._open)
+                self._open(source)
 
     def setup(self, stage: str) -> None:
         """Open and count the datasets of a stage, and check the Trainer against ``global_batch``."""
@@ -122,13 +124,14 @@ class THDDataModule(L.LightningDataModule):
             source = self._sources[name]
             if source is None or name in self._indices:
                 continue
-            dataset = open_source(source, **self._open) if isinstance(source, str | Path) else source
+            opened = self._open(source) if isinstance(source, str | Path) else source
+            dataset = cast("MapDataset", opened)
             self._datasets[name] = dataset
             self._indices[name] = build_index(
                 dataset,
                 empty=self.empty,
                 num_workers=self.num_workers,
-                progress=len(dataset) > 10_000 and rank_zero_only.rank == 0,
+                progress=len(dataset) > 10_000 and self._is_first,
             )
             self._planners[name] = self._plan(name)
             self._announce(name)
@@ -144,7 +147,7 @@ class THDDataModule(L.LightningDataModule):
         return self._loader(
             "train",
             kind="step" if isinstance(self._step, Sequences) else "pack",
-            fixed_order=trainer is not None and trainer.overfit_batches > 0,
+            fixed_order=getattr(trainer, "overfit_batches", 0) > 0,
             consumed=self._consumed if trainer is not None else None,
             limit=self._limit if trainer is not None else None,
             on_load=self._match_progress if trainer is not None else None,
@@ -217,6 +220,10 @@ class THDDataModule(L.LightningDataModule):
         return sampler.get("rank", 0), sampler.get("num_replicas", 1)
 
     @property
+    def _is_first(self) -> bool:
+        return self.trainer is None or self.trainer.is_global_zero
+
+    @property
     def _pin(self) -> bool:
         if self.pin_memory is not None:
             return self.pin_memory
@@ -246,7 +253,7 @@ class THDDataModule(L.LightningDataModule):
         module = self.trainer.lightning_module if self.trainer is not None else None
         for child in module.modules() if module is not None else ():
             config = getattr(child, "config", None)
-            if hasattr(config, "get_text_config"):
+            if config is not None and hasattr(config, "get_text_config"):
                 return getattr(config.get_text_config(), "vocab_size", None)
         return None
 
@@ -301,7 +308,11 @@ class THDDataModule(L.LightningDataModule):
     def _consumed(self) -> int:
         # `processed` counts a batch once its update is done and before on_train_batch_end, where checkpoints
         # are written; a batch that raised is not counted and comes again.
-        return cast("L.Trainer", self.trainer).fit_loop.epoch_loop.batch_progress.current.processed
+        return int(self._progress.current.processed)
+
+    @property
+    def _progress(self) -> Any:
+        return cast("L.Trainer", self.trainer).fit_loop.epoch_loop.batch_progress
 
     def _limit(self) -> int | None:
         batches = cast("L.Trainer", self.trainer).num_training_batches
@@ -309,7 +320,7 @@ class THDDataModule(L.LightningDataModule):
 
     def _match_progress(self, start: int) -> None:
         """Put Lightning's batch counter where the loader goes on, after a change of ranks or in a step."""
-        progress = cast("L.Trainer", self.trainer).fit_loop.epoch_loop.batch_progress
+        progress = self._progress
         shift = start - progress.current.processed
         if shift:
             for counter in (progress.current, progress.total):

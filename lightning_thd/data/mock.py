@@ -181,7 +181,7 @@ def _make_lengths(config: dict[str, Any], num_sequences: int | None, seed: int) 
     return shape.draw(np.arange(10_000 if num_sequences is None else num_sequences), seed=seed)
 
 
-def _take(config: dict[str, Any], *required: str, **optional: Any) -> list[Any]:  # noqa: ANN401
+def _take(config: dict[str, Any], *required: str, **optional: Any) -> list[Any]:
     missing = [name for name in required if name not in config]
     unknown = sorted(set(config) - set(required) - set(optional))
     if missing or unknown:

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
 _VERSION = 1
 _FILES = ("tokens", "offsets", "labels")
 
 
-class TokenStore:
+class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
     """Sequences of token ids laid end to end.
 
     A dataset as ``THDDataModule`` takes it: ``store[i]`` is ``{"input_ids": ids[, "labels": ids]}``, and
@@ -136,8 +138,8 @@ def cached_store(
     if folder.exists():
         try:
             return TokenStore.open(folder)
-        except ValueError:
-            shutil.rmtree(folder, ignore_errors=True)
+        except ValueError as err:
+            rank_zero_warn(f"{err} It is built anew now.")
     build().save(folder)
     return TokenStore.open(folder)
 

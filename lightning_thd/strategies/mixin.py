@@ -1,0 +1,110 @@
+"""A ``THDStep`` -> all its microbatches inside one Lightning batch, under automatic optimisation.
+
+Lightning's closure runs training_step, then zero_grad, then backward. So the first microbatch's forward runs
+in ``training_step`` and all that is left in ``backward``: one zero_grad, one clipping, one optimizer and
+scheduler step a ``THDStep``, however many microbatches it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+import lightning.pytorch as L
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.strategies.step_logs import StepLogs
+
+
+class THDStrategyMixin(Strategy):
+    """Runs steps of varying microbatches: put it before a Lightning strategy in the bases of your own.
+
+    ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Batches of any other type go
+    the base strategy's way untouched. Gradients are synchronised in the last microbatch alone,
+    ``outputs["loss"]`` is the mean over the microbatches, and ``self.log`` gives one value a step.
+    """
+
+    runs_thd_steps = True
+
+    _pending: tuple[THDStep, tuple[Any, ...]] | None = None
+    _losses: list[Tensor] | None = None
+    _logs: StepLogs | None = None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the first microbatch of a ``THDStep``, or the whole of any other batch."""
+        self._pending, self._losses = None, None
+        batch, *rest = args
+        if not isinstance(batch, THDStep):
+            return super().training_step(*args, **kwargs)
+        trainer = self._trainer
+        if not trainer.lightning_module.automatic_optimization:
+            raise MisconfigurationException(
+                "Sequences(n) steps run under automatic optimisation: with automatic_optimization=False a "
+                "module would see the first microbatch alone. Use Packs(n), or automatic optimisation."
+            )
+        self._pending = (batch, tuple(rest))
+        self._logs = StepLogs(trainer)
+        output = self._forward(batch.microbatches[0], tuple(rest), last=len(batch) == 1)
+        self._losses = [_loss(output).detach()]
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Backpropagate the first microbatch, then run the others, each weighing 1 / their number."""
+        if self._pending is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        step, rest = self._pending
+        assert self._losses is not None
+        assert self._logs is not None
+        with self._synchronised(last=len(step) == 1):
+            result = super().backward(closure_loss / len(step), optimizer, *args, **kwargs)
+        for i, batch in enumerate(step.microbatches[1:], start=2):
+            last = i == len(step)
+            loss = _loss(self._forward(batch, rest, last=last))
+            self._losses.append(loss.detach())
+            with self._synchronised(last=last):
+                result = super().backward(loss / len(step), optimizer, *args, **kwargs)
+        self._logs.finish()
+        return result
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step as the base strategy does, and give callbacks the loss of the whole step."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._losses and isinstance(closure, Closure) and closure._result is not None:
+            closure._result.loss = sum(self._losses[1:], start=self._losses[0]) / len(self._losses)
+        self._pending, self._losses, self._logs = None, None, None
+        return result
+
+    def _forward(self, batch: THDBatch, rest: tuple[Any, ...], *, last: bool) -> Any:
+        assert self._logs is not None
+        before = self._logs.begin(batch)
+        with self._synchronised(last=last):
+            output = super().training_step(batch, *rest)
+        self._logs.end(before)
+        return output
+
+    def _synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Leave gradients to this rank until the last microbatch."""
+        if last or not isinstance(self.model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return cast("contextlib.AbstractContextManager[Any]", self.model.no_sync())
+
+    @property
+    def _trainer(self) -> L.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+
+def _loss(output: object) -> Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise MisconfigurationException(
+            f"training_step returned {type(loss).__name__} for a microbatch of a Sequences(n) step, wanted "
+            "the loss tensor, or a dict with it under 'loss'. Skipping part of a step would change its loss."
+        )
+    return loss

@@ -1,0 +1,86 @@
+"""``self.log`` calls of every microbatch of a step -> one value a step, as users of one batch expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from lightning_thd.batch import THDBatch
+
+_FX = "training_step"
+
+
+class StepLogs:
+    """Collects what ``training_step`` logs in each microbatch and leaves their reduction for the loggers.
+
+    Values logged on_step are reduced over the microbatches of the step by their own ``reduce_fx`` (mean by
+    default). That is exact for the loss, whose mean over microbatches and ranks is the step's: see
+    ``THDBatch.loss_scale``. Values logged on_epoch are weighted in the same way.
+
+    Args:
+        trainer: the running trainer.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
+        self._logged: dict[str, list[Tensor]] = {}
+
+    def begin(self, batch: THDBatch) -> str | None:
+        """Let ``self.log`` work for a microbatch outside Lightning's own call of ``training_step``.
+
+        Returns:
+            The hook Lightning thinks it is in, to be given back to ``end``.
+        """
+        results = self._results
+        if results is not None:
+            results.batch, results.batch_size = batch, None
+            for metric in self._metrics().values():
+                metric._forward_cache = None
+        module = self._trainer.lightning_module
+        before, module._current_fx_name = module._current_fx_name, _FX
+        # Another hook may have logged since: without this, the first batch of an epoch starts its sums anew.
+        self._trainer._logger_connector._current_fx = _FX
+        return before
+
+    def end(self, before: str | None) -> None:
+        """Keep what the microbatch logged."""
+        self._trainer.lightning_module._current_fx_name = before
+        for key, metric in self._metrics().items():
+            if metric._forward_cache is not None:
+                self._logged.setdefault(key, []).append(metric._forward_cache)
+
+    def finish(self) -> None:
+        """Put the reductions where Lightning reads the values of the step."""
+        for key, metric in self._metrics().items():
+            values = self._logged.get(key)
+            if values:
+                metric._forward_cache = _reduce(torch.stack(values), metric.meta)
+                if not metric.meta.on_epoch:
+                    metric.value = metric._forward_cache
+        self._logged.clear()
+
+    @property
+    def _results(self) -> Any:
+        return self._trainer._results
+
+    def _metrics(self) -> dict[str, Any]:
+        """Tensors that ``training_step`` logs on_step; a logged Metric object keeps its own state."""
+        results = self._results or {}
+        return {
+            key: metric
+            for key, metric in results.items()
+            if metric.is_tensor and metric.meta.fx == _FX and metric.meta.on_step
+        }
+
+
+def _reduce(values: Tensor, meta: Any) -> Tensor:
+    if meta.is_sum_reduction:
+        return values.sum()
+    if meta.is_max_reduction:
+        return values.max()
+    if meta.is_min_reduction:
+        return values.min()
+    return values.mean()

@@ -1,0 +1,178 @@
+"""Steps under Lightning equal a hand-written loop over sequences that were never packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
+from lightning_thd.packing import PackPlanner
+from tests.ranks import run_ranks
+from tests.tiny import TinyModule, largest_error, sequences, train_by_hand
+
+CAPACITY, STEPS = 48, 5
+
+
+def make_trainer(strategy: str, **kwargs: Any) -> L.Trainer:
+    defaults: dict[str, Any] = {
+        "max_steps": STEPS,
+        "log_every_n_steps": 1,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "gradient_clip_val": 0.5,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(strategy=strategy, **{**defaults, **kwargs})
+
+
+def fit(strategy: str, step: Packs | Sequences | None, **kwargs: Any) -> dict[str, Any]:
+    samples = sequences(60, labels=True)
+    module = TinyModule()
+    trainer = make_trainer(strategy, **kwargs)
+    trainer.fit(module, THDDataModule(samples, capacity=CAPACITY, global_batch=step))
+    return {
+        "params": {name: p.detach() for name, p in module.model.named_parameters()},
+        "outputs": module.outputs,
+        "seen": module.seen,
+        "zero_grads": module.zero_grads,
+        "clips": module.clips,
+        "steps": trainer.global_step,
+        "logged": float(trainer.callback_metrics["train/loss_step"]),
+    }
+
+
+def by_hand(step: Packs | Sequences, dp: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    samples = sequences(60, labels=True)
+    planner = PackPlanner([len(s["input_ids"]) for s in samples], CAPACITY, global_batch=step)
+    return train_by_hand(samples, planner, STEPS, dp=dp)
+
+
+def test_sequences_on_one_device_equal_the_hand_loop() -> None:
+    found = fit("thd", Sequences(12))
+    params, losses = by_hand(Sequences(12), 1)
+    assert largest_error(found["params"], params) < 1e-12
+    assert found["outputs"] == pytest.approx(losses, rel=1e-12)
+    assert found["logged"] == pytest.approx(losses[-1], rel=1e-6)  # Lightning keeps logs in fp32
+    assert found["steps"] == found["zero_grads"] == found["clips"] == STEPS
+    assert len(found["seen"]) > STEPS  # several microbatches a step, or nothing was tested
+
+
+def test_packs_with_accumulation_equal_the_hand_loop_under_plain_lightning() -> None:
+    found = fit("auto", Packs(3), accumulate_grad_batches=3)
+    params, losses = by_hand(Packs(3), 1)
+    assert largest_error(found["params"], params) < 1e-12
+    # Lightning gives callbacks loss / accumulate_grad_batches; a step's add up to its exact mean.
+    sums = [sum(found["outputs"][k : k + 3]) for k in range(0, 3 * STEPS, 3)]
+    assert sums == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sequences_on_several_ranks_equal_the_hand_loop(world: int) -> None:
+    found = run_ranks(fit_rank, world, "thd_ddp", Sequences(16))
+    params, losses = by_hand(Sequences(16), world)
+    for rank in found:
+        assert largest_error(rank["params"], params) < 1e-12
+        assert rank["steps"] == rank["zero_grads"] == STEPS
+        assert rank["logged"] == pytest.approx(losses[-1], rel=1e-6)
+    means = [sum(values) / world for values in zip(*(rank["outputs"] for rank in found), strict=True)]
+    assert means == pytest.approx(losses, rel=1e-12)
+    assert len({len(rank["seen"]) for rank in found}) == 1
+
+
+def test_packs_on_two_ranks_equal_the_hand_loop_under_plain_ddp() -> None:
+    found = run_ranks(fit_rank, 2, "ddp", Packs(4), 2)
+    params, _ = by_hand(Packs(4), 2)
+    for rank in found:
+        assert largest_error(rank["params"], params) < 1e-12
+
+
+def fit_rank(strategy: str, step: Packs | Sequences, accumulate: int = 1) -> dict[str, Any]:
+    world = torch.distributed.get_world_size()
+    return fit(strategy, step, devices=world, accumulate_grad_batches=accumulate)
+
+
+class LogsEverything(TinyModule):
+    def training_step(self, batch: THDBatch, batch_idx: int) -> dict[str, torch.Tensor]:
+        self.log("rows", float(len(batch.input_ids)), on_step=True, on_epoch=False, reduce_fx="sum")
+        self.log("longest", float(batch.max_seqlen), on_step=True, on_epoch=False, reduce_fx="max")
+        return {"loss": super().training_step(batch, batch_idx), "extra": torch.ones(1)}
+
+
+def test_logs_are_reduced_over_the_microbatches_of_a_step() -> None:
+    samples = sequences(60)
+    module, trainer = LogsEverything(), make_trainer("thd", max_steps=1)
+    trainer.fit(module, THDDataModule(samples, capacity=CAPACITY, global_batch=Sequences(20)))
+    lengths = [len(samples[i]["input_ids"]) for ids in module.seen for i in ids]
+    assert len(module.seen) > 1
+    assert float(trainer.callback_metrics["rows"]) == sum(lengths)
+    assert float(trainer.callback_metrics["longest"]) == max(lengths)
+
+
+def test_epoch_mean_is_the_mean_over_all_tokens() -> None:
+    module, trainer = TinyModule(lr=0.0), make_trainer("thd", max_epochs=1, max_steps=-1)
+    trainer.fit(module, THDDataModule(sequences(60), capacity=CAPACITY, global_batch=Sequences(20)))
+    frozen, samples = TinyModule(lr=0.0), sequences(60)
+    planner = PackPlanner(
+        [len(s["input_ids"]) for s in samples], 10_000, global_batch=Sequences(60), tail="pad"
+    )
+    _, losses = train_by_hand(samples, planner, 1)
+    assert frozen.lr == 0.0
+    # Lightning weighs with whole rows, a step's tokens over its microbatches: rounded, so within 1 in 100.
+    assert float(trainer.callback_metrics["train/loss_epoch"]) == pytest.approx(losses[0], rel=2e-3)
+
+
+def test_bf16_mixed_precision_trains_the_same_way() -> None:
+    runs = {}
+    for precision in ("32-true", "bf16-mixed"):
+        module = TinyModule(torch.float32, lr=0.1)
+        trainer = make_trainer("thd", precision=precision)
+        trainer.fit(module, THDDataModule(sequences(60), capacity=CAPACITY, global_batch=Sequences(12)))
+        assert trainer.global_step == STEPS
+        runs[precision] = module.outputs
+    # bf16 keeps 8 bits: a mean over some 150 tokens of losses near 4 agrees to a few parts in 1000.
+    assert runs["bf16-mixed"] == pytest.approx(runs["32-true"], rel=5e-3)
+    assert runs["bf16-mixed"] != runs["32-true"]
+
+
+class ManualModule(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class SkipsSecond(TinyModule):
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
+        return None if self.seen else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module", "kwargs", "step", "message"),
+    [
+        ("auto", TinyModule, {}, Sequences(8), "needs a strategy that runs all microbatches"),
+        ("thd", TinyModule, {"accumulate_grad_batches": 2}, Sequences(8), "accumulate_grad_batches=2"),
+        (
+            "auto",
+            TinyModule,
+            {"accumulate_grad_batches": 2},
+            Packs(3),
+            r"make 2 packs a step. Set Packs",
+        ),
+        ("thd", ManualModule, {"gradient_clip_val": None}, Sequences(8), "under automatic optimisation"),
+        ("thd", SkipsSecond, {}, Sequences(30), "returned NoneType for a microbatch"),
+        ("thd", TinyModule, {"devices": 2}, Sequences(8), "runs on one device, but the Trainer has 2"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(
+    strategy: str, module: type[TinyModule], kwargs: Any, step: Any, message: str
+) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        make_trainer(strategy, **kwargs).fit(
+            module(), THDDataModule(sequences(60), capacity=CAPACITY, global_batch=step)
+        )
