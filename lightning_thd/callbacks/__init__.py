@@ -1,0 +1,6 @@
+"""Lightning callbacks: throughput of packed training, and the metric behind it."""
+
+from lightning_thd.callbacks.flops_metric import THDFlops
+from lightning_thd.callbacks.throughput import THDThroughputMonitor
+
+__all__ = ["THDFlops", "THDThroughputMonitor"]

@@ -18,7 +18,7 @@ _BY_PRECISION: dict[str, torch.dtype] = {
 }
 
 
-def compute_dtype(plugin: Any, module: torch.nn.Module) -> torch.dtype | str:  # noqa: ANN401 - any plugin
+def compute_dtype(plugin: Any, module: torch.nn.Module) -> torch.dtype | str:
     """The dtype of the training matmuls.
 
     Args:
@@ -75,7 +75,7 @@ def resolve_peak(
 
 
 def _device_dtype(device: torch.device, dtype: torch.dtype | str) -> torch.dtype | str:
-    """float32 where "tf32" is allowed but the device has no such unit, as before Ampere and on AMD's CDNA4."""
+    """float32 where "tf32" is allowed but the device has no such unit, as before Ampere."""
     if dtype == "tf32" and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
         return torch.float32
     return dtype

@@ -12,7 +12,7 @@ import torch.distributed as dist
 def gather_ints(
     values: Sequence[int],
     *,
-    group: Any,  # noqa: ANN401 - dist.ProcessGroup or None
+    group: Any,
     device: torch.device,
 ) -> list[list[int]]:
     """Gather equally many integers from every rank of ``group``.
@@ -34,7 +34,7 @@ def gather_ints(
     return rows
 
 
-def data_parallel_group(strategy: Any) -> Any:  # noqa: ANN401 - any Lightning strategy
+def data_parallel_group(strategy: Any) -> Any:
     """The ranks that hold different sequences: context-, tensor- and pipeline-parallel peers hold the same.
 
     Args:
@@ -47,3 +47,13 @@ def data_parallel_group(strategy: Any) -> Any:  # noqa: ANN401 - any Lightning s
     mesh = getattr(strategy, "_device_mesh", None)
     names = getattr(mesh, "mesh_dim_names", None) or ()
     return mesh.get_group("data_parallel") if mesh is not None and "data_parallel" in names else None
+
+
+def communication_device(
+    group: Any,
+    device: torch.device,
+) -> torch.device:
+    """Where tensors of a collective over ``group`` must lie when the rank works on ``device``."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return torch.device("cpu")
+    return torch.device("cpu") if dist.get_backend(group) == "gloo" else device

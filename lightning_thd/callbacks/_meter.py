@@ -5,55 +5,54 @@ Host integers only: a microbatch costs an append, and everything else happens on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from torch import Tensor
 
 from lightning_thd.flops.ints import from_ints, num_ints, to_ints
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.rates import Work, count
 from lightning_thd.stats import SeqStats, combine
 
-_BINS = (
-    32  # steps of an interval whose imbalance is told apart; more are joined, so that a gather stays short
-)
+# what is kept of a microbatch: its stats, and its lengths for windows that the stats do not count
+Seen: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
+
+_BINS = 32  # steps whose imbalance is told apart; more in an interval are joined, to keep a gather short
 _UNIT = 1 << 20  # FLOPs in which the work of a step crosses ranks: int64 holds 9.7e24 of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """What all ranks did between two logs.
+    """What all ranks did between two reductions.
 
     Attributes:
         measured: what ran while the clock did.
         microbatches: how many of those.
-        seconds: what the slowest rank needed.
-        everything: ``measured`` and what was left out of the rates.
-        num_microbatches: how many of those.
+        left_out: what was left out of the rates.
+        left_out_microbatches: how many of those.
         peak: mean dense FLOP/s of a device; None when a rank does not know its own.
         heaviest: sum over steps of the work of the rank that had most.
         mean: sum over steps of the mean work of a rank.
     """
 
-    measured: SeqStats = SeqStats()
-    microbatches: int = 0
-    seconds: float = 0.0
-    everything: SeqStats = SeqStats()
-    num_microbatches: int = 0
-    peak: float | None = None
-    heaviest: int = 0
-    mean: float = 0.0
+    measured: SeqStats
+    microbatches: int
+    left_out: SeqStats
+    left_out_microbatches: int
+    peak: float | None
+    heaviest: int
+    mean: float
 
     def __add__(self, other: Interval) -> Interval:
         return Interval(
             measured=self.measured + other.measured,
             microbatches=self.microbatches + other.microbatches,
-            seconds=self.seconds + other.seconds,
-            everything=self.everything + other.everything,
-            num_microbatches=self.num_microbatches + other.num_microbatches,
+            left_out=self.left_out + other.left_out,
+            left_out_microbatches=self.left_out_microbatches + other.left_out_microbatches,
             peak=other.peak,
             heaviest=self.heaviest + other.heaviest,
             mean=self.mean + other.mean,
@@ -69,42 +68,60 @@ class Meter:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.steps: list[list[Any]] = [[]]
-        self.left_out: list[Any] = []
-        self.elapsed = 0.0
-        self.running_since: float | None = None
+        self.steps: list[list[Seen]] = [[]]
+        self.left_out: list[Seen] = []
+        self.seconds = 0.0
+        self.left_out_seconds = 0.0
+        self._since: float | None = None
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was counted since the last reduction."""
+        """Whether nothing was counted since the last flush."""
         return not self.left_out and not any(self.steps)
 
+    @property
+    def running(self) -> bool:
+        """Whether time counts at the moment."""
+        return self._since is not None
+
     def start(self) -> None:
-        """Let the clock run."""
-        if self.running_since is None:
-            self.running_since = self.clock()
+        """Let time count."""
+        if self._since is None:
+            self._since = self.clock()
 
     def stop(self) -> None:
-        """Hold the clock."""
-        if self.running_since is not None:
-            self.elapsed += self.clock() - self.running_since
-            self.running_since = None
+        """Let time pass uncounted."""
+        if self._since is not None:
+            self.seconds += self.clock() - self._since
+            self._since = None
 
-    def add(self, microbatches: Iterable[Any]) -> None:
-        """Count microbatches of the step that is running."""
-        self.steps[-1].extend(microbatches)
+    def lap(self) -> float:
+        """Seconds counted since the last lap; counting goes on if it was."""
+        running = self.running
+        self.stop()
+        seconds, self.seconds = self.seconds, 0.0
+        if running:
+            self.start()
+        return seconds
+
+    def add(self, batch: Any) -> int:
+        """Count the microbatches of a batch into the step that is running; 0 when it tells nothing.
+
+        What is kept are host integers: the batch itself, and the device memory it holds, is let go.
+        """
+        found = microbatches(batch)
+        self.steps[-1].extend(found)
+        return len(found)
 
     def end_step(self) -> None:
         """The optimizer has stepped; what follows belongs to the next step."""
         self.steps.append([])
 
     def leave_out(self) -> None:
-        """Take what ran since the last reduction out of the rates, but not out of the totals."""
+        """Take what ran since the last lap out of the rates, but not out of the totals."""
         self.left_out.extend(chain.from_iterable(self.steps))
         self.steps = [[]]
-        self.elapsed = 0.0
-        if self.running_since is not None:
-            self.running_since = self.clock()
+        self.left_out_seconds += self.lap()
 
     def flush(self, model: FlopsModel | None, *, work: Work, peak: float | None) -> list[int]:
         """Turn what was counted into integers of a length that is the same on all ranks, and forget it.
@@ -114,21 +131,16 @@ class Meter:
             work: what was done.
             peak: dense FLOP/s of this rank's device, None when not known.
         """
-        if self.running_since is not None:
-            self.stop()
-            self.start()
         per_step = [summed(step, model) for step in self.steps if step]
-        measured, rest = combine(per_step), summed(self.left_out, model)
         vector = [
-            *to_ints(measured, model),
-            *to_ints(rest, model),
+            *to_ints(combine(per_step), model),
+            *to_ints(summed(self.left_out, model), model),
             sum(len(step) for step in self.steps),
             len(self.left_out),
-            round(self.elapsed * 1e9),
             round(peak or 0),
             *_binned([_work(stats, model, work) for stats in per_step]),
         ]
-        self.steps, self.left_out, self.elapsed = [[]], [], 0.0
+        self.steps, self.left_out = [[]], []
         return vector
 
 
@@ -142,46 +154,58 @@ def interval(rows: list[list[int]], model: FlopsModel | None) -> Interval:
     table = np.array(rows, dtype=object)  # Python integers: a sum over a thousand ranks may pass int64
     counts = num_ints(model)
     totals = [int(value) for value in table.sum(axis=0)]
-    microbatches, left_out = totals[2 * counts : 2 * counts + 2]
-    measured = from_ints(totals[:counts], model)
-    nanoseconds, peaks = table[:, 2 * counts + 2], table[:, 2 * counts + 3]
-    bins = table[:, 2 * counts + 4 :]
+    peaks, bins = table[:, 2 * counts + 2], table[:, 2 * counts + 3 :]
     return Interval(
-        measured=measured,
-        microbatches=microbatches,
-        seconds=max(nanoseconds) / 1e9,
-        everything=measured + from_ints(totals[counts : 2 * counts], model),
-        num_microbatches=microbatches + left_out,
+        measured=from_ints(totals[:counts], model),
+        microbatches=totals[2 * counts],
+        left_out=from_ints(totals[counts : 2 * counts], model),
+        left_out_microbatches=totals[2 * counts + 1],
         peak=sum(peaks) / len(rows) if all(peaks) else None,
         heaviest=sum(max(column) for column in bins.T),
         mean=float(bins.sum()) / len(rows),
     )
 
 
-def summed(microbatches: list[Any], model: FlopsModel | None) -> SeqStats:
+def microbatches(batch: Any) -> list[Seen]:
+    """What a batch tells about its sequences without a device read; nothing for a batch of unknown kind.
+
+    Args:
+        batch: a ``THDStep`` (each of its microbatches), a ``THDBatch``, bare ``SeqStats``, or rows of padded
+            token ids ``[B, N]``, as a tensor or under ``"input_ids"``, which count as B dense sequences.
+    """
+    if (several := getattr(batch, "microbatches", None)) is not None:
+        return [seen for one in several for seen in microbatches(one)]
+    if isinstance(batch, SeqStats):
+        return [(batch, None)]
+    if isinstance(stats := getattr(batch, "stats", None), SeqStats):
+        return [(stats, getattr(batch, "lengths", None))]
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", batch)
+    if isinstance(ids, (list, tuple)) and ids:
+        ids = ids[0]
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        return []
+    rows, length = ids.shape
+    return [(SeqStats.from_lengths([length] * rows), (length,) * rows)]
+
+
+def summed(seen: list[Seen], model: FlopsModel | None) -> SeqStats:
     """Add the stats of microbatches, counting the model's windows where the collator did not.
 
     Args:
-        microbatches: ``THDBatch`` or bare ``SeqStats``.
+        seen: stats and lengths of each.
         model: names the windows.
     """
-    all_stats = [getattr(one, "stats", one) for one in microbatches]
     windows = model.windows if model is not None else ()
-    if all(stats.windows == windows for stats in all_stats):
-        return combine(all_stats)
-    total = combine([replace(stats, window_pairs=()) for stats in all_stats])
-    lengths = np.fromiter(chain.from_iterable(_lengths(one) for one in microbatches), dtype=np.int64)
-    return replace(total, window_pairs=SeqStats.from_lengths(lengths, windows=windows).window_pairs)
-
-
-def _lengths(microbatch: Any) -> Iterable[int]:  # noqa: ANN401 - THDBatch, or anything with stats
-    lengths = getattr(microbatch, "lengths", None)
-    if lengths is None:
+    if all(stats.windows == windows for stats, _ in seen):
+        return combine([stats for stats, _ in seen])
+    total = combine([replace(stats, window_pairs=()) for stats, _ in seen])
+    if any(lengths is None for _, lengths in seen):
         raise ValueError(
-            f"A {type(microbatch).__name__} counts other windows than the model and carries no lengths. "
+            f"A batch counts other windows than the model's {list(windows)} and carries no lengths. "
             "Give it lengths, or build its stats with windows=flops_model.windows."
         )
-    return lengths  # type: ignore[no-any-return]
+    lengths = np.fromiter(chain.from_iterable(lengths or () for _, lengths in seen), dtype=np.int64)
+    return replace(total, window_pairs=SeqStats.from_lengths(lengths, windows=windows).window_pairs)
 
 
 def _work(stats: SeqStats, model: FlopsModel | None, work: Work) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -37,12 +38,12 @@ class THDFlops(Metric):
         model: FlopsModel,
         *,
         work: Work = "training",
-        process_group: Any = None,  # noqa: ANN401 - dist.ProcessGroup or None
+        process_group: Any = None,
     ) -> None:
         super().__init__(process_group=process_group, dist_sync_fn=_gather)
         self.model = model
         self.work = work
-        self.totals = [0.0] * num_ints(model)
+        self.totals = dict.fromkeys(_COLUMNS, 0.0)
         self.add_state("counts", torch.zeros(num_ints(model), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, stats: SeqStats) -> None:
@@ -60,38 +61,40 @@ class THDFlops(Metric):
 
     def breakdown(self) -> FlopsBreakdown:
         """The same by part; outside ``compute`` of this rank's counts and everybody's folded totals."""
-        counts = self.counts.tolist()
-        totals = [int(total) + more for total, more in zip(self.totals, counts, strict=True)]
-        return count(self.model, from_ints(totals, self.model), work=self.work)
+        return self._counted() + FlopsBreakdown(**{name: int(flops) for name, flops in self.totals.items()})
 
     def fold(self) -> None:
         """Add the counts of all ranks to the totals and start counting anew; every rank has to call it."""
         with self.sync_context(should_sync=True, should_unsync=True, dist_sync_fn=_gather):
-            self.add_total(from_ints(self.counts.tolist(), self.model))
+            self.add_total(self._counted())
         self.counts.zero_()
 
-    def add_total(self, stats: SeqStats) -> None:
+    def add_total(self, flops: FlopsBreakdown) -> None:
         """Add what was already summed over the ranks, the same on each of them."""
-        more = to_ints(stats, self.model)
-        self.totals = [total + value for total, value in zip(self.totals, more, strict=True)]
+        self.totals = {name: total + getattr(flops, name) for name, total in self.totals.items()}
         self._computed = None
 
     def reset(self) -> None:
         """Forget counts and totals."""
         super().reset()
-        self.totals = [0.0] * num_ints(self.model)
+        self.totals = dict.fromkeys(_COLUMNS, 0.0)
 
-    def get_extra_state(self) -> dict[str, list[float]]:
+    def get_extra_state(self) -> dict[str, float]:
         """The totals, for a checkpoint; fold first, or what is not folded is not in it."""
-        return {"totals": list(self.totals)}
+        return dict(self.totals)
 
-    def set_extra_state(self, state: dict[str, list[float]]) -> None:
-        """Take the totals of a checkpoint; counts of a model with other windows are refused."""
-        from_ints(state["totals"], self.model)
-        self.totals = [float(total) for total in state["totals"]]
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        """Take the totals of a checkpoint."""
+        self.totals = {name: float(state[name]) for name in _COLUMNS}
+
+    def _counted(self) -> FlopsBreakdown:
+        return count(self.model, from_ints(self.counts.tolist(), self.model), work=self.work)
 
 
-def _gather(tensor: Tensor, group: Any = None) -> list[Tensor]:  # noqa: ANN401 - as torchmetrics calls it
+_COLUMNS = tuple(field.name for field in fields(FlopsBreakdown))
+
+
+def _gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
     """One collective instead of torchmetrics' barrier, shapes and data: the length is known."""
     rows = gather_ints(tensor.tolist(), group=group, device=tensor.device)
     return [torch.tensor(row, dtype=tensor.dtype, device=tensor.device) for row in rows]

@@ -22,7 +22,7 @@ Read = Callable[[Sizes], list[Layer]]
 
 
 def read_config(
-    config: Any,  # noqa: ANN401 - a transformers config, or its dict
+    config: Any,
     *,
     mtp_layers: int = 0,
 ) -> tuple[str, tuple[Layer, ...], int]:

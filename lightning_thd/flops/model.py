@@ -110,7 +110,7 @@ class FlopsModel:
     @classmethod
     def from_config(
         cls,
-        config: Any,  # noqa: ANN401 - a transformers config, or its dict
+        config: Any,
         *,
         causal: Causal = "half",
         tokens: Tokens = "real",

@@ -9,16 +9,16 @@ from typing import Any
 class Sizes:
     """Reads a config by the first of several names that it has."""
 
-    def __init__(self, config: Any) -> None:  # noqa: ANN401 - any family's config, or a mapping
+    def __init__(self, config: Any) -> None:
         self.config = config
         self.model_type = str(self._raw("model_type") or type(config).__name__)
 
-    def _raw(self, name: str) -> Any:  # noqa: ANN401 - config values have any type
+    def _raw(self, name: str) -> Any:
         if isinstance(self.config, Mapping):
             return self.config.get(name)
         return getattr(self.config, name, None)
 
-    def get(self, *names: str, default: Any = None) -> Any:  # noqa: ANN401 - config values have any type
+    def get(self, *names: str, default: Any = None) -> Any:
         """The first value that is not None under ``names``, else ``default``."""
         for name in names:
             value = self._raw(name)

@@ -69,7 +69,7 @@ def checkpointing(module: nn.Module) -> Recompute:
     return "none"
 
 
-def _keywords(function: Any) -> dict[str, Any]:  # noqa: ANN401 - any callable
+def _keywords(function: Any) -> dict[str, Any]:
     """Keywords bound to a checkpoint function, also below a wrapper that keeps it in its closure."""
     for _ in range(4):  # wrappers of wrappers; nobody stacks more
         if isinstance(function, partial):
