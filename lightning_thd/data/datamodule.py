@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import cast
+from typing import Any, cast
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler

@@ -1,0 +1,70 @@
+"""A training job that writes down what it uses, to be killed: python -m tests.chaos_job OUT RANKS NAME."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_thd import Sequences, THDBatch, THDDataModule
+from tests.tiny import TinyModule, sequences
+
+SEQUENCES, PER_STEP, CAPACITY = 240, 6, 48
+
+
+class Ledger(TinyModule):
+    """Appends a line for every microbatch: its step and its sequences."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        super().__init__()
+        self.file = file
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        if self.file is not None:
+            with self.file.open("a") as ledger:
+                ledger.write(f"{self.global_step} {' '.join(map(str, batch.sequence_ids))}\n")
+        return super().training_step(batch, batch_idx)
+
+
+def train(module: TinyModule, out: Path, ranks: int, *, num_workers: int) -> None:
+    """Train one epoch, from the last checkpoint in ``out`` if there is one."""
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=ranks,
+        strategy="thd_ddp" if ranks > 1 else "thd",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=0.5,
+        callbacks=[ModelCheckpoint(out / "checkpoints", every_n_train_steps=2, save_last=True)],
+    )
+    data = THDDataModule(
+        sequences(SEQUENCES, labels=True),
+        capacity=CAPACITY,
+        global_batch=Sequences(PER_STEP),
+        num_workers=num_workers,
+    )
+    resume = (out / "checkpoints" / "last.ckpt").exists()
+    trainer.fit(module, data, ckpt_path="last" if resume else None)
+
+
+def main() -> None:
+    out, ranks, name = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rank = os.environ.get("RANK", "0")
+    module = Ledger(out / f"ledger-{name}-{rank}.txt")
+    train(module, out, ranks, num_workers=2)
+    if rank == "0":
+        torch.save({n: p.detach() for n, p in module.model.named_parameters()}, out / "final.tmp")
+        (out / "final.tmp").rename(out / "final.pt")
+
+
+if __name__ == "__main__":
+    main()

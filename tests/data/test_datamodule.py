@@ -1,0 +1,265 @@
+"""THDDataModule under a real Trainer: every sequence once, every switch, exact resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
+from lightning_thd.batch import THDStep
+from lightning_thd.data import TokenStore
+from tests.tiny import VOCAB, TinyModule, largest_error, nll, sequences
+
+CAPACITY = 48
+
+
+def make_trainer(**kwargs: Any) -> L.Trainer:
+    defaults: dict[str, Any] = {
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(**{**defaults, **kwargs})
+
+
+def flat(seen: list[tuple[int, ...]]) -> list[int]:
+    return [i for ids in seen for i in ids]
+
+
+def test_an_epoch_uses_every_sequence_once_and_the_next_one_in_another_order() -> None:
+    module, samples = TinyModule(), sequences(60)
+    trainer = make_trainer(max_epochs=2)
+    trainer.fit(module, THDDataModule(samples, capacity=CAPACITY))
+    half = len(module.seen) // 2
+    first, second = flat(module.seen[:half]), flat(module.seen[half:])
+    assert sorted(first) == sorted(second) == list(range(60))
+    assert first != second
+    assert trainer.estimated_stepping_batches == trainer.global_step == len(module.seen)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loaders_work_without_a_trainer(num_workers: int) -> None:
+    samples = sequences(60, labels=True)
+    data = THDDataModule(samples, capacity=CAPACITY, num_workers=num_workers, seed=3)
+    data.setup("fit")
+    loader = data.train_dataloader()
+    batches = list(loader)
+    assert len(batches) == len(loader)
+    assert all(isinstance(b, THDBatch) and len(b.input_ids) <= CAPACITY for b in batches)
+    for batch in batches:
+        assert isinstance(batch, THDBatch)
+        for i, ids in zip(batch.sequence_ids, batch.unpack(batch.input_ids), strict=True):
+            assert ids.tolist() == samples[i]["input_ids"].tolist()
+    again = THDDataModule(samples, capacity=CAPACITY, seed=3)
+    again.setup("fit")
+    assert [b.sequence_ids for b in again.train_dataloader() if isinstance(b, THDBatch)] == [
+        b.sequence_ids for b in batches if isinstance(b, THDBatch)
+    ]
+
+
+def test_sequences_give_steps_with_the_scale_of_the_whole_step() -> None:
+    samples = sequences(60, labels=True)
+    data = THDDataModule(samples, capacity=CAPACITY, global_batch=Sequences(14))
+    data.setup("fit")
+    for step in data.train_dataloader():
+        assert isinstance(step, THDStep)
+        counts = [b.loss_tokens for b in step.microbatches]
+        scales = {b.loss_scale for b in step.microbatches}
+        assert scales == {len(step) / sum(counts)}
+
+
+def test_the_last_step_of_a_limited_epoch_is_still_the_mean_over_its_tokens() -> None:
+    samples = sequences(60, labels=True)
+    module = TinyModule(lr=0.0)
+    trainer = make_trainer(accumulate_grad_batches=4, limit_train_batches=6)
+    trainer.fit(module, THDDataModule(samples, capacity=CAPACITY))
+    with torch.no_grad():
+        results = [nll(module.model, samples[i]) for i in flat(module.seen[4:])]
+    expected = float(sum(total for total, _ in results) / sum(count for _, count in results))
+    assert sum(module.outputs[4:]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_validation_and_prediction_come_back_per_sequence() -> None:
+    samples, module = sequences(40, labels=True), TinyModule()
+    data = THDDataModule(capacity=CAPACITY, val=samples, predict=samples)
+    [metrics] = make_trainer().validate(module, data, verbose=False)
+    with torch.no_grad():
+        results = [nll(module.model, sample) for sample in samples]
+    expected = float(sum(total for total, _ in results) / sum(count for _, count in results))
+    assert metrics["val/loss"] == pytest.approx(expected, rel=1e-6)
+    predicted = {i: x for batch in make_trainer().predict(module, data) or [] for i, x in batch}
+    assert sorted(predicted) == list(range(40))
+    for i, logits in predicted.items():
+        ids = torch.as_tensor(samples[i]["input_ids"])[None]
+        with torch.no_grad():
+            alone = module.model(input_ids=ids, use_cache=False).logits[0]
+        torch.testing.assert_close(logits, alone)
+
+
+@pytest.mark.parametrize(
+    ("switch", "batches"),
+    [
+        ({"limit_train_batches": 3}, 3),
+        ({"fast_dev_run": 2}, 2),
+        ({"max_steps": 4}, 4),
+        ({"max_epochs": 2, "overfit_batches": 2}, 4),
+        ({"max_epochs": 2, "limit_train_batches": 2, "reload_dataloaders_every_n_epochs": 1}, 4),
+        ({"val_check_interval": 2, "limit_train_batches": 5}, 5),
+        ({"max_time": {"seconds": 0}}, 0),
+    ],
+)
+def test_trainer_switches(switch: dict[str, Any], batches: int) -> None:
+    module, samples = TinyModule(), sequences(60)
+    trainer = make_trainer(**switch)
+    trainer.fit(module, THDDataModule(samples, capacity=CAPACITY, val=samples[:9]))
+    if "max_time" in switch:
+        assert len(module.seen) < 60
+        return
+    assert len(module.seen) == batches
+    if "overfit_batches" in switch:
+        assert module.seen[:2] == module.seen[2:]
+    elif switch.get("max_epochs") == 2:
+        assert module.seen[:2] != module.seen[2:]
+    if "val_check_interval" in switch:
+        assert "val/loss" in trainer.callback_metrics
+
+
+def test_the_learning_rate_finder_runs(tmp_path: Path) -> None:
+    trainer = make_trainer(max_epochs=3, default_root_dir=tmp_path)
+    module = TinyModule()
+    found = Tuner(trainer).lr_find(
+        module, datamodule=THDDataModule(sequences(60), capacity=CAPACITY), num_training=12
+    )
+    assert found is not None
+    assert len(found.results["lr"]) == 12
+
+
+@pytest.mark.parametrize("step", [None, Packs(2), Sequences(7)])
+def test_resuming_in_an_epoch_gives_what_was_left_and_the_same_parameters(tmp_path: Path, step: Any) -> None:
+    samples = sequences(60, labels=True)
+    accumulate = 2 if isinstance(step, Packs) else 1
+    strategy = "thd" if isinstance(step, Sequences) else "auto"
+
+    def run(module: TinyModule, **kwargs: Any) -> L.Trainer:
+        saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        trainer = make_trainer(
+            callbacks=[saver],
+            enable_checkpointing=True,
+            strategy=strategy,
+            accumulate_grad_batches=accumulate,
+            max_epochs=3,
+            **{k: v for k, v in kwargs.items() if k != "ckpt_path"},
+        )
+        data = THDDataModule(samples, capacity=CAPACITY, global_batch=step)
+        trainer.fit(module, data, ckpt_path=kwargs.get("ckpt_path"))
+        return trainer
+
+    whole = TinyModule()
+    run(whole)
+    for start in (3, 6, 9, 12):
+        resumed = TinyModule()
+        run(resumed, ckpt_path=str(tmp_path / f"step={start}.ckpt"))
+        skipped = len(whole.seen) - len(resumed.seen)
+        assert resumed.seen == whole.seen[skipped:]
+        found = {name: p.detach() for name, p in resumed.model.named_parameters()}
+        assert largest_error(found, {n: p.detach() for n, p in whole.model.named_parameters()}) < 1e-12
+
+
+def test_resume_inside_accumulation_repeats_the_whole_step(tmp_path: Path) -> None:
+    samples = sequences(60)
+
+    class SavesInStep(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if args[3] == 4:  # the fifth batch: one of three in the second step
+                trainer.save_checkpoint(tmp_path / "in.ckpt")
+
+    whole, resumed = TinyModule(), TinyModule()
+    trainer = make_trainer(accumulate_grad_batches=3, callbacks=[SavesInStep()])
+    trainer.fit(whole, THDDataModule(samples, capacity=CAPACITY))
+    trainer = make_trainer(accumulate_grad_batches=3)
+    trainer.fit(resumed, THDDataModule(samples, capacity=CAPACITY), ckpt_path=tmp_path / "in.ckpt")
+    assert resumed.seen == whole.seen[3:]
+    found = {name: p.detach() for name, p in resumed.model.named_parameters()}
+    assert largest_error(found, {n: p.detach() for n, p in whole.model.named_parameters()}) < 1e-12
+
+
+def test_changed_data_is_refused_on_resume(tmp_path: Path) -> None:
+    trainer = make_trainer(max_steps=3)
+    trainer.fit(TinyModule(), THDDataModule(sequences(60), capacity=CAPACITY))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    for samples, capacity in ((sequences(61), CAPACITY), (sequences(60), CAPACITY + 1)):
+        with pytest.raises(ValueError, match="saved with other data or settings"):
+            make_trainer(max_steps=5).fit(
+                TinyModule(), THDDataModule(samples, capacity=capacity), ckpt_path=tmp_path / "a.ckpt"
+            )
+
+
+def test_policies_are_counted_and_logged(tmp_path: Path) -> None:
+    samples: list[dict[str, Any]] = [{"input_ids": np.ones(n, int)} for n in (5, 0, 9, 2, 4, 30)]
+    logger = L.loggers.CSVLogger(tmp_path)
+    data = THDDataModule(samples, capacity=8, oversize="truncate", empty="drop")
+    make_trainer(logger=logger).fit(TinyModule(), data)
+    expected = {"empty": 1, "dropped": 0, "truncated": 2, "split": 0, "own_pack": 0, "tokens_lost": 1 + 22}
+    assert data.counts["train"] == expected
+    logged = Path(logger.log_dir, "metrics.csv").read_text()
+    assert "data/train_truncated" in logged
+    assert "data/train_tokens_lost" in logged
+
+
+class BadVocabulary(TinyModule):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: THDDataModule([], capacity=8), "The dataset is empty"),
+        (lambda: THDDataModule(sequences(9), capacity=0), "capacity=0: a pack holds at least 1"),
+        (lambda: THDDataModule(sequences(9), capacity=9, pad_to=3), "pad_to=3 is less than capacity=9"),
+        (lambda: THDDataModule(sequences(60), capacity=8), r"tokens but at most 8 fit a pack.*oversize="),
+        (lambda: THDDataModule([{"input_ids": [1, -1]}], capacity=8), "has the token id -1"),
+        (
+            lambda: THDDataModule([{"input_ids": [1, VOCAB]}], capacity=8),
+            "Sequence 0 has the token id 64, but",
+        ),
+        (lambda: THDDataModule([{"input_ids": []}, {"input_ids": [1]}], capacity=8), "has no tokens"),
+    ],
+)
+def test_bad_input_is_refused(make: Any, message: str) -> None:
+    with pytest.raises((ValueError, MisconfigurationException), match=message):
+        make_trainer().fit(TinyModule(), make())
+
+
+def test_trainer_clashes_are_refused() -> None:
+    data = THDDataModule(sequences(9), capacity=CAPACITY)
+    with pytest.raises(MisconfigurationException, match="GradientAccumulationScheduler changes the packs"):
+        make_trainer(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})]).fit(TinyModule(), data)
+    with pytest.raises(MisconfigurationException, match="no data for 'train'"):
+        make_trainer().fit(TinyModule(), THDDataModule(val=sequences(9), capacity=CAPACITY))
+
+
+def test_a_dead_worker_ends_the_run() -> None:
+    class Dies(TokenStore):
+        def __getitem__(self, i: int) -> Any:
+            if torch.utils.data.get_worker_info() is not None:
+                import os
+
+                os._exit(3)
+            return super().__getitem__(i)
+
+    store = Dies.from_rows([s["input_ids"] for s in sequences(30)])
+    with pytest.raises(RuntimeError, match="worker"):
+        make_trainer().fit(TinyModule(), THDDataModule(store, capacity=CAPACITY, num_workers=1))

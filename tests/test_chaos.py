@@ -1,0 +1,99 @@
+"""Kill a job with SIGKILL again and again, on other numbers of ranks: nothing is lost, nothing comes twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.chaos_job import PER_STEP, SEQUENCES, Ledger, train
+from tests.tiny import largest_error
+
+
+def start(out: Path, ranks: int, name: str) -> subprocess.Popen[bytes]:
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    )
+    command = [sys.executable, *launcher, "-m", "tests.chaos_job", str(out), str(ranks), name]
+    with (out / f"{name}.log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def kill(job: subprocess.Popen[bytes]) -> None:
+    os.killpg(job.pid, signal.SIGKILL)
+    job.wait()
+    # torchrun's ranks lead process groups of their own.
+    subprocess.run(["pkill", "-9", "-s", str(job.pid)], check=False)
+
+
+def lines(out: Path) -> int:
+    return sum(len(file.read_text().splitlines()) for file in out.glob("ledger-*.txt"))
+
+
+def surviving_line(out: Path, names: list[str]) -> dict[int, list[int]]:
+    """For every step, the sequences of the last run that began it."""
+    steps: dict[int, list[int]] = {}
+    for name in names:
+        of_run: dict[int, list[int]] = {}
+        for file in out.glob(f"ledger-{name}-*.txt"):
+            for line in file.read_text().splitlines():
+                step, *ids = map(int, line.split())
+                of_run.setdefault(step, []).extend(ids)
+        if of_run:
+            steps = {step: ids for step, ids in steps.items() if step < min(of_run)} | of_run
+    return steps
+
+
+def survive(out: Path, kills: int, seed: int) -> None:
+    rng = random.Random(seed)
+    names = []
+    for k in range(kills):
+        names.append(f"{k:03d}")
+        before, ranks = lines(out), rng.choice([1, 2, 4])
+        job = start(out, ranks, names[-1])
+        goal = before + rng.randint(1, 12 * ranks)
+        deadline = time.monotonic() + 120
+        while lines(out) < goal and job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(rng.random() * 0.3)
+        kill(job)
+        assert lines(out) > before or (out / "final.pt").exists(), (out / f"{names[-1]}.log").read_text()
+        if (out / "final.pt").exists():
+            break
+    if not (out / "final.pt").exists():
+        names.append("last")
+        job = start(out, rng.choice([1, 2, 4]), "last")
+        assert job.wait(240) == 0, (out / "last.log").read_text()
+
+    steps = surviving_line(out, names)
+    assert sorted(steps) == list(range(SEQUENCES // PER_STEP))
+    assert all(len(ids) == PER_STEP for ids in steps.values())
+    assert sorted(i for ids in steps.values() for i in ids) == list(range(SEQUENCES))
+
+    alone = Ledger()
+    train(alone, out / "alone", 1, num_workers=0)
+    found = torch.load(out / "final.pt")
+    # fp64: other ranks add the same gradients in another order, nothing else differs.
+    assert largest_error(found, {n: p.detach() for n, p in alone.model.named_parameters()}) < 1e-10
+
+
+def test_four_kills(tmp_path: Path) -> None:
+    survive(tmp_path, kills=4, seed=7)
+
+
+@pytest.mark.slow
+def test_forty_kills(tmp_path: Path) -> None:
+    survive(tmp_path, kills=40, seed=8)
