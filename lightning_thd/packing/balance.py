@@ -163,16 +163,18 @@ def scheduled_bins(
             f"It must return {dp} lists with the same number of microbatches, at least one."
         )
     bins = [bin_ for rank in plan for bin_ in rank]
-    order = np.concatenate(bins)
-    uses = (
-        np.bincount(order, minlength=len(lengths))
-        if order.size and order.min() >= 0
-        else np.zeros(len(lengths))
-    )
-    if len(uses) != len(lengths) or (uses != 1).any():
-        wrong = int((uses[: len(lengths)] != 1).argmax())
+    order = np.concatenate([np.empty(0, np.int64), *bins])
+    outside = (order < 0) | (order >= len(lengths))
+    if outside.any():
         raise ValueError(
-            f"The scheduler used position {wrong} {int(uses[wrong])} times, of {len(lengths)} sequences. "
+            f"The scheduler used position {order[outside][0]} of {len(lengths)} sequences. "
+            "It must return positions in the lengths it was given."
+        )
+    uses = np.bincount(order, minlength=len(lengths))
+    if (uses != 1).any():
+        wrong = int((uses != 1).argmax())
+        raise ValueError(
+            f"The scheduler used position {wrong} {uses[wrong]} times, of {len(lengths)} sequences. "
             "It must put each position in one microbatch."
         )
     for number, bin_ in enumerate(bins):

@@ -1,0 +1,46 @@
+import numpy as np
+import pytest
+
+from lightning_thd.flops import FlopsModel, SeqStats
+from lightning_thd.packing import Cost
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14_336,
+    "vocab_size": 128_256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
+
+def test_worked_value():
+    assert Cost(linear=2, quadratic=1)([3, 1]).tolist() == [15.0, 3.0]
+
+
+def test_is_the_models_own_work():
+    model = FlopsModel.from_config(LLAMA_8B)
+    cost = Cost.from_flops(model)
+    for length in (1, 7, 100, 8192, 40_000):
+        flops = model.training_flops(SeqStats.from_lengths([length])).hardware
+        assert cost([length])[0] == pytest.approx(flops, rel=1e-6)
+    # 6 FLOPs for each of the 7.5e9 weights that multiply, 3 * 2 * 2 * 4096 / 2 a pair of tokens and layer.
+    assert cost.linear == pytest.approx(6 * 7.5e9, rel=0.01)
+    assert cost.quadratic == pytest.approx(6 * 4096 * 32)
+
+
+def test_a_window_makes_long_sequences_cheaper():
+    mistral = FlopsModel.from_config(LLAMA_8B | {"model_type": "mistral", "sliding_window": 1024})
+    cost = Cost.from_flops(mistral, longest=8192)
+    assert 0 < cost.quadratic < Cost.from_flops(FlopsModel.from_config(LLAMA_8B)).quadratic / 20
+    for length, within in ((8192, 1e-6), (4096, 1e-6), (1024, 0.02), (16_384, 0.02)):
+        stats = SeqStats.from_lengths([length], windows=mistral.windows)
+        assert cost([length])[0] == pytest.approx(mistral.training_flops(stats).hardware, rel=within)
+
+
+@pytest.mark.parametrize("values", [(-1, 1), (1, -1), (0, 0), (np.nan, 1)])
+def test_refuses_what_is_no_work(values):
+    with pytest.raises(ValueError, match=r"not both 0. Cost\(linear=1, quadratic=0\) balances tokens"):
+        Cost(linear=values[0], quadratic=values[1])
