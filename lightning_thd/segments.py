@@ -53,7 +53,8 @@ def seqlens_offsets(
 
     Args:
         ids_q: int32 or int64 ``[..., Tq]``, in ``[0, max_segments]``.
-        ids_kv: the same for keys, ``[..., Tkv]``. The very same tensors for both sides take a shorter way.
+        ids_kv: the same for keys, ``[..., Tkv]``. The very same tensors for both sides take a
+            shorter way, whose fields for keys are those for queries.
         pos_q: position inside the segment, of the shape of ``ids_q``; "padding" looks at none.
         pos_kv: the same for keys.
         mask: "causal" lets a query see keys at its position and before; "causal_bottom_right" counts
@@ -132,7 +133,7 @@ def _describe(ids: Tensor, max_segments: int) -> tuple[Tensor, Tensor, Tensor]:
     # Runs are counted as they start; the k-th starts where the count first reaches k.
     count = torch.cumsum(_run_starts(ids) & (ids != 0), -1, dtype=torch.int32)
     wanted = torch.arange(1, max_segments + 2, dtype=torch.int32, device=device).expand(by_id)
-    offsets = torch.searchsorted(count, wanted.contiguous(), out_int32=True)
+    offsets = torch.searchsorted(count.contiguous(), wanted.contiguous(), out_int32=True)
     starts, lengths = starts[..., 1:], lengths[..., 1:]
     return lengths, offsets.where(offsets < total, -1), starts.where(starts < total, -1)
 
@@ -157,10 +158,10 @@ def _check_side(ids: Tensor, pos: Tensor | None, mask: MaskFamily, max_segments:
                 f"mask={mask!r} needs pos_{side}, but it is None. Pass the positions inside the segments "
                 "(seqlens.position_ids_from_cu_seqlens), or mask='padding'."
             )
-    elif pos.shape != ids.shape or pos.dtype not in (torch.int32, torch.int64):
+    elif pos.shape != ids.shape or pos.device != ids.device or pos.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"pos_{side} is {pos.dtype} {list(pos.shape)}; wanted int32 or int64 {list(ids.shape)}, the "
-            f"shape of ids_{side}. Pass one position a slot."
+            f"pos_{side} is {pos.dtype} {list(pos.shape)} on {pos.device}; wanted int32 or int64 "
+            f"{list(ids.shape)} on {ids.device}, as ids_{side}. Pass one position a slot."
         )
     if (
         torch.compiler.is_compiling()

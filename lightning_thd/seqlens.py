@@ -136,8 +136,9 @@ def cu_seqlens_from_seq_idx(seq_idx: Tensor, *, num_sequences: int) -> Tensor:
     host = host_values(seq_idx)
     if host is not None and host.size:
         check_seq_idx(host, num_sequences)
+    seq_idx = _wide(seq_idx)
     wanted = torch.arange(num_sequences + 1, dtype=seq_idx.dtype, device=seq_idx.device)
-    return torch.searchsorted(seq_idx.contiguous(), wanted, out_int32=True)
+    return torch.searchsorted(seq_idx, wanted, out_int32=True)
 
 
 def cu_seqlens_from_segment_ids(segment_ids: Tensor, *, num_sequences: int) -> tuple[Tensor, Tensor]:
@@ -156,8 +157,8 @@ def cu_seqlens_from_segment_ids(segment_ids: Tensor, *, num_sequences: int) -> t
     host = host_values(segment_ids)
     if host is not None and host.size:
         check_segment_ids(host, num_sequences)
-    owners = torch.cummax(segment_ids, 0).values
-    wanted = torch.arange(1, num_sequences + 2, dtype=segment_ids.dtype, device=segment_ids.device)
+    owners = torch.cummax(_wide(segment_ids), 0).values
+    wanted = torch.arange(1, num_sequences + 2, dtype=owners.dtype, device=owners.device)
     padded = torch.searchsorted(owners, wanted, out_int32=True)
     zero = torch.zeros(1, dtype=torch.int32, device=segment_ids.device)
     real_before = torch.cat([zero, torch.cumsum(segment_ids != 0, 0, dtype=torch.int32)])
@@ -234,3 +235,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, total: int) -> None:
     """
     require_cu_seqlens(cu_seqlens, None)
     check_offsets(cu_seqlens.detach().cpu().numpy(), total)
+
+
+def _wide(numbers: Tensor) -> Tensor:
+    """Give small integer dtypes room for any number of sequences, in the layout that searchsorted wants."""
+    return (numbers.to(torch.int32) if numbers.element_size() < 4 else numbers).contiguous()

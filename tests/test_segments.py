@@ -206,6 +206,17 @@ def test_any_number_of_batch_dimensions() -> None:
             assert all(torch.equal(a[i, j], b) for a, b in zip(whole, row, strict=True))
 
 
+def test_strided_inputs_and_mixed_dtypes() -> None:
+    ids, kv, pos, pos_kv = _inputs(96)
+    expected = seqlens_offsets(ids, kv, pos, pos_kv, mask="causal_bottom_right", max_segments=3)
+    columns = [torch.stack([x, x], dim=-1)[..., 0] for x in (ids, kv.long(), pos.long(), pos_kv)]
+    turned = [torch.stack([x, x.flip(0)], dim=-1).T[:1] for x in (ids.long(), kv, pos, pos_kv.long())]
+    assert not any(x.is_contiguous() for x in columns)
+    for inputs in (columns, turned):
+        layout = seqlens_offsets(*inputs, mask="causal_bottom_right", max_segments=3)
+        assert all(torch.equal(a.reshape(-1), b) for a, b in zip(layout, expected, strict=True))
+
+
 def test_no_slots_and_all_padding() -> None:
     for total in (0, 5):
         ids = torch.zeros(total, dtype=torch.int32)
@@ -259,6 +270,19 @@ def test_compiles_without_a_break(mask: MaskFamily) -> None:
         assert all(torch.equal(a, b) for a, b in zip(compiled(*inputs), expected, strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # inductor's own
+def test_compiles_by_inductor() -> None:
+    inputs = _inputs(96)
+    for mask in FAMILIES:
+        compiled = torch.compile(seqlens_offsets, fullgraph=True)
+        expected = seqlens_offsets(*inputs, mask=mask, max_segments=4)
+        ours = compiled(*inputs, mask=mask, max_segments=4)
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
 @pytest.mark.parametrize(("mask", "limit"), [("causal", 24), ("padding", 24), ("causal_bottom_right", 40)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_scratch_grows_with_slots_and_not_with_segments(
@@ -303,8 +327,12 @@ def test_messages() -> None:
         call(ids, kv, None, pos_kv)
     with pytest.raises(ValueError, match=r"needs pos_kv, but it is None. Pass the positions"):
         call(ids, kv, pos, None, mask="causal_bottom_right")
-    with pytest.raises(ValueError, match=r"pos_kv is torch.int32 \[63\]; wanted int32 or int64 \[64\]"):
+    with pytest.raises(
+        ValueError, match=r"pos_kv is torch.int32 \[63\] on cpu; wanted int32 or int64 \[64\]"
+    ):
         call(ids, kv, pos, pos_kv[1:])
+    with pytest.raises(ValueError, match=r"pos_q is torch.int32 \[64\] on meta; .* \[64\] on cpu, as ids_q"):
+        call(ids, kv, pos.to("meta"), pos_kv)
     with pytest.raises(ValueError, match=r"pos_q is torch.float32 \[64\]"):
         call(ids, kv, pos.float(), pos_kv)
     with pytest.raises(

@@ -118,6 +118,18 @@ def test_lengths_of_any_kind(make: Callable[[list[int]], object]) -> None:
     assert cu_seqlens_from_lengths(make([3, 0, 2])).tolist() == [0, 3, 3, 5]
 
 
+def test_small_dtypes_hold_many_sequences_and_strides_do_not_matter() -> None:
+    seq_idx = torch.arange(200, dtype=torch.uint8)
+    assert cu_seqlens_from_seq_idx(seq_idx, num_sequences=400).tolist() == [*range(200), *[200] * 201]
+    real, padded = cu_seqlens_from_segment_ids(seq_idx[1:], num_sequences=300)
+    assert real.tolist() == padded.tolist() == [*range(199), *[199] * 102]
+    strided = torch.tensor([0, 9, 1, 9, 0, 9])[::2]
+    assert cu_seqlens_from_position_ids(strided, num_sequences=2).tolist() == [0, 2, 3]
+    assert cu_seqlens_from_seq_idx(strided.sort().values, num_sequences=2).tolist() == [0, 2, 3]
+    assert cu_seqlens_from_lengths(strided).tolist() == [0, 0, 1, 1]
+    assert lengths_from_cu_seqlens(cu(0, 7, 3, 7, 5)[::2]).tolist() == [3, 2]
+
+
 def test_no_sequences() -> None:
     for empty in ([], np.zeros(0, dtype=np.int64), torch.zeros(0, dtype=torch.int32)):
         assert cu_seqlens_from_lengths(empty).tolist() == [0]
@@ -231,6 +243,17 @@ def test_compiles_without_a_break(dynamic: bool | None) -> None:
         args = (torch.tensor(lengths), sum(lengths), len(lengths))
         for ours, expected in zip(compiled(*args), _all(*args), strict=True):
             assert torch.equal(ours, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # inductor's own
+def test_compiles_by_inductor() -> None:
+    compiled = torch.compile(_all, fullgraph=True)
+    args = (torch.tensor([3, 2, 4]), 9, 3)
+    for ours, expected in zip(compiled(*args), _all(*args), strict=True):
+        assert torch.equal(ours, expected)
 
 
 def test_padding_and_lists_compile_without_a_break() -> None:
