@@ -30,12 +30,12 @@ from lightning_thd.stats import combine
 _FLUSH_STEPS = 1000  # where logging is off: bounds what is held on the host
 _MAX_SHAPES = 4  # each costs a slow step
 # the sum over devices, where there are several, comes last and wins
-_BAR = {
-    "device/real_items_per_sec": "tokens/s",
-    "real_items_per_sec": "tokens/s",
-    "device/tflops_per_gpu": "TFLOP/s",
-    "device/mfu": "MFU",
-}
+_BAR = (
+    ("device/real_items_per_sec", "tokens/s"),
+    ("real_items_per_sec", "tokens/s"),
+    ("device/tflops_per_gpu", "TFLOP/s"),
+    ("device/mfu", "MFU"),
+)
 
 
 class THDThroughputMonitor(EvaluationHooks):
@@ -234,12 +234,11 @@ class THDThroughputMonitor(EvaluationHooks):
             stage.pause(setting)
         metrics = stage.close(setting, last=last)
         self.latest.update(metrics)
-        trainer.callback_metrics.update({key: torch.tensor(value) for key, value in metrics.items()})
+        as_tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in metrics.items()}
+        trainer.callback_metrics.update(as_tensors)
         if self.progress_bar and stage.name == "train":
-            bar = {short: metrics.get(f"train/{key}") for key, short in _BAR.items()}
-            trainer.progress_bar_metrics.update(
-                {key: value for key, value in bar.items() if value is not None}
-            )
+            found = {short: metrics[f"train/{key}"] for key, short in _BAR if f"train/{key}" in metrics}
+            trainer.progress_bar_metrics.update(found)
         trainer._logger_connector.log_metrics(dict(metrics))  # type: ignore[arg-type]  # floats are welcome
         self._follow(setting, pl_module)
 

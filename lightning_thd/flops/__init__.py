@@ -1,7 +1,19 @@
 """SeqStats -> FLOPs: what training on packed sequences costs, and what a device could do at most."""
 
+from lightning_thd.flops.counted import from_module
+from lightning_thd.flops.measure import measure_flops
 from lightning_thd.flops.model import FlopsBreakdown, FlopsModel
 from lightning_thd.flops.peaks import peak_flops
+from lightning_thd.flops.rates import throughput
 from lightning_thd.stats import Chunk, SeqStats
 
-__all__ = ["Chunk", "FlopsBreakdown", "FlopsModel", "SeqStats", "peak_flops"]
+__all__ = [
+    "Chunk",
+    "FlopsBreakdown",
+    "FlopsModel",
+    "SeqStats",
+    "from_module",
+    "measure_flops",
+    "peak_flops",
+    "throughput",
+]

@@ -148,6 +148,19 @@ class FlopsModel:
         )
 
     @staticmethod
+    def from_module(module: nn.Module, run: Callable[[], object], *, stats: SeqStats) -> FlopsModel:
+        """Count one training step with torch's FLOP counter, for a model without a config that is known.
+
+        Args:
+            module: the model.
+            run: runs a forward and a backward pass.
+            stats: of the batch that ``run`` uses.
+        """
+        from lightning_thd.flops.counted import from_module
+
+        return from_module(module, run, stats=stats)
+
+    @staticmethod
     def register(model_type: str, builder: Builder) -> None:
         """Teach ``from_config`` a family.
 

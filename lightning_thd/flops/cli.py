@@ -1,0 +1,131 @@
+"""A config and sequence lengths -> a table of what a training step costs, part by part."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_thd._imports import require
+from lightning_thd.flops.model import FlopsBreakdown, FlopsModel
+from lightning_thd.flops.peaks import peak_flops
+from lightning_thd.stats import SeqStats
+
+_PARTS = ("linear", "attention", "logits", "vision", "recompute")
+
+
+def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> str:
+    """What training on ``lengths`` costs, and what a counter that takes the pack for one sequence would say.
+
+    Args:
+        model: counts the FLOPs.
+        lengths: real tokens of every sequence.
+
+    Returns:
+        Lines of text: FLOPs, share of the model's FLOPs, and FLOPs when counted as one sequence.
+    """
+    packed = model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows))
+    as_one = model.training_flops(SeqStats.from_lengths([sum(lengths)], windows=model.windows))
+    head = f"{model.name}: {len(lengths)} sequences, {sum(lengths):,} tokens, causal={model.causal!r}"
+    lines = [head, f"{'':<12}{'FLOPs':>28}{'share':>9}{'as one sequence':>28}"]
+    names = [name for name in _PARTS if getattr(packed, name)]
+    for name in (*names, "model", "hardware"):
+        flops, other = getattr(packed, name), getattr(as_one, name)
+        lines.append(f"{name:<12}{flops:>28,}{flops / max(packed.model, 1):>9.1%}{other:>28,}")
+    if packed.model:
+        lines.append(f"Counted as one sequence: {as_one.model / packed.model:.3f} x the model's FLOPs.")
+    return "\n".join(lines)
+
+
+def load_config(path: str) -> Any:
+    """A config from a ``config.json``, a folder that holds one, or a name that transformers can resolve.
+
+    Args:
+        path: file, folder, or model name.
+
+    Raises:
+        ValueError: for a file that is no JSON object with a ``model_type``.
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.exists():
+        auto = require("transformers", feature=f"flops {path}, which is no file here,").AutoConfig
+        return auto.from_pretrained(path)
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as err:
+        raise ValueError(f"{file}, line {err.lineno}: {err.msg}. A config.json is wanted.") from err
+    if not isinstance(config, dict) or not config.get("model_type"):
+        raise ValueError(f"{file} has no model_type. Pass the config.json of a transformers model.")
+    return config
+
+
+def print_breakdown(
+    config: Any,
+    lengths: Sequence[int],
+    *,
+    causal: str = "half",
+    embedding: bool = False,
+    router: bool = False,
+    recompute: str = "none",
+) -> FlopsBreakdown:
+    """Print ``breakdown_table`` of a config.
+
+    Args:
+        config: a transformers config, its dict, or where to find one.
+        lengths: real tokens of every sequence.
+        causal: "half", "exact" or "full" square of a causal layer.
+        embedding: count the embedding table as a matmul.
+        router: count the routers of expert layers.
+        recompute: activation checkpointing: "none", "full", "early_stop" or "selective".
+
+    Returns:
+        What was printed.
+    """
+    model = FlopsModel.from_config(
+        load_config(config) if isinstance(config, str) else config,
+        causal=causal,  # type: ignore[arg-type]  # checked by FlopsModel
+        embedding=embedding,
+        router=router,
+        recompute=recompute,  # type: ignore[arg-type]  # checked by FlopsModel
+    )
+    sys.stdout.write(breakdown_table(model, lengths) + "\n")
+    return model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: ``lightning-thd flops CONFIG --lengths 512 1024 2048``.
+
+    Args:
+        arguments: what follows the command's name; None takes them from the shell.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lightning-thd flops", description="FLOPs of training a model on sequences of given lengths."
+    )
+    parser.add_argument("config", help="config.json, a folder with one, or a model name")
+    parser.add_argument("--lengths", type=int, nargs="+", required=True, help="tokens of every sequence")
+    parser.add_argument("--causal", choices=("half", "exact", "full"), default="half")
+    parser.add_argument("--recompute", choices=("none", "full", "early_stop", "selective"), default="none")
+    parser.add_argument("--embedding", action="store_true", help="count the embedding as a matmul")
+    parser.add_argument("--router", action="store_true", help="count the routers of experts")
+    parser.add_argument("--device", help="device name: adds the least time these FLOPs take on it")
+    parser.add_argument("--dtype", default="bf16", help="bf16, fp16, tf32, fp32, fp8 or fp4, with --device")
+    given = parser.parse_args(arguments)
+    try:
+        peak = peak_flops(given.device, given.dtype) if given.device else None
+        flops = print_breakdown(
+            given.config,
+            given.lengths,
+            causal=given.causal,
+            embedding=given.embedding,
+            router=given.router,
+            recompute=given.recompute,
+        )
+    except (ValueError, OSError, ModuleNotFoundError) as err:
+        parser.error(str(err))
+    if peak is not None:
+        sys.stdout.write(f"At {peak / 1e12:g} TFLOP/s: {flops.hardware / peak * 1e3:.3f} ms at the least.\n")
+    elif given.device:
+        sys.stdout.write(f"No peak is known for {given.device!r} in {given.dtype}.\n")
