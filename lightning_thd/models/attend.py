@@ -41,7 +41,7 @@ def thd_attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     max_length_k: int | None = None,
-    **others: Any,  # noqa: ANN401
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attend inside sequences; the function behind ``attn_implementation="thd"``.
 

@@ -86,7 +86,7 @@ def _grid(
 
 def run_grouped(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, slots: int
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Call ``function`` once a group and lay its outputs out as the pack again.
 
     Args:
@@ -118,7 +118,7 @@ class _Taker:
         self.source = source
         self.slots = slots
 
-    def __call__(self, value: Any) -> Any:  # noqa: ANN401
+    def __call__(self, value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(self, value))
         if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[:2] != (1, self.slots):

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_thd.models.masks import learn_window
 from lightning_thd.models.mixers import adopt_mixers, check_mixers
-from lightning_thd.models.pack import STATE, Pack, Scope, scoped
+from lightning_thd.models.pack import Pack, Scope, current_scope, scoped, set_scope
 from lightning_thd.models.positions import pack_from_positions
 
 NAME = "thd"
@@ -22,7 +22,7 @@ PACK_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _CACHE_KWARGS = ("past_key_values", "cache_params")
 
 
-def install(model: Any) -> None:  # noqa: ANN401
+def install(model: Any) -> None:
     """Make ``model``, a PreTrainedModel under construction or finished, announce its packs; once."""
     if getattr(model, "_thd_installed", False):
         return
@@ -36,7 +36,7 @@ def install(model: Any) -> None:  # noqa: ANN401
     model.register_forward_hook(_leave, always_call=True)
 
 
-def refuse_own_attention(model: Any) -> None:  # noqa: ANN401
+def refuse_own_attention(model: Any) -> None:
     """Refuse a model class whose attention never asks which implementation is wanted.
 
     Raises:
@@ -51,16 +51,16 @@ def refuse_own_attention(model: Any) -> None:  # noqa: ANN401
 
 
 def _enter(
-    model: Any,  # noqa: ANN401
+    model: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Find out what the model is called with, check it, and put it on the stack."""
     if model.config._attn_implementation != NAME:  # switched away by set_attn_implementation
         return None
-    outer = STATE.scope
+    outer = current_scope()
     if outer is not None and outer.families and not _speaks(model, outer, args, kwargs):
-        STATE.scope = Scope(None, outer, module=model, families=outer.families)
+        set_scope(Scope(None, outer, module=model, families=outer.families))
         return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
     pack = _find_pack(outer, args, kwargs)
     if pack is not None:
@@ -71,14 +71,14 @@ def _enter(
         if model._thd_takes_use_cache:
             kwargs = {**kwargs, "use_cache": False}
     families = outer.families if outer is not None and outer.families else _families(model)
-    STATE.scope = Scope(pack, outer, module=model, families=families)
+    set_scope(Scope(pack, outer, module=model, families=families))
     return args, kwargs
 
 
-def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ANN401
-    scope = STATE.scope
+def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    scope = current_scope()
     if scope is not None and scope.module is model:  # not when _enter raised or did nothing
-        STATE.scope = scope.outer
+        set_scope(scope.outer)
 
 
 def _families(model: nn.Module) -> tuple[type, ...]:
@@ -159,28 +159,33 @@ def _refuse_mask_and_cache(model: nn.Module, kwargs: dict[str, Any]) -> None:
         )
 
 
-def carry_scope(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def carry_scope(checkpoint: Callable[..., Any], *, compilable: bool) -> Callable[..., Any]:
     """Make an activation checkpoint function recompute under the scope it was first run under.
 
     Backward recomputes when the model has long left, perhaps after other microbatches, and in another thread.
 
     Args:
         checkpoint: as transformers sets it on layers, ``checkpoint(function, *args)``.
+        compilable: whether torch.compile can take the layers whole. It then replays them from its graph, in
+            which the boundaries are inputs; layers that break the graph are recomputed by Python, and need
+            the scope.
     """
     if getattr(checkpoint, "_thd_carries", False):
         return checkpoint
 
-    def checkpoint_with_scope(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        scope = STATE.scope
-        # A compiled checkpoint is replayed from its graph, in which the boundaries are inputs.
+    def checkpoint_with_scope(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        scope = current_scope()
         if scope is None or torch.compiler.is_compiling():
             return checkpoint(function, *args, **kwargs)
 
-        def run(*inputs: Any, **named: Any) -> Any:  # noqa: ANN401
+        def run(*inputs: Any, **named: Any) -> Any:
             with scoped(scope):
                 return function(*inputs, **named)
 
         return checkpoint(run, *args, **kwargs)
 
-    checkpoint_with_scope._thd_carries = True  # type: ignore[attr-defined]
-    return checkpoint_with_scope
+    carrying: Any = checkpoint_with_scope
+    if not compilable:
+        carrying = torch.compiler.disable(carrying, recursive=False)  # type: ignore[no-untyped-call]
+    carrying._thd_carries = True
+    return cast("Callable[..., Any]", carrying)

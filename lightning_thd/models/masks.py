@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_thd.models.pack import STATE
+from lightning_thd.models.pack import current_scope
 
 
 def thd_mask(
@@ -20,10 +20,10 @@ def thd_mask(
     q_length: int = 0,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
-    config: Any = None,  # noqa: ANN401
+    config: Any = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool | None = None,
-    **_: Any,  # noqa: ANN401
+    **_: Any,
 ) -> None:
     """Stand in for a mask: boundaries are in cu_seqlens, causality and windows in other arguments.
 
@@ -65,7 +65,7 @@ def thd_mask(
 
 
 def _longest(q_length: int) -> int:
-    scope = STATE.scope
+    scope = current_scope()
     return q_length if scope is None or scope.pack is None else scope.pack.max_length_q
 
 
@@ -74,7 +74,7 @@ def _longest(q_length: int) -> int:
 _PASSES_WINDOW: dict[type, bool] = {}
 
 
-def learn_window(config: Any) -> None:  # noqa: ANN401
+def learn_window(config: Any) -> None:
     """Look up in the modeling file of ``config`` whether its attention is told the window."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     module = sys.modules.get(name)
@@ -99,14 +99,14 @@ def skip_position_scan(masking_utils: ModuleType) -> None:
 
     @functools.wraps(original)
     def preprocess(
-        config: Any,  # noqa: ANN401
+        config: Any,
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Any,  # noqa: ANN401
+        past_key_values: Any,
         position_ids: Tensor | None,
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if config._attn_implementation == "thd":
             position_ids = None
         return original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)

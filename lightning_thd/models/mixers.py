@@ -64,6 +64,11 @@ def adopt_mixers(model_class: type) -> None:
                 cls.forward = _pack_aware(cls.forward, kernels)
 
 
+def has_mixers(model: nn.Module) -> bool:
+    """Say whether any layer of the model carries a state along the row."""
+    return any(hasattr(type(module).forward, "_thd_mixer") for module in model.modules())
+
+
 def check_mixers(model: nn.Module) -> None:
     """Refuse a model with layers that mix tokens by convolution or state in a way nobody here knows.
 
@@ -107,7 +112,7 @@ def _pack_aware(forward: Callable[..., Any], kernels: tuple[str, ...] | None) ->
     tokens_name = list(inspect.signature(forward).parameters)[1]
 
     @functools.wraps(forward)
-    def pack_aware_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def pack_aware_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         pack = current_pack()
         if pack is None:
             return forward(self, *args, **kwargs)
@@ -128,7 +133,7 @@ def _installed(kernels: tuple[str, ...]) -> bool:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _grouped(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+def _grouped(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run on padded groups. Out of reach of torch.compile: their shapes change with every batch."""
     pack = current_pack()
     assert pack is not None

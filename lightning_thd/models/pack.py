@@ -131,24 +131,32 @@ class Scope:
         self.families = families
 
 
-class _State(threading.local):
-    """The top of the stack; one a thread, as backward recomputes checkpoints in threads of its own."""
+# The top of the stack, one a thread, as backward recomputes checkpoints in threads of its own. No subclass
+# with a default: torch.compile (2.13) loses what a traced hook stores in one.
+_STATE = threading.local()
+_STATE.scope = None
 
-    scope: Scope | None = None
+
+def current_scope() -> Scope | None:
+    """Return the top of the stack of this thread."""
+    scope: Scope | None = getattr(_STATE, "scope", None)
+    return scope
 
 
-STATE = _State()
+def set_scope(scope: Scope | None) -> None:
+    """Replace the top of the stack of this thread; whoever pushes also pops."""
+    _STATE.scope = scope
 
 
 @contextmanager
 def scoped(scope: Scope) -> Generator[None]:
     """Run the body with ``scope`` on top, whatever was there."""
-    before = STATE.scope
-    STATE.scope = scope
+    before = current_scope()
+    set_scope(scope)
     try:
         yield
     finally:
-        STATE.scope = before
+        set_scope(before)
 
 
 @contextmanager
@@ -171,7 +179,7 @@ def current_pack() -> Pack | None:
     Raises:
         RuntimeError: inside a backward pass that recomputes a layer nobody told about the pack.
     """
-    scope = STATE.scope
+    scope = current_scope()
     if scope is not None:
         return scope.pack
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:

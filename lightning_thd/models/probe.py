@@ -254,7 +254,7 @@ def _ordinary_tokens(model: nn.Module, vocab_size: int) -> Tensor:
     return tokens[~torch.isin(tokens, meant)]
 
 
-def _text_config(config: Any) -> Any:  # noqa: ANN401
+def _text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
@@ -262,7 +262,7 @@ def _default_forward(model: nn.Module) -> Forward:
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         return lambda model, batch: model(batch)
 
-    def forward(model: nn.Module, batch: THDBatch) -> Any:  # noqa: ANN401
+    def forward(model: nn.Module, batch: THDBatch) -> Any:
         with packed(batch):
             return model(**batch.hf_kwargs())
 

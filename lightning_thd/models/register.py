@@ -22,6 +22,7 @@ def register_thd() -> None:
     for name, callback in (
         ("transformers.modeling_utils", _register_attention),
         ("transformers.masking_utils", _register_mask),
+        ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", _watch_wrappers),
     ):
         if name not in _done:
             _done.add(name)
@@ -35,6 +36,22 @@ def _register_attention(modeling_utils: ModuleType) -> None:
     _watch_models(modeling_utils.PreTrainedModel)
 
 
+def _watch_wrappers(checkpoint_wrapper: ModuleType) -> None:
+    """Make torch's CheckpointWrapper, which Lightning's FSDP strategy and others use, carry the pack too."""
+    from lightning_thd.models.hooks import carry_scope
+    from lightning_thd.models.mixers import has_mixers
+
+    wrapper: Any = checkpoint_wrapper.CheckpointWrapper
+    initialize: Callable[..., None] = wrapper.__init__
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, mod: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, mod, *args, **kwargs)
+        self.checkpoint_fn = carry_scope(self.checkpoint_fn, compilable=not has_mixers(mod))
+
+    wrapper.__init__ = __init__
+
+
 def _register_mask(masking_utils: ModuleType) -> None:
     from lightning_thd.models.masks import skip_position_scan, thd_mask
 
@@ -42,15 +59,16 @@ def _register_mask(masking_utils: ModuleType) -> None:
     skip_position_scan(masking_utils)
 
 
-def _watch_models(base: Any) -> None:  # noqa: ANN401
+def _watch_models(base: Any) -> None:
     """Hook every model given "thd" attention, and every activation checkpointing that is switched on."""
     from lightning_thd.models.hooks import carry_scope, install, refuse_own_attention
+    from lightning_thd.models.mixers import has_mixers
 
     choose: Callable[..., str] = base.get_correct_attn_implementation
     set_checkpointing: Callable[..., None] = base._set_gradient_checkpointing
 
     @functools.wraps(choose)
-    def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:  # noqa: ANN401
+    def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:
         chosen = choose(self, *args, **kwargs)
         if chosen == NAME:
             refuse_own_attention(self)
@@ -58,11 +76,11 @@ def _watch_models(base: Any) -> None:  # noqa: ANN401
         return chosen
 
     @functools.wraps(set_checkpointing)
-    def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(set_checkpointing).bind(self, *args, **kwargs)
         bound.apply_defaults()
         bound.arguments["gradient_checkpointing_func"] = carry_scope(
-            bound.arguments["gradient_checkpointing_func"]
+            bound.arguments["gradient_checkpointing_func"], compilable=not has_mixers(self)
         )
         set_checkpointing(*bound.args, **bound.kwargs)
 

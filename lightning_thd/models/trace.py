@@ -79,7 +79,7 @@ def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
     slots: list[int] = []
 
     def watch(name: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ANN401
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if not slots:
                 slots.extend(_find_slots(args, kwargs))
             key = (name, counts[name])

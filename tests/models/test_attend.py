@@ -1,0 +1,120 @@
+"""The attention function by itself: dense rows, explicit boundaries, and everything it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.models import packed
+from lightning_thd.models.attend import thd_attention
+
+
+class Layer(nn.Module):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def qkv(rows: int, slots: int, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((rows, 4, slots, 8), (rows, 2, keys or slots, 8), (rows, 2, keys or slots, 6))
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return q, k, v
+
+
+def offsets(*ends: int) -> Tensor:
+    return torch.tensor([0, *ends], dtype=torch.int32)
+
+
+def oracle(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> Tensor:
+    k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    return scaled_dot_product_attention(q, k, v, attn_mask=allowed).transpose(1, 2)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_without_boundaries_are_one_sequence_each(causal: bool) -> None:
+    q, k, v = qkv(3, 5)
+    out, weights = thd_attention(Layer(is_causal=causal), q, k, v, None)
+    allowed = torch.ones(5, 5, dtype=torch.bool)
+    torch.testing.assert_close(out, oracle(q, k, v, allowed.tril() if causal else allowed))
+    assert weights is None
+
+
+def test_boundaries_given_as_arguments_split_the_row() -> None:
+    q, k, v = qkv(1, 7)
+    out, _ = thd_attention(Layer(), q, k, v, None, cu_seq_lens_q=offsets(4, 7), max_length_q=4)
+    block = torch.block_diag(torch.ones(4, 4), torch.ones(3, 3)).bool().tril()
+    torch.testing.assert_close(out, oracle(q, k, v, block))
+
+
+def test_the_ambient_pack_splits_the_row_and_ends_with_its_context() -> None:
+    q, k, v = qkv(1, 7)
+    batch = THDBatch.collate([{"input_ids": [1] * 4}, {"input_ids": [1] * 3}])
+    explicit, _ = thd_attention(Layer(), q, k, v, None, cu_seq_lens_q=batch.cu_seqlens, max_length_q=4)
+    with packed(batch):
+        ambient, _ = thd_attention(Layer(), q, k, v, None)
+    after, _ = thd_attention(Layer(), q, k, v, None)
+    assert torch.equal(explicit, ambient)
+    assert not torch.allclose(after, ambient)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_window_of_the_layer_counts_its_own_key(causal: bool) -> None:
+    q, k, v = qkv(1, 6)
+    distance = torch.arange(6)[:, None] - torch.arange(6)
+    allowed = (distance >= 0) & (distance < 3) if causal else distance.abs() < 3
+    by_layer, _ = thd_attention(Layer(is_causal=causal, sliding_window=3), q, k, v, None)
+    by_argument, _ = thd_attention(Layer(is_causal=causal), q, k, v, None, sliding_window=3)
+    torch.testing.assert_close(by_layer, oracle(q, k, v, allowed))
+    assert torch.equal(by_layer, by_argument)
+    # Passed as None: this layer is one without a window, whatever its module remembers.
+    full, _ = thd_attention(Layer(is_causal=causal, sliding_window=3), q, k, v, None, sliding_window=None)
+    assert not torch.allclose(full, by_layer)
+
+
+def test_cross_attention_of_plain_rows() -> None:
+    q, k, v = qkv(2, 3, keys=5)
+    out, _ = thd_attention(Layer(is_causal=False), q, k, v, None)
+    torch.testing.assert_close(out, oracle(q, k, v, torch.ones(3, 5, dtype=torch.bool)))
+
+
+def test_a_key_value_cache_is_refused() -> None:
+    q, k, v = qkv(1, 1, keys=5)
+    with pytest.raises(ValueError, match=r"1 queries and 5 keys.*cache through 'thd'.*use_cache=False"):
+        thd_attention(Layer(), q, k, v, None)
+
+
+def test_rows_and_lengths_that_do_not_fit_the_pack_are_refused() -> None:
+    q, k, v = qkv(1, 6)
+    with (
+        packed(THDBatch.collate([{"input_ids": [1, 2, 3]}])),
+        pytest.raises(ValueError, match=r"1 x 6 queries and 6 keys while .* pack of 3 slots"),
+    ):
+        thd_attention(Layer(), q, k, v, None)
+    q, k, v = qkv(2, 3)
+    with pytest.raises(ValueError, match=r"attention got 2 rows together with cu_seq_lens_q"):
+        thd_attention(Layer(), q, k, v, None, cu_seq_lens_q=offsets(3), max_length_q=3)
+    with pytest.raises(ValueError, match=r"without max_length_q"):
+        thd_attention(Layer(), *qkv(1, 3), None, cu_seq_lens_q=offsets(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, r"attention_mask of shape \(1, 1, 3, 3\)"),
+        ({"dropout": 0.1}, r"attention dropout 0\.1.*Set attention_dropout .* to 0\.0"),
+        ({"position_bias": torch.zeros(1)}, r"passes position_bias to its attention"),
+        ({"head_mask": torch.zeros(1)}, r"passes head_mask to its attention"),
+        ({"output_attentions": True}, r"never form.*'eager'"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(arguments: dict[str, Any], message: str) -> None:
+    arguments = {"attention_mask": None, **arguments}
+    with pytest.raises(ValueError, match=message):
+        thd_attention(Layer(), *qkv(1, 3), **arguments)

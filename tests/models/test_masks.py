@@ -1,0 +1,97 @@
+"""Masks: never built, and refused where their pattern would be lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from transformers import masking_utils
+
+from lightning_thd.models import register_thd
+from tests.models.families import build
+
+register_thd()
+
+
+def config(**arguments: Any) -> Any:
+    made = transformers.LlamaConfig(hidden_size=16, num_attention_heads=2, **arguments)
+    made._attn_implementation = "thd"
+    return made
+
+
+def causal(made: Any, **arguments: Any) -> Any:
+    embeds = torch.zeros(1, 6, 16)
+    given = {
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]]),
+    }
+    return masking_utils.create_causal_mask(made, embeds, **{**given, **arguments})
+
+
+def test_no_mask_and_no_look_at_the_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(*_: Any) -> None:
+        raise AssertionError("position_ids were read")
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", look)
+    assert causal(config()) is None
+
+
+def test_other_implementations_still_look_at_the_positions() -> None:
+    made = config()
+    made._attn_implementation = "sdpa"
+    mask = causal(made)
+    assert mask is not None
+    assert not mask[0, 0, 2, 1]
+
+
+def test_an_all_true_mask_is_nothing_and_a_hiding_one_is_refused() -> None:
+    assert causal(config(), attention_mask=torch.ones(1, 6)) is None
+    hiding = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    with pytest.raises(ValueError, match=r"attention_mask \(1, 6\) hiding tokens.*THDBatch\.from_padded"):
+        causal(config(), attention_mask=hiding)
+
+
+def test_patterns_beyond_causal_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"LlamaConfig: this model needs a mask with a pattern of its own"):
+        causal(config(), or_mask_function=lambda *_: True)
+    with pytest.raises(ValueError, match="pattern of its own"):
+        causal(config(), block_sequence_ids=torch.tensor([[-1, 0, 0, -1, -1, -1]]))
+
+
+def test_a_bidirectional_mask_is_nothing() -> None:
+    assert masking_utils.create_bidirectional_mask(config(), torch.zeros(1, 6, 16), None) is None
+
+
+def test_a_window_that_only_the_mask_knows_is_refused_beyond_its_size() -> None:
+    # Qwen2-MoE builds a sliding mask and does not hand the window to its attention (transformers 5.23).
+    arguments = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 0,
+    }
+    made = transformers.Qwen2MoeConfig(**arguments)
+    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd")
+    model(torch.arange(3, 7)[None], use_cache=False)
+    with pytest.raises(ValueError, match=r"hides keys further than 4 by a mask alone.*sequences of 9"):
+        model(torch.arange(3, 12)[None], use_cache=False)
+
+
+def test_a_window_passed_to_the_attention_needs_no_mask() -> None:
+    model = build("mistral", "thd")
+    assert model(torch.arange(3, 12)[None], use_cache=False).logits.shape == (1, 9, 64)

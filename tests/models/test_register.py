@@ -1,0 +1,83 @@
+"""The name "thd" is known to transformers however and whenever transformers is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from lightning_thd.models import register_thd
+from lightning_thd.models.import_hook import after_import
+
+register_thd()
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_package_imports_no_model_code() -> None:
+    out = run_python(
+        "import sys, lightning_thd; print('transformers.modeling_utils' in sys.modules)\n"
+        "from transformers.modeling_utils import AttentionInterface as A\n"
+        "from transformers.masking_utils import AttentionMaskInterface as M\n"
+        "print('thd' in A._global_mapping, 'thd' in M._global_mapping)"
+    )
+    assert out.split() == ["False", "True", "True"]
+
+
+def test_registering_after_transformers_was_imported() -> None:
+    out = run_python(
+        "import transformers.modeling_utils as m, lightning_thd.models as t; t.register_thd(); "
+        "t.register_thd()\nprint('thd' in m.AttentionInterface._global_mapping)"
+    )
+    assert out.split() == ["True"]
+
+
+def test_a_model_is_built_by_name_and_switched_by_name() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd").eval()
+    ids = torch.arange(3, 10)[None]
+    ours = model(ids, use_cache=False).logits
+    model.set_attn_implementation("eager")
+    theirs = model(ids, use_cache=False).logits
+    model.set_attn_implementation("thd")
+    assert torch.equal(ours, model(ids, use_cache=False).logits)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_with_an_attention_of_its_own_is_refused() -> None:
+    config = transformers.BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)
+    with pytest.raises(
+        ValueError, match=r"Bloom.* has an attention of its own.*'thd' would leave it leaking"
+    ):
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd")
+
+
+def test_after_import_runs_once_for_a_later_import(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "thd_late_module.py").write_text("value = 3\n")  # type: ignore[operator]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[int] = []
+    after_import("thd_late_module", lambda module: seen.append(module.value))
+    assert seen == []
+    import thd_late_module  # noqa: F401
+
+    assert seen == [3]
+    after_import("thd_late_module", lambda module: seen.append(-module.value))
+    assert seen == [3, -3]
+
+
+def test_after_import_of_a_missing_module_changes_nothing() -> None:
+    after_import("thd_never_there", lambda module: None)
+    with pytest.raises(ModuleNotFoundError):
+        import thd_never_there  # noqa: F401
