@@ -1,4 +1,4 @@
-"""Kill a job with SIGKILL again and again, on other numbers of ranks: nothing is lost, nothing comes twice."""
+"""Kill a job with SIGKILL, again and again, on changing ranks: nothing is lost, nothing comes twice."""
 
 from __future__ import annotations
 

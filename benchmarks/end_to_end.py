@@ -1,0 +1,139 @@
+"""Real tokens per second of a model on the same documents: ours, transformers' flattened batch, padded.
+
+python -m benchmarks.end_to_end [--batches 3] [--rounds 3]
+
+The quickstart's Qwen3 trains on the standard library's functions, forward, backward and AdamW. Every way gets
+the same documents in every round: those of a few packs of 8,192 tokens. Flattened is transformers' own packed
+batch (DataCollatorWithFlattening: position_ids, sdpa, the model's own loss). Padded is batches of 8 documents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Qwen3Config
+
+from lightning_thd import FlopsModel, THDBatch, THDDataModule, causal_lm_loss
+from lightning_thd.data import ByteTokenizer, StdlibText
+from lightning_thd.flops import SeqStats
+
+CAPACITY = 8_192
+GOALS = {"flattened": 3.0, "padded": 4.0}
+Step = Callable[[nn.Module], Tensor]
+
+
+def make_model(attention: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        num_hidden_layers=4,
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=768,
+        vocab_size=ByteTokenizer.vocab_size,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
+
+
+def packs(count: int) -> list[THDBatch]:
+    data = THDDataModule(StdlibText(max_bytes=2048), capacity=CAPACITY, oversize="split")
+    data.setup("fit")
+    loader = iter(data.train_dataloader())
+    return [batch for _, batch in zip(range(count), loader, strict=False) if isinstance(batch, THDBatch)]
+
+
+def ours(batch: THDBatch) -> list[Step]:
+    return [lambda model: causal_lm_loss(model, batch)]
+
+
+def flattened(batch: THDBatch) -> list[Step]:
+    documents = [{"input_ids": ids.tolist()} for ids in batch.unpack(batch.input_ids)]
+    inputs = DataCollatorWithFlattening(return_tensors="pt")(documents)
+    return [lambda model: model(**inputs, use_cache=False).loss]
+
+
+def padded(batch: THDBatch) -> list[Step]:
+    documents = batch.unpack(batch.input_ids)
+    return [_padded_step(documents[i : i + 8]) for i in range(0, len(documents), 8)]
+
+
+def _padded_step(documents: list[Tensor]) -> Step:
+    ids = nn.utils.rnn.pad_sequence(documents, batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in documents], batch_first=True)
+    labels = ids.masked_fill(mask == 0, -100)
+    return lambda model: model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+
+
+WAYS: dict[str, tuple[str, Callable[[THDBatch], list[Step]]]] = {
+    "ours": ("thd", ours),
+    "flattened": ("sdpa", flattened),
+    "padded": ("sdpa", padded),
+}
+
+
+def measure(batches: list[THDBatch], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of every round of every way, the ways taking turns."""
+    models = {name: make_model(attention) for name, (attention, _) in WAYS.items()}
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()}
+    steps = {name: [step for b in batches for step in make(b)] for name, (_, make) in WAYS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    for round_ in range(rounds + 1):
+        for name, model in models.items():
+            begin = time.perf_counter()
+            for step in steps[name]:
+                optimizers[name].zero_grad()
+                step(model).backward()
+                optimizers[name].step()
+            if round_:  # the first one warms up
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def floor_seconds(batches: list[THDBatch]) -> tuple[float, float, float]:
+    """Return the FLOPs of the batches, the matmul rate measured here, and FLOPs / rate."""
+    model = make_model("thd")
+    flops_model: Any = FlopsModel.from_config(model.config)
+    flops = sum(
+        float(flops_model.training_flops(SeqStats.from_lengths(b.lengths, windows=flops_model.windows)).model)
+        for b in batches
+    )
+    a, b = torch.randn(CAPACITY, 256), torch.randn(256, 768)
+    times = []
+    for _ in range(30):
+        begin = time.perf_counter()
+        torch.mm(a, b)
+        times.append(time.perf_counter() - begin)
+    rate = 2 * CAPACITY * 256 * 768 / statistics.median(times)
+    return flops, rate, flops / rate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    batches = packs(args.batches)
+    tokens = sum(batch.stats.real_tokens for batch in batches)
+    documents = sum(len(batch) for batch in batches)
+    print(f"{documents} documents, {tokens:,} real tokens, {torch.get_num_threads()} threads, fp32")
+    rates = {name: tokens / statistics.median(s) for name, s in measure(batches, args.rounds).items()}
+    print(f"{'way':12}{'tokens/s':>12}{'ours / it':>12}{'goal':>8}")
+    for name, rate in rates.items():
+        goal = f"{GOALS[name]:.1f}x" if name in GOALS else ""
+        print(f"{name:12}{rate:12,.0f}{rates['ours'] / rate:11.2f}x{goal:>8}")
+    flops, rate, floor = floor_seconds(batches)
+    print(
+        f"floor: {flops / 1e9:,.0f} GFLOP at {rate / 1e9:,.0f} GFLOP/s, the rate of the MLP's product here, "
+        f"is {tokens / floor:,.0f} tokens/s: we reach {rates['ours'] * floor / tokens:.0%} of it"
+    )
+
+
+if __name__ == "__main__":
+    main()
