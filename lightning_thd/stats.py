@@ -268,7 +268,7 @@ def _cross(lengths: Ints, cross_lengths: Ints) -> tuple[int, int]:
     here, there = _int64(lengths, "lengths"), _int64(cross_lengths, "cross_lengths")
     if here.shape != there.shape or there.min(initial=0) < 0:
         raise ValueError(
-            f"cross_lengths has {there.size} entries, the least {there.min(initial=0)}, lengths {here.size}. "
+            f"cross_lengths {_short(there.tolist())} does not fit the {here.size} sequences. "
             "Give every sequence the number of tokens its cross-attention reads, zero if none."
         )
     return int(there.sum()), int(here @ there)

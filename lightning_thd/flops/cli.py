@@ -14,7 +14,7 @@ from lightning_thd.flops.model import FlopsBreakdown, FlopsModel
 from lightning_thd.flops.peaks import peak_flops
 from lightning_thd.stats import SeqStats
 
-_PARTS = ("linear", "attention", "logits", "vision", "recompute")
+_PARTS = ("linear", "attention", "logits", "vision", "model", "recompute", "hardware")
 
 
 def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> str:
@@ -32,7 +32,7 @@ def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> str:
     head = f"{model.name}: {len(lengths)} sequences, {sum(lengths):,} tokens, causal={model.causal!r}"
     lines = [head, f"{'':<12}{'FLOPs':>28}{'share':>9}{'as one sequence':>28}"]
     names = [name for name in _PARTS if getattr(packed, name)]
-    for name in (*names, "model", "hardware"):
+    for name in names:
         flops, other = getattr(packed, name), getattr(as_one, name)
         lines.append(f"{name:<12}{flops:>28,}{flops / max(packed.model, 1):>9.1%}{other:>28,}")
     if packed.model:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -34,9 +35,13 @@ def from_module(module: nn.Module, run: Callable[[], object], *, stats: SeqStats
     Raises:
         ValueError: when nothing was counted, or the batch is empty.
     """
+    name = type(module).__name__
+    rank_zero_info(
+        f"FLOPs of {name} are those of one step under torch's FlopCounterMode, scaled by its size."
+    )
     with FlopCounterMode(display=False) as counter:
         run()
-    return from_counter(counter, stats, name=type(module).__name__)
+    return from_counter(counter, stats, name=name)
 
 
 def from_counter(counter: FlopCounterMode, stats: SeqStats, *, name: str) -> FlopsModel:

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_thd.stats import Chunk, SeqStats, Window, combine
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=0, max_size=12)
+
+
+def pairs_by_mask(lengths: list[int], window: Window | None) -> int:
+    """Fill the mask of every sequence and count what is allowed."""
+    allowed = 0
+    for length in lengths:
+        for query in range(length):
+            for key in range(length):
+                if isinstance(window, Chunk):
+                    seen = key <= query and key // window.size == query // window.size
+                else:
+                    seen = key <= query and (window is None or query - key < window)
+                allowed += seen
+    return allowed
+
+
+# --- the nine cases of the packed-FLOPs pull request: (arguments, sum of lengths, sum of squares)
+NINE: dict[str, tuple[dict[str, Any], int, int]] = {
+    "1_no_offsets_is_dense": ({"cu_seqlens": None, "shape": (2, 512)}, 1024, 524288),
+    "2_three_sequences": ({"cu_seqlens": [0, 256, 512, 4096], "shape": (1, 4096)}, 4096, 12976128),
+    "3_tail_cut_at_argmin": (
+        {"cu_seqlens": [0, 1024, 4096, 8192, 8192, 8192, 8192], "argmin": 4, "shape": (1, 8192)},
+        8192,
+        27262976,
+    ),
+    "4_unpadded_wins": (
+        {
+            "cu_seqlens": [0, 4096, 4096, 4096],
+            "cu_seqlens_unpadded": [0, 1000, 3500, 4096],
+            "shape": (1, 4096),
+        },
+        4096,
+        7605216,
+    ),
+    "8_one_offset_is_dense": ({"cu_seqlens": [0], "shape": (1, 256)}, 256, 65536),
+    "9_thirty_two_of_256": ({"cu_seqlens": list(range(0, 8193, 256)), "shape": (1, 8192)}, 8192, 2097152),
+}
+
+
+@pytest.mark.parametrize("case", NINE)
+def test_case_of_the_pull_request(case: str) -> None:
+    arguments, tokens, squares = NINE[case]
+    stats = SeqStats.from_cu_seqlens(**arguments)
+    assert (stats.real_tokens, stats.sum_squares) == (tokens, squares)
+
+
+def test_case_3_needs_no_argmin() -> None:
+    assert SeqStats.from_cu_seqlens([0, 1024, 4096, 8192, 8192, 8192, 8192]).sum_squares == 27262976
+
+
+def test_case_5_microbatches_accumulate() -> None:
+    both = SeqStats.from_cu_seqlens([0, 32, 128]) + SeqStats.from_cu_seqlens([0, 64, 128])
+    assert (both.real_tokens, both.sum_squares) == (256, 18432)
+
+
+def test_case_6_no_tokens_change_nothing() -> None:
+    some = SeqStats.from_lengths([3, 5], windows=(2,))
+    assert some + SeqStats.from_lengths([]) == some
+    assert SeqStats() + some == some
+    assert sum([some], start=SeqStats()) == some
+
+
+def test_case_7_patches_of_images_and_videos() -> None:
+    stats = SeqStats.from_cu_seqlens(
+        None, shape=(1, 64), image_grid_thw=[[1, 4, 4], [1, 2, 8]], video_grid_thw=torch.tensor([[2, 2, 2]])
+    )
+    assert stats.vision_patches == 40
+    assert (
+        stats.vision_squares == 16**2 + 16**2 + 2 * 4**2
+    )  # per frame: two frames of 4 patches, not one of 8
+    assert stats.merged_patches() == 10
+
+
+def test_case_9_is_a_thirty_second_of_dense() -> None:
+    dense = SeqStats.from_cu_seqlens(None, shape=(1, 8192))
+    assert dense.sum_squares == 32 * 2097152
+
+
+# --- reading offsets
+@pytest.mark.parametrize("tail", [[], [8], [8, 8], [-1], [-1, -1], [0], [0, 0], [8, -1, 0]])
+def test_a_tail_of_repeats_minus_one_or_zero_is_no_sequence(tail: list[int]) -> None:
+    assert SeqStats.from_cu_seqlens([0, 3, 8, *tail]) == SeqStats.from_lengths([3, 5])
+
+
+def test_rows_start_anew_and_a_row_without_offsets_is_dense() -> None:
+    stats = SeqStats.from_cu_seqlens([[0, 3, 8], [0, 8, 8], [0, -1, -1]], shape=(3, 8))
+    assert stats.sum_squares == 9 + 25 + 64 + 64
+    assert stats.slots == 24
+
+
+def test_an_empty_pack_is_not_dense() -> None:
+    assert SeqStats.from_cu_seqlens([0, 0, 0], shape=(1, 64)).real_tokens == 0
+
+
+def test_an_argmin_of_zero_means_that_nothing_is_padded() -> None:
+    assert SeqStats.from_cu_seqlens([0, 3, 8], argmin=0) == SeqStats.from_lengths([3, 5])
+
+
+def test_slots_are_those_of_the_padded_offsets_or_of_the_tensor() -> None:
+    stats = SeqStats.from_cu_seqlens([0, 4, 12], cu_seqlens_unpadded=[0, 3, 8])
+    assert (stats.real_tokens, stats.slots) == (8, 12)
+    assert SeqStats.from_cu_seqlens([0, 3, 8], shape=(1, 16)).slots == 16
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])
+def test_every_kind_of_integers_reads_the_same(make: Any) -> None:
+    assert SeqStats.from_cu_seqlens(make([0, 3, 8])) == SeqStats.from_lengths([3, 5])
+    assert SeqStats.from_lengths(make([3, 5]), windows=(2,)) == SeqStats.from_lengths([3, 5], windows=(2,))
+
+
+def test_int32_squares_do_not_overflow() -> None:
+    long = np.array([46_341, 100_000], dtype=np.int32)  # 46_341^2 is the first square above int32
+    assert SeqStats.from_lengths(long, windows=(100_000,)).sum_squares == 46_341**2 + 100_000**2
+    offsets = torch.tensor([0, 46_341, 146_341], dtype=torch.int32)
+    assert SeqStats.from_cu_seqlens(offsets).sum_squares == 46_341**2 + 100_000**2
+
+
+@given(lengths=LENGTHS)
+def test_offsets_and_lengths_agree(lengths: list[int]) -> None:
+    offsets = [0, *accumulate(lengths)]
+    if len(offsets) > 1:
+        assert SeqStats.from_cu_seqlens(offsets, windows=(3,)) == SeqStats.from_lengths(lengths, windows=(3,))
+
+
+# --- counting
+@given(lengths=LENGTHS, window=st.integers(1, 50))
+def test_window_pairs_equal_a_brute_force_mask(lengths: list[int], window: int) -> None:
+    stats = SeqStats.from_lengths(lengths, windows=(window, Chunk(window)))
+    assert dict(stats.window_pairs) == {
+        window: pairs_by_mask(lengths, window),
+        Chunk(window): pairs_by_mask(lengths, Chunk(window)),
+    }
+
+
+@given(lengths=LENGTHS)
+def test_counts_equal_plain_loops(lengths: list[int]) -> None:
+    stats = SeqStats.from_lengths(lengths)
+    assert stats.real_tokens == stats.slots == sum(lengths)
+    assert stats.sequences == len([n for n in lengths if n])
+    assert stats.sum_squares == sum(n * n for n in lengths)
+    assert stats.loss_tokens == sum(max(n - 1, 0) for n in lengths)
+    assert (stats.sum_squares + stats.real_tokens) // 2 == pairs_by_mask(lengths, None)
+
+
+@given(here=LENGTHS, there=LENGTHS)
+def test_batches_add_as_if_they_were_one(here: list[int], there: list[int]) -> None:
+    windows = (3, Chunk(4))
+    joined = SeqStats.from_lengths([*here, *there], windows=windows)
+    added = SeqStats.from_lengths(here, windows=windows) + SeqStats.from_lengths(there, windows=windows)
+    assert added == joined
+    assert combine([SeqStats.from_lengths(here, windows=windows)] * 3) == SeqStats.from_lengths(
+        here * 3, windows=windows
+    )
+
+
+def test_cross_pairs_are_queries_times_what_they_read() -> None:
+    stats = SeqStats.from_lengths([3, 5], cross_lengths=[10, 0])
+    assert (stats.cross_tokens, stats.cross_pairs) == (10, 30)
+
+
+@pytest.mark.parametrize(("rows", "columns", "edge"), [(5, 7, 2), (4, 4, 4), (3, 9, 8)])
+def test_vision_windows_equal_a_brute_force_grid(rows: int, columns: int, edge: int) -> None:
+    patches = [(row // edge, column // edge) for row in range(rows) for column in range(columns)]
+    expected = 2 * sum(here == there for here in patches for there in patches)
+    stats = SeqStats.from_lengths([8], image_grid_thw=[[2, rows, columns]], vision_windows=(edge,))
+    assert dict(stats.vision_window_pairs) == {edge: expected}
+
+
+def test_a_batch_without_images_adds_to_one_with() -> None:
+    text = SeqStats.from_lengths([8], vision_windows=(4,))
+    image = SeqStats.from_lengths([8], image_grid_thw=[[1, 4, 4]], vision_windows=(4,))
+    assert (text + image).vision_window_pairs == image.vision_window_pairs
+
+
+# --- messages
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([0, 5, 3], r"cu_seqlens \[0, 5, 3\] must start at 0 and never decrease"),
+        ([0, 5, -1, 8], "never decrease"),
+        ([0, -5], "never decrease"),
+        ([2, 5], "must start at 0"),
+        ([[[0]]], r"has shape \(1, 1, 1\). Pass \[S \+ 1\]"),
+        ([0.0, 3.0], "holds float64 values. Pass integers"),
+        ([0], r"describes no sequence and shape=None. Pass shape="),
+        (None, r"describes no sequence and shape=None"),
+    ],
+)
+def test_bad_offsets_are_refused(offsets: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SeqStats.from_cu_seqlens(offsets)
+
+
+def test_an_argmin_outside_the_offsets_is_refused() -> None:
+    with pytest.raises(ValueError, match="argmin=9 is outside the 3 offsets"):
+        SeqStats.from_cu_seqlens([0, 3, 8], argmin=9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": [3, -1]}, "lengths holds -1. A sequence has zero or more tokens"),
+        ({"lengths": np.array([3, -1])}, "lengths holds -1"),
+        ({"lengths": [3], "slots": 2}, "slots=2 is less than the 3 real tokens"),
+        ({"lengths": [3], "loss_tokens": 4}, "loss_tokens=4 is outside 0..3 slots"),
+        ({"lengths": [3], "windows": (0,)}, "A window of 0 tokens sees nothing"),
+        ({"lengths": [3], "cross_lengths": [1, 2]}, r"cross_lengths \[1, 2\] does not fit the 1 sequences"),
+        ({"lengths": [3], "cross_lengths": [-2]}, r"cross_lengths \[-2\] does not fit"),
+        ({"lengths": [3], "image_grid_thw": [[1, 0, 4]]}, "grid_thw holds 0. Frames, rows and columns"),
+    ],
+)
+def test_bad_lengths_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SeqStats.from_lengths(**arguments)
+
+
+def test_stats_of_other_windows_are_not_added() -> None:
+    with pytest.raises(ValueError, match=r"windows=\[\] to stats counted with \[4\]. Build all of them"):
+        SeqStats.from_lengths([3], windows=(4,)) + SeqStats.from_lengths([3])
+
+
+def test_only_stats_are_added() -> None:
+    with pytest.raises(TypeError):
+        SeqStats() + 3  # type: ignore[operator]
