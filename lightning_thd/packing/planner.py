@@ -32,7 +32,7 @@ from lightning_thd.packing.plan import Spans, StepPlan
 from lightning_thd.packing.resume import fingerprint, make_state, read_state
 from lightning_thd.packing.schedule import ScheduledPacks, open_schedule
 from lightning_thd.packing.slots import make_slots
-from lightning_thd.packing.windows import WindowedPacks, count_windows
+from lightning_thd.packing.windows import WindowedPacks, make_windows
 
 Tail = Literal["pad", "drop"]
 IntArray = npt.NDArray[np.int64]
@@ -110,15 +110,7 @@ class PackPlanner:
         if schedule is not None:
             self._packs = open_schedule(schedule, self.entries, summary.count, self.slots)
         elif isinstance(global_batch, Packs):
-            self._packs = WindowedPacks(
-                entries=self.entries,
-                slots=self.slots,
-                window=window,
-                seed=self.seed,
-                counts=count_windows(self.entries, self.slots, window, self.seed)
-                if counts is None
-                else counts,
-            )
+            self._packs = make_windows(self.entries, self.slots, window, self.seed, counts)
         self.settings: dict[str, Any] = {
             "version": _PLAN_VERSION,
             "sequences": summary.count,
@@ -150,6 +142,15 @@ class PackPlanner:
     def num_packs(self) -> int | None:
         """Packs of an epoch; None with ``Sequences(n)``, whose steps are packed one by one."""
         return None if self._packs is None else self._packs.total
+
+    def tail_dropped(self, epoch: int) -> int:
+        """Sequences that ``tail="drop"`` leaves out of an epoch, wholly or, if split, in part."""
+        if self.tail == "pad":
+            return 0
+        first = len(self) * self.global_batch.n
+        if self._packs is None:
+            return self.entries.total - first
+        return len(np.unique(self._packs.read(epoch, first, self._packs.total)[0].index))
 
     def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
         """Plan a step without touching the ones before it.

@@ -92,6 +92,25 @@ class WindowedPacks:
         return self._packed[1:]
 
 
+def make_windows(
+    entries: Entries, slots: Slots, window: int, seed: int, counts: npt.NDArray[np.uint32] | None = None
+) -> WindowedPacks:
+    """Cut the entries in windows, and count the packs of each unless they were counted before.
+
+    Raises:
+        ValueError: when the counts given are not those of as many windows.
+    """
+    total = -(-entries.total // window)
+    if counts is None:
+        counts = count_windows(entries, slots, window, seed)
+    elif counts.shape != (total,) or counts.dtype.kind not in "iu" or counts.min() < 1:
+        raise ValueError(
+            f"counts has {len(counts)} windows but there are {total}, or is no array of positive ints. "
+            "Pass the counts of a planner with the same fingerprint, or None to count anew."
+        )
+    return WindowedPacks(entries=entries, slots=slots, window=window, seed=seed, counts=counts)
+
+
 def window_members(entries: Entries, window: int, seed: int, first: int, last: int) -> IntArray:
     """Dataset indices of the entries of the windows ``first`` to ``last``, window after window."""
     positions = np.arange(first * window, min(last * window, entries.total))

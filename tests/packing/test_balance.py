@@ -1,6 +1,7 @@
 import itertools
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,13 +14,13 @@ from .shapes import draw
 COST = Cost(linear=50, quadratic=1)
 
 
-def waited(plan, lengths, cost=COST):
+def waited(plan: list[list[list[int]]], lengths: list[int], cost: Cost = COST) -> float:
     """Work of the slowest rank, summed over the microsteps."""
     work = cost(lengths)
     return sum(max(work[rank[step]].sum() for rank in plan) for step in range(len(plan[0])))
 
 
-def fewest(lengths, capacity, bins):
+def fewest(lengths: list[int], capacity: int, bins: int) -> bool:
     """Whether some assignment fits, by trying all of them."""
     return any(
         all(sum(n for n, b in zip(lengths, owner, strict=True) if b == i) <= capacity for i in range(bins))
@@ -32,7 +33,9 @@ def fewest(lengths, capacity, bins):
     dp=st.integers(1, 9),
     extra=st.integers(0, 3) | st.none(),
 )
-def test_nothing_is_lost_nothing_too_long_nothing_uneven(lengths, dp, extra):
+def test_nothing_is_lost_nothing_too_long_nothing_uneven(
+    lengths: list[int], dp: int, extra: int | None
+) -> None:
     plan = balance(lengths, 64, dp=dp, cost=COST)
     if extra is not None:
         plan = balance(lengths, 64, dp=dp, cost=COST, num_microbatches=len(plan[0]) + extra)
@@ -44,14 +47,14 @@ def test_nothing_is_lost_nothing_too_long_nothing_uneven(lengths, dp, extra):
 
 
 @given(st.lists(st.integers(1, 8), min_size=1, max_size=5))
-def test_one_rank_takes_about_the_fewest_microbatches(lengths):
+def test_one_rank_takes_about_the_fewest_microbatches(lengths: list[int]) -> None:
     """Best-fit decreasing needs at most 11/9 of the fewest packs and one more (Johnson 1973)."""
     used = len(balance(lengths, 8, dp=1)[0])
     least = next(bins for bins in range(1, 6) if fewest(lengths, 8, bins))
     assert least <= used <= 11 / 9 * least + 1
 
 
-def test_small_steps_are_as_even_as_trying_everything_within_a_few_per_cent():
+def test_small_steps_are_as_even_as_trying_everything_within_a_few_per_cent() -> None:
     ratios = []
     for seed in range(30):
         lengths = np.random.default_rng(seed).integers(1, 40, 7)
@@ -76,7 +79,7 @@ COLUMNS = [
 
 
 @pytest.mark.parametrize(("shape", "dp", "capacity", "most"), COLUMNS)
-def test_steps_of_512_are_even(shape, dp, capacity, most):
+def test_steps_of_512_are_even(shape: str, dp: int, capacity: int, most: float) -> None:
     cost = Cost(linear=57_256, quadratic=1)  # Llama-3.1-8B
     ratios = []
     for seed in range(5):
@@ -87,7 +90,7 @@ def test_steps_of_512_are_even(shape, dp, capacity, most):
     assert np.mean(ratios) <= most
 
 
-def test_full_packs_fall_back_to_best_fit():
+def test_full_packs_fall_back_to_best_fit() -> None:
     """Eight packs filled to the last slot: longest first runs into the cap, best fit does not."""
     lengths = [6, 4] * 5 + [7, 3] * 2 + [5, 3, 2]
     plan = balance(lengths, 10, dp=2, cost=COST)
@@ -95,13 +98,13 @@ def test_full_packs_fall_back_to_best_fit():
     assert all(sum(lengths[i] for i in bin_) == 10 for rank in plan for bin_ in rank)
 
 
-def test_like_work_runs_together_and_the_heaviest_goes_to_the_rank_with_the_least():
+def test_like_work_runs_together_and_the_heaviest_goes_to_the_rank_with_the_least() -> None:
     seats = deal(np.array([1.0, 9.0, 8.0, 2.0, 5.0, 6.0]), 2).reshape(2, 3)
     # Microsteps {9, 8}, {6, 5}, {2, 1}: the rank that had 8 gets 6, and so on.
     assert seats.tolist() == [[1, 4, 3], [2, 5, 0]]
 
 
-def test_fewer_sequences_than_ranks_leave_empty_microbatches():
+def test_fewer_sequences_than_ranks_leave_empty_microbatches() -> None:
     plan = balance([5, 3], 8, dp=4)
     assert sorted(len(rank[0]) for rank in plan) == [0, 0, 1, 1]
     assert all(len(rank) == 1 for rank in plan)
@@ -114,19 +117,24 @@ def test_fewer_sequences_than_ranks_leave_empty_microbatches():
         ({"lengths": [3, 9], "dp": 1}, "Sequence 1 has 9 tokens but capacity=8"),
         ({"lengths": [3], "dp": 0}, "dp=0: wanted a whole number, at least 1"),
         ({"lengths": [3], "dp": 1, "num_microbatches": 0}, "num_microbatches=0: wanted"),
-        ({"lengths": [8] * 5, "dp": 2, "num_microbatches": 2}, "need 5 packs.*has 4. Pass num_microbatches=3"),
+        (
+            {"lengths": [8] * 5, "dp": 2, "num_microbatches": 2},
+            "need 5 packs.*has 4. Pass num_microbatches=3",
+        ),
     ],
 )
-def test_says_what_is_wrong(arguments, message):
+def test_says_what_is_wrong(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         balance(arguments.pop("lengths"), 8, **arguments)
 
 
-def answer(plan, lengths=(4, 3, 5), capacity=8):
+def answer(
+    plan: list[list[list[int]]], lengths: list[int] = (4, 3, 5), capacity: int = 8
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     return scheduled_bins(lambda *_, **__: plan, np.array(lengths), capacity, dp=2, cost=COST)
 
 
-def test_takes_what_a_scheduler_plans():
+def test_takes_what_a_scheduler_plans() -> None:
     order, offsets = answer([[[0, 1], []], [[], [2]]])
     assert order.tolist() == [0, 1, 2]
     assert offsets.tolist() == [0, 2, 2, 2, 3]
@@ -145,6 +153,6 @@ def test_takes_what_a_scheduler_plans():
         ([[[1, 2, 0]], [[]]], "12 slots in microbatch 0 of rank 0, above the 8"),
     ],
 )
-def test_refuses_a_scheduler_that_loses_or_overfills(plan, message):
+def test_refuses_a_scheduler_that_loses_or_overfills(plan: list[list[list[int]]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         answer(plan)

@@ -16,11 +16,11 @@ LLAMA_8B = {
 }
 
 
-def test_worked_value():
+def test_worked_value() -> None:
     assert Cost(linear=2, quadratic=1)([3, 1]).tolist() == [15.0, 3.0]
 
 
-def test_is_the_models_own_work():
+def test_is_the_models_own_work() -> None:
     model = FlopsModel.from_config(LLAMA_8B)
     cost = Cost.from_flops(model)
     for length in (1, 7, 100, 8192, 40_000):
@@ -31,7 +31,7 @@ def test_is_the_models_own_work():
     assert cost.quadratic == pytest.approx(6 * 4096 * 32)
 
 
-def test_a_window_makes_long_sequences_cheaper():
+def test_a_window_makes_long_sequences_cheaper() -> None:
     mistral = FlopsModel.from_config(LLAMA_8B | {"model_type": "mistral", "sliding_window": 1024})
     cost = Cost.from_flops(mistral, longest=8192)
     assert 0 < cost.quadratic < Cost.from_flops(FlopsModel.from_config(LLAMA_8B)).quadratic / 20
@@ -41,6 +41,6 @@ def test_a_window_makes_long_sequences_cheaper():
 
 
 @pytest.mark.parametrize("values", [(-1, 1), (1, -1), (0, 0), (np.nan, 1)])
-def test_refuses_what_is_no_work(values):
+def test_refuses_what_is_no_work(values: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=r"not both 0. Cost\(linear=1, quadratic=0\) balances tokens"):
         Cost(linear=values[0], quadratic=values[1])

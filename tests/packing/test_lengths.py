@@ -8,13 +8,13 @@ from lightning_thd.packing.lengths import as_lengths, check_count
 @pytest.mark.parametrize(
     "given", [[3, 4], (3, 4), np.array([3, 4], np.uint16), torch.tensor([3, 4], dtype=torch.int32)]
 )
-def test_takes_any_container_of_ints(given):
+def test_takes_any_container_of_ints(given: object) -> None:
     values = as_lengths(given)
     assert values.dtype == np.int64
     assert values.tolist() == [3, 4]
 
 
-def test_takes_none_at_all():
+def test_takes_none_at_all() -> None:
     assert as_lengths([]).dtype == np.int64
 
 
@@ -28,17 +28,17 @@ def test_takes_none_at_all():
         ([4, -2], "Sequence 1 has -2 tokens"),
     ],
 )
-def test_refuses_what_are_no_lengths(given, message):
+def test_refuses_what_are_no_lengths(given: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         as_lengths(given)
 
 
 @pytest.mark.parametrize("value", [0, -3, 1.5, True, None, "8"])
-def test_refuses_what_is_no_count(value):
+def test_refuses_what_is_no_count(value: object) -> None:
     with pytest.raises(ValueError, match=r"^window=.*whole number, at least 1. Say why\.$"):
         check_count("window", value, "Say why.")
 
 
 @pytest.mark.parametrize("value", [1, np.int32(7)])
-def test_accepts_counts(value):
+def test_accepts_counts(value: object) -> None:
     check_count("window", value, "")

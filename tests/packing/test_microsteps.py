@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from lightning_thd.packing.microsteps import fill_microsteps, waiting
 
 
-def test_waiting_adds_the_heaviest_of_each_microstep():
+def test_waiting_adds_the_heaviest_of_each_microstep() -> None:
     assert waiting(np.array([1.0, 9.0, 8.0, 2.0, 5.0, 6.0]), 2) == 9 + 6 + 2
 
 
@@ -14,7 +14,7 @@ def test_waiting_adds_the_heaviest_of_each_microstep():
     dp=st.integers(1, 5),
     groups=st.integers(1, 6),
 )
-def test_a_plan_holds_everything_below_the_cap(lengths, dp, groups):
+def test_a_plan_holds_everything_below_the_cap(lengths: list[int], dp: int, groups: int) -> None:
     sizes = np.array(lengths)
     work = sizes * (40.0 + sizes)
     owner = fill_microsteps(sizes, work, 32, dp=dp, num_microbatches=groups, enough=0.0)
@@ -23,7 +23,7 @@ def test_a_plan_holds_everything_below_the_cap(lengths, dp, groups):
         assert np.bincount(owner, weights=sizes).max() <= 32
 
 
-def test_finds_a_plan_for_packs_nine_tenths_full():
+def test_finds_a_plan_for_packs_nine_tenths_full() -> None:
     rng = np.random.default_rng(0)
     found = []
     for _ in range(20):
@@ -36,7 +36,7 @@ def test_finds_a_plan_for_packs_nine_tenths_full():
     assert np.mean(found) == 1.0
 
 
-def test_the_longest_are_left_together():
+def test_the_longest_are_left_together() -> None:
     """Four sequences of 10 and many of 1, 2, 3: one microstep of tens, the other filled evenly."""
     sizes = np.array([10] * 4 + [3] * 4 + [2] * 4 + [1] * 4)
     owner = fill_microsteps(sizes, sizes.astype(float), 12, dp=4, num_microbatches=2, enough=0.0)

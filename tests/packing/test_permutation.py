@@ -7,13 +7,13 @@ from lightning_thd.packing.permutation import derive_key, permute, shuffled
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 100, 4096, 4097, 4099, 65_536, 65_537, 300_007])
-def test_is_a_permutation(total):
+def test_is_a_permutation(total: int) -> None:
     found = permute(np.arange(total), total, key=derive_key(total))
     assert np.array_equal(np.sort(found), np.arange(total))
 
 
 @given(st.integers(1, 10**12), st.integers(0, 2**64 - 1), st.data())
-def test_any_position_alone_gives_the_same(total, key, data):
+def test_any_position_alone_gives_the_same(total: int, key: int, data: st.DataObject) -> None:
     positions = data.draw(st.lists(st.integers(0, total - 1), min_size=1, max_size=5))
     together = permute(positions, total, key=key)
     assert together.tolist() == [int(permute([p], total, key=key)[0]) for p in positions]
@@ -21,14 +21,19 @@ def test_any_position_alone_gives_the_same(total, key, data):
     assert ((together >= 0) & (together < total)).all()
 
 
-def test_plans_outlive_releases():
+def test_plans_outlive_releases() -> None:
     """Values written down once: a change of them would change every plan, and must raise _PLAN_VERSION."""
-    assert permute([0, 1, 2, 999_999], 1_000_000, key=derive_key(0, 1)).tolist() == [909074, 508427, 513082, 293744]
+    assert permute([0, 1, 2, 999_999], 1_000_000, key=derive_key(0, 1)).tolist() == [
+        909074,
+        508427,
+        513082,
+        293744,
+    ]
     assert shuffled(8, key=derive_key(7)).tolist() == [0, 6, 5, 7, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("total", [10, 6_000])
-def test_every_entry_is_as_likely_at_every_position(total):
+def test_every_entry_is_as_likely_at_every_position(total: int) -> None:
     """Chi-square of where 16 positions land over 4,000 keys, in ten bins: 9 degrees of freedom."""
     positions = np.linspace(0, total - 1, 16).astype(int)
     landed = np.array([permute(positions, total, key=derive_key(k)) for k in range(4_000)]) * 10 // total
@@ -38,7 +43,7 @@ def test_every_entry_is_as_likely_at_every_position(total):
         assert chi_square < 33.7  # one in 10,000 by chance; 16 columns, fixed keys
 
 
-def test_neighbours_do_not_stay_together():
+def test_neighbours_do_not_stay_together() -> None:
     """Steps between the entries of neighbours, as shares of the whole: like those of independent draws."""
     total = 1_000_003
     found = permute(np.arange(20_000), total, key=derive_key(1))
@@ -48,19 +53,19 @@ def test_neighbours_do_not_stay_together():
     assert steps.mean() == pytest.approx(1 / 3, abs=5 * 0.236 / np.sqrt(10_000))
 
 
-def test_keys_and_epochs_give_other_permutations():
+def test_keys_and_epochs_give_other_permutations() -> None:
     first = permute(np.arange(1_000), 10_000, key=derive_key(0, 0))
     for key in (derive_key(0, 1), derive_key(1, 0), derive_key(0), derive_key(0, 0, 0)):
         assert (permute(np.arange(1_000), 10_000, key=key) == first).mean() < 0.01
 
 
-def test_keys_depend_on_every_part_and_their_order():
+def test_keys_depend_on_every_part_and_their_order() -> None:
     parts = [(), (0,), (1,), (-1,), (0, 1), (1, 0), (2**63,), (2**64,), (2**64 + 1,), (2**200,), (2**201,)]
     assert len({derive_key(*part) for part in parts}) == len(parts)
     assert all(0 <= derive_key(*part) < 2**64 for part in parts)
 
 
 @pytest.mark.parametrize("positions", [[-1], [10]])
-def test_refuses_positions_outside(positions):
+def test_refuses_positions_outside(positions: list[int]) -> None:
     with pytest.raises(ValueError, match=r"a permutation of 10 entries. Ask for positions in \[0, 10\)"):
         permute(positions, 10, key=0)

@@ -1,0 +1,78 @@
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from lightning_thd.packing.entries import Entries, make_entries, summarize
+from lightning_thd.packing.slots import Slots
+from lightning_thd.packing.windows import WindowedPacks, count_windows, make_windows, window_members
+
+from .shapes import draw
+
+SLOTS = Slots(usable=8192, multiple=1)
+
+
+def entries_of(lengths: npt.NDArray[np.int64]) -> Entries:
+    return make_entries(lengths, summarize(lengths), limit=8192, oversize="error")
+
+
+def all_packs(packs: WindowedPacks, epoch: int) -> list[tuple[int, ...]]:
+    spans, offsets = packs.read(epoch, 0, packs.total)
+    return [tuple(spans.index[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
+
+
+def test_an_epoch_shuffles_windows_packs_and_ties_but_never_members() -> None:
+    lengths = draw("chat", 2_000)
+    packs = make_windows(entries_of(lengths), SLOTS, 500, 0)
+    home = np.empty(2_000, int)
+    for window in range(4):
+        home[window_members(packs.entries, 500, 0, window, window + 1)] = window
+    epochs = [all_packs(packs, epoch) for epoch in range(6)]
+    orders = [tuple(dict.fromkeys(home[pack[0]] for pack in epoch)) for epoch in epochs]
+    assert all(len({home[i] for i in pack}) == 1 for epoch in epochs for pack in epoch)
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    assert len(set(orders)) > 1
+    # Inside a window: the packs come in another order, and equal lengths change places between packs.
+    inside = [[pack for pack in epoch if home[pack[0]] == 0] for epoch in epochs[:2]]
+    assert inside[0] != inside[1]
+    assert {frozenset(pack) for pack in inside[0]} != {frozenset(pack) for pack in inside[1]}
+    sizes = [sorted(tuple(sorted(lengths[list(pack)])) for pack in packs_) for packs_ in inside]
+    assert sizes[0] == sizes[1]
+
+
+def test_any_range_of_packs_is_the_range_of_all() -> None:
+    packs = make_windows(entries_of(draw("chat", 2_000)), SLOTS, 300, 0)
+    everything = all_packs(packs, 1)
+    for first, last in ((0, 1), (0, packs.total), (20, 75), (packs.total - 1, packs.total)):
+        spans, offsets = packs.read(1, first, last)
+        found = [tuple(spans.index[a:b].tolist()) for a, b in itertools.pairwise(offsets)]
+        assert found == everything[first:last]
+
+
+def test_long_packs_do_not_come_first() -> None:
+    """Best fit makes packs of long sequences before those of short ones; the shuffle must undo it."""
+    lengths = draw("long", 4_096)
+    sizes = [len(pack) for pack in all_packs(make_windows(entries_of(lengths), SLOTS, 4_096, 0), 0)]
+    place = np.corrcoef(np.arange(len(sizes)), sizes)[0, 1]
+    assert abs(place) < 5 / np.sqrt(len(sizes))  # five standard deviations of an unrelated order
+
+
+def test_counting_tells_its_progress() -> None:
+    seen = []
+    counts = count_windows(
+        entries_of(draw("chat", 1_000)),
+        SLOTS,
+        300,
+        0,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert counts.tolist() == make_windows(entries_of(draw("chat", 1_000)), SLOTS, 300, 0).counts.tolist()
+
+
+def test_refuses_counts_of_others() -> None:
+    entries = entries_of(draw("chat", 1_000))
+    for counts in (np.zeros(4, np.uint32), np.ones(3, np.uint32), np.ones(4)):
+        with pytest.raises(ValueError, match="windows but there are 4, or is no array of positive ints"):
+            make_windows(entries, SLOTS, 300, 0, counts)
