@@ -226,3 +226,32 @@ def counted(model: torch.nn.Module, total: int, *, backward: bool = False) -> Co
     for op, flops in counter.get_flop_counts()["Global"].items():
         by_op[str(op).split(".")[-1]] += flops
     return by_op
+
+
+def attended_flops(config: Any, lengths: list[int]) -> int:
+    """FLOPs of the scores of one forward pass, from the masks the model's own code builds.
+
+    The attention function is replaced by one that reads its mask: 2 FLOPs x heads x (query size + value
+    size) for every pair (query, key) that a layer allows. 0 for models that do not ask for the function.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    found = 0
+
+    def probe(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
+        nonlocal found
+        batch, heads, total, qk_dim = query.shape
+        assert batch == 1
+        allowed = (mask[0, 0] == 0).sum().item()
+        found += 2 * heads * (qk_dim + value.shape[-1]) * allowed
+        return query.new_zeros(1, total, heads, value.shape[-1]), None
+
+    AttentionInterface.register("flops_probe", probe)
+    AttentionMaskInterface.register("flops_probe", eager_mask)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="flops_probe").eval()
+    with torch.no_grad():
+        for length in lengths:
+            ids = torch.full((1, length), 7)
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    return found

@@ -1,0 +1,172 @@
+"""Every family against two oracles: torch's counter on the meta device, and the masks the model builds."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_thd.flops import Chunk, FlopsModel, SeqStats
+from tests.flops.families import FAMILIES, attended_flops, counted, meta_model, small_config
+
+TOTAL = 32
+# never projections: scans and convolutions run as elementwise kernels or einsums of their own
+_SCANS = ("scan", "conv", "delta")
+# these build masks of their own and do not look the attention function up
+_OWN_ATTENTION = ("bloom", "falcon", "gptj", "mamba", "mamba2", "gpt2")
+# Llama 4 runs every expert on every token and throws most of it away: torch counts all, we the routed ones
+_ALL_EXPERTS = "llama4_text"
+
+
+def forward_by_name(model: FlopsModel, total: int) -> dict[str, int]:
+    names: dict[str, int] = {}
+    for layer in model.layers:
+        for term in layer.terms:
+            if term.basis == "token" and term.kind != "embedding":
+                names[term.name] = names.get(term.name, 0) + term.forward * total
+    return names
+
+
+def test_there_are_enough_families() -> None:
+    assert len(FAMILIES) >= 20
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_projections_and_logits_equal_torchs_counter(family: str) -> None:
+    config = small_config(family)
+    by_op = counted(meta_model(config), TOTAL)
+    names = forward_by_name(FlopsModel.from_config(config), TOTAL)
+    expert_flops = names.pop("experts_up", 0) + names.pop("experts_down", 0)
+    ours = sum(flops for name, flops in names.items() if name not in _SCANS)
+    assert ours == by_op["mm"] + by_op["addmm"]
+    if family in ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe"):  # batched: experts are bmm
+        model = FlopsModel.from_config(config, causal="full")
+        stats = SeqStats.from_lengths([TOTAL], windows=model.windows)
+        assert expert_flops == by_op["bmm"] - model.forward_flops(stats).attention
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in _OWN_ATTENTION])
+def test_attention_pairs_equal_the_models_own_masks(family: str) -> None:
+    config = small_config(family)
+    model = FlopsModel.from_config(config, causal="exact")
+    lengths = [5, 40]  # below and above the windows and chunks of 16
+    expected = attended_flops(config, lengths)
+    assert expected > 0
+    ours = model.forward_flops(SeqStats.from_lengths(lengths, windows=model.windows))
+    assert ours.attention == expected
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon", "gptj", "gpt2"])
+def test_full_attention_equals_torchs_counter_where_the_mask_cannot_be_read(family: str) -> None:
+    config = small_config(family)
+    by_op = counted(meta_model(config), TOTAL)
+    model = FlopsModel.from_config(config, causal="full")
+    assert model.forward_flops(SeqStats.from_lengths([TOTAL])).attention == by_op["bmm"] + by_op["baddbmm"]
+
+
+def test_llama4_routes_where_transformers_computes_every_expert() -> None:
+    config = small_config("llama4_text")
+    by_op = counted(meta_model(config), TOTAL)
+    names = forward_by_name(FlopsModel.from_config(config), TOTAL)
+    routed = names["experts_up"] + names["experts_down"]
+    full = FlopsModel.from_config(config, causal="full")
+    attention = 2 * 4 * 6 * 24 * 2 * TOTAL * TOTAL  # 2 FLOPs, 4 layers, 6 heads of 24, two products
+    assert by_op["bmm"] == attention + config.num_local_experts * routed
+    assert full.windows == (Chunk(16),)
+
+
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [
+        ("llama", ()),
+        ("mistral", (16,)),
+        ("qwen2", (16,)),
+        ("gemma3_text", (16,)),
+        ("gpt_oss", (16,)),
+        ("llama4_text", (Chunk(16),)),
+    ],
+)
+def test_windows_are_those_of_the_config(family: str, windows: tuple[int | Chunk, ...]) -> None:
+    assert FlopsModel.from_config(small_config(family)).windows == windows
+
+
+def test_a_window_that_the_config_switches_off_is_none() -> None:
+    config = small_config("qwen2")
+    config.use_sliding_window, config.layer_types = False, ["full_attention"] * 4
+    assert FlopsModel.from_config(config).windows == ()
+
+
+def test_mamba2_equals_megatrons_formula() -> None:
+    """2Th(2D + 2gN + nheads) + 7TDN + 2TDh with D = nheads x headdim, forward."""
+    config = small_config("mamba2")
+    hidden, heads, inner, state, groups = 96, 12, 12 * 16, 10, 2
+    per_layer = 2 * hidden * (2 * inner + 2 * groups * state + heads) + 7 * inner * state + 2 * inner * hidden
+    flops = FlopsModel.from_config(config).forward_flops(SeqStats.from_lengths([TOTAL]))
+    assert flops.linear == config.num_hidden_layers * TOTAL * per_layer
+    assert flops.attention == 0
+
+
+def test_gated_delta_net_equals_megatrons_formula() -> None:
+    """6T[h(2qk + 2v + 2nv) + k(2qk + v) + 4 nv dv^2 + hv] where key and value heads are of one size."""
+    from lightning_thd.flops.parts import gated_delta
+
+    hidden, qk_heads, v_heads, dim, kernel = 96, 2, 4, 14, 4
+    qk, value = qk_heads * dim, v_heads * dim
+    formula = (
+        hidden * (2 * qk + 2 * value + 2 * v_heads)
+        + kernel * (2 * qk + value)
+        + 4 * v_heads * dim**2
+        + hidden * value
+    )
+    terms = gated_delta(hidden, qk_heads=qk_heads, qk_dim=dim, v_heads=v_heads, v_dim=dim, kernel=kernel)
+    assert sum(term.training for term in terms) == 6 * formula
+
+
+def test_latent_experts_work_in_the_smaller_size() -> None:
+    config = small_config("nemotron_h")
+    plain = forward_by_name(FlopsModel.from_config(config), 1)
+    config.moe_latent_size = 12
+    latent = forward_by_name(FlopsModel.from_config(config), 1)
+    assert latent["experts_up"] * 96 == plain["experts_up"] * 12
+    assert (latent["latent_in"], latent["latent_out"]) == (2 * 96 * 12, 2 * 96 * 12)
+    by_op = counted(meta_model(config), TOTAL)
+    ours = sum(flops for name, flops in latent.items() if name not in (*_SCANS, "experts_up", "experts_down"))
+    assert by_op["mm"] + by_op["addmm"] == ours * TOTAL
+
+
+def test_cross_attention_counts_queries_times_what_they_read() -> None:
+    config = {
+        "model_type": "mllama",
+        "text_config": {
+            "model_type": "mllama_text_model",
+            "vocab_size": 211,
+            "hidden_size": 96,
+            "intermediate_size": 136,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "cross_attention_layers": [1],
+        },
+    }
+    model = FlopsModel.from_config(config, causal="exact")
+    queries, keys = [3, 5], [10, 4]
+    flops = model.forward_flops(SeqStats.from_lengths(queries, cross_lengths=keys))
+    pairs = sum(1 for q, k in zip(queries, keys, strict=True) for _ in range(q) for _ in range(k))
+    own = sum(n * (n + 1) // 2 for n in queries)
+    assert flops.attention == 2 * 6 * 32 * (pairs + 2 * own)
+    no_image = model.forward_flops(SeqStats.from_lengths(queries, cross_lengths=[0, 0]))
+    assert flops.linear - no_image.linear == 2 * 2 * 96 * 2 * 16 * sum(keys)
+
+
+def test_the_config_of_a_multimodal_model_is_read_through_its_text_config() -> None:
+    from transformers import Gemma3Config
+
+    config = Gemma3Config(text_config=small_config("gemma3_text").to_dict())
+    text = FlopsModel.from_config(small_config("gemma3_text"))
+    stats = SeqStats.from_lengths([40], windows=text.windows)
+    assert FlopsModel.from_config(config).training_flops(stats) == text.training_flops(stats)
+
+
+def test_a_dict_needs_no_transformers() -> None:
+    config = small_config("qwen3_moe")
+    stats = SeqStats.from_lengths([40])
+    as_dict = FlopsModel.from_config(config.to_dict())
+    assert as_dict.training_flops(stats) == FlopsModel.from_config(config).training_flops(stats)
