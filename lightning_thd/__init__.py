@@ -2,6 +2,7 @@
 
 from lightning_thd.attention import varlen_attention
 from lightning_thd.batch import THDBatch
+from lightning_thd.callbacks import THDThroughputMonitor
 from lightning_thd.data import THDDataModule
 from lightning_thd.flops import FlopsModel
 from lightning_thd.loss import causal_lm_loss
@@ -19,6 +20,7 @@ __all__ = [
     "THDDDPStrategy",
     "THDDataModule",
     "THDStrategyMixin",
+    "THDThroughputMonitor",
     "causal_lm_loss",
     "varlen_attention",
 ]

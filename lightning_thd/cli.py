@@ -34,14 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif given[0] in _TOOLS:
         _TOOLS[given[0]](given[1:])
     elif given[0] in ("fit", "validate", "test", "predict"):
-        _lightning(given)
+        sys.argv[1:] = given  # where LightningCLI looks
+        _lightning(given[0])
     else:
         known = ["fit", "validate", "test", "predict", *_TOOLS]
         sys.exit(f"lightning-thd: no command {given[0]!r}. Commands: {', '.join(known)}.")
 
 
-def _lightning(arguments: list[str]) -> None:
-    require("jsonargparse", feature="lightning-thd " + arguments[0])
+def _lightning(command: str) -> None:
+    require("jsonargparse", feature=f"lightning-thd {command}")
     from lightning.pytorch.cli import LightningCLI
 
     from lightning_thd.data import THDDataModule
@@ -50,7 +51,6 @@ def _lightning(arguments: list[str]) -> None:
     LightningCLI(
         CausalLMModule,
         THDDataModule,
-        args=arguments,
         subclass_mode_model=True,
         save_config_kwargs={"overwrite": True},
     )
