@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_thd.models.masks import learn_window
 from lightning_thd.models.mixers import adopt_mixers, check_mixers
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped, set_scope
-from lightning_thd.models.positions import pack_from_positions
+from lightning_thd.models.positions import pack_from_positions, refuse_plain_positions
 
 NAME = "thd"
 PACK_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -65,6 +65,7 @@ def _enter(
     pack = _find_pack(outer, args, kwargs)
     if pack is not None:
         _refuse_mask_and_cache(model, kwargs)
+        refuse_plain_positions(model, kwargs)
         if not model._thd_checked and not torch.compiler.is_compiling():
             check_mixers(model)
             model._thd_checked = True

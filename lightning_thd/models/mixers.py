@@ -119,7 +119,7 @@ def _pack_aware(forward: Callable[..., Any], kernels: tuple[str, ...] | None) ->
         tokens = args[0] if args else kwargs[tokens_name]
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
         _refuse(self, tokens, pack, kwargs)
-        if kernels is not None and tokens.is_cuda and _installed(kernels):
+        if _fused(tokens, kernels):
             seq_idx = pack.seq_idx
             return forward(self, *args, **kwargs, seq_idx=seq_idx, cu_seq_lens_q=pack.cu_seqlens_q)
         return _grouped(functools.partial(forward, self), args, kwargs)
@@ -128,8 +128,8 @@ def _pack_aware(forward: Callable[..., Any], kernels: tuple[str, ...] | None) ->
     return pack_aware_forward
 
 
-def _installed(kernels: tuple[str, ...]) -> bool:
-    return all(map(available, kernels))
+def _fused(tokens: Tensor, kernels: tuple[str, ...] | None) -> bool:
+    return kernels is not None and tokens.is_cuda and all(map(available, kernels))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_thd.models.pack import Pack
 from lightning_thd.seqlens import cu_seqlens_from_lengths
@@ -49,6 +50,28 @@ def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
             "time: lay all sequences end to end in one row, or pass rows that are one sequence each."
         )
     return _pack_from_row(continues[0], position_ids.device)
+
+
+def refuse_plain_positions(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse images in a pack for a model with M-RoPE whose positions count like text.
+
+    Args:
+        model: the outermost model.
+        kwargs: what it is called with.
+    """
+    if kwargs.get("pixel_values") is None and kwargs.get("pixel_values_videos") is None:
+        return
+    position_ids = kwargs.get("position_ids")
+    if position_ids is None or position_ids.ndim == 3:
+        return
+    owners = (model, getattr(model, "model", None))
+    if any(hasattr(owner, "get_rope_index") for owner in owners):
+        raise ValueError(
+            f"{type(model).__name__} got images in a pack and position_ids {tuple(position_ids.shape)} that "
+            "count like text. A model with M-RoPE needs position_ids [3, 1, T]: give every sample its own "
+            "[3, n], model.model.get_rope_index(...) of that sample alone, and THDBatch.collate lays them "
+            "end to end."
+        )
 
 
 def _counts_up(position_ids: Tensor) -> Tensor:

@@ -1,0 +1,109 @@
+"""torch.compile: right on every pack, and a bounded number of graphs however the lengths change."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.models import packed, register_thd
+from tests.models import matrix
+from tests.models.families import build
+from tests.models.test_matrix import checkpoint
+
+register_thd()
+# The same 35 slots cut in ever other ways: number of sequences and longest sequence both change.
+CUTS = (
+    (7, 1, 16, 3, 8),
+    (5, 12, 18),
+    (1, 9, 17, 2, 2, 2, 2),
+    (35,),
+    (20, 15),
+    (3, 4, 5, 6, 7, 10),
+    (2, 33),
+    (11, 24),
+)
+
+# torch.compile looks at .grad of the tensors a graph starts with; after a graph break those are no leaves.
+NON_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+def graphs_after_each_pack(model: Any, *, fullgraph: bool, told: bool) -> list[int]:
+    """Train on every cut, compiled and not, and count the graphs; the gradients must agree."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=fullgraph)
+    counts = []
+    for seed, lengths in enumerate(CUTS):
+        batch = THDBatch.collate(matrix.samples(lengths, seed))
+        gradients = []
+        for run in (compiled, model):
+            model.zero_grad()
+            with packed(batch) if told else nullcontext():
+                logits = run(**batch.hf_kwargs()).logits
+            logits.square().mean().backward()
+            gradients.append([logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        for ours, theirs in zip(*gradients, strict=True):
+            assert matrix.relative_error(ours, theirs, 1e-6) <= 1e-5
+        counts.append(counter.frame_count)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("llama", False),
+        ("stablelm", True),
+        *(
+            pytest.param(name, told, marks=pytest.mark.slow)
+            for name in ("gemma3", "gpt_oss")
+            for told in (False, True)
+        ),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("llama", True), ("stablelm", False))),
+    ],
+)
+def test_attention_models_compile_whole_and_twice_at_most(name: str, told: bool) -> None:
+    counts = graphs_after_each_pack(build(name, "thd").train(), fullgraph=True, told=told)
+    # One graph for the first lengths and one for all others; the hook that reads the arguments has two of
+    # its own.
+    assert counts[-1] <= (2 if told else 4)
+    assert counts[-1] == counts[1]
+
+
+@NON_LEAF
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("mamba2", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mamba2", True), ("qwen3_next", False))),
+    ],
+)
+def test_state_space_models_compile_around_their_layers(name: str, told: bool) -> None:
+    counts = graphs_after_each_pack(build(name, "thd").train(), fullgraph=False, told=told)
+    assert counts[-1] == counts[-3] <= 12
+
+
+@NON_LEAF
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "stablelm", "bamba"])
+def test_compiled_checkpoints_are_recomputed_with_their_pack(name: str) -> None:
+    model = build(name, "thd").train()
+    checkpoint(model, use_reentrant=False)
+    counts = graphs_after_each_pack(model, fullgraph=name != "bamba", told=True)
+    assert counts[-1] == counts[-3] <= 8
+
+
+def test_a_compiled_model_does_not_take_a_pack_for_a_row() -> None:
+    torch._dynamo.reset()
+    model = build("llama", "thd").eval()
+    (batch, _) = matrix.packs()
+    compiled = torch.compile(model, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="positions restart inside a row"), torch.no_grad():
+        compiled(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None])

@@ -1,0 +1,201 @@
+"""How a model announces its packs: nesting, errors, checkpoints of every kind, backward threads."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.models import packed, register_thd
+from lightning_thd.models.pack import current_pack, current_scope
+from tests.models import matrix
+from tests.models.families import build
+from tests.models.test_matrix import checkpoint, thd_model
+
+register_thd()
+# Neither hands cu_seq_lens down to all layers that need it.
+SILENT = ["stablelm", "mamba2", "zamba2", "jamba"]
+
+
+@pytest.mark.parametrize("name", SILENT)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputed_layers_know_their_pack(name: str, use_reentrant: bool) -> None:
+    model = thd_model(name).train()
+    checkpoint(model, use_reentrant=use_reentrant)
+    matrix.assert_same(matrix.run_packed(model), matrix.oracle(name)[1], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", ["stablelm", "mamba2"])
+@pytest.mark.parametrize("impl", list(CheckpointImpl))
+def test_layers_in_a_checkpoint_wrapper_know_their_pack(name: str, impl: CheckpointImpl) -> None:
+    model = thd_model(name).train()
+    layers: Any = model.get_submodule("model" if name == "stablelm" else "backbone").layers
+    for i, layer in enumerate(layers):
+        layers[i] = checkpoint_wrapper(layer, checkpoint_impl=impl)
+    if impl is CheckpointImpl.REENTRANT:
+        model.enable_input_require_grads()  # type: ignore[operator]
+    got = matrix.run_packed(model)
+    plain = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in got.gradients.items()}
+    matrix.assert_same(got._replace(gradients=plain), matrix.oracle(name)[1], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", ["stablelm", "mamba2"])
+def test_a_checkpoint_that_loses_the_pack_raises_in_backward(name: str) -> None:
+    model = thd_model(name).train()
+    layers: Any = model.get_submodule("model" if name == "stablelm" else "backbone").layers
+    for layer in layers:
+        inner = layer.forward
+        layer.forward = _checkpointed_by_hand(inner)
+    with pytest.raises(
+        RuntimeError, match=r"recomputed in backward and the boundaries of its pack are not known"
+    ):
+        matrix.run_packed(model)
+
+
+def _checkpointed_by_hand(function: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    return forward
+
+
+def test_the_scope_ends_with_the_model_also_after_an_error() -> None:
+    model = build("stablelm", "thd").eval()
+    (batch, _) = matrix.packs()
+    kwargs = batch.hf_kwargs()
+    model(**kwargs)
+    assert current_scope() is None
+    with pytest.raises(IndexError):
+        model(**{**kwargs, "input_ids": kwargs["input_ids"] + 1000})
+    assert current_scope() is None
+    with pytest.raises(ValueError, match="attention_mask"):
+        model(**{**kwargs, "attention_mask": torch.ones_like(kwargs["input_ids"])})
+    assert current_scope() is None
+
+
+def test_the_pack_of_one_thread_is_not_that_of_another() -> None:
+    (batch, _) = matrix.packs()
+    seen: list[Any] = []
+    with packed(batch):
+        assert current_pack() is not None
+        thread = threading.Thread(target=lambda: seen.append(current_pack()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def test_another_model_called_along_the_way_keeps_its_own_rows() -> None:
+    judge, (batch, _) = build("stablelm", "thd").eval(), matrix.packs()
+    rows = torch.arange(3, 13).view(2, 5)
+    alone = judge(rows, use_cache=False).logits
+    with packed(batch):
+        assert torch.equal(judge(rows, use_cache=False).logits, alone)
+
+
+def test_positions_that_restart_make_a_pack_without_cu_seqlens() -> None:
+    (batch, _) = matrix.packs()
+    positions_only = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+    for name in ("llama", "stablelm", "bamba", "mamba2"):
+        model = build(name, "thd").eval()
+        assert torch.equal(model(**positions_only).logits, model(**batch.hf_kwargs()).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "stablelm", "mamba2", "qwen3_next"])
+def test_copies_and_pickles_keep_the_pack(name: str) -> None:
+    model, (batch, _) = build(name, "thd").eval(), matrix.packs()
+    want = model(**batch.hf_kwargs()).logits
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(**batch.hf_kwargs()).logits, want)
+
+
+def test_autocast_to_bf16_stays_within_its_rounding() -> None:
+    for name in ("llama", "gpt_oss", "bamba"):
+        model = thd_model(name).train()
+        got = matrix.run_packed(model, autocast=True)
+        for ours, theirs in zip(got.logits, matrix.oracle(name)[1].logits, strict=True):
+            assert matrix.relative_error(ours, theirs) <= 5e-2  # bf16 has 8 bits; two layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_mask": torch.ones(1, 35)}, r"LlamaForCausalLM got a pack and an attention_mask"),
+        ({"use_cache": True}, r"got a pack and use_cache=True\. Generation with a cache through 'thd'"),
+        ({"past_key_values": object()}, r"got a pack and past_key_values"),
+        ({"max_length_q": None}, r"with cu_seq_lens_q but without max_length_q"),
+        ({"position_ids": None}, r"with cu_seq_lens_q but without position_ids"),
+        (
+            {"input_ids": torch.ones(5, 7, dtype=torch.int64)},
+            r"one row, \[1, T\], but the input has shape \(5, 7\)",
+        ),
+    ],
+)
+def test_calls_that_would_leak_are_refused(changes: dict[str, Any], message: str) -> None:
+    model, (batch, _) = build("llama", "thd"), matrix.packs()
+    with pytest.raises(ValueError, match=message):
+        model(**{**batch.hf_kwargs(), **changes})
+
+
+def test_generation_with_a_cache_is_refused_and_without_one_works() -> None:
+    model = build("llama", "thd").eval()
+    prompt = torch.arange(3, 9)[None]
+    with pytest.raises(ValueError, match=r"cache through 'thd' is not possible"):
+        model.generate(prompt, max_new_tokens=3, do_sample=False)  # type: ignore[operator]
+    ours = model.generate(prompt, max_new_tokens=3, do_sample=False, use_cache=False)  # type: ignore[operator]
+    stock = build("llama", "eager").eval()
+    theirs = stock.generate(prompt, max_new_tokens=3, do_sample=False)  # type: ignore[operator]
+    assert torch.equal(ours, theirs)
+
+
+def test_the_lengths_are_not_read_from_the_tensor_inside_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (batch, _) = build("mamba2", "thd").eval(), matrix.packs()
+    want = model(**batch.hf_kwargs()).logits
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a tensor was read back")
+
+    with monkeypatch.context() as patched, packed(batch):
+        for name in ("tolist", "item", "__bool__", "__int__"):
+            patched.setattr(torch.Tensor, name, refuse)
+        got = model(**batch.hf_kwargs()).logits
+    assert torch.equal(got, want)
+
+
+def test_a_padded_pack_runs_its_trailing_pad_as_a_sequence() -> None:
+    samples = matrix.samples((7, 3), 0)
+    plain, padded = THDBatch.collate(samples), THDBatch.collate(samples, pad_to=16)
+    for name in ("llama", "bamba"):
+        model = build(name, "thd").eval()
+        want = model(**plain.hf_kwargs()).logits
+        with packed(padded):
+            got = model(**padded.hf_kwargs()).logits
+        torch.testing.assert_close(got[:, :10], want, rtol=1e-5, atol=1e-6)
+        assert got.isfinite().all()
+
+
+class Stack(nn.Module):
+    """A user's own model around a transformers one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build("stablelm", "thd")
+
+    def forward(self, batch: THDBatch) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(**batch.hf_kwargs()).logits
+        return logits
+
+
+def test_a_model_inside_a_model_of_the_user() -> None:
+    stack, (batch, _) = Stack().eval(), matrix.packs()
+    assert torch.equal(stack(batch), stack.inner(**batch.hf_kwargs()).logits)

@@ -1,0 +1,193 @@
+"""The probe: it catches every class of leak in stock models and names the layer; it passes what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from lightning_thd import varlen_attention
+from lightning_thd.batch import THDBatch
+from lightning_thd.models import PackingLeakError, check_packing, register_thd
+from tests.models.families import FAMILIES, VOCAB, build
+
+register_thd()
+Call = Callable[[Any, THDBatch], Any]
+
+
+def with_positions(model: Any, batch: THDBatch) -> Any:
+    """What a plain training loop does: position_ids, and the cache that is on by default."""
+    return model(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None])
+
+
+def with_mask(model: Any, batch: THDBatch) -> Any:
+    """What a tokenizer's output does: an all-ones mask beside the positions."""
+    ids = batch.input_ids[None]
+    ones = torch.ones_like(ids)
+    return model(input_ids=ids, position_ids=batch.position_ids[None], attention_mask=ones, use_cache=False)
+
+
+def with_everything(model: Any, batch: THDBatch) -> Any:
+    """Everything that transformers asks for, short of kernels that are not installed."""
+    return model(input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False)
+
+
+def tokens_only(model: Any, batch: THDBatch) -> Any:
+    """All that a pure state-space model takes."""
+    return model(input_ids=batch.input_ids[None], use_cache=False)
+
+
+TRAPS: dict[str, tuple[Call, dict[str, str]]] = {
+    "cache trap": (
+        with_positions,
+        {"llama": "LlamaAttention", "qwen3": "Qwen3Attention", "gemma3": "Gemma3Attention"},
+    ),
+    "mask trap": (
+        with_mask,
+        {"llama": "LlamaAttention", "mixtral": "MixtralAttention", "gpt2": "GPT2Attention"},
+    ),
+    "state-space trap": (
+        with_everything,
+        {
+            "bamba": "BambaMixer",
+            "jamba": "JambaMambaMixer",
+            "zamba2": "Zamba2MambaMixer",
+            "nemotron_h": "NemotronHMamba2Mixer",
+            "qwen3_next": "Qwen3NextGatedDeltaNet",
+            "lfm2": "Lfm2ShortConv",
+        },
+    ),
+    "state-space trap, no attention": (tokens_only, {"mamba": "MambaMixer", "mamba2": "Mamba2Mixer"}),
+}
+CASES = [(trap, name) for trap, (_, names) in TRAPS.items() for name in names]
+
+
+@pytest.mark.parametrize(("trap", "name"), CASES)
+def test_the_stock_model_leaks_and_the_probe_names_the_layer(trap: str, name: str) -> None:
+    call, layers = TRAPS[trap]
+    stock = build(name, "eager")
+    with pytest.raises(PackingLeakError, match=rf"layers?\.|h\.0.*{layers[name]}") as caught:
+        check_packing(stock, forward=call)
+    report = caught.value.report
+    assert report.leaks
+    assert report.leak > 1e-3
+    assert report.gradient_leak is not None
+    assert report.gradient_leak > 1e-3
+    assert report.module is not None
+    assert layers[name] in report.module
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "gpt2"])
+def test_the_stock_model_called_right_passes(name: str) -> None:
+    assert check_packing(build(name, "eager"), forward=with_everything).ok
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_thd_passes(name: str) -> None:
+    report = check_packing(build(name, "thd"), lengths=(3, 1, 8), tolerance=1e-5)
+    assert report.ok
+    assert report.module is None
+    assert report.attention == "thd"
+    assert report.layers == FAMILIES[name].arguments.get("num_hidden_layers", 2)
+    assert report.leak == 0 or FAMILIES[name].experts
+    assert report.gradient_leak is not None
+    assert report.gradient_leak <= 1e-6
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = build("llama", "thd").train()
+    model.get_submodule("model.norm").eval()
+    before = torch.random.get_rng_state()
+    check_packing(model)
+    assert model.training
+    assert not model.get_submodule("model.norm").training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert not model.get_input_embeddings()._forward_hooks  # type: ignore[operator]
+
+
+class Own(nn.Module):
+    """A user's model without transformers, that may use its boundaries or not."""
+
+    def __init__(self, leak: str | None = None, nan: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.mix = nn.Linear(16, 48)
+        self.after = Shift(active=leak == "shift")
+        self.leak, self.nan = leak, nan
+
+    def forward(self, batch: THDBatch) -> Tensor:
+        q, k, v = self.mix(self.embed(batch.input_ids)).view(-1, 3, 2, 8).unbind(1)
+        cu, longest = batch.cu_seqlens, batch.max_seqlen
+        if self.leak == "attention":
+            cu, longest = cu[[0, -1]], int(cu[-1])
+        out = varlen_attention(q, k, v, cu, cu, longest, longest).flatten(1)
+        if self.leak == "length":
+            out = out * batch.input_ids.shape[0]
+        return self.after(out) * (float("nan") if self.nan else 1.0)
+
+
+class Shift(nn.Module):
+    def __init__(self, *, active: bool) -> None:
+        super().__init__()
+        self.active = active
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.roll(1, 0) if self.active else x
+
+
+def test_a_model_of_ones_own_passes() -> None:
+    report = check_packing(Own(), vocab_size=32)
+    assert report.ok
+    assert (report.attention, report.layers) == (None, None)
+    assert check_packing(Own(), vocab_size=32, grad=False).gradient_leak is None
+    assert check_packing(Own().double(), vocab_size=32).tolerance == 1e-9
+
+
+def test_a_leak_of_ones_own_is_found_where_it_is() -> None:
+    with pytest.raises(PackingLeakError, match=r"Own lets sequences .* is after \(Shift\)"):
+        check_packing(Own("shift"), vocab_size=32)
+    with pytest.raises(PackingLeakError, match=r"the model itself \(Own\)|the first module"):
+        check_packing(Own("attention"), vocab_size=32)
+
+
+def test_a_result_that_depends_on_the_pack_without_a_leak_is_found() -> None:
+    with pytest.raises(PackingLeakError, match="differs between packed and alone") as caught:
+        check_packing(Own("length"), vocab_size=32)
+    assert not caught.value.report.leaks
+    assert caught.value.report.leak == 0
+
+
+def test_nan_is_not_taken_for_agreement() -> None:
+    report = check_packing(Own(nan=True), vocab_size=32, grad=False, raise_on_leak=False)
+    assert not report.ok
+
+
+def test_the_report_reads_as_text() -> None:
+    text = str(check_packing(Own(), vocab_size=32))
+    assert "lengths (7, 1, 16, 3, 8)" in text
+    assert "first wrong module          none" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": (5,)}, r"lengths=\(5,\): a leak needs at least two sequences"),
+        ({"lengths": (5, 0)}, r"at least one token"),
+        ({"vocab_size": None}, r"vocab_size=None of Own: pass the number of tokens"),
+        ({"vocab_size": 3}, r"vocab_size=3"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_packing(Own(), **{"vocab_size": VOCAB // 2, **arguments})
+
+
+def test_a_model_without_an_embedding_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Linear has no nn\.Embedding"):
+        check_packing(nn.Linear(2, 2), vocab_size=8)

@@ -1,0 +1,172 @@
+"""Vision-language models: images, M-RoPE positions and the vision tower inside a pack."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.models import check_packing, packed, register_thd
+from tests.models.matrix import Result, assert_same, result_of
+from tests.models.test_matrix import checkpoint
+
+register_thd()
+IMAGE, VIDEO, START, END = 60, 61, 62, 63
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+}
+VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "patch_size": 4,
+    "in_channels": 3,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.1,
+}
+# Rows are T, H, W of the patches of every image; four patches are merged into one token.
+GRIDS = ([(1, 4, 4)], [], [(1, 4, 8), (1, 4, 4)], [(2, 4, 4)])
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ("Qwen2VLConfig", TEXT, {**VISION, "embed_dim": 32, "mlp_ratio": 2}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        TEXT,
+        {
+            **VISION,
+            "intermediate_size": 48,
+            "window_size": 16,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [1],
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        {**TEXT, "head_dim": 8},
+        {
+            **VISION,
+            "intermediate_size": 48,
+            "out_hidden_size": 32,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 16,
+        },
+    ),
+}
+
+
+def build(name: str, attention: str) -> Any:
+    config_name, text, vision = FAMILIES[name]
+    config = getattr(transformers, config_name)(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForImageTextToText.from_config(config, attn_implementation=attention)
+
+
+def sample(grids: list[tuple[int, int, int]], generator: torch.Generator) -> dict[str, Tensor]:
+    """One conversation: words, then every image between its markers, then words."""
+    parts = [torch.randint(3, 50, (3,), generator=generator)]
+    patches = []
+    for t, h, w in grids:
+        words = torch.randint(3, 50, (2,), generator=generator)
+        parts += [torch.tensor([START]), torch.full((t * h * w // 4,), IMAGE), torch.tensor([END]), words]
+        patches.append(torch.randn(t * h * w, 3 * 2 * 4 * 4, generator=generator))
+    out = {"input_ids": torch.cat(parts)}
+    if grids:
+        out |= {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
+    return out
+
+
+def samples() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [sample(grids, generator) for grids in GRIDS]
+
+
+def pack(model: Any) -> THDBatch:
+    rows = []
+    for row in samples():
+        ids = row["input_ids"][None]
+        kinds = (ids == IMAGE).int()
+        positions, _ = model.model.get_rope_index(ids, kinds, image_grid_thw=row.get("image_grid_thw"))
+        rows.append({**row, "position_ids": positions[:, 0]})
+    return THDBatch.collate(rows)
+
+
+@cache
+def oracle(name: str) -> tuple[dict[str, Any], Result]:
+    model = build(name, "eager").eval()
+    logits, targets = [], []
+    for row in samples():
+        ids = row["input_ids"][None]
+        kwargs = {key: value for key, value in row.items() if key != "input_ids"}
+        out = model(input_ids=ids, mm_token_type_ids=(ids == IMAGE).int(), use_cache=False, **kwargs)
+        logits.append(out.logits[0])
+        targets.append(torch.cat([ids[0, 1:], torch.tensor([-100])]))
+    return model.state_dict(), result_of(model, logits, targets)
+
+
+def run(model: nn.Module) -> Result:
+    batch = pack(model)
+    assert batch.position_ids.shape == (3, batch.input_ids.shape[0])
+    logits = batch.unpack(model(**batch.hf_kwargs()).logits)
+    return result_of(model, logits, batch.unpack(batch.targets))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_packed_equals_unpacked_with_images(name: str, checkpointing: bool) -> None:
+    model = build(name, "thd")
+    state, want = oracle(name)
+    model.load_state_dict(state)
+    model.train(checkpointing)
+    if checkpointing:
+        checkpoint(model, use_reentrant=False)
+    assert any("visual" in key for key in want.gradients)
+    assert_same(run(model), want, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_changed_image_moves_no_other_sequence(name: str) -> None:
+    model = build(name, "thd").eval()
+    batch = pack(model)
+    first = batch.lengths[0]
+    patches = batch.extras["pixel_values"].clone()
+    patches[:16] += 1
+    with torch.no_grad(), packed(batch):
+        before = model(**batch.hf_kwargs()).logits[0]
+        changed = batch.replace(extras={**batch.extras, "pixel_values": patches})
+        after = model(**changed.hf_kwargs()).logits[0]
+    assert not torch.equal(before[:first], after[:first])
+    assert torch.equal(before[first:], after[first:])
+
+
+def test_images_with_plain_positions_are_refused() -> None:
+    model = build("qwen2_vl", "thd")
+    batch = pack(model)
+    kwargs = {**batch.hf_kwargs(), "position_ids": batch.position_ids[:1]}
+    with pytest.raises(ValueError, match=r"images .* needs position_ids \[3, 1, T\].*get_rope_index"):
+        model(**kwargs)
+
+
+def test_the_probe_runs_on_the_text_of_a_vision_model() -> None:
+    assert check_packing(build("qwen3_vl", "thd")).ok
