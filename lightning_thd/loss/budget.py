@@ -6,11 +6,15 @@ from typing import Literal
 
 import torch
 
-# Bytes of the two scratch tiles. CPU: two 8 MiB tiles stay in a last-level cache and keep the multiplier at full
-# speed (measured: 1024 x 2048 within 3 % of one large product). Accelerators: 256 MiB, 1/75 of the fp32 logits of
-# 32k tokens x 152k vocabulary, and large enough to fill the device.
+# Bytes of the two scratch tiles. CPU: two 8 MiB tiles stay in a last-level cache and keep the multiplier
+# at full speed (measured: 1024 x 2048 within 3 % of one large product). Accelerators: 256 MiB, 1/75 of the
+# fp32 logits of 32k tokens x 152k vocabulary, and large enough to fill the device.
 _CPU_BYTES = 16 * 2**20
 _ACCELERATOR_BYTES = 256 * 2**20
+# Bytes of the logits the scalar loss keeps at a time. CPU: 64 MiB are 512 rows of a 32k vocabulary, 1/15
+# of the memory F.cross_entropy takes together with the gradients.
+_CPU_STASH_BYTES = 64 * 2**20
+_ACCELERATOR_STASH_BYTES = 512 * 2**20
 _WIDEST = {"cpu": 2048}
 _WIDEST_ACCELERATOR = 8192
 
@@ -44,21 +48,24 @@ def tile_shape(
     return max(1, min(rows, chunk)), max(1, min(columns, max(widest, elements // chunk)))
 
 
-def stash_rows(rows: int, *, halved: bool, chunk: int | Literal["auto"]) -> int:
+def stash_rows(
+    rows: int, columns: int, *, device: torch.device, itemsize: int, chunk: int | Literal["auto"]
+) -> int:
     """Choose the rows whose logits the scalar loss keeps at a time.
-
-    A 32nd of the rows makes the kept logits 1/96 of what F.cross_entropy holds (logits, log-softmax, gradient);
-    256 rows keep the multiplier busy, and past 2,048 nothing gets faster.
 
     Args:
         rows: R, tokens with a target.
-        halved: the logits are kept in bf16; twice the rows fit.
-        chunk: rows, or "auto".
+        columns: V.
+        device: where the logits live.
+        itemsize: bytes of a kept logit.
+        chunk: rows, or "auto": as many as the budget holds, but enough to keep the multiplier busy.
 
     Returns:
-        For 8,192 rows 256, or 512 in bf16.
+        On a CPU for 8,192 rows and 32,000 columns in fp32 512, for 151,936 columns 256.
     """
     if chunk != "auto":
         return max(1, min(rows, chunk))
-    wanted = rows // 16 if halved else rows // 32
-    return max(1, min(rows, max(256, min(2048, wanted))))
+    on_cpu = device.type == "cpu"
+    budget, fewest = (_CPU_STASH_BYTES, 256) if on_cpu else (_ACCELERATOR_STASH_BYTES, 1024)
+    fitting = budget // (max(1, columns) * itemsize) // 64 * 64
+    return max(1, min(rows, max(fewest, fitting)))

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
@@ -79,7 +78,7 @@ def _run(
         )
         return carry_loss(loss, (*hidden.shape[:-1], weight.shape[0]))
 
-    def forward(*args: Any, **kwargs: Any) -> dict[str, Tensor]:  # noqa: ANN401
+    def forward(*args: Any, **kwargs: Any) -> dict[str, Tensor]:
         outputs = original(*args, **kwargs)
         logits = outputs.logits
         if not isinstance(logits, LazyLogits):
@@ -94,7 +93,7 @@ def _run(
 
 
 @contextlib.contextmanager
-def _replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:  # noqa: ANN401
+def _replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -106,7 +105,7 @@ def _replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:  # noq
             module.forward = before
 
 
-def _auxiliary_loss(inner: nn.Module, outputs: Any) -> Tensor | float:  # noqa: ANN401
+def _auxiliary_loss(inner: nn.Module, outputs: Any) -> Tensor | float:
     """Weigh a mixture of experts' balancing loss as the model itself does when it is given labels."""
     aux = getattr(outputs, "aux_loss", None)
     if not isinstance(aux, Tensor):
@@ -122,7 +121,7 @@ def _auxiliary_loss(inner: nn.Module, outputs: Any) -> Tensor | float:  # noqa: 
     )
 
 
-def _language_model(model: nn.Module) -> Any:  # noqa: ANN401
+def _language_model(model: nn.Module) -> Any:
     """Unwrap DDP, torch.compile and PEFT down to the module that owns the head."""
     inner: Any = model
     while True:
@@ -145,19 +144,20 @@ def _language_model(model: nn.Module) -> Any:  # noqa: ANN401
     return inner
 
 
-def _check_attention(inner: Any) -> None:  # noqa: ANN401
+def _check_attention(inner: Any) -> None:
     config = inner.config.get_text_config()
     implementation = getattr(config, "_attn_implementation", None)
     if getattr(config, "num_attention_heads", None) and implementation != "thd":
         raise ValueError(
-            f"{type(inner).__name__} runs attn_implementation={implementation!r}, which lets packed sequences "
+            f"{type(inner).__name__} runs attn_implementation={implementation!r}, which lets packed "
+            "sequences "
             "see each other or builds a T x T mask. Load it with attn_implementation='thd', or call "
             "model.set_attn_implementation('thd') after `import lightning_thd`."
         )
 
 
-def _guess_map(inner: Any) -> LogitMap:  # noqa: ANN401
-    """Read the usual scale and cap from the config; the first call checks them against what the model does."""
+def _guess_map(inner: Any) -> LogitMap:
+    """Read the usual scale and cap from the config; a call checks them against what the model does."""
     config = inner.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
     if getattr(config, "logits_scaling", None):

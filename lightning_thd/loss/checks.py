@@ -30,7 +30,8 @@ def check_operands(
     """
     if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, wanted [T, H] and [V, H] with one "
+            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, wanted [T, H] and [V, "
+            "H] with one "
             "H. Pass the head's weight as nn.Linear stores it, one row a vocabulary entry."
         )
     for name, tensor in (("hidden", hidden), ("weight", weight)):
@@ -38,7 +39,8 @@ def check_operands(
             raise ValueError(f"{name} is {tensor.dtype}, wanted fp32, fp64, bf16 or fp16.")
     if hidden.dtype != weight.dtype and not autocast:
         raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}, wanted one dtype. Cast one of them, or call "
+            f"hidden is {hidden.dtype} and weight {weight.dtype}, wanted one dtype. Cast one of "
+            "them, or call "
             "under torch.autocast, which casts both."
         )
     _check_device("weight", weight, hidden)
@@ -104,7 +106,8 @@ def check_target_values(targets: Tensor, ignore_index: int, vocabulary: int) -> 
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0])
         raise ValueError(
-            f"targets[{at}] is {int(targets[at])}, wanted 0 to {vocabulary - 1} or ignore_index={ignore_index}. "
+            f"targets[{at}] is {int(targets[at])}, wanted 0 to {vocabulary - 1} or "
+            f"ignore_index={ignore_index}. "
             "Tokenizer and model differ in vocabulary, or valid_vocab_size is too small."
         )
 

@@ -1,8 +1,9 @@
-"""The output of a language model's head -> a stand-in that holds no logits and records what the model does to them.
+"""The output of a language model's head -> a stand-in that holds no logits and records what the model does
+to them.
 
-T slots in a pack, V vocabulary. A model scales, caps or slices its logits after the head, each family in its own
-way. Instead of a table of families, the head returns a ``LazyLogits``: a tensor of the right shape whose storage
-is one number, the loss. Whatever the model does to it is recorded as a ``LogitMap`` or refused.
+T slots in a pack, V vocabulary. A model scales, caps or slices its logits after the head, each family in
+its own way. Instead of a table of families, the head returns a ``LazyLogits``: a tensor of the right shape
+whose storage is one number, the loss. Whatever the model does to it is recorded as a ``LogitMap`` or refused.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class LazyLogits(Tensor):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """Record scalings, caps and slices; let attributes through; refuse everything else."""
         name = getattr(func, "__name__", "")
         handler = _RECORDED.get(name)
@@ -63,8 +64,10 @@ class LazyLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise NotImplementedError(
-            f"causal_lm_loss never makes the logits, and the model applies {name or func!r} to them after its "
-            "head. It follows factors, tanh caps, casts and vocabulary slices. Compute this model's loss with "
+            f"causal_lm_loss never makes the logits, and the model applies {name or func!r} to them "
+            "after its "
+            "head. It follows factors, tanh caps, casts and vocabulary slices. Compute this model's "
+            "loss with "
             "loss.fused_linear_logprobs on its last hidden states, or with its own logits."
         )
 
@@ -146,12 +149,12 @@ _HARMLESS = frozenset(
 
 class _Carry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, shape: tuple[int, ...]) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, loss: Tensor, shape: tuple[int, ...]) -> Tensor:
         data = loss.new_empty(0).set_(loss.clone().untyped_storage(), 0, shape, (0,) * len(shape))
         return torch.Tensor._make_subclass(LazyLogits, data)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         assert not any(grad.stride()), "the logits' gradient did not come from open_loss"
         return grad.as_strided((), ()).clone(), None
@@ -159,13 +162,13 @@ class _Carry(torch.autograd.Function):
 
 class _Open(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             ctx.shape = logits.shape
             return logits.as_subclass(Tensor).as_strided((), ()).clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0].expand(ctx.shape)
 
 
@@ -179,7 +182,7 @@ def carry_loss(loss: Tensor, shape: tuple[int, ...]) -> LazyLogits:
         loss: fp32 ``[]``.
         shape: what the head would have returned, ``(1, T, V)``.
     """
-    logits = _Carry.apply(loss, shape)
+    logits = _Carry.apply(loss, shape)  # type: ignore[no-untyped-call]
     assert isinstance(logits, LazyLogits)
     logits.record = _Record()
     return logits
@@ -187,5 +190,5 @@ def carry_loss(loss: Tensor, shape: tuple[int, ...]) -> LazyLogits:
 
 def open_loss(logits: LazyLogits) -> Tensor:
     """Take the loss out again, ``[]``; its gradient goes back through ``logits``."""
-    loss: Tensor = _Open.apply(logits)
+    loss: Tensor = _Open.apply(logits)  # type: ignore[no-untyped-call]
     return loss

@@ -1,9 +1,9 @@
 """Hidden states and the head's weight -> log-probability, entropy and lse of every token, without logits.
 
 T slots, H hidden size, V vocabulary. One autograd.Function for all three, so that they can be differentiated
-together or alone, in any order. The forward pass keeps lse and entropy, 8 bytes a token; the backward pass makes
-the logits again, 8THV operations in all against the 6THV of a loss that keeps them (``linear_nll`` needs 6THV,
-for one scalar).
+together or alone, in any order. The forward pass keeps lse and entropy, 8 bytes a token; the backward pass
+makes the logits again, 8THV operations in all against the 6THV of a loss that keeps them (``linear_nll``
+needs 6THV, for one scalar).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_thd.loss.head import Head
 from lightning_thd.loss.logit_map import LogitMap
 from lightning_thd.loss.prepare import Settings, prepare
 from lightning_thd.loss.tiles import (
@@ -22,7 +23,6 @@ from lightning_thd.loss.tiles import (
     TARGET,
     TOTAL,
     WEIGHTED,
-    Head,
     RowGradients,
     gradients,
     softmax_statistics,
@@ -77,8 +77,8 @@ def fused_linear_logprobs(
         valid_vocab_size: columns that exist, where the vocabulary is padded.
         rows: int64 ``[R]`` indices, or bool ``[T]``: the tokens wanted, a response's for example.
         tp_group: ranks that share the vocabulary: one collective forward, one backward.
-        sequence_parallel: ``hidden`` is this rank's ``[T / P, H]`` of the ``tp_group``; ``targets`` stay ``[T]``.
-            Gathers once more, and reduce-scatters the gradient instead of reducing it.
+        sequence_parallel: ``hidden`` is this rank's ``[T / P, H]`` of the ``tp_group``; ``targets`` stay
+            ``[T]``. Gathers once more, and reduce-scatters the gradient instead of reducing it.
         chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. Changes no number but rounding.
 
     Returns:
@@ -118,7 +118,7 @@ def fused_linear_logprobs(
     return LogProbs(rows_.restore(logp), rows_.restore(entropy), rows_.restore(lse))
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def row_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -144,7 +144,7 @@ def row_logprobs(
         entropy: whether the entropy is wanted; zeros without gradient otherwise.
         mean: whether the mean logit is wanted, likewise.
     """
-    results: tuple[Tensor, Tensor, Tensor, Tensor] = _LinearLogprobs.apply(
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, low_x, low_weight, targets, settings, entropy, mean
     )
     return results
@@ -176,7 +176,7 @@ def make_head(
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -207,7 +207,7 @@ class _LinearLogprobs(torch.autograd.Function):
         return logp, spread, lse, centre
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("fused_linear_logprobs")
         hidden, weight, bias, low_x, low_weight, targets, lse, entropy = ctx.saved_tensors
         settings: Settings = ctx.settings
@@ -235,7 +235,8 @@ def refuse_double_backward(name: str) -> None:
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{name} was differentiated with create_graph=True, but it keeps no logits to differentiate twice. "
+            f"{name} was differentiated with create_graph=True, but it keeps no logits to "
+            "differentiate twice. "
             "Use create_graph=False, or materialised logits for a second derivative."
         )
 

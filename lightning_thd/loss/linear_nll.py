@@ -1,8 +1,8 @@
 """Hidden states and the head's weight -> one scalar: the cross entropy over a pack, without logits.
 
 T slots, H hidden size, V vocabulary. Where the scalar's gradients can be made in the forward pass they are
-(``nll_tiles``, 6THV operations); under tensor parallelism, in fp16, or where nothing needs a gradient, the loss is
-put together from ``linear_logprobs``.
+(``nll_tiles``, 6THV operations); under tensor parallelism, in fp16, or where nothing needs a gradient, the
+loss is put together from ``linear_logprobs``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from lightning_thd.loss import backends
 from lightning_thd.loss.budget import stash_rows, tile_shape
+from lightning_thd.loss.gradient_sums import HeadGradients
 from lightning_thd.loss.linear_logprobs import make_head, refuse_double_backward, row_logprobs
 from lightning_thd.loss.logit_map import LogitMap
 from lightning_thd.loss.nll_tiles import Penalties, nll_and_gradients
 from lightning_thd.loss.prepare import Settings, prepare
-from lightning_thd.loss.tiles import HeadGradients
+from lightning_thd.loss.products import is_native
 
 
 def fused_linear_cross_entropy(
@@ -67,7 +68,8 @@ def fused_linear_cross_entropy(
         backend: "auto" is this module; "torch" is F.linear_cross_entropy, "liger" and "cce" the packages.
 
     Returns:
-        fp32 ``[]`` (fp64 for fp64 inputs). Hidden ``[[0.]]``, weight ``[[1.], [2.]]``, target 0 give ``0.6931``.
+        fp32 ``[]`` (fp64 for fp64 inputs). Hidden ``[[0.]]``, weight ``[[1.], [2.]]``, target 0 give
+        ``0.6931``.
 
     Raises:
         ValueError: for arguments that do not fit, or that a chosen backend cannot honour.
@@ -166,7 +168,7 @@ def _row_weights(
     return weights if counts is None else torch.where(counts, weights, 0.0)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _scalar_loss(
     operands: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
     targets: Tensor,
@@ -175,14 +177,14 @@ def _scalar_loss(
     penalties: Penalties,
     chunk: int | Literal["auto"],
 ) -> Tensor:
-    loss: Tensor = _LinearNLL.apply(*operands, targets, weights, settings, penalties, chunk)
+    loss: Tensor = _LinearNLL.apply(*operands, targets, weights, settings, penalties, chunk)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _LinearNLL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -201,7 +203,7 @@ class _LinearNLL(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("fused_linear_cross_entropy")
         # Handed out once, to be scaled in place; a second backward through a retained graph makes them again.
         found, ctx.found = ctx.found, None
@@ -218,11 +220,17 @@ class _LinearNLL(torch.autograd.Function):
         return (*parts, None, None, None, None, None)
 
 
-def _loss_and_gradients(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:  # noqa: ANN401
+def _loss_and_gradients(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:
     hidden, weight, bias, low_x, low_weight, targets, weights = saved
     settings, penalties, chunk = ctx.rest
-    halved = settings.compute == torch.bfloat16 and not hidden.is_cuda
-    rows = stash_rows(hidden.shape[0], halved=halved, chunk=chunk)
+    native = is_native(settings.compute, hidden.device)
+    rows = stash_rows(
+        hidden.shape[0],
+        settings.columns,
+        device=hidden.device,
+        itemsize=settings.compute.itemsize if native else settings.accumulator.itemsize,
+        chunk=chunk,
+    )
     tile = tile_shape(
         hidden.shape[0],
         settings.columns,
@@ -239,5 +247,4 @@ def _loss_and_gradients(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadG
             weights,
             penalties,
             needs=(needs[0], needs[1], needs[2], needs[3] or needs[4]),
-            stash_rows=rows,
         )

@@ -1,8 +1,9 @@
-"""Hidden states x head weight -> a weighted negative log-likelihood and its gradients in one go, 6THV operations.
+"""Hidden states x head weight -> a weighted negative log-likelihood and its gradients in one go, 6THV
+operations.
 
-R rows, H hidden size, V vocabulary. A scalar's gradient is known up to a factor before anybody asks for it, so the
-logits of a few rows are kept just long enough to become gradients, and never made again. The few rows span the
-whole vocabulary: their number follows from a byte budget.
+R rows, H hidden size, V vocabulary. A scalar's gradient is known up to a factor before anybody asks for
+it, so the logits of a few rows are kept just long enough to become gradients, and never made again. The
+few rows span the whole vocabulary: their number follows from a byte budget.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_thd.loss.products import accumulate
+from lightning_thd.loss.gradient_sums import GradientSums, HeadGradients
+from lightning_thd.loss.head import Head
 from lightning_thd.loss.tiles import (
     MAX,
     SUM,
     TARGET,
     TOTAL,
-    Head,
-    HeadGradients,
     RowGradients,
     logit_gradient,
     update_statistics,
@@ -71,87 +71,50 @@ def nll_and_gradients(
     penalties: Penalties,
     *,
     needs: tuple[bool, bool, bool, bool],
-    stash_rows: int,
 ) -> tuple[Tensor, HeadGradients]:
     """Sum ``weights * loss`` over the rows and differentiate it.
 
     Args:
-        head: the operands; all columns on this rank.
+        head: the operands; all columns on this rank, the rows of its tiles those whose logits are kept.
         targets: int64 ``[R]``.
         weights: ``[R]`` in the accumulator's dtype; 0 for rows that do not count.
         penalties: label smoothing and z-loss.
         needs: whether hidden, weight, bias and the LoRA need gradients.
-        stash_rows: rows whose logits are kept at a time.
 
     Returns:
-        The loss ``[]`` and the gradients. The weight's is summed in its own dtype, once every ``stash_rows`` rows.
+        The loss ``[]`` and the gradients. The weight's is summed in its own dtype, once a tile of rows.
     """
-    rows_in_all, zeros = head.hidden.shape[0], head.hidden.new_zeros
-    loss = zeros((), dtype=head.accumulator)
-    d_hidden = zeros(head.hidden.shape, dtype=head.hidden.dtype) if needs[0] else None
-    d_weight = torch.zeros_like(head.weight, memory_format=torch.contiguous_format) if needs[1] else None
-    d_bias = zeros(head.weight.shape[:1], dtype=head.accumulator) if needs[2] else None
-    d_low: tuple[Tensor | None, Tensor | None] = (None, None)
-    if needs[3] and head.low_rank is not None:
-        d_low = (
-            torch.zeros_like(head.low_rank[0]),
-            torch.zeros_like(head.low_rank[1], dtype=head.accumulator),
-        )
-    stash = _Stash(head, min(stash_rows, rows_in_all))
-    for start in range(0, rows_in_all, max(1, stash_rows)):
-        rows = slice(start, min(start + stash_rows, rows_in_all))
+    loss = head.hidden.new_zeros((), dtype=head.accumulator)
+    sums = GradientSums(head, needs=needs, rows_outside=True)
+    stash = _Stash(head)
+    for rows in head.row_tiles():
         stats = stash.fill(rows, targets[rows], total=penalties.label_smoothing > 0)
         log_sum = stats[SUM].log()
         lse = stats[MAX] + log_sum
-        mean_logit = stats[TOTAL] / head.columns
-        loss += (weights[rows] * penalties.loss(stats[TARGET] - stats[MAX] - log_sum, lse, mean_logit)).sum()
+        logp = stats[TARGET] - stats[MAX] - log_sum
+        loss += (weights[rows] * penalties.loss(logp, lse, stats[TOTAL] / head.columns)).sum()
         wanted = penalties.gradients(weights[rows], lse, head.columns)
-        part = (
-            zeros((rows.stop - rows.start, head.hidden.shape[1]), dtype=head.accumulator)
-            if needs[0]
-            else None
-        )
+        sums.open(rows)
         for columns in head.column_tiles():
-            dx = stash.gradient(columns, targets[rows], lse, wanted)
-            if part is not None:
-                accumulate(part, dx, head.weight[columns], head.compute)
-            if d_weight is not None:
-                _add_weight_gradient(d_weight[columns], dx, head.hidden[rows], head)
-            if d_bias is not None:
-                d_bias[columns] += dx.sum(0)
-            if d_low[0] is not None and d_low[1] is not None:
-                x, w = head.low_rank_tile(rows, columns)
-                low = zeros(x.shape, dtype=head.accumulator)
-                accumulate(low, dx, w, head.compute)
-                d_low[0][rows] += low
-                accumulate(d_low[1][columns], dx.t(), x, head.compute)
-        if d_hidden is not None and part is not None:
-            d_hidden[rows] = part
-    return loss, HeadGradients(hidden=d_hidden, weight=d_weight, bias=d_bias, low_rank=d_low)
-
-
-def _add_weight_gradient(d_weight: Tensor, dx: Tensor, hidden: Tensor, head: Head) -> None:
-    """Add ``dx.T @ hidden`` to a tile of the weight's gradient; a multiplier of its dtype adds inside."""
-    if d_weight.dtype == head.compute:
-        d_weight.addmm_(dx.t().to(head.compute), hidden.to(head.compute))
-    else:
-        accumulate(d_weight, dx.t(), hidden, head.compute)
+            sums.add(stash.gradient(columns, targets[rows], lse, wanted), rows, columns)
+        sums.close(rows)
+    return loss, sums.result()
 
 
 class _Stash:
     """The logits of a few rows over all columns, tile by tile, written once and turned into gradients once.
 
-    Kept exact in the accumulator's dtype, except where a CPU multiplies bf16 natively: it rounds its products to
-    bf16 as the model's own head would, and they are kept so, at half the memory.
+    Kept exact in the accumulator's dtype, except where a CPU multiplies bf16 natively: products are
+    rounded to bf16 as the model's own head would, and kept so, at half the memory.
     """
 
-    def __init__(self, head: Head, rows: int) -> None:
+    def __init__(self, head: Head) -> None:
         self.head = head
-        self.native = head.compute == torch.bfloat16 and not head.hidden.is_cuda
-        dtype = head.compute if self.native else head.accumulator
+        rows = min(head.tile[0], head.hidden.shape[0])
+        dtype = head.compute if head.native else head.accumulator
         self.kept = head.hidden.new_empty(rows * head.columns, dtype=dtype)
         self.scratch = head.scratch()
-        self.wide = head.scratch() if self.native else None
+        self.wide = head.scratch() if head.native else None
         self.rows = slice(0, 0)
 
     def fill(self, rows: slice, targets: Tensor, *, total: bool) -> Tensor:
@@ -161,29 +124,24 @@ class _Stash:
         stats = head.hidden.new_zeros((5, rows.stop - rows.start), dtype=head.accumulator)
         stats[MAX] = -torch.inf
         for columns in head.column_tiles():
-            kept = self._tile(columns)
-            if self.native:
-                hidden, weight = head.hidden[rows].to(head.compute), head.weight[columns].to(head.compute)
-                torch.mm(hidden, weight.t(), out=kept)
-                z = self._widened(kept, columns)
+            kept, weight = self._tile(columns).view(-1), head.weight_tile(columns)
+            if self.wide is None:
+                z = head.logits(rows, columns, weight, kept)
             else:
-                z = head.logits(rows, columns, head.weight_tile(columns), kept.view(-1))
+                z = head.rounded_logits(rows, columns, weight, kept, self.wide)
             e = self.scratch[: z.numel()].view_as(z)
             update_statistics(stats, z, e, targets - columns.start, entropy=False, total=total)
         return stats
 
     def gradient(self, columns: slice, targets: Tensor, lse: Tensor, wanted: RowGradients) -> Tensor:
         """Give the gradient of the raw products of a tile, ``[c, v]``; its logits are gone then."""
-        kept = self._tile(columns)
-        z = self._widened(kept, columns) if self.native else kept
+        z = self._tile(columns)
+        if self.wide is not None:
+            wide = self.wide[: z.numel()].view_as(z)
+            z = self.head.finish(wide.copy_(z), self.rows, columns)
         e = self.scratch[: z.numel()].view_as(z)
         return logit_gradient(self.head.logit_map, z, e, targets - columns.start, lse, wanted)
 
     def _tile(self, columns: slice) -> Tensor:
         rows = self.rows.stop - self.rows.start
         return self.kept[columns.start * rows : columns.stop * rows].view(rows, -1)
-
-    def _widened(self, kept: Tensor, columns: slice) -> Tensor:
-        assert self.wide is not None
-        z = self.wide[: kept.numel()].view_as(kept)
-        return self.head.finish(z.copy_(kept), self.rows, columns)

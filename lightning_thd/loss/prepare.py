@@ -92,7 +92,8 @@ def prepare(
     check_operands(hidden, weight, bias, low_rank, autocast=autocast)
     if sequence_parallel and (tp_group is None or hidden.ndim != 2):
         raise ValueError(
-            f"sequence_parallel=True came with tp_group={tp_group} and hidden {list(hidden.shape)}, wanted the "
+            f"sequence_parallel=True came with tp_group={tp_group} and hidden {list(hidden.shape)}, "
+            "wanted the "
             "group whose ranks hold the rows, and [T / P, H]."
         )
     ranks = 1 if tp_group is None else dist.get_world_size(tp_group)
@@ -111,8 +112,8 @@ def prepare(
 
 def _gathered(hidden: Tensor, x: Tensor | None, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None]:
     if x is None:
-        return GatherRows.apply(hidden, group), None
-    both = GatherRows.apply(torch.cat([hidden, x], dim=1), group)
+        return GatherRows.apply(hidden, group), None  # type: ignore[no-untyped-call]
+    both = GatherRows.apply(torch.cat([hidden, x], dim=1), group)  # type: ignore[no-untyped-call]
     return both[:, : hidden.shape[1]], both[:, hidden.shape[1] :]
 
 
@@ -131,7 +132,8 @@ def _settings(
     vocabulary = shard * ranks if logit_map.valid_vocab_size is None else logit_map.valid_vocab_size
     if vocabulary > shard * ranks:
         raise ValueError(
-            f"valid_vocab_size is {vocabulary} but weight has {shard * ranks} rows over {ranks} rank(s), wanted "
+            f"valid_vocab_size is {vocabulary} but weight has {shard * ranks} rows over {ranks} "
+            "rank(s), wanted "
             "at most that many. It counts the entries that exist among padded ones."
         )
     columns = max(0, min(shard, vocabulary - start))
@@ -159,12 +161,14 @@ def _select(
 ) -> Rows:
     shape, flat = targets.shape, targets.flatten()
     kept = None
+    picked = None
     if rows is not None:
         picked = check_rows(rows, flat.numel(), hidden.device)
         shape, flat = picked.shape, flat[picked]
     else:
-        picked = kept = rows_with_target(flat, ignore_index)
-        flat = flat if picked is None else flat[picked]
+        kept = rows_with_target(flat, ignore_index)
+        flat = flat if kept is None else flat[kept]
+    picked = kept if picked is None else picked
     return Rows(
         hidden=hidden if picked is None else hidden.index_select(0, picked),
         low_rank=x if x is None or picked is None else x.index_select(0, picked),

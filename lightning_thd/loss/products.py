@@ -1,11 +1,14 @@
 """Two tiles -> their product in full precision, whatever the inputs are stored in.
 
-c rows of a tile, v columns, k summed. A bf16 product rounded to bf16 puts 0.06 of error on a logit of 20 and 0.13
-on a log-probability, so products that become logits leave the multiplier in fp32: from the tensor cores
-directly where torch offers it (CUDA, ``out_dtype``), else by widening the tiles first.
+c rows of a tile, v columns, k summed. A product rounded to bf16 is off by 0.06 at a logit of 20, and
+log-probabilities by 0.13, so products that become results leave the multiplier in fp32: from the tensor cores
+directly (CUDA, ``out_dtype``), as two rounded halves (a CPU that multiplies bf16 natively), else by widening
+the tiles first. Products that become gradients are rounded as the model's own would be.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,10 +23,22 @@ def accumulator_dtype(*operands: Tensor | None) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
+@cache
+def cpu_multiplies_bf16() -> bool:
+    """Say whether this CPU has bf16 instructions; elsewhere torch emulates them, 20 to 50 times slower."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(bool(getattr(torch.cpu, name, bool)()) for name in names)
+
+
+def is_native(compute: torch.dtype, device: torch.device) -> bool:
+    """Say whether products of this dtype are made by a CPU's own bf16 instructions."""
+    return compute == torch.bfloat16 and device.type == "cpu" and cpu_multiplies_bf16()
+
+
 def operand(tile: Tensor, compute: torch.dtype, accumulator: torch.dtype) -> Tensor:
     """Bring a tile into the dtype it is multiplied in, rounded to ``compute`` first."""
     tile = tile.to(compute)
-    return tile if tile.is_cuda else tile.to(accumulator)
+    return tile if tile.is_cuda or is_native(compute, tile.device) else tile.to(accumulator)
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
@@ -36,30 +51,51 @@ def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     """
     if a.dtype == out.dtype:
         return torch.mm(a, b.t(), out=out)
-    return torch.mm(a, b.t(), out_dtype=out.dtype, out=out)
+    if a.is_cuda:
+        return torch.mm(a, b.t(), out_dtype=out.dtype, out=out)
+    # oneDNN sums in fp32 and rounds once: first the product, then what its rounding lost, 2^-17 together
+    high = torch.mm(a, b.t())
+    low = torch.addmm(high, a, b.t(), beta=-1)
+    return out.copy_(high).add_(low)
 
 
-def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype) -> None:
-    """Add ``a @ b`` to ``total`` in place; a gradient's product, rounded to ``compute`` before it is multiplied.
+def rounded_product(a: Tensor, b: Tensor, *, kept: Tensor, out: Tensor) -> Tensor:
+    """Write ``a @ b.T``, rounded to bf16, into ``kept`` and widened into ``out``.
 
     Args:
-        total: ``[c, k]``, the accumulator's dtype.
+        a: bf16 ``[c, k]``.
+        b: bf16 ``[v, k]``.
+        kept: bf16 ``[c, v]``.
+        out: ``[c, v]``, the accumulator's dtype.
+    """
+    return out.copy_(torch.mm(a, b.t(), out=kept))
+
+
+def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, first: bool) -> None:
+    """Add ``a @ b``, a gradient's product rounded to ``compute`` before it is multiplied, to ``total``.
+
+    Args:
+        total: ``[c, k]``, the accumulator's dtype or ``compute``; changed in place.
         a: ``[c, v]``, the accumulator's dtype.
         b: ``[v, k]``, stored in any dtype.
         compute: the dtype of the model's own products.
+        first: ``total`` holds nothing yet and is overwritten.
     """
     if compute == total.dtype:
-        total.addmm_(a, b.to(total.dtype))
-    elif compute == torch.float16:
-        lifted = (a * _HALF_LIFT).to(compute)
-        total.add_(_low(lifted, b.to(compute), total.dtype), alpha=1.0 / _HALF_LIFT)
+        total.addmm_(a.to(compute), b.to(compute), beta=0 if first else 1)
+        return
+    lift = _HALF_LIFT if compute == torch.float16 else 1.0
+    lifted = a if lift == 1.0 else a * lift
+    part = _low(lifted.to(compute), b.to(compute), total.dtype)
+    if first:
+        total.copy_(part if lift == 1.0 else part / lift)
     else:
-        total.add_(_low(a.to(compute), b.to(compute), total.dtype))
+        total.add_(part, alpha=1.0 / lift)
 
 
 def _low(a: Tensor, b: Tensor, accumulator: torch.dtype) -> Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=accumulator)
-    if a.dtype == torch.float16:  # no CPU multiplies fp16 natively with a wide sum
+    if not is_native(a.dtype, a.device):
         return torch.mm(a.to(accumulator), b.to(accumulator))
     return torch.mm(a, b)  # one tile's sum, rounded once as the model's own product would be

@@ -1,8 +1,8 @@
 """Targets -> the rows worth multiplying.
 
-In fine-tuning most tokens have no target; leaving their rows out saves their products. How many are left is data:
-it has to be read from the device, and shapes then vary from batch to batch. ``static_shapes`` turns that off, for
-the capture of a graph.
+In fine-tuning most tokens have no target; leaving their rows out saves their products. How many are left
+is data: it has to be read from the device, and shapes then vary from batch to batch. ``static_shapes``
+turns that off, for the capture of a graph.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _STATIC: ContextVar[bool] = ContextVar("lightning_thd_loss_static_shapes", defau
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Keep ignored rows in the products, so that shapes depend on T alone and nothing is read from the device.
+    """Keep ignored rows in the products, so that shapes depend on T alone and nothing is read from the
+    device.
 
     For code that records a step once and replays it on other batches, a CUDA graph above all.
     """

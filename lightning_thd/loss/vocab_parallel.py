@@ -1,4 +1,5 @@
-"""Statistics of every rank's columns -> statistics of the whole vocabulary, in one collective whatever the tiles.
+"""Statistics of every rank's columns -> statistics of the whole vocabulary, in one collective whatever the
+tiles.
 
 R rows, P ranks of the tensor-parallel group. Rank k holds columns k * V/P to (k + 1) * V/P.
 """
@@ -83,14 +84,14 @@ def sum_over_ranks(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor
         return parts
     joined = torch.cat(parts, dim=1)
     dist.all_reduce(joined, group=group)
-    return list(joined.split([part.shape[1] for part in parts], dim=1))
+    return list(torch.split(joined, [part.shape[1] for part in parts], dim=1))
 
 
 class GatherRows(torch.autograd.Function):
     """Sequence parallel: rows ``[R / P, H]`` of every rank -> ``[R, H]``; gradients are reduce-scattered."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         """One all-gather."""
         ctx.group = group
         out = rows.new_empty((rows.shape[0] * dist.get_world_size(group), *rows.shape[1:]))
@@ -98,7 +99,7 @@ class GatherRows(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """One reduce-scatter of what every rank's columns contribute."""
         (grad,) = grads
         out = grad.new_empty((grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:]))
