@@ -58,6 +58,7 @@ def moe(sizes: Sizes, *, gated: bool) -> list[Term]:
         shared=shared,
         shared_gate=bool(shared) and sizes.model_type in _SHARED_GATE,
         latent=sizes.get("moe_latent_size"),
+        shared_last=sizes.model_type != "ernie4_5_moe",
     )
 
 

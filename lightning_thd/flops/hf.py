@@ -76,8 +76,17 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
             if index in sparse
             else parts.mlp(sizes.hidden, _dense_inner(sizes), gated=gated)
         )
-        layers.append(Layer(path=f"layers.{index}", terms=(*mixer(sizes, index), *feed_forward)))
+        terms = (*mixer(sizes, index), *feed_forward)
+        if _something_follows(sizes):
+            terms = tuple(replace(term, last=False) for term in terms)
+        layers.append(Layer(path=f"layers.{index}", terms=terms))
     return [*layers, _logits(sizes)]
+
+
+def _something_follows(sizes: Sizes) -> bool:
+    """Whether a layer goes on after its last matmul, with what the backward needs: a norm, or dropout."""
+    dropout = sizes.get("resid_pdrop", "residual_dropout", "hidden_dropout", "dropout", default=0.0)
+    return sizes.model_type in _NORM_AFTER or dropout > 0
 
 
 def _mixers_only(sizes: Sizes) -> list[Layer]:
@@ -171,6 +180,7 @@ def _prediction(layers: list[Layer], sizes: Sizes, count: int) -> list[Layer]:
     return [*extra, *[logits] * count]
 
 
+_NORM_AFTER = ("gemma2", "gemma3_text", "olmo2", "olmo3", "glm4", "exaone4")  # a norm behind the MLP
 _DENSE = (
     "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi3 phi4_multimodal "
     "olmo olmo2 olmo3 granite stablelm cohere cohere2 smollm3 glm glm4 ernie4_5 seed_oss hunyuan_v1_dense "

@@ -250,6 +250,11 @@ class FlopsModel:
                 f"The stats count windows {extra}, but {self.name!r} has {list(self.windows) or 'none'}. "
                 "They were made for another model: build them with windows=flops_model.windows."
             )
+        if stats.vision_patches and not any(term.basis == "patch" for term in self._terms()):
+            raise ValueError(
+                f"The stats hold {stats.vision_patches} image patches, but no vision tower is known for "
+                f"{self.name!r}. Register one: FlopsModel.register({self.name!r}, builder)."
+            )
         edges = [edge for edge, _ in stats.vision_window_pairs]
         if stats.vision_patches and (missing := [w for w in self.vision_windows if w not in edges]):
             raise ValueError(

@@ -104,6 +104,7 @@ def experts(
     shared: int = 0,
     shared_gate: bool = False,
     latent: int | None = None,
+    shared_last: bool = True,
 ) -> list[Term]:
     """Mixture of experts: router, ``top_k`` routed experts, and shared ones that see every token.
 
@@ -116,6 +117,7 @@ def experts(
         shared: intermediate size of the shared experts together, 0 for none.
         shared_gate: the shared experts are weighted by a projection to one number, counted as a router.
         latent: size the routed experts work in, between two projections (Nemotron 3).
+        shared_last: the shared experts run after the routed ones.
     """
     width = latent or hidden
     terms = [matmul("router", hidden * num_experts, kind="router")]
@@ -126,7 +128,7 @@ def experts(
     if latent:
         terms.append(matmul("latent_out", latent * hidden, last=not shared))
     if shared:
-        terms += mlp(hidden, shared, gated=gated, name="shared", last=not shared_gate)
+        terms += mlp(hidden, shared, gated=gated, name="shared", last=shared_last and not shared_gate)
     if shared_gate:
         terms.append(matmul("shared_gate", hidden, kind="router"))
     return terms

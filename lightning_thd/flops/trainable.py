@@ -14,10 +14,13 @@ from types import FunctionType
 from typing import Any
 
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 
 from lightning_thd.flops.model import FlopsModel, Recompute
 from lightning_thd.flops.terms import Basis, Layer, Term, matmul
-from lightning_thd.flops.weights import Weight, weights_by_layer
+from lightning_thd.flops.weights import Weight, layer_path, weights_by_layer
+
+_FINAL_NORM = ("norm", "ln_f", "ln_out")
 
 
 def for_module(model: FlopsModel, module: nn.Module) -> FlopsModel:
@@ -32,10 +35,10 @@ def for_module(model: FlopsModel, module: nn.Module) -> FlopsModel:
     """
     groups = weights_by_layer(module, _active(module))
     rest = groups.get("", [])
-    embedded = any(weight.trained for weight in rest if "norm" not in weight.path) or _forced_input_grad(
-        module
-    )
-    policy = model.recompute if model.recompute != "none" else checkpointing(module)
+    before = [weight for weight in rest if not any(key in weight.path for key in _FINAL_NORM)]
+    embedded = any(weight.trained for weight in before) or _forced_input_grad(module)
+    found, checkpointed = checkpointing(module)
+    policy = model.recompute if model.recompute != "none" else found
     layers, upstream, seen = [], False, False
     for layer in model.layers:
         if not layer.path.startswith("visual") and not seen:
@@ -45,39 +48,54 @@ def for_module(model: FlopsModel, module: nn.Module) -> FlopsModel:
             weights = [weight for weight in rest if "embed" in weight.path or "wte" in weight.path]
         if weights:
             layer, upstream = _backward(layer, weights, upstream)
+        if checkpointed and layer.recomputable and layer.path not in checkpointed:
+            layer = replace(layer, recomputable=False)
         layers.append(layer)
     return replace(model, layers=tuple(layers), recompute=policy)
 
 
-def checkpointing(module: nn.Module) -> Recompute:
-    """Which activation checkpointing is switched on in ``module``.
+def checkpointing(module: nn.Module) -> tuple[Recompute, set[str]]:
+    """Which activation checkpointing is switched on, and in which layers.
 
     Args:
         module: a transformers model, or one wrapped by torch's ``checkpoint_wrapper``.
+
+    Returns:
+        The policy, and the paths of the checkpointed layers; no paths when it is not set layer by layer.
     """
-    for child in module.modules():
+    functions: list[Any] = []
+    layers = set()
+    for name, child in module.named_modules():
         function: Any = None
         if getattr(child, "gradient_checkpointing", False):
             function = getattr(child, "_gradient_checkpointing_func", None)
         elif type(child).__name__ == "CheckpointWrapper":
-            function = getattr(child, "checkpoint_fn", None)
+            function = child
         if function is not None:
-            keywords = _keywords(function)
-            if "context_fn" in keywords:
-                return "selective"
-            return "full" if keywords.get("use_reentrant", False) else "early_stop"
-    return "none"
+            functions.append(function)
+            if path := layer_path(name):
+                layers.add(path)
+    if not functions:
+        return "none", layers
+    keywords = _keywords(functions[0])
+    if keywords.get("context_fn") is not None:
+        return "selective", layers
+    return ("full" if keywords.get("use_reentrant", False) else "early_stop"), layers
 
 
 def _keywords(function: Any) -> dict[str, Any]:
     """Keywords bound to a checkpoint function, also below a wrapper that keeps it in its closure."""
+    if isinstance(function, nn.Module):  # torch's CheckpointWrapper
+        reentrant = getattr(function, "checkpoint_impl", None) is CheckpointImpl.REENTRANT
+        return {"use_reentrant": reentrant, **_keywords(getattr(function, "checkpoint_fn", None))}
     for _ in range(4):  # wrappers of wrappers; nobody stacks more
         if isinstance(function, partial):
             return dict(function.keywords)
         inner = getattr(function, "__wrapped__", None)
         if inner is None and isinstance(function, FunctionType):
             held = [value for value in getclosurevars(function).nonlocals.values() if callable(value)]
-            inner = next((value for value in held if isinstance(value, partial)), held[0] if held else None)
+            bound = [value for value in held if isinstance(value, partial)]
+            inner = next(iter(bound or held), None)
         if inner is None:
             break
         function = inner

@@ -22,6 +22,7 @@ _OUT = (
     *("output_linear", "wo", "w2", "dense_attention", "linear_fc2", "proj"),
 )
 _MLP = ("mlp", "feed_forward", "ffn", "expert", "moe", "fc1", "fc2", "router")
+_LAST_NORM = ("post_feedforward", "post_mlp", "post_ff")
 _SECOND_NORM = ("post_attention", "pre_feedforward", "ln_2", "norm2", "ffn_norm", "pre_ff", "pre_moe")
 
 
@@ -33,7 +34,7 @@ class Weight:
         path: its name, without the wrappers' parts.
         macs: multiply-adds a token, 0 for what is no matmul (norms, biases, convolutions).
         trained: whether it has a gradient.
-        stage: order within a layer: 0 into the mixer, 1 out of it, 2 into the MLP, 3 out of it; norms before.
+        stage: order in a layer: 0 into the mixer, 1 out of it, 2 into the MLP, 3 out of it; norms between.
         adapter: "A" or "B" of a low-rank pair, else empty.
         router: it weighs experts.
     """
@@ -74,6 +75,12 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
     return dict(groups)
 
 
+def layer_path(module_name: str) -> str:
+    """``"layers.3"`` for the decoder layer ``"model.layers.3"``, else empty; wrappers' names are dropped."""
+    group, inside = _locate(_WRAPPERS.sub("", module_name + ".") + "weight")
+    return group if inside == "weight" and group not in ("lm_head", "visual.merger") else ""
+
+
 def _locate(name: str) -> tuple[str, str]:
     vision = _VISION.search(name)
     layer = _LAYER.search(vision.group(1) if vision else name)
@@ -109,6 +116,8 @@ def _stage(inside: str) -> float:
     name = ".".join(parts)
     if "norm" in name or re.search(r"(^|\.)ln_", name):
         inner = len(parts) > 1  # q_norm, k_norm, the gated norm of a state-space layer
+        if any(key in name for key in _LAST_NORM):
+            return 4
         return 0.5 if inner else (1.5 if any(key in name for key in _SECOND_NORM) else -1)
     second = 2 if any(key in name for key in _MLP) else 0
     leaf = parts[-1] if parts else ""

@@ -139,6 +139,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": _DELTA,
     "qwen3_5_text": {k: v for k, v in _DELTA.items() if "exp" not in k and "moe" not in k},
+    "ministral": {"sliding_window": 16},
+    "ministral3": {},
+    "phi4_multimodal": {"head_dim": None},
+    "olmo": {"head_dim": None},
+    "helium": {"head_dim": 16},
+    "lfm2": {"head_dim": None, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+    "dots1": {
+        "moe_intermediate_size": 40,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "ernie4_5_moe": {
+        "moe_intermediate_size": 40,
+        "moe_k": 2,
+        "moe_num_experts": 8,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 3,
+    },
+    "minimax_m2": {**_MOE},
+    "flex_olmo": {"head_dim": None, "num_experts_per_tok": 2, "num_experts": 8},
+    "gpt_bigcode": {"head_dim": None, "num_key_value_heads": None, "intermediate_size": None},
+    "codegen": {
+        "head_dim": None,
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "rotary_dim": 8,
+        "num_attention_heads": 8,
+    },
+    "persimmon": {"head_dim": None, "num_key_value_heads": None},
+    "qwen3_5_moe_text": _DELTA,
+    "falcon_mamba": {
+        "state_size": 10,
+        "time_step_rank": 6,
+        "num_attention_heads": None,
+        "num_key_value_heads": None,
+        "head_dim": None,
+    },
     "mamba": {
         "state_size": 10,
         "time_step_rank": 6,
@@ -193,6 +235,68 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "adapter_rank": 5,
     },
 }
+
+
+_ROPE = {"rope_type": "default", "mrope_section": [4, 4, 4], "rope_theta": 10000.0}
+_TEXT = {**_BASE, "rope_parameters": _ROPE}
+_TOWER = {
+    "depth": 3,
+    "hidden_size": 48,
+    "num_heads": 4,
+    "in_channels": 3,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+}
+# multimodal family -> its text and vision config
+VISION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (_TEXT, {**_TOWER, "embed_dim": 48, "hidden_size": 96, "mlp_ratio": 3}),
+    "qwen2_5_vl": (
+        _TEXT,
+        {
+            **_TOWER,
+            "intermediate_size": 56,
+            "out_hidden_size": 96,
+            "fullatt_block_indexes": [1],
+            "window_size": 56,
+        },
+    ),
+    "qwen3_vl": (
+        _TEXT,
+        {
+            **_TOWER,
+            "intermediate_size": 56,
+            "out_hidden_size": 96,
+            "deepstack_visual_indexes": [0, 1],
+            "num_position_embeddings": 64,
+        },
+    ),
+    "qwen3_vl_moe": (
+        {**_TEXT, "moe_intermediate_size": 40, "num_experts_per_tok": 2, "num_experts": 8},
+        {
+            **_TOWER,
+            "intermediate_size": 56,
+            "out_hidden_size": 96,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 64,
+        },
+    ),
+    "qwen3_5": (
+        {k: v for k, v in {**_TEXT, **_DELTA}.items() if "exp" not in k and "moe" not in k},
+        {**_TOWER, "intermediate_size": 56, "out_hidden_size": 96, "num_position_embeddings": 64},
+    ),
+    "qwen3_5_moe": (
+        {**_TEXT, **_DELTA},
+        {**_TOWER, "intermediate_size": 56, "out_hidden_size": 96, "num_position_embeddings": 64},
+    ),
+}
+
+
+def vision_config(family: str) -> Any:
+    """A small config of a multimodal family."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    text, tower = VISION[family]
+    return CONFIG_MAPPING[family](text_config=text, vision_config=tower)
 
 
 def small_config(family: str) -> Any:

@@ -1,0 +1,228 @@
+"""Training factors against torch's counter: forward and backward on the meta device, to the last FLOP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+
+from lightning_thd.flops import FlopsModel, SeqStats
+from tests.flops.families import counted, meta_model, small_config, vision_config
+
+TOTAL = 32
+ALL_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+Change = Callable[[nn.Module], None]
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank pair beside it, laid out as PEFT does."""
+
+    def __init__(self, base: nn.Linear, rank: int = 3) -> None:
+        super().__init__()
+        self.base_layer = base
+        down = nn.Linear(base.in_features, rank, bias=False, device="meta")
+        up = nn.Linear(rank, base.out_features, bias=False, device="meta")
+        self.lora_A = nn.ModuleDict({"default": down})
+        self.lora_B = nn.ModuleDict({"default": up})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def nothing(model: nn.Module) -> None:
+    """Train everything."""
+
+
+def train_only(model: nn.Module, keys: Sequence[str]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(key in name for key in keys))
+    assert any(parameter.requires_grad for parameter in model.parameters())
+
+
+def add_lora(model: nn.Module, targets: Sequence[str]) -> None:
+    model.requires_grad_(False)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if name in targets:
+                assert isinstance(child, nn.Linear)
+                setattr(parent, name, Adapted(child))
+
+
+def checkpoint(model: nn.Module, *, reentrant: bool = False, every_n_layers: int = 1) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None)  # its name since transformers 5.23
+    settings: dict[str, int] = {"every_n_layers": every_n_layers} if enable else {}
+    enable = enable or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant}, **settings)
+
+
+CHANGES: dict[str, Change] = {
+    "everything": nothing,
+    "frozen_embedding": partial(train_only, keys=["layers.", ".h."]),
+    "one_layer": partial(train_only, keys=["layers.2.", ".h.2."]),
+    "one_mlp": partial(train_only, keys=["layers.2.mlp", ".h.2.mlp"]),
+    "one_norm": partial(train_only, keys=["layers.2.post_attention_layernorm", ".h.2.ln_1"]),
+    "last_layers": partial(
+        train_only, keys=["layers.2.", "layers.3.", ".h.2.", ".h.3.", "model.norm", "ln_f"]
+    ),
+}
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "gemma",
+    "gpt2",
+    "phi3",
+    "olmo2",
+    "deepseek_v3",
+    "mixtral",
+    "qwen2_moe",
+    "glm4_moe",
+)
+
+
+def ours(model: nn.Module, family: str) -> tuple[int, str]:
+    flops = FlopsModel.from_config(small_config(family), causal="full", router=True).for_module(model)
+    return flops.training_flops(SeqStats.from_lengths([TOTAL])).hardware, flops.recompute
+
+
+def torchs(model: nn.Module) -> int:
+    return sum(counted(model, TOTAL, backward=True).values())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_weights(family: str, change: str) -> None:
+    model = meta_model(small_config(family))
+    CHANGES[change](model)
+    assert ours(model, family) == (torchs(model), "none")
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_only_the_head(family: str) -> None:
+    model = meta_model(small_config(family))
+    train_only(model, ["lm_head"])
+    assert ours(model, family)[0] == torchs(model)
+
+
+@pytest.mark.parametrize(
+    "targets", [ALL_PROJECTIONS, ("down_proj",), ("o_proj",), ("q_proj", "k_proj", "v_proj")]
+)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora(targets: Sequence[str], checkpointing: bool) -> None:
+    model = meta_model(small_config("llama"))
+    add_lora(model, targets)
+    if checkpointing:
+        model.train()
+        checkpoint(model)
+    assert ours(model, "llama")[0] == torchs(model)
+
+
+def test_lora_on_queries_and_values_alone_saves_a_product_only_without_a_fused_kernel() -> None:
+    """In the first layer nothing asks for the keys' gradient: eager attention skips it, fused kernels do not."""
+    model = meta_model(small_config("llama"))
+    add_lora(model, ("q_proj", "v_proj"))
+    keys_gradient = 2 * 6 * 24 * TOTAL * TOTAL
+    assert ours(model, "llama")[0] == torchs(model) + keys_gradient
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, "glm4", "opt", "seed_oss", "ernie4_5_moe", "gpt_neox", "falcon", "gpt_bigcode"]
+)
+def test_activation_checkpointing(family: str, reentrant: bool) -> None:
+    model = meta_model(small_config(family)).train()
+    checkpoint(model, reentrant=reentrant)
+    assert ours(model, family) == (torchs(model), "full" if reentrant else "early_stop")
+
+
+def test_checkpointing_recomputes_no_layer_below_the_first_trained_one() -> None:
+    model = meta_model(small_config("llama")).train()
+    CHANGES["last_layers"](model)
+    checkpoint(model)
+    assert ours(model, "llama")[0] == torchs(model)
+
+
+def test_lora_with_reentrant_checkpointing_runs_the_backward_through_every_layer() -> None:
+    model = meta_model(small_config("llama")).train()
+    add_lora(model, ("o_proj",))
+    checkpoint(model, reentrant=True)
+    model.enable_input_require_grads()  # type: ignore[operator]
+    assert ours(model, "llama") == (torchs(model), "full")
+
+
+@pytest.mark.parametrize("implementation", list(CheckpointImpl))
+def test_torchs_checkpoint_wrapper_is_seen(implementation: CheckpointImpl) -> None:
+    model = meta_model(small_config("llama")).train()
+    wrap = partial(checkpoint_wrapper, checkpoint_impl=implementation)
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=wrap, check_fn=lambda child: type(child).__name__ == "LlamaDecoderLayer"
+    )
+    policy = "early_stop" if implementation is CheckpointImpl.NO_REENTRANT else "full"
+    assert ours(model, "llama") == (torchs(model), policy)
+
+
+def test_a_policy_that_was_given_is_kept() -> None:
+    model = meta_model(small_config("llama"))
+    flops = FlopsModel.from_config(small_config("llama"), recompute="selective").for_module(model)
+    assert flops.recompute == "selective"
+
+
+def test_forward_includes_the_adapters_and_forgets_nothing() -> None:
+    model = meta_model(small_config("llama"))
+    add_lora(model, ALL_PROJECTIONS)
+    flops = FlopsModel.from_config(small_config("llama"), causal="full").for_module(model)
+    assert flops.forward_flops(SeqStats.from_lengths([TOTAL])).model == sum(counted(model, TOTAL).values())
+
+
+def test_layers_that_are_not_checkpointed_are_not_recomputed() -> None:
+    model = meta_model(small_config("llama")).train()
+    checkpoint(model, every_n_layers=3)
+    assert ours(model, "llama") == (torchs(model), "early_stop")
+
+
+@pytest.mark.parametrize(
+    "wrap", [partial(torch.compile, backend="eager"), nn.ModuleList, lambda model: nn.Sequential(model)]
+)
+def test_wrappers_change_nothing(wrap: Callable[..., nn.Module]) -> None:
+    model = meta_model(small_config("llama"))
+    CHANGES["one_layer"](model)
+    wrapped = wrap([model]) if wrap is nn.ModuleList else wrap(model)
+    assert ours(wrapped, "llama") == ours(model, "llama")
+
+
+def test_names_that_do_not_add_up_are_counted_by_their_share() -> None:
+    """A module whose matmuls are not those of the config: half of its parameters trained, 2.5 units of 3."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))])
+    model.layers[0][0].requires_grad_(False)  # type: ignore[index]
+    config = small_config("llama")
+    whole = FlopsModel.from_config(config)
+    stats = SeqStats.from_lengths([TOTAL])
+    per_layer = whole.training_flops(stats).linear // 4
+    half = whole.for_module(model).training_flops(stats).linear
+    assert whole.training_flops(stats).linear - half == per_layer // 6
+
+
+def test_a_frozen_tower_costs_its_forward() -> None:
+    from transformers import AutoModelForImageTextToText
+
+    config = vision_config("qwen3_vl")
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    model.model.visual.requires_grad_(False)
+    model.model.language_model.embed_tokens.requires_grad_(False)
+    whole = FlopsModel.from_config(config)
+    stats = SeqStats.from_lengths([TOTAL], image_grid_thw=[[1, 4, 8]])
+    frozen = whole.for_module(model)
+    assert frozen.training_flops(stats).vision == whole.forward_flops(stats).vision
+    model.model.visual.merger.requires_grad_(True)
+    merger = whole.for_module(model).training_flops(stats)
+    assert whole.forward_flops(stats).vision < merger.vision < whole.training_flops(stats).vision
+    assert merger.linear == whole.training_flops(stats).linear  # its gradient flows through every layer

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_thd.flops import FlopsModel, SeqStats
+from tests.flops.families import VISION, vision_config
+
+GRID = [[1, 6, 10], [2, 8, 4]]  # an image, and a video of two frames
+
+
+def tower_flops(config: Any) -> Counter[str]:
+    """Torch's count of one forward pass of the vision tower and projector, by operator."""
+    from transformers import AutoModelForImageTextToText
+
+    config.vision_config._attn_implementation = "eager"
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    visual = model.model.visual
+    patches = sum(frames * rows * columns for frames, rows, columns in GRID)
+    width = 3 * config.vision_config.temporal_patch_size * 14 * 14
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        visual(torch.zeros(patches, width), grid_thw=torch.tensor(GRID))
+    by_op: Counter[str] = Counter()
+    for op, flops in counter.get_flop_counts()["Global"].items():
+        by_op[str(op).split(".")[-1]] += flops
+    return by_op
+
+
+@pytest.mark.parametrize("family", VISION)
+def test_tower_and_projector_equal_torchs_counter_but_for_the_patch_convolution(family: str) -> None:
+    config = vision_config(family)
+    model = FlopsModel.from_config(config)
+    stats = SeqStats.from_lengths([], image_grid_thw=GRID, vision_windows=model.vision_windows)
+    by_op = tower_flops(config)
+    attention = matmuls = 0
+    for layer in model.layers:
+        for term in layer.terms:
+            one = FlopsModel(name="", layers=(type(layer)(path="", terms=(term,)),), merge=model.merge)
+            flops = one.forward_flops(stats).vision
+            attention += flops if term.name == "vision_attention" else 0
+            matmuls += flops if term.name != "vision_attention" else 0
+    assert attention > 0
+    assert matmuls == by_op["mm"] + by_op["addmm"]
+    assert attention == by_op["bmm"]
+
+
+def test_equals_the_published_formula() -> None:
+    """3{depth[(8h^2 + 4hI)P + 4h sum p^2] + (1 + deepstack) merged (2(h m^2)^2 + 2 h m^2 out)}."""
+    model = FlopsModel.from_config(vision_config("qwen3_vl"))
+    stats = SeqStats.from_cu_seqlens(None, shape=(0, 0), image_grid_thw=GRID)
+    hidden, inner, depth, merge, out = 48, 56, 3, 2, 96
+    patches, squares = 60 + 64, 60**2 + 2 * 32**2
+    wide = hidden * merge**2
+    expected = 3 * (
+        depth * ((8 * hidden**2 + 4 * hidden * inner) * patches + 4 * hidden * squares)
+        + (1 + 2) * (patches // merge**2) * (2 * wide**2 + 2 * wide * out)
+    )
+    flops = model.training_flops(stats)
+    assert (flops.vision, flops.linear, flops.attention) == (expected, 0, 0)
+
+
+def test_a_batch_of_text_costs_no_vision() -> None:
+    model = FlopsModel.from_config(vision_config("qwen3_vl"))
+    assert model.training_flops(SeqStats.from_lengths([40])).vision == 0
+
+
+def test_patches_are_never_halved() -> None:
+    config = vision_config("qwen3_vl")
+    stats = SeqStats.from_lengths([], image_grid_thw=GRID)
+    half, full = (
+        FlopsModel.from_config(config, causal=causal).training_flops(stats) for causal in ("half", "full")
+    )
+    assert half == full
+
+
+def test_a_tower_with_windows_wants_them_counted() -> None:
+    model = FlopsModel.from_config(vision_config("qwen2_5_vl"))
+    assert model.vision_windows == (4,)
+    with pytest.raises(ValueError, match=r"has windows of \[4\] patches, which the stats do not count"):
+        model.training_flops(SeqStats.from_lengths([], image_grid_thw=GRID))
+
+
+def test_patches_on_a_model_without_a_tower_are_refused() -> None:
+    text = FlopsModel.from_config(vision_config("qwen3_vl").text_config)
+    with pytest.raises(ValueError, match="hold 124 image patches, but no vision tower is known for"):
+        text.training_flops(SeqStats.from_lengths([], image_grid_thw=GRID))
