@@ -1,8 +1,90 @@
-"""Arguments of varlen_attention -> the same, or an error that says what came, what was wanted and what to do."""
+"""Arguments of varlen_attention -> the same, or an error that says what came, what was wanted and what to do.
+
+Shapes, dtypes and devices are checked everywhere; values of cu_seqlens only where they lie on the CPU, as
+reading them from a device would wait for it.
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import torch
 from torch import Tensor
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> None:
+    """Check what can be known without reading a value.
+
+    Args:
+        q: ``[Tq, H, D]``.
+        k: ``[Tkv, G, D]``.
+        v: ``[Tkv, G, E]``.
+        cu_seqlens_q: int32 ``[S + 1]``.
+        cu_seqlens_kv: int32 ``[S + 1]``.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; want three dimensions, [slots, heads, head size]. "
+                "A batch [B, L, H, D] becomes one with .flatten(0, 1)."
+            )
+        if not x.is_floating_point():
+            raise ValueError(f"{name} is {x.dtype}; want a floating dtype.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q is {q.dtype}, k is {k.dtype} and v is {v.dtype}; want one dtype. "
+            "Cast them, or run under autocast, which casts all three."
+        )
+    if k.shape[0] != v.shape[0] or k.shape[1] != v.shape[1]:
+        raise ValueError(
+            f"k has {k.shape[0]} slots of {k.shape[1]} heads and v has {v.shape[0]} of {v.shape[1]}; "
+            "want the same."
+        )
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q has head size {q.shape[2]} and k {k.shape[2]}; want the same.")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            f"{q.shape[1]} query heads are not divisible by {k.shape[1]} key-value heads; every one of them "
+            "must serve the same number of query heads. Under tensor parallelism its size must divide both."
+        )
+    check_offsets_tensor(cu_seqlens_q, q.device, "q")
+    check_offsets_tensor(cu_seqlens_kv, q.device, "kv")
+    if cu_seqlens_q.shape != cu_seqlens_kv.shape:
+        raise ValueError(
+            f"cu_seqlens_q has {cu_seqlens_q.shape[0]} entries and cu_seqlens_kv {cu_seqlens_kv.shape[0]}; "
+            "want one sequence of keys for every sequence of queries (it may be empty)."
+        )
+    if k.device != q.device or v.device != q.device:
+        raise ValueError(f"q is on {q.device}, k on {k.device} and v on {v.device}; want one device.")
+
+
+def check_offsets_tensor(cu_seqlens: Tensor, device: torch.device, side: str) -> None:
+    """Check the form of ``cu_seqlens_q`` or ``cu_seqlens_kv``."""
+    name = f"cu_seqlens_{side}"
+    if cu_seqlens.device != device:
+        raise ValueError(
+            f"{name} is on {cu_seqlens.device} but q is on {device}; move it once a batch, not once a "
+            f"layer: {name}.to({str(device)!r}), or batch.to for a THDBatch."
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"{name} has shape {list(cu_seqlens.shape)}; want [sequences + 1], at least one sequence."
+        )
+    if cu_seqlens.dtype != torch.int32:
+        raise ValueError(
+            f"{name} is {cu_seqlens.dtype}; want int32, as GPU kernels do: {name}.to(torch.int32)."
+        )
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Check the form of the sinks."""
+    if sinks is None:
+        return
+    if sinks.shape != (q.shape[1],) or sinks.device != q.device or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks is {sinks.dtype} {list(sinks.shape)} on {sinks.device}; want one float for each of the "
+            f"{q.shape[1]} query heads, on {q.device}."
+        )
 
 
 def checked_offsets(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> list[int]:
@@ -22,20 +104,19 @@ def checked_offsets(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) 
     if offsets[0] != 0 or offsets[-1] != total:
         raise ValueError(
             f"{name} runs from {offsets[0]} to {offsets[-1]} but must run from 0 to {total}, the rows of "
-            f"{'q' if side == 'q' else 'k and v'}. Kernels leave rows outside every sequence unwritten and gradients "
-            "turn NaN: give padding at the end a sequence of its own."
+            f"{'q' if side == 'q' else 'k and v'}. GPU kernels leave rows outside every sequence unwritten "
+            "and gradients turn NaN: give padding at the end a sequence of its own."
         )
-    longest = 0
-    for i, (start, stop) in enumerate(zip(offsets, offsets[1:], strict=False)):
-        if stop < start:
-            raise ValueError(
-                f"{name} falls from {start} to {stop} at sequence {i}; offsets never decrease. "
-                "Build them with lightning_thd.seqlens.cu_seqlens_from_lengths."
-            )
-        longest = max(longest, stop - start)
-    if longest > max_seqlen:
+    lengths = [stop - start for start, stop in pairwise(offsets)]
+    if min(lengths) < 0:
+        i = lengths.index(min(lengths))
         raise ValueError(
-            f"max_seqlen_{side}={max_seqlen} but {name} holds a sequence of {longest}: GPU kernels would leave its end "
-            f"out. Pass max_seqlen_{side}={longest} or more."
+            f"{name} falls from {offsets[i]} to {offsets[i + 1]} at sequence {i}; offsets never decrease. "
+            "Build them with lightning_thd.seqlens.cu_seqlens_from_lengths."
+        )
+    if max(lengths) > max_seqlen:
+        raise ValueError(
+            f"max_seqlen_{side}={max_seqlen} but {name} has a sequence of {max(lengths)}: GPU kernels would "
+            f"leave its end out. Pass max_seqlen_{side}={max(lengths)} or more."
         )
     return offsets

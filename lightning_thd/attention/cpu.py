@@ -1,8 +1,10 @@
 """q, k, v in THD and host offsets -> out and log-sum-exp on the CPU, in memory linear in T.
 
-Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size, B tiles in a call.
+Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size, B tiles in a
+    call.
 Runs on torch's own flash kernel for CPUs, which is top-left causal, wants E == D, and kills the process on an
-empty sequence; the calls of ``plan`` never ask it for anything else. Softcap runs on matrix products (``tiled``).
+empty sequence; the calls of ``plan`` never ask it for anything else. Softcap runs on matrix products
+(``tiled``).
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def forward(
         sinks: ``[H]`` logits of a key without a value that every query sees, or None.
 
     Returns:
-        out ``[Tq, H, E]`` in the dtype of q and lse ``[Tq, H]`` in fp32 (fp64 for fp64), the sink included; a query
-        that sees nothing has out 0 and lse -inf.
+        out ``[Tq, H, E]`` in the dtype of q and lse ``[Tq, H]`` in fp32 (fp64 for fp64), the sink included;
+        a query that sees nothing has out 0 and lse -inf.
     """
     plan = _plan(cu_q, cu_kv, q_THD.shape[1], spec, by_keys=False)
     q, k, v = (_dense_rows(x) for x in (q_THD, k_THD, v_THE))
@@ -88,7 +90,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``forward`` to q, k and v, contiguous and in their dtypes.
 
-    out and lse may hold more than these keys gave (a sink, other ranks' keys): weights are recomputed from lse.
+    out and lse may hold more than these keys gave (a sink, other ranks' keys): weights are recomputed from
+    lse.
     """
     plan = _plan(cu_q, cu_kv, q_THD.shape[1], spec, by_keys=True)
     by_q = tuple(_dense_rows(x) for x in (grad_out, q_THD, out, lse))
@@ -141,7 +144,7 @@ def _piece_backward(
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """Either kernel behind one face; widens heads to the one size that flash knows, and cuts the results back."""
+    """Either kernel behind one face; widens heads to the one size flash knows, and cuts results back."""
 
     spec: AttentionSpec
     masks: Masks

@@ -1,6 +1,7 @@
-"""The CPU kernel as one differentiable torch operator: opaque to torch.compile, known to fake and meta tensors.
+"""The CPU kernel as one differentiable torch operator: opaque to torch.compile, known to meta tensors.
 
-The lengths are data to it, so other lengths never compile again; only another T does, once, and is symbolic after.
+The lengths are data to it, so other lengths never compile again; only another T does, once, and is symbolic
+after.
 """
 
 from __future__ import annotations
@@ -94,14 +95,14 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, _, _, *ctx.options = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, sinks)
 
 
-def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, sinks = ctx.saved_tensors
     dq, dk, dv = _backward_op(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, *ctx.options)
     dsinks = None if sinks is None else sinks_gradient(grad_out, out, lse, sinks)

@@ -1,19 +1,21 @@
-"""varlen_attention: packed q, k, v and offsets -> packed output, on the fastest kernel that means exactly the same.
+"""varlen_attention: packed q, k, v and offsets -> packed output, on the fastest kernel that means just that.
 
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from lightning_thd.attention import flash, kernel, te, torch_varlen
+from lightning_thd.attention.checks import check_sinks, check_tensors
 from lightning_thd.attention.cpu_op import varlen_attention_cpu
-from lightning_thd.attention.spec import Window, make_spec
-
-Backend = Literal["auto", "cpu", "torch", "flash", "te"]
+from lightning_thd.attention.kernel import Offsets
+from lightning_thd.attention.spec import AttentionSpec, Window, make_spec
+from lightning_thd.attention.support import Backend, Kernel, Request, choose
 
 
 def varlen_attention(
@@ -35,41 +37,88 @@ def varlen_attention(
     """Attend within every sequence of a pack and never across.
 
     Args:
-        q_THD: ``[Tq, H, D]`` float; every row belongs to a sequence.
+        q_THD: ``[Tq, H, D]`` float; every row belongs to a sequence. Under autocast q, k and v are cast to
+            its dtype.
         k_THD: ``[Tkv, G, D]``; G divides H.
         v_THD: ``[Tkv, G, E]``; E may differ from D.
-        cu_seqlens_q: int32 ``[S + 1]`` on the device of q, first entry 0, last Tq.
+        cu_seqlens_q: int32 ``[S + 1]`` on the device of q, first entry 0, last Tq. Sequences may be empty.
         cu_seqlens_kv: int32 ``[S + 1]``, first entry 0, last Tkv.
-        max_seqlen_q: longest query sequence, known on the host.
-        max_seqlen_kv: longest key sequence.
-        causal: hide later keys; bottom-right where the two lengths of a sequence differ.
-        window: with ``causal`` an int W: a query sees the last W keys, its own included. Or ``(left, right)``.
+        max_seqlen_q: longest query sequence or more, an int known on the host.
+        max_seqlen_kv: longest key sequence or more.
+        causal: hide later keys. Where a sequence has Lq queries and Lkv keys, query i stands at key
+            ``i + Lkv - Lq`` (bottom-right, as flash-attn), with or without causal.
+        window: None; or with ``causal`` an int W: a query sees the last W keys, its own included, as Hugging
+            Face's ``sliding_window``; or ``(left, right)`` keys before and after its own, -1 for all, as
+            flash-attn's ``window_size``: W is ``(W - 1, 0)``.
         scale: of the scores; None is ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None is none.
-        sinks: ``[H]`` logits of one more key without a value, or None.
-        backend: a kernel by name, or the first that supports the call.
+        sinks: ``[H]`` logits of one more key, without a value, that every query sees; or None.
+        backend: "cpu", "torch", "flash", "te", or "auto": the first that runs exactly this
+            (``support_table()``).
 
     Returns:
-        ``[Tq, H, E]`` in the dtype of q; 0 for a query that sees no key.
+        ``[Tq, H, E]`` in the dtype of q; 0 for a query that sees no key. One sequence of one token returns v.
     """
+    device = q_THD.device.type
+    if torch.is_autocast_enabled(device) and q_THD.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        q_THD, k_THD, v_THD = q_THD.to(dtype), k_THD.to(dtype), v_THD.to(dtype)
+    check_tensors(q_THD, k_THD, v_THD, cu_seqlens_q, cu_seqlens_kv)
+    check_sinks(sinks, q_THD)
     spec = make_spec(q_THD.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
-    if torch.is_autocast_enabled(q_THD.device.type):
-        dtype = torch.get_autocast_dtype(q_THD.device.type)
-        q_THD, k_THD, v_THD = (x.to(dtype) for x in (q_THD, k_THD, v_THD))
-    if q_THD.device.type == "cuda":
-        raise NotImplementedError("CUDA kernels arrive with the next commit.")
+    at = Offsets(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    name = choose(backend, describe(q_THD, v_THD, spec, sinks))
+    return _run(name, q_THD, k_THD, v_THD, at, spec, sinks)
+
+
+def describe(
+    q: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None, *, needs_lse: bool = False
+) -> Request:
+    """Collect the features of a call that decide which kernels can run it."""
+    return Request(
+        device=_device_type(q),
+        dtype=q.dtype,
+        head_size=q.shape[2],
+        value_size=v.shape[2],
+        spec=spec,
+        sinks=sinks is not None,
+        needs_lse=needs_lse,
+        capability=_capability(q.device.index or 0) if q.is_cuda else None,
+    )
+
+
+def _run(
+    name: Kernel, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
+    if name == "torch":
+        return torch_varlen.attend(q, k, v, at, spec, sinks)
+    if name == "te":
+        return te.attend(q, k, v, at, spec, self_attention=at.cu_q is at.cu_kv)
+    if name != "cpu":
+        return kernel.attend(flash.KERNELS[int(name[-1])], q, k, v, at, spec, sinks)
+    out: Tensor
     out, _ = varlen_attention_cpu(
-        q_THD,
-        k_THD,
-        v_THD,
-        cu_seqlens_q,
-        cu_seqlens_kv,
+        q,
+        k,
+        v,
+        at.cu_q,
+        at.cu_kv,
         sinks,
-        max_seqlen_q,
-        max_seqlen_kv,
+        at.max_q,
+        at.max_kv,
         spec.left,
         spec.right,
         spec.scale,
         spec.softcap,
     )
     return out
+
+
+def _device_type(x: Tensor) -> str:
+    """Meta tensors go the way of the CPU kernel, which knows its shapes."""
+    return "cpu" if x.is_meta else x.device.type
+
+
+@cache
+def _capability(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]

@@ -1,4 +1,4 @@
-"""A tile's geometry and a window -> the additive mask the kernels take, or none where every query sees every key."""
+"""A tile's geometry and a window -> the additive mask the kernels take, or none where all is seen."""
 
 from __future__ import annotations
 

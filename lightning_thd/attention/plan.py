@@ -1,10 +1,10 @@
-"""Host offsets and a window -> kernel calls: which rows of q meet which rows of k, and where the diagonal runs.
+"""Host offsets and a window -> kernel calls: which rows of q meet which of k, and where the diagonal runs.
 
-The flash kernel computes masked scores too: its causal flag skips keys 512 at a time, so a causal sequence of 512
-tokens costs as much as a bidirectional one. So sequences are cut. Forward: into rows of queries, each with all the
-keys it sees, so that nothing is merged. Backward: into columns of keys, each with all the queries that see it, which
-keeps causality in the kernel's top-left form without a mask and leaves only dq to add up. Sequences shorter than a
-call's overhead is worth are padded to a common length and share a call.
+The flash kernel computes masked scores too: its causal flag skips keys 512 at a time, so a causal sequence
+of 512 tokens costs as much as a bidirectional one. So sequences are cut. Forward: into rows of queries, each
+with all the keys it sees, so that nothing is merged. Backward: into columns of keys, each with all the
+queries that see it, which keeps causality in the kernel's top-left form without a mask and leaves only dq to
+add up. Sequences shorter than a call's overhead is worth are padded to a common length and share a call.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 # Causal sequences up to SHORT tokens share calls: at 8 heads of 64 a call's overhead (about 30 us) equals the
-# arithmetic of 40 tokens. Padding within a call may add PADDING of the arithmetic, or FREE_PAIRS (the overhead).
+# arithmetic of 40 tokens. Padding within a call may add PADDING of the arithmetic, or FREE_PAIRS (the
+# overhead).
 SHORT = 128
 PADDING = 1.25
 FREE_PAIRS = 1500
 # Rows in one call of short sequences: with 8 heads of 64 in fp32, 1 MiB a tensor, so copies stay in cache.
 CALL_ROWS = 512
-# Causal sequences longer than this go forward whole: masks and low tiles cost more than the causal flag wastes.
+# Causal sequences longer than this go forward whole: masks and low tiles cost more than the causal flag
+# wastes.
 WHOLE_FORWARD = 1280
-# (keys or queries in reach up to, tile height forward, tile width backward), measured on two cores of a Zen 4 server.
+# (keys or queries in reach up to, tile height forward, tile width backward), measured on two cores of a Zen
+# 4 server.
 TILES = ((64, 32, 32), (256, 64, 64), (512, 128, 64), (1280, 128, 128), (1 << 62, 128, 256))
 # Masks stay below this many entries: 4 MiB in fp32.
 MASK_CELLS = 1 << 20
@@ -76,7 +80,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All calls of a pack; ``blank_q`` rows see no key, ``blank_k`` rows are seen by no query: both get zeros."""
+    """All calls of a pack; ``blank_q`` rows see no key, ``blank_k`` rows no query sees: both get zeros."""
 
     pieces: tuple[Piece, ...]
     blank_q: tuple[tuple[int, int], ...]
@@ -140,7 +144,7 @@ class _Cutter:
     max_cells: int | None
 
     def blind_rows(self, rows: int, keys: int) -> int:
-        """Queries at the start that see no key: all without keys, or those that stand too far before the first."""
+        """Count the first queries that see no key: all without keys, or those too far before the first."""
         if keys == 0:
             return rows
         return min(rows, max(0, rows - keys - self.right)) if self.right >= 0 else 0
@@ -162,7 +166,8 @@ class _Cutter:
         shapes = self._columns(rows, keys) if self.by_keys else self._rows(rows, keys)
         calls: list[Tiles] = []
         for rows_of_tile, keys_of_tile, shift, q_start, k_start in shapes:
-            q_starts, k_starts = (q_start,), (k_start,)
+            q_starts: tuple[int, ...] = (q_start,)
+            k_starts: tuple[int, ...] = (k_start,)
             if calls and _may_extend(calls[-1], (rows_of_tile, keys_of_tile, shift)):
                 previous = calls.pop()
                 q_starts, k_starts = previous.q_starts + q_starts, previous.k_starts + k_starts
@@ -183,7 +188,7 @@ class _Cutter:
         shift, width, tiles = keys - rows, self._tile_size(rows, forward=False), []
         edges = list(range(max(0, shift), keys, width))  # a column that starts on the diagonal needs no mask
         edges = [*range(0, max(0, shift), width), *edges, keys]
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in pairwise(edges):
             low = 0 if self.right < 0 else max(0, start - self.right - shift)
             high = rows if self.left < 0 else min(rows, stop + self.left - shift)
             if low < high:
@@ -191,7 +196,7 @@ class _Cutter:
         return tiles
 
     def _tile_size(self, across: int, *, forward: bool) -> int:
-        """Choose how many rows or keys a tile has: few waste less at the diagonal, many run at a better rate."""
+        """Choose how many rows or keys a tile has: few waste less at the diagonal, many run faster."""
         reach = across
         if self.left >= 0 and self.right >= 0:
             reach = min(across, self.left + self.right + 1)
@@ -204,7 +209,7 @@ class _Cutter:
 
 
 def _may_extend(group: Tiles, shape: tuple[int, int, int]) -> bool:
-    """Whether a tile has the shape of its neighbours and may share their call (windows far from both ends)."""
+    """Whether a tile has its neighbours' shape and may share their call (windows far from both ends)."""
     same = (group.rows, group.keys, group.shift) == shape
     return same and (len(group.q_starts) + 1) * max(group.keys, group.rows) <= CALL_ROWS
 
@@ -227,7 +232,7 @@ def _equal_groups(
 
 
 def _padded_groups(triangles: list[tuple[int, int]]) -> list[Piece]:
-    """Let triangles of similar length share calls, longest first, while padding costs less than another call."""
+    """Let triangles of similar length share calls, longest first, while padding costs less than a call."""
     pieces = []
     group: list[tuple[int, int]] = []
     spent = real = 0

@@ -1,4 +1,4 @@
-"""Rows of a packed tensor <-> the [B, rows, ...] batch of one kernel call, as views wherever the spacing allows.
+"""Rows of a packed tensor <-> the [B, rows, ...] batch of one kernel call, as views where the spacing allows.
 
 Legend: T slots, B tiles of a call.
 """
@@ -6,6 +6,7 @@ Legend: T slots, B tiles of a call.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ def take(x: Tensor, starts: Starts, length: int, lengths: Starts | None = None) 
     step = _spacing(starts)
     if lengths is None and step is not None:
         return _window(x, starts[0], step, len(starts), length)
-    return x.index_select(0, _indices(starts, length, lengths)).unflatten(0, (len(starts), length))
+    return x.index_select(0, _indices(starts, length, lengths)).view(len(starts), length, *x.shape[1:])
 
 
 def put(x: Tensor, part: Tensor, starts: Starts, lengths: Starts | None = None) -> None:
@@ -73,7 +74,7 @@ def _spacing(starts: Starts) -> int | None:
     if len(starts) == 1:
         return 1
     step = starts[1] - starts[0]
-    even = step > 0 and all(b - a == step for a, b in zip(starts[1:], starts[2:], strict=False))
+    even = step > 0 and all(b - a == step for a, b in pairwise(starts))
     return step if even else None
 
 

@@ -1,7 +1,8 @@
-"""Attention sinks through the log-sum-exp: any kernel that returns lse, and whose backward takes it, has sinks.
+"""Attention sinks through the log-sum-exp: any kernel whose backward takes lse has sinks.
 
-A sink is one more key that every query of a head sees, with a learned logit and no value (gpt_oss). It only rescales:
-``lse' = log(exp(lse) + exp(sink))`` and ``out' = out * exp(lse - lse')``. A flash backward recomputes its weights from
+A sink is one more key that every query of a head sees, with a learned logit and no value (gpt_oss). It only
+rescales: ``lse' = log(exp(lse) + exp(sink))`` and ``out' = out * exp(lse - lse')``. A flash backward
+    recomputes its weights from
 lse, so given out' and lse' it returns the right gradients to q, k and v as it is.
 
 Legend: T slots, H query heads, E value head size.
@@ -36,4 +37,5 @@ def sinks_gradient(grad_out: Tensor, out_THE: Tensor, lse_TH: Tensor, sinks: Ten
     """
     delta = torch.linalg.vecdot(grad_out.to(lse_TH.dtype), out_THE.to(lse_TH.dtype))
     weight = (sinks.to(lse_TH.dtype) - lse_TH).exp()
-    return -(weight * delta).sum(0).to(sinks.dtype)
+    gradient: Tensor = -(weight * delta).sum(0)
+    return gradient.to(sinks.dtype)

@@ -1,4 +1,4 @@
-"""What the caller asked for -> one frozen description that every kernel understands, in flash-attn's window terms."""
+"""The options of a call -> one frozen description that every kernel understands, in flash-attn's words."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Window = int | tuple[int, int] | None
 class AttentionSpec:
     """How scores become weights; everything about a call except its tensors.
 
-    Query i of a sequence with Lq queries and Lkv keys stands at key position ``p = i + Lkv - Lq`` (bottom-right) and
-    sees the keys j with ``p - left <= j <= p + right``.
+    Query i of a sequence with Lq queries and Lkv keys stands at key position ``p = i + Lkv - Lq``
+    (bottom-right) and sees the keys j with ``p - left <= j <= p + right``.
 
     Attributes:
         left: how many keys before its own position a query sees; -1 is all of them.
@@ -50,8 +50,9 @@ def make_spec(
     Args:
         head_size: of queries and keys; the default scale is its inverse square root.
         causal: hide the keys after a query's own position.
-        window: None; or with ``causal`` an int W: the last W keys, the query's own included, as Hugging Face's
-            ``sliding_window``; or ``(left, right)`` keys before and after, -1 for all, as flash-attn's ``window_size``.
+        window: None; or with ``causal`` an int W: the last W keys, the query's own included, as Hugging
+            Face's ``sliding_window``; or ``(left, right)`` keys before and after, -1 for all, as
+            flash-attn's ``window_size``.
         scale: None is ``head_size ** -0.5``.
         softcap: None or 0 is none.
 

@@ -1,4 +1,4 @@
-"""Batches of tiles -> out and log-sum-exp by plain matrix products: the path for softcap, which no CPU kernel has.
+"""Batches of tiles -> out and log-sum-exp by plain matrix products: the path for softcap.
 
 Legend: B tiles, R rows of queries, K keys, H query heads, G key-value heads, D head size, E value head size.
 The scores of one call exist at a time, in fp32 (fp64 for fp64), and are computed again in the backward.

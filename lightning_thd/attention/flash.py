@@ -1,0 +1,228 @@
+"""CUDA tensors -> the flash-attn package: version 2 anywhere, 3 on Hopper, 4 (CuTe) on Hopper and Blackwell.
+
+Each is driven through its forward that returns the log-sum-exp and its backward that takes it, so that sinks
+and context parallelism work the same on all three. Signatures: flash-attn 2.8,
+hopper/flash_attn_interface.py of 3.0, and flash-attn-4 4.0.0b36.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_thd._imports import require
+from lightning_thd.attention.kernel import Offsets, RawKernel
+from lightning_thd.attention.spec import AttentionSpec
+
+
+def _one_size(head_size: int, value_size: int) -> tuple[int, int] | None:
+    size = -(-max(head_size, value_size) // 8) * 8
+    return (size, size) if size <= 256 else None
+
+
+class Flash2:
+    """flash-attn 2.7 and 2.8."""
+
+    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
+        """One size for all three, a multiple of 8, up to 256."""
+        return _one_size(head_size, value_size)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Call ``_flash_attn_varlen_forward``."""
+        out, lse, *_ = _function("flash_attn.flash_attn_interface", "_wrapped_flash_attn_varlen_forward")(
+            q,
+            k,
+            v,
+            at.cu_q,
+            at.cu_kv,
+            at.max_q,
+            at.max_kv,
+            0.0,
+            spec.scale,
+            causal=spec.causal,
+            window_size_left=spec.left,
+            window_size_right=spec.right,
+            softcap=spec.softcap,
+            alibi_slopes=None,
+            return_softmax=False,
+            block_table=None,
+        )
+        return out, lse.t()
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        at: Offsets,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call ``_flash_attn_varlen_backward``, which writes into the gradients it is given."""
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        _function("flash_attn.flash_attn_interface", "_wrapped_flash_attn_varlen_backward")(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.t().contiguous(),
+            dq,
+            dk,
+            dv,
+            at.cu_q,
+            at.cu_kv,
+            at.max_q,
+            at.max_kv,
+            0.0,
+            spec.scale,
+            spec.causal,
+            spec.left,
+            spec.right,
+            spec.softcap,
+            None,
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
+
+
+class Flash3:
+    """flash-attn 3, built from the hopper folder."""
+
+    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
+        """One size for all three, a multiple of 8, up to 256."""
+        return _one_size(head_size, value_size)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Call ``_flash_attn_forward`` by keywords: their order moved between builds, their names did not."""
+        out, lse, *_ = _function("flash_attn_interface", "_flash_attn_forward")(
+            q,
+            k,
+            v,
+            cu_seqlens_q=at.cu_q,
+            cu_seqlens_k=at.cu_kv,
+            max_seqlen_q=at.max_q,
+            max_seqlen_k=at.max_kv,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
+            window_size_left=spec.left,
+            window_size_right=spec.right,
+            softcap=spec.softcap,
+            num_splits=1,
+        )
+        return out, lse.t()
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        at: Offsets,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call ``_flash_attn_backward``, which writes into the gradients it is given."""
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        _function("flash_attn_interface", "_flash_attn_backward")(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.t().contiguous(),
+            cu_seqlens_q=at.cu_q,
+            cu_seqlens_k=at.cu_kv,
+            max_seqlen_q=at.max_q,
+            max_seqlen_k=at.max_kv,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            softmax_scale=spec.scale,
+            is_causal=spec.causal,
+            window_size_left=spec.left,
+            window_size_right=spec.right,
+            softcap=spec.softcap,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return dq, dk, dv
+
+
+class Flash4:
+    """flash-attn 4: ``flash_attn.cute``, which names an open window side None."""
+
+    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
+        """Two sizes up to 128, or DeepSeek's (192, 128), or (256, 256)."""
+        if max(head_size, value_size) <= 128:
+            return -(-head_size // 8) * 8, -(-value_size // 8) * 8
+        if head_size <= 192 and value_size <= 128:
+            return 192, 128
+        return (256, 256) if max(head_size, value_size) <= 256 else None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Call ``_flash_attn_fwd``."""
+        with torch.no_grad():
+            out, lse, *_ = _function("flash_attn.cute.interface", "_flash_attn_fwd")(
+                q, k, v, softcap=spec.softcap or None, return_lse=True, **self._options(at, spec)
+            )
+        return out, lse.t()
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        at: Offsets,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call ``_flash_attn_bwd``."""
+        dq, dk, dv = _function("flash_attn.cute.interface", "_flash_attn_bwd")(
+            q,
+            k,
+            v,
+            out,
+            grad,
+            lse.t().contiguous(),
+            softcap=spec.softcap,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **self._options(at, spec),
+        )
+        return dq, dk, dv
+
+    @staticmethod
+    def _options(at: Offsets, spec: AttentionSpec) -> dict[str, Any]:
+        windowed = spec.windowed
+        return {
+            "cu_seqlens_q": at.cu_q,
+            "cu_seqlens_k": at.cu_kv,
+            "max_seqlen_q": at.max_q,
+            "max_seqlen_k": at.max_kv,
+            "softmax_scale": spec.scale,
+            "causal": spec.causal and not windowed,
+            "window_size_left": spec.left if windowed and spec.left >= 0 else None,
+            "window_size_right": spec.right if windowed and spec.right >= 0 else None,
+        }
+
+
+KERNELS: dict[int, RawKernel] = {2: Flash2(), 3: Flash3(), 4: Flash4()}
+MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
+
+
+def _function(module: str, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(require(module, feature="backend='flash'"), name)
+    return function

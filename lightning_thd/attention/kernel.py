@@ -1,0 +1,121 @@
+"""Raw flash kernels -> one differentiable call; what context parallelism and sinks build on.
+
+A raw kernel is a forward that returns out and the log-sum-exp, and a backward that recomputes its weights
+from them. Because of that, out and lse given to the backward may hold more than the keys at hand: a sink, or
+the keys of other ranks. The gradients to q, k and v are then those of the whole.
+
+Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_thd.attention.sinks import apply_sinks, sinks_gradient
+from lightning_thd.attention.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Offsets:
+    """Where sequences lie: int32 ``[S + 1]`` on the device of q, and the longest lengths, on the host."""
+
+    cu_q: Tensor
+    cu_kv: Tensor
+    max_q: int
+    max_kv: int
+
+
+class RawKernel(Protocol):
+    """What a backend offers; tensors have sizes that ``sizes`` returned, and lse is fp32 ``[T, H]``."""
+
+    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
+        """Return the sizes, at least as large, that the kernel runs; None if it has none."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Return out ``[Tq, H, E]`` and lse ``[Tq, H]``; without keys out is 0 and lse either infinity."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        at: Offsets,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv; a row of lse that saw no key holds +inf."""
+
+
+def attend(
+    kernel: RawKernel, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
+    """Run a raw kernel differentiably, with sinks, at any head size up to its largest.
+
+    Args:
+        kernel: one whose ``sizes`` are not None here.
+        q: ``[Tq, H, D]``.
+        k: ``[Tkv, G, D]``.
+        v: ``[Tkv, G, E]``.
+        at: the sequences.
+        spec: window, scale and softcap.
+        sinks: ``[H]``, or None.
+
+    Returns:
+        ``[Tq, H, E]``.
+    """
+    value_size = v.shape[2]
+    q, k, v = widen(kernel, q, k, v)
+    out: Tensor = _Attention.apply(kernel, q, k, v, at, spec, sinks)  # type: ignore[no-untyped-call]
+    return out[..., :value_size]
+
+
+def widen(kernel: RawKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Append zeros up to head sizes the kernel runs: they change neither scores nor the columns kept."""
+    sizes = kernel.sizes(q.shape[2], v.shape[2])
+    assert sizes is not None
+    return _pad(q, sizes[0]), _pad(k, sizes[0]), _pad(v, sizes[1])
+
+
+def _pad(x: Tensor, size: int) -> Tensor:
+    x = x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernel: RawKernel,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        at: Offsets,
+        spec: AttentionSpec,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        out, lse = kernel.forward(q, k, v, at, spec)
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # flash-attn's sign where no key is seen
+        if sinks is not None:
+            out, lse = apply_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, at.cu_q, at.cu_kv, sinks)
+        ctx.kernel, ctx.spec, ctx.longest = kernel, spec, (at.max_q, at.max_kv)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, cu_q, cu_kv, sinks = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        at = Offsets(cu_q, cu_kv, *ctx.longest)
+        finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # weights of such rows become exp(-inf) = 0
+        dq, dk, dv = ctx.kernel.backward(grad, q, k, v, out, finite, at, ctx.spec)
+        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
+        return None, dq, dk, dv, None, None, dsinks

@@ -1,0 +1,272 @@
+"""A call's features -> the backend that runs exactly this, or an error that lists what would.
+
+``SUPPORT`` is the table of the README; ``choose`` reads nothing but the table, so the table cannot be wrong
+in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lightning_thd._imports import available
+from lightning_thd.attention import flash, torch_varlen
+from lightning_thd.attention.flash import Flash2, Flash3, Flash4
+from lightning_thd.attention.spec import AttentionSpec
+
+Backend = Literal["auto", "cpu", "torch", "flash", "te"]
+Kernel = Literal["cpu", "torch", "flash2", "flash3", "flash4", "te"]
+
+_HALF = (torch.float16, torch.bfloat16)
+_ANY = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Support:
+    """What one kernel runs.
+
+    Attributes:
+        backend: the name that asks for it.
+        device: the type of device it runs on.
+        dtypes: of q, k and v.
+        sizes: (head size, value size) -> what it runs, or None.
+        sizes_text: the same in words.
+        softcap: whether scores can be capped.
+        sinks: how, or None.
+        padding_between: whether padding between sequences may belong to none.
+        lse: whether partial results can be merged (context parallelism).
+        deterministic: when the backward is bitwise reproducible.
+        capability: CUDA compute capabilities (major), None for any.
+        probe: module that must import, None when nothing more than torch is needed.
+        install: how to get it.
+    """
+
+    backend: Backend
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    sizes: Callable[[int, int], tuple[int, int] | None]
+    sizes_text: str
+    softcap: bool
+    sinks: str | None
+    padding_between: bool = False
+    lse: bool = True
+    deterministic: str
+    capability: tuple[int, ...] | None = None
+    probe: str | None = None
+    install: str = ""
+
+
+def _any_size(head_size: int, value_size: int) -> tuple[int, int] | None:
+    return head_size, value_size
+
+
+def _te_sizes(head_size: int, value_size: int) -> tuple[int, int] | None:
+    fits = max(head_size, value_size) <= 256 and head_size % 8 == 0 and value_size % 8 == 0
+    return (head_size, value_size) if fits else None
+
+
+_WITH_FLAG = "with torch.use_deterministic_algorithms(True)"
+_TO_256 = "up to 256; a smaller value size is padded"
+
+SUPPORT: dict[Kernel, Support] = {
+    "cpu": Support(
+        backend="cpu",
+        device="cpu",
+        dtypes=_ANY,
+        sizes=_any_size,
+        sizes_text="any; the smaller of the two is padded",
+        softcap=True,
+        sinks="through lse",
+        deterministic="always",
+    ),
+    "torch": Support(
+        backend="torch",
+        device="cuda",
+        dtypes=_HALF,
+        sizes=torch_varlen.AtenFlash().sizes,
+        sizes_text=_TO_256,
+        softcap=False,
+        sinks="through lse",
+        deterministic=_WITH_FLAG,
+        capability=(8, 9, 10, 11, 12),
+        probe="torch.nn.attention.varlen",
+        install="pip install 'torch>=2.11'",
+    ),
+    "flash3": Support(
+        backend="flash",
+        device="cuda",
+        dtypes=_HALF,
+        sizes=Flash3().sizes,
+        sizes_text=_TO_256,
+        softcap=True,
+        sinks="through lse",
+        deterministic=_WITH_FLAG,
+        capability=(9,),
+        probe=flash.MODULES[3],
+        install="build the hopper folder of the flash-attention repository (flash-attn 3)",
+    ),
+    "flash4": Support(
+        backend="flash",
+        device="cuda",
+        dtypes=_HALF,
+        sizes=Flash4().sizes,
+        sizes_text="up to 128 each, (192, 128), (256, 256); others are padded to these",
+        softcap=True,
+        sinks="through lse",
+        deterministic=_WITH_FLAG,
+        capability=(9, 10, 11),
+        probe=flash.MODULES[4],
+        install="pip install flash-attn-4",
+    ),
+    "flash2": Support(
+        backend="flash",
+        device="cuda",
+        dtypes=_HALF,
+        sizes=Flash2().sizes,
+        sizes_text=_TO_256,
+        softcap=True,
+        sinks="through lse",
+        deterministic=_WITH_FLAG,
+        capability=(8, 9, 10, 11, 12),
+        probe=flash.MODULES[2],
+        install="pip install --no-build-isolation flash-attn",
+    ),
+    "te": Support(
+        backend="te",
+        device="cuda",
+        dtypes=_HALF,
+        sizes=_te_sizes,
+        sizes_text="multiples of 8 up to 256",
+        softcap=False,
+        sinks=None,
+        padding_between=True,
+        lse=False,
+        deterministic=_WITH_FLAG,
+        capability=(8, 9, 10, 11, 12),
+        probe="transformer_engine.pytorch",
+        install="pip install --no-build-isolation 'transformer-engine[pytorch]'",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The features of a call that decide which kernels can run it."""
+
+    device: str
+    dtype: torch.dtype
+    head_size: int
+    value_size: int
+    spec: AttentionSpec
+    sinks: bool = False
+    needs_lse: bool = False
+    capability: int | None = None
+
+
+def choose(backend: Backend, request: Request) -> Kernel:
+    """Pick the first kernel of a backend that runs exactly what is asked.
+
+    Args:
+        backend: a name, or "auto" for any, in the order of ``SUPPORT``.
+        request: the call.
+
+    Returns:
+        The kernel. A bf16 call of head size 128 on a CUDA device with ``backend="auto"`` gives "torch".
+
+    Raises:
+        ValueError: where none does; the message says why, and which would.
+    """
+    names = ("auto", *dict.fromkeys(row.backend for row in SUPPORT.values()))
+    if backend not in names:
+        raise ValueError(f"backend={backend!r} is not known; choose one of {', '.join(names)}.")
+    for kernel, row in SUPPORT.items():
+        if backend in ("auto", row.backend) and why_not(kernel, request) is None and missing(kernel) is None:
+            return kernel
+    lines = [f"backend={backend!r} cannot run this call ({_describe(request)})."]
+    for kernel, row in SUPPORT.items():
+        reason, absent = why_not(kernel, request), missing(kernel)
+        what = f"backend={row.backend!r}" + (f" ({kernel})" if row.backend == "flash" else "")
+        if reason is not None:
+            lines.append(f"{what}: {reason}")
+        elif absent is not None:
+            lines.append(f"{what}: would run it, but {absent}")
+        else:
+            lines.append(f"{what}: runs it")
+    raise ValueError("\n  ".join(lines))
+
+
+def why_not(kernel: Kernel, request: Request) -> str | None:
+    """Say what a kernel lacks for a call, and what to change, or None."""
+    row = SUPPORT[kernel]
+    if request.device != row.device:
+        return (
+            f"runs on {row.device} tensors, these are on {request.device}; move them with .to({row.device!r})"
+        )
+    if request.dtype not in row.dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
+        return f"takes {wanted} (precision='bf16-mixed'), not {str(request.dtype).removeprefix('torch.')}"
+    if row.sizes(request.head_size, request.value_size) is None:
+        return f"has head sizes {row.sizes_text}, not ({request.head_size}, {request.value_size})"
+    if request.spec.softcap and not row.softcap:
+        return "has no softcap"
+    if request.sinks and row.sinks is None:
+        return "has no sinks"
+    if request.needs_lse and not row.lse:
+        return "returns no log-sum-exp to merge partial results with"
+    if row.capability and request.capability is not None and request.capability not in row.capability:
+        wanted = " or ".join(map(str, row.capability))
+        return f"needs compute capability {wanted}, this GPU has {request.capability}"
+    return None
+
+
+def missing(kernel: Kernel) -> str | None:
+    """Say what to install for a kernel, or None when it imports."""
+    row = SUPPORT[kernel]
+    if row.probe is None or available(row.probe):
+        return None
+    return f"{row.probe} does not import here: {row.install}"
+
+
+def support_table() -> str:
+    """Write ``SUPPORT`` as a Markdown table.
+
+    Returns:
+        One row a kernel, and "yes" where it imports here.
+    """
+    head = (
+        "backend", "kernel", "device", "dtypes", "head size", "GQA", "window", "softcap", "sinks",
+        "deterministic", "padding between", "context parallel", "here",
+    )  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for kernel, row in SUPPORT.items():
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
+        flags = (row.padding_between, row.lse, missing(kernel) is None)
+        padding, lse, here = ("yes" if flag else "no" for flag in flags)
+        cells = (
+            row.backend, kernel, row.device, dtypes, row.sizes_text, "yes", "yes", "yes" if row.softcap else
+            "no", row.sinks or "no", row.deterministic, padding, lse, here,
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _describe(request: Request) -> str:
+    spec = request.spec
+    parts = [
+        f"{request.device} tensors of {str(request.dtype).removeprefix('torch.')}",
+        f"head size {request.head_size}",
+        f"value size {request.value_size}",
+        "causal" if spec.causal else "not causal",
+    ]
+    if spec.windowed:
+        parts.append(f"window ({spec.left}, {spec.right})")
+    if spec.softcap:
+        parts.append(f"softcap {spec.softcap:g}")
+    if request.sinks:
+        parts.append("sinks")
+    if request.needs_lse:
+        parts.append("log-sum-exp")
+    return ", ".join(parts)

@@ -1,0 +1,157 @@
+"""CUDA tensors -> torch.nn.attention.varlen: the flash-attn 2 that comes with torch, first choice on a GPU.
+
+Without sinks the public function runs; what it takes differs between torch 2.10 and 2.13, so its signature
+decides. With sinks, and for context parallelism, the two aten operators under it run, whose backward takes
+the lse it is given.
+
+Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_thd.attention import kernel
+from lightning_thd.attention.kernel import Offsets
+from lightning_thd.attention.spec import AttentionSpec
+
+MAX_SIZE = 256  # largest head of flash-attn 2
+
+
+class AtenFlash:
+    """The raw kernel: aten's flash attention for CUDA."""
+
+    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
+        """One size for all three, a multiple of 8."""
+        size = -(-max(head_size, value_size) // 8) * 8
+        return (size, size) if size <= MAX_SIZE else None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Call ``aten::_flash_attention_forward``."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            at.cu_q,
+            at.cu_kv,
+            at.max_q,
+            at.max_kv,
+            0.0,
+            is_plain_causal(spec),
+            return_debug_mask=False,
+            scale=spec.scale,
+            window_size_left=spec.left,
+            window_size_right=spec.right,
+        )
+        return out, lse.t()
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        at: Offsets,
+        spec: AttentionSpec,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Call ``aten::_flash_attention_backward``; the state of a dropout that is 0 may be any tensor."""
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.t().contiguous(),
+            at.cu_q,
+            at.cu_kv,
+            at.max_q,
+            at.max_kv,
+            0.0,
+            is_plain_causal(spec),
+            rng_state,
+            torch.empty(0, device=q.device),
+            scale=spec.scale,
+            window_size_left=spec.left,
+            window_size_right=spec.right,
+        )
+        return dq, dk, dv
+
+
+def is_plain_causal(spec: AttentionSpec) -> bool:
+    """Whether the mask is causality and no more; windows go by their two sides."""
+    return spec.left < 0 and spec.right == 0
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+    """Attend with the kernel that torch brings.
+
+    Args:
+        q: ``[Tq, H, D]`` fp16 or bf16 on a CUDA device.
+        k: ``[Tkv, G, D]``.
+        v: ``[Tkv, G, E]``.
+        at: the sequences.
+        spec: window and scale; softcap is 0.
+        sinks: ``[H]``, or None.
+
+    Returns:
+        ``[Tq, H, E]``.
+    """
+    if sinks is not None:
+        return kernel.attend(AtenFlash(), q, k, v, at, spec, sinks)
+    value_size, heads = v.shape[2], q.shape[1]
+    q, k, v = kernel.widen(AtenFlash(), q, k, v)
+    options = public_options(spec, shared_heads=k.shape[1] != heads)
+    if options is None:  # this torch's public function takes less than the operators under it
+        return kernel.attend(AtenFlash(), q, k, v, at, spec, None)[..., :value_size]
+    out: Tensor = _varlen_attn()(q, k, v, at.cu_q, at.cu_kv, at.max_q, at.max_kv, **options)
+    return out[..., :value_size]
+
+
+def public_options(spec: AttentionSpec, *, shared_heads: bool) -> dict[str, Any] | None:
+    """Say ``spec`` in the keywords of this torch's ``varlen_attn``; None where it has no words for it.
+
+    Args:
+        spec: window and scale.
+        shared_heads: whether key-value heads are fewer than query heads.
+    """
+    known = _keywords()
+    options: dict[str, Any] = {"scale": spec.scale} if "scale" in known else {}
+    if "window_size" in known:
+        options["window_size"] = (spec.left, spec.right)
+    elif "is_causal" in known and not spec.windowed:
+        options["is_causal"] = spec.causal
+    else:
+        return None
+    if shared_heads:
+        options["enable_gqa"] = True
+    return options if "scale" in known and (not shared_heads or "enable_gqa" in known) else None
+
+
+def missing() -> str | None:
+    """Say why torch.nn.attention.varlen does not import, or None."""
+    try:
+        _varlen_attn()
+    except ImportError as err:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen ({err}); torch >= 2.11 has it"
+    return None
+
+
+def _varlen_attn() -> Any:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+@cache
+def _keywords() -> frozenset[str]:
+    return frozenset(inspect.signature(_varlen_attn()).parameters)
