@@ -9,6 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_thd._static import shapes_are_static
+
 INT32_MAX = 2**31 - 1  # cu_seqlens are int32 in flash-attn, Transformer Engine and torch.nn.attention.varlen
 
 Lengths = Tensor | npt.NDArray[np.integer] | Sequence[int]
@@ -17,6 +19,8 @@ Lengths = Tensor | npt.NDArray[np.integer] | Sequence[int]
 def host_values(tensor: Tensor) -> npt.NDArray[np.integer] | None:
     """Give the values where looking costs nothing: a plain CPU tensor, outside of tracing."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.device.type != "cpu":
+        return None
+    if shapes_are_static():  # a recorded step must not look at the values it is recorded on
         return None
     return tensor.numpy()
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_thd._static import shapes_are_static
 from lightning_thd.loss import backends
 from lightning_thd.loss.budget import stash_rows, tile_shape
 from lightning_thd.loss.gradient_sums import HeadGradients
@@ -212,7 +213,7 @@ class _LinearNLL(torch.autograd.Function):
         (upstream,) = grads
         _, _, bias, _, low_weight, _, _ = ctx.saved_tensors
         parts = [found.hidden, found.weight, found.bias, *found.low_rank]
-        if upstream.is_cuda or float(upstream) != 1.0:
+        if upstream.is_cuda or shapes_are_static() or float(upstream) != 1.0:
             parts = [None if part is None else part.mul_(upstream.to(part.dtype)) for part in parts]
         for index, like in ((2, bias), (4, low_weight)):
             part = parts[index]

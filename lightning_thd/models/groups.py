@@ -23,6 +23,8 @@ from torch import Tensor
 # slots a call costs more than the padding.
 _SHARE = 2 / 3
 _SMALL = 32
+# Slots of a group of fixed size per token of the pack; past it eager groups are the better choice by far.
+_STATIC_WASTE = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,6 +69,38 @@ def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
         placed += grid.size
         sources.append(torch.from_numpy(grid).to(device, non_blocking=True))
     return Groups(sources=tuple(sources), back=torch.from_numpy(back).to(device, non_blocking=True))
+
+
+def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups:
+    """Put every sequence into one group of fixed size, without knowing a length on the host.
+
+    For steps that are recorded and replayed: the sizes depend on S, T and ``max_seqlen`` alone.
+
+    Args:
+        cu_seqlens: int32 ``[S + 1]``, last entry T.
+        max_seqlen: upper limit of the lengths, on the host.
+        slots: T.
+
+    Returns:
+        The plan, on the device of ``cu_seqlens``. ``[0, 2, 5]``, 4 and 5 give sources
+        ``[[0, 1, 5, 5], [2, 3, 4, 5]]`` and back ``[0, 1, 4, 5, 6]``.
+
+    Raises:
+        ValueError: when the padding would cost more than 32 times the tokens.
+    """
+    num_sequences = cu_seqlens.shape[0] - 1
+    if num_sequences * max_seqlen > _STATIC_WASTE * slots:
+        raise ValueError(
+            f"A recorded step would run {num_sequences} sequences padded to {max_seqlen} for {slots} tokens. "
+            "Install the fused kernels of the layer (mamba-ssm and causal-conv1d, or flash-linear-attention), "
+            "which take the sequences as they are."
+        )
+    starts, lengths = cu_seqlens[:-1].long(), torch.diff(cu_seqlens)
+    offsets = torch.arange(max_seqlen, device=cu_seqlens.device)
+    sources = torch.where(offsets < lengths[:, None], starts[:, None] + offsets, slots)
+    members = torch.repeat_interleave(lengths, output_size=slots)
+    places = torch.arange(slots, device=cu_seqlens.device) - starts.index_select(0, members)
+    return Groups(sources=(sources,), back=members * max_seqlen + places)
 
 
 def _split(

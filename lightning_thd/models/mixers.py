@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd._imports import available
-from lightning_thd.models.groups import plan_groups, run_grouped
+from lightning_thd._static import shapes_are_static
+from lightning_thd.models.groups import plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.pack import Pack, current_pack
 
 # What must be installed for the layer's own kernels to keep sequences apart; None where they cannot.
@@ -139,7 +140,11 @@ def _grouped(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     assert pack is not None
     device = pack.cu_seqlens_q.device
     if "groups" not in pack.cache:
-        pack.cache["groups"] = plan_groups(pack.lengths, device)
+        pack.cache["groups"] = (
+            plan_static_group(pack.cu_seqlens_q, pack.max_length_q, pack.slots)
+            if shapes_are_static()
+            else plan_groups(pack.lengths, device)
+        )
     return run_grouped(forward, args, kwargs, pack.cache["groups"], pack.slots)
 
 
