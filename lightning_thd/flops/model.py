@@ -250,7 +250,7 @@ class FlopsModel:
                 f"The stats count windows {extra}, but {self.name!r} has {list(self.windows) or 'none'}. "
                 "They were made for another model: build them with windows=flops_model.windows."
             )
-        if stats.vision_patches and not any(term.basis == "patch" for term in self._terms()):
+        if stats.vision_patches and not any("patch" in term.basis for term in self._terms()):
             raise ValueError(
                 f"The stats hold {stats.vision_patches} image patches, but no vision tower is known for "
                 f"{self.name!r}. Register one: FlopsModel.register({self.name!r}, builder)."

@@ -73,17 +73,10 @@ CHANGES: dict[str, Change] = {
         train_only, keys=["layers.2.", "layers.3.", ".h.2.", ".h.3.", "model.norm", "ln_f"]
     ),
 }
+_SLOW = ("qwen3", "gemma", "phi3", "qwen2_moe", "glm4_moe", "glm4", "seed_oss", "gpt_neox", "falcon")
 FAMILIES = (
-    "llama",
-    "qwen3",
-    "gemma",
-    "gpt2",
-    "phi3",
-    "olmo2",
-    "deepseek_v3",
-    "mixtral",
-    "qwen2_moe",
-    "glm4_moe",
+    *("llama", "gpt2", "olmo2", "deepseek_v3", "mixtral"),
+    *(pytest.param(family, marks=pytest.mark.slow) for family in _SLOW[:5]),
 )
 
 
@@ -125,7 +118,7 @@ def test_lora(targets: Sequence[str], checkpointing: bool) -> None:
 
 
 def test_lora_on_queries_and_values_alone_saves_a_product_only_without_a_fused_kernel() -> None:
-    """In the first layer nothing asks for the keys' gradient: eager attention skips it, fused kernels do not."""
+    """In the first layer nothing asks for the keys' gradient: eager skips it, fused kernels do not."""
     model = meta_model(small_config("llama"))
     add_lora(model, ("q_proj", "v_proj"))
     keys_gradient = 2 * 6 * 24 * TOTAL * TOTAL
@@ -134,7 +127,8 @@ def test_lora_on_queries_and_values_alone_saves_a_product_only_without_a_fused_k
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
-    "family", [*FAMILIES, "glm4", "opt", "seed_oss", "ernie4_5_moe", "gpt_neox", "falcon", "gpt_bigcode"]
+    "family",
+    [*FAMILIES, "opt", "ernie4_5_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW[5:])],
 )
 def test_activation_checkpointing(family: str, reentrant: bool) -> None:
     model = meta_model(small_config(family)).train()
