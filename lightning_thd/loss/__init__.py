@@ -1,10 +1,10 @@
 """Losses and log-probabilities of packed batches without materialised logits."""
 
+from lightning_thd._static import static_shapes
 from lightning_thd.loss.causal_lm import causal_lm_loss
 from lightning_thd.loss.linear_logprobs import LogProbs, fused_linear_logprobs
 from lightning_thd.loss.linear_nll import fused_linear_cross_entropy
 from lightning_thd.loss.logit_map import LogitMap
-from lightning_thd.loss.rows import static_shapes
 
 __all__ = [
     "LogProbs",

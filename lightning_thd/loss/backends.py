@@ -1,5 +1,4 @@
-"""The same scalar loss from other libraries: torch's own linear_cross_entropy, liger-kernel,
-cut-cross-entropy.
+"""The same scalar loss from torch's linear_cross_entropy, liger-kernel and cut-cross-entropy.
 
 Each runs where it computes the same function, and refuses, naming the setting, where it does not.
 """

@@ -1,5 +1,4 @@
-"""The output of a language model's head -> a stand-in that holds no logits and records what the model does
-to them.
+"""The output of a head -> a stand-in that holds no logits and records what the model does to them.
 
 T slots in a pack, V vocabulary. A model scales, caps or slices its logits after the head, each family in
 its own way. Instead of a table of families, the head returns a ``LazyLogits``: a tensor of the right shape
@@ -46,6 +45,15 @@ class LazyLogits(Tensor):
     """A tensor ``[..., T, V]`` of stride 0 over one number; see the module."""
 
     record: _Record
+    placements = ()  # a tensor-parallel head's hook compares these, then calls the two below
+
+    def redistribute(self, **_: object) -> LazyLogits:
+        """Stand in for DTensor's: one number has no layout."""
+        return self
+
+    def to_local(self, **_: object) -> LazyLogits:
+        """Likewise."""
+        return self
 
     @classmethod
     def __torch_function__(

@@ -220,7 +220,7 @@ class _LinearLogprobs(torch.autograd.Function):
             )
             d_hidden = None if found.hidden is None else found.hidden.to(hidden.dtype)
             d_low_x = None if found.low_rank[0] is None else found.low_rank[0].to(low_x.dtype)
-            if settings.tp_group is not None and not settings.sequence_parallel:
+            if settings.tp_group is not None and not settings.partial_hidden:
                 d_hidden, d_low_x = _reduced(d_hidden, d_low_x, settings)
         d_bias = None if found.bias is None else found.bias.to(bias.dtype)
         d_low_weight = None if found.low_rank[1] is None else found.low_rank[1].to(low_weight.dtype)

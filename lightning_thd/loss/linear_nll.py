@@ -115,10 +115,14 @@ def linear_nll(
     mean: bool,
     tp_group: dist.ProcessGroup | None,
     sequence_parallel: bool,
+    partial_hidden: bool = False,
     chunk: int | Literal["auto"],
     backend: str,
 ) -> Tensor:
-    """Do the work of ``fused_linear_cross_entropy``; ``token_weights`` may be one number for all."""
+    """Do the work of ``fused_linear_cross_entropy``; ``token_weights`` may be one number for all.
+
+    ``partial_hidden`` leaves the gradient of ``hidden`` a partial sum over ``tp_group``.
+    """
     rows, settings = prepare(
         hidden,
         weight,
@@ -130,6 +134,7 @@ def linear_nll(
         rows=None,
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
+        partial_hidden=partial_hidden,
         chunk=chunk,
     )
     weights = _row_weights(token_weights, rows.targets, rows.kept, rows.counts, settings.accumulator)
@@ -141,7 +146,8 @@ def linear_nll(
         return backends.run(backend, operands, rows.targets, weights, settings, penalties)
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
     if wants_gradient and tp_group is None and settings.compute != torch.float16:
-        return _scalar_loss(operands, rows.targets, weights, settings, penalties, chunk)
+        loss: Tensor = _scalar_loss(operands, rows.targets, weights, settings, penalties, chunk)
+        return loss
     logp, _, lse, mean_logit = row_logprobs(
         *operands, rows.targets, settings, entropy=False, mean=penalties.label_smoothing > 0
     )
@@ -178,7 +184,8 @@ def _scalar_loss(
     penalties: Penalties,
     chunk: int | Literal["auto"],
 ) -> Tensor:
-    loss: Tensor = _LinearNLL.apply(*operands, targets, weights, settings, penalties, chunk)  # type: ignore[no-untyped-call]
+    rest = (targets, weights, settings, penalties, chunk)
+    loss: Tensor = _LinearNLL.apply(*operands, *rest)  # type: ignore[no-untyped-call]
     return loss
 
 

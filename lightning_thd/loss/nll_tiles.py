@@ -1,5 +1,4 @@
-"""Hidden states x head weight -> a weighted negative log-likelihood and its gradients in one go, 6THV
-operations.
+"""Hidden states x head weight -> a weighted negative log-likelihood and its gradients, 6THV operations.
 
 R rows, H hidden size, V vocabulary. A scalar's gradient is known up to a factor before anybody asks for
 it, so the logits of a few rows are kept just long enough to become gradients, and never made again. The

@@ -30,7 +30,7 @@ class Settings:
         accumulator: dtype of their sums and of the results.
         tile: tokens and columns of a tile.
         tp_group: ranks that share the vocabulary.
-        sequence_parallel: the gradient of hidden is left for the caller to reduce.
+        partial_hidden: the gradient of hidden is left for the caller to reduce over ``tp_group``.
     """
 
     logit_map: LogitMap
@@ -41,7 +41,7 @@ class Settings:
     accumulator: torch.dtype
     tile: tuple[int, int]
     tp_group: dist.ProcessGroup | None
-    sequence_parallel: bool
+    partial_hidden: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +85,7 @@ def prepare(
     rows: Tensor | None,
     tp_group: dist.ProcessGroup | None,
     sequence_parallel: bool,
+    partial_hidden: bool = False,
     chunk: int | Literal["auto"],
 ) -> tuple[Rows, Settings]:
     """Check the arguments of ``fused_linear_logprobs`` and bring them into one form."""
@@ -104,7 +105,9 @@ def prepare(
     if sequence_parallel:
         assert tp_group is not None
         hidden, x = _gathered(hidden, x, tp_group)
-    settings = _settings(hidden, weight, logit_map, tp_group, sequence_parallel, autocast, chunk)
+    settings = _settings(
+        hidden, weight, logit_map, tp_group, sequence_parallel or partial_hidden, autocast, chunk
+    )
     selected = _select(hidden, x, targets.long(), ignore_index, rows)
     check_target_values(selected.targets, ignore_index, settings.vocabulary)
     return selected, settings
@@ -122,7 +125,7 @@ def _settings(
     weight: Tensor,
     logit_map: LogitMap,
     tp_group: dist.ProcessGroup | None,
-    sequence_parallel: bool,
+    partial_hidden: bool,
     autocast: bool,
     chunk: int | Literal["auto"],
 ) -> Settings:
@@ -152,7 +155,7 @@ def _settings(
             hidden.shape[0], columns, device=hidden.device, itemsize=accumulator.itemsize, chunk=chunk
         ),
         tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
+        partial_hidden=partial_hidden,
     )
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_thd._static import shapes_are_static, static_shapes
-
-__all__ = ["rows_with_target", "static_shapes"]
+from lightning_thd._static import shapes_are_static
 
 # Below this share of ignored rows their products cost less than a copy of the others.
 _WORTH_SKIPPING = 0.05

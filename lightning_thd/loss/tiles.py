@@ -22,8 +22,7 @@ MAX, SUM, WEIGHTED, TARGET, TOTAL = range(5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowGradients:
-    """What the loss wants of each row, ``[R]`` each: the gradients of log-probability, entropy, lse and
-    mean logit.
+    """Gradients of each row's log-probability, entropy, lse and mean logit, put together; ``[R]`` each.
 
     With ``p`` the softmax, ``dz = p * (direct + slope * log p) + onehot * target + flat``.
     """

@@ -1,5 +1,4 @@
-"""Statistics of every rank's columns -> statistics of the whole vocabulary, in one collective whatever the
-tiles.
+"""Statistics of each rank's columns -> statistics of the whole vocabulary, in one collective.
 
 R rows, P ranks of the tensor-parallel group. Rank k holds columns k * V/P to (k + 1) * V/P.
 """
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_thd._static import shapes_are_static
 from lightning_thd.loss.tiles import MAX, SUM, TARGET, TOTAL, WEIGHTED
 
 # Groups whose shards were seen to be equal; accelerators read the sizes back once, the CPU every time.
@@ -44,7 +44,7 @@ def merge_statistics(stats: Tensor, columns: int, group: dist.ProcessGroup) -> T
 def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
     # Keyed by object: a set entry of a dead group can only skip a check for a group of the same id and size.
     key = (id(group), dist.get_world_size(group))
-    if columns.is_cuda and (key in _EQUAL_SHARDS or torch.cuda.is_current_stream_capturing()):
+    if shapes_are_static() or (columns.is_cuda and key in _EQUAL_SHARDS):
         return
     sizes = [int(size) for size in columns.tolist()]
     if len(set(sizes)) > 1:

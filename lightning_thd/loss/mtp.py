@@ -1,0 +1,39 @@
+"""Targets of the next token -> targets of the tokens after it, for multi-token prediction on packs.
+
+T slots. Module k of a multi-token model predicts the token k places after the next one, of the same sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
+
+
+def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index: int = -100) -> Tensor:
+    """Shift targets left by ``depth`` inside every sequence.
+
+    Args:
+        targets: int64 ``[T]``, already the next token of the same sequence.
+        cu_seqlens: int32 ``[S + 1]``, the sequences' offsets in memory; last entry T.
+        depth: 0 for the targets themselves, 1 for the token after the next.
+        ignore_index: fills the last ``depth`` slots of every sequence.
+
+    Returns:
+        int64 ``[T]``. ``([6, 7, -100, 9, -100], [0, 3, 5], 1)`` becomes ``[7, -100, -100, -100, -100]``.
+
+    Raises:
+        ValueError: for a negative depth.
+    """
+    if depth < 0:
+        raise ValueError(f"depth is {depth}, wanted 0 or more tokens after the next one.")
+    total = targets.shape[0]
+    if depth == 0 or total == 0:
+        return targets
+    sequence = seq_idx_from_cu_seqlens(cu_seqlens, total).flatten()
+    shifted = torch.full_like(targets, ignore_index)
+    if depth < total:
+        same = sequence[depth:] == sequence[:-depth]
+        shifted[:-depth] = torch.where(same, targets[depth:], ignore_index)
+    return shifted
