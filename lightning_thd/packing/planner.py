@@ -69,6 +69,7 @@ class PackPlanner:
         schedule: the number of the microbatch of each sequence, ints ``[N]``, for ``Packs(n)``: these packs,
             in this order, in every epoch, in the place of our own. Held in memory.
         counts: packs of every window, as :attr:`counts` of a planner with the same fingerprint gave them.
+        num_workers: processes that count the packs of the windows; 0 counts them in this one.
 
     Raises:
         ValueError: for whatever cannot be planned, and what to change.
@@ -90,6 +91,7 @@ class PackPlanner:
         scheduler: Scheduler | None = None,
         schedule: npt.ArrayLike | None = None,
         counts: npt.NDArray[np.uint32] | None = None,
+        num_workers: int = 0,
     ) -> None:
         _check_choice("oversize", oversize, get_args(Oversize))
         _check_choice("tail", tail, get_args(Tail))
@@ -110,7 +112,9 @@ class PackPlanner:
         if schedule is not None:
             self._packs = open_schedule(schedule, self.entries, summary.count, self.slots)
         elif isinstance(global_batch, Packs):
-            self._packs = make_windows(self.entries, self.slots, window, self.seed, counts)
+            self._packs = make_windows(
+                self.entries, self.slots, window, self.seed, counts=counts, num_workers=num_workers
+            )
         self.settings: dict[str, Any] = {
             "version": _PLAN_VERSION,
             "sequences": summary.count,

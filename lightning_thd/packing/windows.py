@@ -6,8 +6,11 @@ once. An epoch shuffles the windows, the packs inside each, and sequences of equ
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +25,8 @@ IntArray = npt.NDArray[np.int64]
 
 # Purposes of keys, so that no two shuffles share one.
 _MEMBERS, _WINDOWS, _TIES, _PACKS = range(4)
+
+_BLOCK = 1 << 18  # sequences counted at a time: 2 MiB of each array
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -93,7 +98,13 @@ class WindowedPacks:
 
 
 def make_windows(
-    entries: Entries, slots: Slots, window: int, seed: int, counts: npt.NDArray[np.uint32] | None = None
+    entries: Entries,
+    slots: Slots,
+    window: int,
+    seed: int,
+    *,
+    counts: npt.NDArray[np.uint32] | None = None,
+    num_workers: int = 0,
 ) -> WindowedPacks:
     """Cut the entries in windows, and count the packs of each unless they were counted before.
 
@@ -102,7 +113,7 @@ def make_windows(
     """
     total = -(-entries.total // window)
     if counts is None:
-        counts = count_windows(entries, slots, window, seed)
+        counts = count_windows(entries, slots, window, seed, num_workers=num_workers)
     elif counts.shape != (total,) or counts.dtype.kind not in "iu" or counts.min() < 1:
         raise ValueError(
             f"counts has {len(counts)} windows but there are {total}, or is no array of positive ints. "
@@ -123,6 +134,7 @@ def count_windows(
     window: int,
     seed: int,
     *,
+    num_workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> npt.NDArray[np.uint32]:
     """Count the packs of every window.
@@ -132,30 +144,57 @@ def count_windows(
         slots: what a pack offers.
         window: entries of a window.
         seed: of the shuffle that fills the windows.
+        num_workers: processes that count; 0 counts in this one. They are forked, as a DataLoader's are, to
+            see the lengths without a copy, and touch nothing but numpy.
         progress: called with the windows done and their total, block after block.
 
     Returns:
         uint32 ``[W]``.
     """
     total = -(-entries.total // window)
+    step = max(1, _BLOCK // window)
+    blocks = [(first, min(first + step, total)) for first in range(0, total, step)]
+    count = partial(_count_block, entries, slots, window, seed)
     counts = np.empty(total, np.uint32)
-    for number, lengths in enumerate(_windows(entries, window, seed)):
-        counts[number] = _count(slots.padded(lengths), slots)
-        if progress is not None:
-            progress(number + 1, total)
+    with ExitStack() as stack:
+        if num_workers and len(blocks) > 1:
+            workers = min(num_workers, len(blocks))
+            fork = multiprocessing.get_context("fork")
+            pool = stack.enter_context(fork.Pool(workers, initializer=_keep, initargs=(count,)))
+            done: Iterator[npt.NDArray[np.uint32]] = pool.imap(_call_kept, blocks)
+        else:
+            done = map(count, blocks)
+        for (first, last), found in zip(blocks, done, strict=True):
+            counts[first:last] = found
+            if progress is not None:
+                progress(last, total)
     return counts
 
 
-def _windows(entries: Entries, window: int, seed: int) -> Iterator[IntArray]:
-    total = -(-entries.total // window)
-    step = max(1, (1 << 16) // window)
-    for first in range(0, total, step):
-        members = window_members(entries, window, seed, first, min(first + step, total))
-        for begin in range(0, len(members), window):
-            yield entries.spans(members[begin : begin + window]).lengths
+def _count_block(
+    entries: Entries, slots: Slots, window: int, seed: int, block: tuple[int, int]
+) -> npt.NDArray[np.uint32]:
+    members = window_members(entries, window, seed, *block)
+    padded = (
+        slots.padded(entries.spans(members[begin : begin + window]).lengths)
+        for begin in range(0, len(members), window)
+    )
+    return np.array([_count(lengths, slots) for lengths in padded], dtype=np.uint32)
 
 
 def _count(padded: IntArray, slots: Slots) -> int:
     fits = padded <= slots.usable
     alone = len(padded) - int(fits.sum())
     return alone + count_packs(padded[fits] // slots.multiple, slots.usable // slots.multiple)
+
+
+_Count = Callable[[tuple[int, int]], npt.NDArray[np.uint32]]
+_kept: list[_Count] = []  # in a forked worker: what it calls, handed over by the fork and not pickled
+
+
+def _keep(count: _Count) -> None:
+    _kept[:] = [count]
+
+
+def _call_kept(block: tuple[int, int]) -> npt.NDArray[np.uint32]:
+    return _kept[0](block)

@@ -67,12 +67,21 @@ def test_counting_tells_its_progress() -> None:
         0,
         progress=lambda done, total: seen.append((done, total)),
     )
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert seen == [(4, 4)]
     assert counts.tolist() == make_windows(entries_of(draw("chat", 1_000)), SLOTS, 300, 0).counts.tolist()
+
+
+def test_workers_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_thd.packing.windows._BLOCK", 700)  # two windows a block
+    seen: list[tuple[int, int]] = []
+    entries = entries_of(draw("chat", 3_000))
+    alone = count_windows(entries, SLOTS, 300, 0, progress=lambda *done: seen.append(done))
+    assert seen == [(2, 10), (4, 10), (6, 10), (8, 10), (10, 10)]
+    assert alone.tolist() == count_windows(entries, SLOTS, 300, 0, num_workers=2).tolist()
 
 
 def test_refuses_counts_of_others() -> None:
     entries = entries_of(draw("chat", 1_000))
     for counts in (np.zeros(4, np.uint32), np.ones(3, np.uint32), np.ones(4)):
         with pytest.raises(ValueError, match="windows but there are 4, or is no array of positive ints"):
-            make_windows(entries, SLOTS, 300, 0, counts)
+            make_windows(entries, SLOTS, 300, 0, counts=counts)

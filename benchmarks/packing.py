@@ -1,0 +1,249 @@
+"""Packing and planning: speed and fill beside the peers, memory and time at a hundred million and a billion.
+
+``python -m benchmarks.packing`` prints us, the peer, the ratio and the goal. TRL's best-fit packer is run as
+installed (``pip install --no-deps trl``); on a column of nulls its token work is nil, which times its planning
+alone. Without trl its planner is left out and the line says so. ``--full`` counts the packs of all hundred
+million lengths (about a minute) where the default counts ten million of them and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd import _imports
+from lightning_thd.packing import LengthSummary, PackPlanner, Packs, Sequences, pack_lengths
+from lightning_thd.packing.permutation import keyed_hashes
+
+IntArray = npt.NDArray[np.int64]
+SHAPES = {"long": (4096, 1.1, 1024, 8192), "chat": (600, 1.0, 16, 4096)}
+MIB, BILLION = 1 << 20, 1_000_000_000
+
+
+def draw(shape: str, count: int, *, seed: int = 0) -> IntArray:
+    """Lognormal lengths, clipped to their bounds, as the Megatron mock data set draws them."""
+    mean, sigma, low, high = SHAPES[shape]
+    rng = np.random.default_rng(seed)
+    return np.clip(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count), low, high).astype(np.int64)
+
+
+def best_of(times: int, call: Callable[[], object]) -> float:
+    """Seconds of the fastest run: other processes only ever add."""
+    spent = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        spent.append(time.perf_counter() - start)
+    return min(spent)
+
+
+def verdict(met: bool) -> str:
+    """The word behind a goal."""
+    return "met" if met else "MISSED"
+
+
+def show_counts() -> None:
+    """Pack counts against placing one sequence after the other, searching every pack."""
+    equal = 0
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        capacity = int(rng.integers(8, 400))
+        lengths = rng.integers(1, rng.integers(2, capacity + 1), 300)
+        rooms: list[int] = []
+        for length in sorted(lengths.tolist(), reverse=True):
+            fits = [(room, i) for i, room in enumerate(rooms) if room >= length]
+            if fits:
+                rooms[min(fits)[1]] -= length
+            else:
+                rooms.append(capacity - length)
+        equal += len(pack_lengths(lengths, capacity)) == len(rooms)
+    print(f"counts equal to item-wise best-fit decreasing: {equal} of 100, goal 100: {verdict(equal == 100)}")
+
+
+def trl_plan(lengths: IntArray, capacity: int) -> tuple[float, int]:
+    """Seconds and packs of TRL's own packer on lists of nulls, so that its planning is all it does."""
+    import pyarrow as pa
+    from trl.data_utils import _pack_bfd
+
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    table = pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, pa.nulls(int(offsets[-1])))})
+    start = time.perf_counter()
+    packed = _pack_bfd(table, capacity)
+    return time.perf_counter() - start, len(packed)
+
+
+def show_speed() -> None:
+    """Planning alone, by size and column, beside next-fit and TRL."""
+    print("\nplanning alone, one thread, seconds (fill of the packs)")
+    goals = {1_000_000: 0.2, 10_000_000: 2.0}
+    ratios = {100_000: 15.0, 1_000_000: 40.0}
+    peer = _imports.available("trl")
+    for shape, capacity in (("long", 8192), ("long", 32_768), ("chat", 8192), ("chat", 32_768)):
+        for count in (10_000, 100_000, 1_000_000, 10_000_000):
+            lengths = draw(shape, count)
+            ours = best_of(3, lambda: pack_lengths(lengths, capacity))
+            packs = pack_lengths(lengths, capacity)
+            next_fit = best_of(1, lambda: pack_lengths(lengths, capacity, algorithm="next_fit"))
+            loose = pack_lengths(lengths, capacity, algorithm="next_fit")
+            line = (
+                f"{shape}@{capacity // 1024}k {count:>10,}: ours {ours:.4f} ({packs.fill(lengths, capacity):.4f})"
+                f" next-fit {next_fit:.4f} ({loose.fill(lengths, capacity):.3f})"
+            )
+            if count in goals:
+                line += f" | goal {goals[count]} s: {verdict(ours <= goals[count])}"
+            if peer and (count == 100_000 or (count == 1_000_000 and (shape, capacity) == ("long", 8192))):
+                theirs, their_packs = trl_plan(lengths, capacity)
+                line += (
+                    f" | TRL {theirs:.2f}, {theirs / ours:.0f}x, goal {ratios[count]:.0f}x: "
+                    f"{verdict(theirs / ours >= ratios[count])}; packs {len(packs)} and {their_packs}: "
+                    f"{verdict(len(packs) <= their_packs)}"
+                )
+            print(line)
+    if not peer:
+        print("TRL is not installed: pip install --no-deps trl")
+
+
+def pack_tokens(tokens: npt.NDArray[np.int32], lengths: IntArray, capacity: int) -> npt.NDArray[np.int32]:
+    """Plan, then lay the tokens of all packs end to end."""
+    packs = pack_lengths(lengths, capacity)
+    starts = np.cumsum(lengths) - lengths
+    rows = zip(starts[packs.indices].tolist(), lengths[packs.indices].tolist(), strict=True)
+    return np.concatenate([tokens[start : start + length] for start, length in rows])
+
+
+def show_whole_job() -> None:
+    """Planning and moving an int32 token column, beside TRL on the same Arrow column."""
+    lengths = draw("long", 20_000)
+    tokens = np.arange(int(lengths.sum()), dtype=np.int32)
+    ours = best_of(2, lambda: pack_tokens(tokens, lengths, 8192))
+    copy = best_of(2, tokens.copy)
+    line = f"\nwhole job, 20,000 long sequences, {tokens.nbytes / MIB:.0f} MiB of tokens: ours {ours:.3f} s"
+    line += f" (a plain copy {copy:.3f} s)"
+    if _imports.available("trl"):
+        import pyarrow as pa
+        from trl.data_utils import _pack_bfd
+
+        offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+        table = pa.table({"input_ids": pa.ListArray.from_arrays(offsets, pa.array(tokens))})
+        theirs = best_of(1, lambda: _pack_bfd(table, 8192))
+        line += f", TRL {theirs:.2f} s, {theirs / ours:.1f}x"
+    print(line)
+
+
+class VirtualLengths:
+    """A billion lengths computed when asked for: 600 to 4,695 tokens by a hash of the position."""
+
+    summary = LengthSummary(count=BILLION, total=2647 * BILLION, shortest=600, longest=4695, digest="virtual")
+
+    def __len__(self) -> int:
+        return BILLION
+
+    def __getitem__(self, positions: IntArray) -> IntArray:
+        hashes = keyed_hashes(positions.astype(np.uint64), 1)
+        return 600 + (hashes & np.uint64(4095)).astype(np.int64)
+
+
+def show_memory(full: bool) -> None:
+    """Peak memory and counting time over lengths in a memory map, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "lengths.npy"
+        mapped = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint16, shape=(100_000_000,))
+        for start in range(0, len(mapped), 1_000_000):
+            mapped[start : start + 1_000_000] = draw("long", 1_000_000, seed=start)
+        mapped.flush()
+        counted = "100000000" if full else "10000000"
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.packing", "--child", str(path), counted], check=True
+        )
+
+
+def plan_mapped(path: str, counted: int) -> None:
+    """What ``show_memory`` runs: a planner of either kind over the memory map."""
+    lengths = np.load(path, mmap_mode="r")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    start = time.perf_counter()
+    planner = PackPlanner(lengths, 8192, global_batch=Sequences(512))
+    made = time.perf_counter() - start
+    planner.step(0, 1_000, 64)
+    start = time.process_time()
+    packs = PackPlanner(lengths[:counted], 8192, global_batch=Packs(64))
+    spent = time.process_time() - start
+    packs.step(0, 1_000, 64)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"\n100M memory-mapped lengths: checked and hashed in {made:.1f} s")
+    print(
+        f"  packs of {counted:,} of them counted in {spent:.1f} core seconds, {spent * 1e8 / counted:.0f} a 100M, "
+        f"goal 120: {verdict(spent * 1e8 / counted <= 120)}"
+    )
+    print(
+        f"  peak memory {peak:.0f} MiB, of which {before:.0f} are the imports; the 191 MiB of the map count too; "
+        f"goal 1024: {verdict(peak < 1024)}"
+    )
+
+
+def show_billion() -> None:
+    """Random steps of random epochs of a billion lengths."""
+    lengths = VirtualLengths()
+    rng = np.random.default_rng(0)
+    planner = PackPlanner(lengths, 8192, global_batch=Sequences(512))
+    wanted = [(int(rng.integers(9)), int(rng.integers(len(planner)))) for _ in range(50)]
+    mean = sum(best_of(2, lambda at=at: planner.step(*at, 64)) for at in wanted) / len(wanted)
+    print(
+        f"\n1 billion virtual lengths: Sequences(512) {mean * 1e3:.2f} ms a step, goal 5: {verdict(mean <= 5e-3)}"
+    )
+    times = [time_packs_step(lengths, *at) for at in wanted[:5]]
+    print(
+        f"  Packs(64), another epoch each time: {np.mean(times) * 1e3:.1f} ms a step, goal 50: "
+        f"{verdict(float(np.mean(times)) <= 0.05)} (windows that no step visits carry an estimated count)"
+    )
+
+
+def time_packs_step(lengths: VirtualLengths, epoch: int, k: int) -> float:
+    """Seconds of one step, after the counts of the windows it visits were put right.
+
+    Counting a billion takes ten minutes. The time of a step depends on the number of counts and on the windows
+    it visits alone, so the others carry an estimate; a step refuses a wrong count and names the right one.
+    """
+    counts = np.full(-(-BILLION // 4096), 1400, np.uint32)
+    while True:
+        planner = PackPlanner(lengths, 8192, global_batch=Packs(64), counts=counts)
+        step = k % (len(planner) - 1)
+        start = time.perf_counter()
+        try:
+            planner.step(epoch, step, 64)
+        except ValueError as err:
+            words = str(err).split()
+            counts[int(words[1])] = int(words[3])
+        else:
+            return time.perf_counter() - start
+
+
+def main() -> None:
+    """Print every part."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true", help="count the packs of all 100M lengths")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        plan_mapped(arguments.child[0], int(arguments.child[1]))
+        return
+    show_counts()
+    show_speed()
+    show_whole_job()
+    show_memory(arguments.full)
+    show_billion()
+
+
+if __name__ == "__main__":
+    main()
