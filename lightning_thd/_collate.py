@@ -5,7 +5,7 @@ T slots in a pack, S sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -237,12 +237,7 @@ def _extras(
     samples: Sequence[dict[str, Any]], starts: list[int], slots: int, lengths: list[int]
 ) -> dict[str, Tensor]:
     names = dict.fromkeys(name for sample in samples for name in sample if name not in _OWN_KEYS)
-    for name in names:
-        if name in _REFUSED:
-            raise ValueError(
-                f"Samples carry {name!r}: audio inputs cannot be packed, only tokens, images and video. "
-                "Remove the key or use a padded batch."
-            )
+    check_modalities(names)
     extras: dict[str, Tensor] = {}
     for name in names:
         parts = [_tensor(sample[name], name, i) for i, sample in enumerate(samples) if name in sample]
@@ -254,6 +249,16 @@ def _extras(
                 row[0, start : start + length] = torch.from_numpy(_ints(sample, name, i).astype(np.int64))
             extras[name] = row
     return extras
+
+
+def check_modalities(names: Iterable[str]) -> None:
+    """Refuse the keys of inputs that cannot be packed."""
+    for name in names:
+        if name in _REFUSED:
+            raise ValueError(
+                f"Samples carry {name!r}: audio inputs cannot be packed, only tokens, images and video. "
+                "Remove the key or use a padded batch."
+            )
 
 
 def _tensor(value: object, name: str, i: int) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd import _collate
-from lightning_thd._collate import IGNORE_INDEX
+from lightning_thd._collate import IGNORE_INDEX, check_modalities
 from lightning_thd.alignment import Alignment
 from lightning_thd.stats import SeqStats
 
@@ -21,7 +21,7 @@ _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_pa
 _HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
 
 
-__all__ = ["IGNORE_INDEX", "THDBatch", "THDStep"]
+__all__ = ["IGNORE_INDEX", "THDBatch", "THDStep", "check_modalities"]
 
 
 class _Immutable:

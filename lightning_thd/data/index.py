@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +13,16 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
-from lightning_thd.batch import IGNORE_INDEX
+from lightning_thd.batch import IGNORE_INDEX, check_modalities
+from lightning_thd.data.arrays import cached_arrays
+from lightning_thd.data.columns import count_columns
 from lightning_thd.packing import Spans
 
 Empty = Literal["error", "drop"]
+
+_VERSION = 1
+# What has one value a token, and so can be cut with the tokens.
+_PER_TOKEN = ("input_ids", "labels", "position_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
 class MapDataset(Protocol):
@@ -33,29 +40,34 @@ class SequenceIndex:
     Attributes:
         lengths: tokens of every sequence, ints ``[N]``.
         loss_tokens: slots with a target of every sequence, ints ``[N]``; a first label is none.
+        media: sorted dataset indices of the sequences known to carry images or the like, ints ``[M]``.
     """
 
     lengths: NDArray[np.integer]
     loss_tokens: NDArray[np.integer]
+    media: NDArray[np.integer]
 
     def sample(self, dataset: MapDataset, i: int, start: int, stop: int) -> dict[str, Any]:
         """Read tokens ``start`` to ``stop`` of sequence ``i``.
 
         Raises:
-            ValueError: when the sequence has not the length that was counted.
+            ValueError: when the sequence has not the length that was counted, or carries images and would be
+                cut.
         """
         sample = dict(dataset[i])
         found, counted = len(sample["input_ids"]), int(self.lengths[i])
         if found != counted:
             raise ValueError(
                 f"Sequence {i} has {found} tokens, but {counted} were counted. The lengths do not match the "
-                "data: correct the dataset's `lengths`, or remove them to have the sequences counted."
+                "data: correct the dataset's `lengths`, or remove them to have the sequences counted; if the "
+                "data changed under the same fingerprint, delete the cache."
             )
         if stop - start == found:
             return sample
+        refuse_cut(sample, i, found)
         if stop < found:  # a piece that goes on keeps the target of its last token
             sample["next_label"] = int(sample.get("labels", sample["input_ids"])[stop])
-        for name in ("input_ids", "labels", "position_ids", "token_type_ids", "mm_token_type_ids"):
+        for name in _PER_TOKEN:
             if name in sample:
                 sample[name] = np.asarray(sample[name])[..., start:stop]
         return sample
@@ -74,35 +86,74 @@ class SequenceIndex:
         return total
 
 
+def media_names(sample: Mapping[str, Any]) -> list[str]:
+    """Name what a sample carries beside its tokens."""
+    return sorted(name for name in sample if name not in _PER_TOKEN and name != "next_label")
+
+
+def refuse_cut(sample: Mapping[str, Any], i: int, length: int) -> None:
+    """Refuse to cut a sequence whose images would lose their tokens."""
+    if names := media_names(sample):
+        raise ValueError(
+            f"Sequence {i} has {length} tokens, more than fit a pack, and carries {', '.join(names)}, so it "
+            "cannot be cut. Set oversize='drop' or 'own_pack', raise capacity, or shorten it beforehand."
+        )
+
+
+def refuse_cuts(index: SequenceIndex, dataset: MapDataset, limit: int) -> None:
+    """Refuse, before the first step, that sequences with images will be cut at ``limit`` tokens."""
+    long = index.media[index.lengths[index.media] > limit]
+    if len(long):
+        refuse_cut(dataset[int(long[0])], int(long[0]), int(index.lengths[long[0]]))
+
+
 def build_index(
-    dataset: MapDataset, *, empty: Empty = "error", num_workers: int = 0, progress: bool = False
+    dataset: MapDataset,
+    *,
+    empty: Empty = "error",
+    num_workers: int = 0,
+    progress: bool = False,
+    key: Mapping[str, Any] | None = None,
+    cache_dir: str | Path | None = None,
 ) -> SequenceIndex:
     """Count a dataset.
 
     Args:
         dataset: read once, unless it has ``lengths`` (and, with labels, ``loss_tokens``) or is a Hugging Face
-            dataset without labels, whose column is counted in place.
+            dataset, whose columns are counted in place.
         empty: whether a sequence without tokens is an error, or is left out by the planner and counted there.
         num_workers: processes that read.
         progress: show a progress bar when the dataset has to be read.
+        key: what the content of the dataset is known by; what was read is kept under it and memory-mapped.
+        cache_dir: where that is kept.
 
     Raises:
         ValueError: for an empty dataset, samples that are none, and whatever a policy calls an error.
     """
     if len(dataset) == 0:
         raise ValueError("The dataset is empty. Give at least one sequence.")
-    lengths, loss_tokens = _measure(dataset, num_workers=num_workers, progress=progress)
-    if empty == "error" and (lengths == 0).any():
-        raise ValueError(
-            f"Sequence {int(np.argmax(lengths == 0))} has no tokens ({int((lengths == 0).sum())} of "
-            f"{len(lengths)} are empty). Set empty='drop', or remove them."
+    counted = _known(dataset)
+    if counted is None:
+        counted = cached_arrays(
+            "index",
+            None if key is None else {**key, "sequences": len(dataset)},
+            lambda: _read(dataset, num_workers, progress),
+            version=_VERSION,
+            cache_dir=cache_dir,
         )
-    return SequenceIndex(lengths=lengths, loss_tokens=loss_tokens)
+    index = SequenceIndex(**counted)
+    if empty == "error" and (index.lengths == 0).any():
+        raise ValueError(
+            f"Sequence {int(np.argmax(index.lengths == 0))} has no tokens "
+            f"({int((index.lengths == 0).sum())} of {len(index.lengths)} are empty). "
+            "Set empty='drop', or remove them."
+        )
+    return index
 
 
-def _measure(
-    dataset: MapDataset, *, num_workers: int, progress: bool
-) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+def _known(dataset: MapDataset) -> dict[str, NDArray[np.integer]] | None:
+    """Take what needs no reading of samples: the dataset's own lengths, or its Arrow columns."""
+    media = np.empty(0, np.int64)
     given = getattr(dataset, "lengths", None)
     if given is not None:
         lengths = np.asarray(given)
@@ -112,39 +163,30 @@ def _measure(
                 "Correct them, or remove them to have the sequences counted."
             )
         loss_tokens = getattr(dataset, "loss_tokens", None)
-        if loss_tokens is not None:
-            return lengths, np.asarray(loss_tokens)
-        if "labels" not in dataset[0]:
-            return lengths, np.maximum(lengths - 1, 0)
-    columns = _measure_columns(dataset)
-    return columns if columns is not None else _measure_samples(dataset, num_workers, progress)
-
-
-def _measure_columns(dataset: MapDataset) -> tuple[NDArray[np.integer], NDArray[np.integer]] | None:
-    """Count a ``datasets.Dataset`` by its Arrow columns, without making a Python object a token."""
-    table = getattr(getattr(dataset, "data", None), "table", None)
-    if table is None or "labels" in table.column_names or "input_ids" not in table.column_names:
+        if loss_tokens is None and "labels" in dataset[0]:
+            return None
+        loss = np.maximum(lengths - 1, 0) if loss_tokens is None else np.asarray(loss_tokens)
+        return {"lengths": lengths, "loss_tokens": loss, "media": media}
+    columns = count_columns(dataset)
+    if columns is None or media_names(dataset[0]):
         return None
-    import pyarrow.compute as pc
-
-    lengths = np.asarray(pc.list_value_length(table.column("input_ids")), dtype=np.int64)
-    indices = getattr(dataset, "_indices", None)  # what select, shuffle and filter leave behind
-    if indices is not None:
-        lengths = lengths[np.asarray(indices.column(0))]
-    return lengths, np.maximum(lengths - 1, 0)
+    return {"lengths": columns[0], "loss_tokens": columns[1], "media": media}
 
 
-class _Measured(TorchDataset[tuple[int, int]]):
+class _Measured(TorchDataset[tuple[int, int, bool]]):
     def __init__(self, dataset: MapDataset) -> None:
         self._dataset = dataset
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, i: int) -> tuple[int, int]:
+    def __getitem__(self, i: int) -> tuple[int, int, bool]:
         sample = self._dataset[i]
         if "input_ids" not in sample:
             raise ValueError(f"Sample {i} has the keys {sorted(sample)} but no 'input_ids'. Give it one.")
+        media = bool(media_names(sample))
+        if media:
+            check_modalities(sample)
         length = len(sample["input_ids"])
         if "labels" in sample and len(sample["labels"]) != length:
             raise ValueError(
@@ -152,19 +194,30 @@ class _Measured(TorchDataset[tuple[int, int]]):
                 "Give one label a token, unshifted, with -100 where it is to be ignored."
             )
         if "labels" not in sample:
-            return length, max(0, length - 1)
-        return length, int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX))
+            return length, max(0, length - 1), media
+        return length, int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX)), media
 
 
-def _measure_samples(
-    dataset: MapDataset, num_workers: int, progress: bool
-) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-    loader = DataLoader(_Measured(dataset), batch_size=256, num_workers=num_workers, collate_fn=np.asarray)
-    counted = np.empty((len(cast("Sized", dataset)), 2), np.int64)
+def _read(dataset: MapDataset, num_workers: int, progress: bool) -> dict[str, NDArray[np.integer]]:
+    loader = DataLoader(_Measured(dataset), batch_size=256, num_workers=num_workers, collate_fn=_as_array)
+    counted = np.empty((len(dataset), 3), np.int64)
+    for done, rows in _shown(loader, len(counted), progress):
+        counted[done : done + len(rows)] = rows
+    return {
+        "lengths": counted[:, 0].copy(),
+        "loss_tokens": counted[:, 1].copy(),
+        "media": np.flatnonzero(counted[:, 2]),
+    }
+
+
+def _as_array(rows: Sequence[tuple[int, int, bool]]) -> NDArray[np.int64]:
+    return np.asarray(rows, np.int64)
+
+
+def _shown(loader: DataLoader[Any], total: int, progress: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
     done = 0
-    with tqdm(total=len(counted), desc="Counting tokens", disable=not progress) as bar:
+    with tqdm(total=total, desc="Counting tokens", disable=not progress) as bar:
         for rows in loader:
-            counted[done : done + len(rows)] = rows
+            yield done, rows
             done += len(rows)
             bar.update(len(rows))
-    return counted[:, 0].copy(), counted[:, 1].copy()

@@ -183,6 +183,11 @@ class THDLoader:
             persistent_workers=num_workers > 0,
         )
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way, or comes next."""
+        return self._cursor.epoch
+
     def __len__(self) -> int:
         return len(self._cursor)
 

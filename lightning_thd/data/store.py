@@ -3,21 +3,46 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-_VERSION = 1
-_FILES = ("tokens", "offsets", "labels")
+from lightning_thd.data.arrays import (
+    ArrayWriter,
+    cache_folder,
+    cached_folder,
+    new_folder,
+    open_arrays,
+    reopen,
+    save_arrays,
+)
+
+_VERSION = 2
+_IGNORE = -100
+_BLOCK = 1 << 22  # labels counted at a time
+
+
+class Rows(NamedTuple):
+    """Sequences laid end to end.
+
+    Attributes:
+        tokens: ids ``[N]``.
+        lengths: int64 ``[n]``, which add up to N.
+        labels: int64 ``[N]``, unshifted, -100 where ignored; None where every token is a label.
+    """
+
+    tokens: NDArray[np.integer]
+    lengths: NDArray[np.int64]
+    labels: NDArray[np.int64] | None = None
 
 
 class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
@@ -30,6 +55,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         tokens: ids ``[N]``, any unsigned or signed integer dtype.
         offsets: int64 ``[n + 1]``, from 0 to N.
         labels: int ids ``[N]``, unshifted, -100 where ignored; the tokens themselves when absent.
+        loss_tokens: ints ``[n]``; counted when absent.
     """
 
     def __init__(
@@ -37,6 +63,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         tokens: NDArray[np.integer],
         offsets: NDArray[np.int64],
         labels: NDArray[np.integer] | None = None,
+        loss_tokens: NDArray[np.integer] | None = None,
     ) -> None:
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(tokens):
             raise ValueError(
@@ -48,16 +75,18 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
                 f"TokenStore got {len(tokens)} tokens but {len(labels)} labels. Give one a token."
             )
         self.tokens, self.offsets, self.labels = tokens, offsets, labels
+        self._loss_tokens = loss_tokens
+        self._folder: Path | None = None
+        self.fingerprint: str | None = None
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int] | NDArray[np.integer]]) -> TokenStore:
-        """Lay rows of ids end to end, in the smallest unsigned dtype that holds them."""
+        """Lay rows of ids end to end in memory, in the smallest unsigned dtype that holds them."""
         arrays = [np.asarray(row) for row in rows]
         offsets = np.zeros(len(arrays) + 1, np.int64)
         np.cumsum([len(row) for row in arrays], out=offsets[1:])
         tokens = np.concatenate(arrays) if arrays else np.empty(0, np.uint16)
-        if tokens.size and tokens.dtype.kind == "i" and tokens.min() < 0:
-            raise ValueError(f"Token ids start at 0, got {int(tokens.min())}.")
+        _refuse_negative(tokens)
         largest = int(tokens.max()) if tokens.size else 0
         return cls(tokens.astype(np.uint16 if largest < 2**16 else np.uint32, copy=False), offsets)
 
@@ -67,14 +96,15 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         return np.diff(self.offsets)
 
     @property
-    def loss_tokens(self) -> NDArray[np.int64]:
-        """Slots with a target of every sequence, int64 ``[n]``; the first label of each is never one."""
-        if self.labels is None:
-            return np.maximum(self.lengths - 1, 0)
-        counted = np.zeros(len(self.labels) + 1, np.int64)
-        np.cumsum(self.labels != -100, out=counted[1:])
-        firsts = np.minimum(self.offsets[:-1] + 1, self.offsets[1:])
-        return counted[self.offsets[1:]] - counted[firsts]
+    def loss_tokens(self) -> NDArray[np.integer]:
+        """Slots with a target of every sequence, ints ``[n]``; the first label of each is never one."""
+        if self._loss_tokens is None:
+            self._loss_tokens = (
+                np.maximum(self.lengths - 1, 0)
+                if self.labels is None
+                else _count_targets(self.labels, self.offsets)
+            )
+        return self._loss_tokens
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -91,61 +121,130 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     def save(self, folder: str | Path) -> None:
         """Write ``folder`` in one step: it is either there and whole, or not there."""
-        folder = Path(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        arrays = {name: getattr(self, name) for name in _FILES if getattr(self, name) is not None}
-        for name, array in arrays.items():
-            np.save(partial / f"{name}.npy", array)
-        meta = {"version": _VERSION, "bytes": {n: (partial / f"{n}.npy").stat().st_size for n in arrays}}
-        (partial / "meta.json").write_text(json.dumps(meta))
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
+        arrays = {"tokens": self.tokens, "offsets": self.offsets}
+        if self.labels is not None:
+            arrays |= {"labels": self.labels, "loss_tokens": self.loss_tokens}
+        save_arrays(folder, arrays, version=_VERSION)
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenStore:
-        """Map a folder written by ``save`` into memory.
+        """Map a folder written by ``save`` or ``write_store`` into memory.
 
         Raises:
-            ValueError: when a file is missing or has another size than was written.
+            ValueError: when a file is missing, or has another size or other edges than was written.
         """
-        folder = Path(folder)
+        return cls._from_arrays(folder, open_arrays(folder, version=_VERSION))
+
+    @classmethod
+    def _from_arrays(cls, folder: str | Path, arrays: Mapping[str, NDArray[Any]]) -> TokenStore:
         try:
-            meta = json.loads((folder / "meta.json").read_text())
-            sizes = {name: (folder / f"{name}.npy").stat().st_size for name in meta["bytes"]}
-            if meta["version"] != _VERSION or sizes != meta["bytes"]:
-                raise ValueError(f"expected {meta['bytes']} bytes in version {_VERSION}, found {sizes}")
-            arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in sizes}
-        except (OSError, ValueError, KeyError, TypeError) as err:
-            raise ValueError(
-                f"The token store {folder} cannot be read ({err}). Delete the folder; it is built anew."
-            ) from err
-        return cls(**arrays)
+            store = cls(**arrays)
+        except (TypeError, ValueError) as err:
+            raise ValueError(f"The folder {folder} is no token store ({err}). Delete it.") from err
+        store._folder = Path(folder)
+        # meta.json holds sizes and hashes of all files, so that it stands for the content.
+        store.fingerprint = hashlib.sha256((store._folder / "meta.json").read_bytes()).hexdigest()
+        return store
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self._folder is None:
+            return super().__reduce__()
+        return type(self).open, (self._folder,)  # a worker maps the files itself and gets no copy of them
+
+
+def _count_targets(labels: NDArray[np.integer], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count labels from the second of every sequence on, in blocks of whole sequences."""
+    counts = np.empty(len(offsets) - 1, np.int64)
+    first = 0
+    while first < len(counts):
+        last = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _BLOCK, side="right")) - 1)
+        counts[first:last] = count_targets(
+            labels[offsets[first] : offsets[last]], np.diff(offsets[first : last + 1])
+        )
+        first = last
+    return counts
+
+
+def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Count the targets of sequences laid end to end: labels that are none of -100, the first left out.
+
+    Args:
+        labels: ints ``[N]``.
+        lengths: ints ``[n]``, which add up to N.
+
+    Returns:
+        int64 ``[n]``. ``([-100, 7, 8, 9], [3, 1])`` becomes ``[2, 0]``.
+    """
+    counted = np.zeros(len(labels) + 1, np.int64)
+    np.cumsum(np.asarray(labels) != _IGNORE, out=counted[1:])
+    ends = np.cumsum(lengths)
+    firsts = np.minimum(ends - lengths + 1, ends)
+    result: NDArray[np.int64] = counted[ends] - counted[firsts]
+    return result
+
+
+def _refuse_negative(tokens: NDArray[np.integer]) -> None:
+    if tokens.size and tokens.dtype.kind == "i" and tokens.min() < 0:
+        raise ValueError(f"Token ids start at 0, got {int(tokens.min())}.")
+
+
+def write_store(folder: str | Path, parts: Iterable[Rows]) -> None:
+    """Write a store piece by piece; memory holds one piece and 8 bytes a sequence.
+
+    Args:
+        folder: as for ``TokenStore.save``; a failure leaves nothing behind.
+        parts: pieces in order, all with labels or all without.
+    """
+    with new_folder(folder, version=_VERSION) as partial, ExitStack() as files:
+        tokens = files.enter_context(ArrayWriter(partial / "tokens.npy"))
+        labels: ArrayWriter | None = None
+        lengths, loss_tokens = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for part in parts:
+            _refuse_negative(part.tokens)
+            tokens.append(part.tokens)
+            lengths.append(part.lengths)
+            if part.labels is not None:
+                labels = labels or files.enter_context(ArrayWriter(partial / "labels.npy", np.int32))
+                labels.append(part.labels)
+                loss_tokens.append(count_targets(part.labels, part.lengths))
+        files.close()  # the headers have to be there before the folder is
+        offsets = np.zeros(1 + sum(map(len, lengths)), np.int64)
+        np.cumsum(np.concatenate(lengths), out=offsets[1:])
+        np.save(partial / "offsets.npy", offsets)
+        if labels is not None:
+            np.save(partial / "loss_tokens.npy", np.concatenate(loss_tokens))
 
 
 def cached_store(
-    key: dict[str, Any], build: Callable[[], TokenStore], *, cache_dir: str | Path | None = None
+    key: dict[str, Any] | None,
+    parts: Callable[[], Iterable[Rows]],
+    *,
+    cache_dir: str | Path | None = None,
 ) -> TokenStore:
-    """Open the store that was built from the same key before, or build, save and open it.
+    """Open the store that was built from the same key before, or build it on disk and open it.
 
     Args:
-        key: everything the result depends on, JSON-serialisable.
-        build: makes the store; called when nothing, or something unreadable, is cached.
+        key: everything the result depends on, JSON-serialisable; None keeps the store in a temporary folder
+            of the cache that goes with the object.
+        parts: makes the pieces of the store; called when nothing, or something unreadable, is cached.
         cache_dir: where stores are kept; ``$XDG_CACHE_HOME/lightning_thd`` by default.
     """
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    folder = cache_folder(cache_dir) / f"tokens-{digest}"
-    if folder.exists():
-        try:
-            return TokenStore.open(folder)
-        except ValueError as err:
-            rank_zero_warn(f"{err} It is built anew now.")
-    build().save(folder)
-    return TokenStore.open(folder)
+    if key is None:
+        parent = cache_folder(cache_dir)
+        parent.mkdir(parents=True, exist_ok=True)
+        unnamed = Path(tempfile.mkdtemp(dir=parent, prefix="unnamed-"))
+        write_store(unnamed / "store", parts())
+        store = TokenStore.open(unnamed / "store")
+        weakref.finalize(store, _remove, unnamed, os.getpid())
+        return store
+    folder = cached_folder("tokens", key, cache_dir)
+    arrays = reopen(folder, version=_VERSION)
+    if arrays is None:
+        write_store(folder, parts())
+        return TokenStore.open(folder)
+    return TokenStore._from_arrays(folder, arrays)
 
 
-def cache_folder(cache_dir: str | Path | None) -> Path:
-    """Return ``cache_dir``, or the user's cache folder for this package."""
-    if cache_dir is not None:
-        return Path(cache_dir)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_thd"
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked worker that ends must not take the files away
+        shutil.rmtree(folder, ignore_errors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_thd.data.records import Place, Record, file_chunks
 from lightning_thd.data.store import TokenStore
-
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".html", ".xml", ".csv", ".log", ".tex")
 
 
 class ByteTokenizer:
@@ -25,10 +23,10 @@ class ByteTokenizer:
     vocab_size = 260
     bos_token_id, eos_token_id, pad_token_id, unk_token_id = 256, 257, 258, 259
 
-    def __call__(self, text: str) -> NDArray[np.uint16]:
-        """Return uint16 ids ``[bytes + 1]``."""
-        data = np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8)
-        return np.append(data.astype(np.uint16), np.uint16(self.eos_token_id))
+    def __call__(self, text: str, add_special_tokens: bool = True) -> NDArray[np.uint16]:
+        """Return uint16 ids ``[bytes + 1]``, or ``[bytes]`` without special tokens."""
+        ids = np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8).astype(np.uint16)
+        return np.append(ids, np.uint16(self.eos_token_id)) if add_special_tokens else ids
 
     def decode(self, ids: NDArray[np.integer]) -> str:
         """Return the text of ``ids``, special ids left out."""
@@ -48,41 +46,21 @@ def read_documents(path: str | Path, *, text_key: str = "text") -> Iterator[str]
         ValueError: for a path that does not exist, a folder without text files, and a JSONL line that
             is no JSON object or lacks the key; the message names file and line.
     """
-    path = Path(path)
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
-        if not files:
-            raise ValueError(f"No text files below {path}. Wanted suffixes: {', '.join(TEXT_SUFFIXES)}.")
-        for file in files:
-            yield file.read_text(encoding="utf-8", errors="replace")
-    elif not path.is_file():
-        raise ValueError(f"{path} does not exist. Give a .jsonl file, a text file or a folder of text files.")
-    elif path.suffix == ".jsonl":
-        yield from _read_jsonl(path, text_key)
-    else:
-        yield path.read_text(encoding="utf-8", errors="replace")
+    for chunk in file_chunks(Path(path)):
+        for place, record in chunk.records():
+            yield text_of(place, record, text_key)
 
 
-def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as err:
-                raise ValueError(
-                    f"{where}: not JSON ({err.msg} at column {err.colno}). "
-                    "Give one JSON object a line, or remove the line."
-                ) from err
-            if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
-                found = sorted(record) if isinstance(record, dict) else type(record).__name__
-                raise ValueError(
-                    f"{where}: no string under the key {text_key!r}, found {found}. "
-                    "Name the right key with text_key (--text-key on the command line)."
-                )
-            yield record[text_key]
+def text_of(place: Place, record: Record, text_key: str) -> str:
+    """Take the text out of a record, which may be the text itself."""
+    text = record.get(text_key) if isinstance(record, dict) else record
+    if not isinstance(text, str):
+        found = sorted(record) if isinstance(record, dict) else type(record).__name__
+        raise ValueError(
+            f"{place}: no string under the key {text_key!r}, found {found}. "
+            "Name the right key with text_key (--text-key on the command line)."
+        )
+    return text
 
 
 def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_thd.data import ByteTokenizer, StdlibText, TokenStore, read_documents, stdlib_documents
 from lightning_thd.data.sources import open_source
-from lightning_thd.data.store import cached_store
+from lightning_thd.data.store import Rows, cached_store
 
 ROWS = st.lists(st.lists(st.integers(0, 70_000), max_size=9), max_size=12)
 
@@ -48,16 +48,16 @@ def test_store_survives_disk(tmp_path: Path) -> None:
 def test_corrupt_store_names_the_folder_and_a_cache_is_built_anew(tmp_path: Path) -> None:
     built = []
 
-    def build() -> TokenStore:
+    def build() -> list[Rows]:
         built.append(1)
-        return TokenStore.from_rows([[1, 2], [3]])
+        return [Rows(np.array([1, 2, 3]), np.array([2, 1]))]
 
     for _ in range(2):
         cached_store({"a": 1}, build, cache_dir=tmp_path)
     assert len(built) == 1
     [folder] = tmp_path.glob("tokens-*")
     (folder / "tokens.npy").write_bytes(b"x")
-    with pytest.raises(ValueError, match=r"token store .* cannot be read .*Delete the folder"):
+    with pytest.raises(ValueError, match=r"folder .* cannot be read .*Delete it"):
         TokenStore.open(folder)
     with pytest.warns(UserWarning, match="built anew"):
         assert cached_store({"a": 1}, build, cache_dir=tmp_path)[0]["input_ids"].tolist() == [1, 2]
@@ -106,7 +106,7 @@ def test_documents_come_from_jsonl_files_and_folders(tmp_path: Path) -> None:
     [
         ("{not json", r"d\.jsonl, line 2: not JSON"),
         ('{"body": "x"}', r"line 2: no string under the key 'text', found \['body'\].*--text-key"),
-        ("[1]", "line 2: no string under the key 'text', found list"),
+        ("[1]", "line 2: a list, wanted one JSON object a line"),
         ('{"text": 3}', "line 2: no string under the key"),
     ],
 )

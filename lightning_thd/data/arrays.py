@@ -1,0 +1,212 @@
+"""Named arrays <-> a folder of .npy files: written in one step, checked when opened, mapped into memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from numpy.typing import NDArray
+
+Arrays = dict[str, NDArray[Any]]
+
+_HEADER_BYTES = 128  # of an .npy file of one axis; numpy writes as many
+_EDGE_BYTES = 1 << 20  # hashed at both ends of a file: a torn header or tail is found without reading it all
+_BLOCK = 1 << 22  # values converted at a time: 32 MiB
+
+
+class ArrayWriter:
+    """Writes an .npy file of one axis piece by piece, in the smallest unsigned type that holds what came.
+
+    Args:
+        path: the file; overwritten.
+        dtype: type to begin with; an unsigned one is widened when a value asks for it.
+    """
+
+    def __init__(self, path: Path, dtype: type[np.integer[Any]] = np.uint16) -> None:
+        self._path, self._dtype, self._count = path, np.dtype(dtype), 0
+        self._file = _begin(path)
+
+    def append(self, values: NDArray[np.integer]) -> None:
+        """Write integers ``[K]`` at the end."""
+        if self._dtype.kind == "u" and values.size and int(values.max()) > np.iinfo(self._dtype).max:
+            self._widen(np.dtype(np.uint32 if int(values.max()) < 2**32 else np.uint64))
+        self._file.write(np.ascontiguousarray(values, self._dtype).data)
+        self._count += len(values)
+
+    def __enter__(self) -> ArrayWriter:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Write the header, with the size that is known now."""
+        self._file.seek(0)
+        self._file.write(_header(self._dtype, self._count))
+        self._file.close()
+
+    def _widen(self, dtype: np.dtype[Any]) -> None:
+        self.close()
+        narrow = self._path.with_suffix(".narrow")
+        os.replace(self._path, narrow)
+        self._file, self._dtype = _begin(self._path), dtype
+        values = load_array(narrow)
+        for start in range(0, len(values), _BLOCK):
+            self._file.write(values[start : start + _BLOCK].astype(dtype).data)
+        narrow.unlink()
+
+
+def _begin(path: Path) -> BinaryIO:
+    file = path.open("wb")
+    file.write(bytes(_HEADER_BYTES))
+    return file
+
+
+def _header(dtype: np.dtype[Any], count: int) -> bytes:
+    # Format version 1.0 of numpy.lib.format: magic, version, size of the rest, a dict padded with blanks.
+    described = repr(
+        {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
+    )
+    size = _HEADER_BYTES - 10
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", size) + described.ljust(size - 1).encode() + b"\n"
+
+
+def load_array(path: Path) -> NDArray[Any]:
+    """Map an .npy file; one without values is read, because nothing cannot be mapped."""
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+    except ValueError:
+        if path.stat().st_size <= _HEADER_BYTES:
+            return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
+        raise
+
+
+@contextmanager
+def new_folder(folder: str | Path, *, version: int) -> Iterator[Path]:
+    """Give a temporary folder to write .npy files into, which becomes ``folder`` when all went well.
+
+    ``folder`` is either there and whole, or not there; of two writers the later one wins.
+
+    Args:
+        folder: the final place; replaced if it exists.
+        version: of what is written, wanted again by ``open_arrays``.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        yield partial
+        files = {path.stem: _mark(path) for path in sorted(partial.glob("*.npy"))}
+        (partial / "meta.json").write_text(json.dumps({"version": version, "files": files}))
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    except OSError:
+        if not (folder / "meta.json").is_file():  # else another process was first, with the same content
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def save_arrays(folder: str | Path, arrays: Mapping[str, NDArray[Any]], *, version: int) -> None:
+    """Write arrays as ``open_arrays`` opens them."""
+    with new_folder(folder, version=version) as partial:
+        for name, values in arrays.items():
+            np.save(partial / f"{name}.npy", values)
+
+
+def open_arrays(folder: str | Path, *, version: int) -> Arrays:
+    """Map the arrays of a folder into memory.
+
+    Raises:
+        ValueError: when a file is missing, has another size than was written, or other bytes in its first or
+            last MiB.
+    """
+    folder = Path(folder)
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        if meta["version"] != version:
+            raise ValueError(f"version {meta['version']} was found, {version} wanted")
+        for name, mark in meta["files"].items():
+            if _mark(folder / f"{name}.npy") != mark:
+                raise ValueError(f"{name}.npy is not what was written")
+        return {name: load_array(folder / f"{name}.npy") for name in meta["files"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
+        raise ValueError(f"The folder {folder} cannot be read ({err}). Delete it; it is built anew.") from err
+
+
+def _mark(path: Path) -> list[int | str]:
+    """Size of a file, and a hash of its edges."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        digest.update(file.read(_EDGE_BYTES))
+        if size > _EDGE_BYTES:
+            file.seek(max(_EDGE_BYTES, size - _EDGE_BYTES))
+            digest.update(file.read())
+    return [size, digest.hexdigest()]
+
+
+def cached_arrays(
+    kind: str,
+    key: Mapping[str, Any] | None,
+    build: Callable[[], Mapping[str, NDArray[Any]]],
+    *,
+    version: int,
+    cache_dir: str | Path | None = None,
+) -> Arrays:
+    """Open the arrays that were built from the same key before, or build, save and open them.
+
+    Args:
+        kind: first word of the folder's name.
+        key: everything the result depends on, JSON-serialisable; None builds without a cache.
+        build: makes the arrays; called when nothing, or something unreadable, is cached.
+        version: of the content.
+        cache_dir: where caches are kept; ``$XDG_CACHE_HOME/lightning_thd`` by default.
+    """
+    if key is None:
+        return dict(build())
+    folder = cached_folder(kind, key, cache_dir)
+    found = reopen(folder, version=version)
+    if found is not None:
+        return found
+    built = dict(build())
+    try:
+        save_arrays(folder, built, version=version)
+    except OSError as err:  # a read-only home costs time at the next start and nothing else
+        rank_zero_warn(f"{folder} cannot be written ({err}); the next run builds it again. Pass cache_dir=.")
+        return built
+    return open_arrays(folder, version=version)
+
+
+def reopen(folder: Path, *, version: int) -> Arrays | None:
+    """Open a cached folder; None where there is none, or, with a warning, where it cannot be read."""
+    if not folder.exists():
+        return None
+    try:
+        return open_arrays(folder, version=version)
+    except ValueError as err:
+        rank_zero_warn(f"{err} It is built anew now.")
+        return None
+
+
+def cached_folder(kind: str, key: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
+    """Name the folder of a cache: another key, another folder."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return cache_folder(cache_dir) / f"{kind}-{digest}"
+
+
+def cache_folder(cache_dir: str | Path | None) -> Path:
+    """Return ``cache_dir``, or the user's cache folder for this package."""
+    if cache_dir is not None:
+        return Path(cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_thd"

@@ -1,0 +1,140 @@
+"""A Trainer -> what a data module must know of it: ranks, steps, the model's sizes, and how far it is."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_thd.alignment import Alignment
+from lightning_thd.flops import FlopsModel
+from lightning_thd.packing import Cost, Packs, Sequences
+
+
+def data_rank(trainer: L.Trainer | None) -> tuple[int, int]:
+    """Rank and number of those that read different data, as the strategy tells distributed samplers."""
+    strategy = trainer.strategy if trainer is not None else None
+    sampler = getattr(strategy, "distributed_sampler_kwargs", None) or {}
+    return sampler.get("rank", 0), sampler.get("num_replicas", 1)
+
+
+def accumulation(trainer: L.Trainer | None) -> int:
+    """Batches to an optimizer step."""
+    return trainer.accumulate_grad_batches if trainer is not None else 1
+
+
+def alignment(trainer: L.Trainer | None) -> Alignment | None:
+    """What the strategy asks lengths to be multiples of."""
+    return getattr(trainer.strategy, "alignment", None) if trainer is not None else None
+
+
+def model_config(trainer: L.Trainer | None) -> Any | None:
+    """Find the transformers config of the model that is trained."""
+    module = trainer.lightning_module if trainer is not None else None
+    for child in module.modules() if module is not None else ():
+        config = getattr(child, "config", None)
+        if config is not None and hasattr(config, "get_text_config"):
+            return config
+    return None
+
+
+def vocab_size(trainer: L.Trainer | None) -> int | None:
+    """Entries of the model's vocabulary, if its config tells."""
+    config = model_config(trainer)
+    return getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
+
+
+def model_cost(trainer: L.Trainer | None, longest: int) -> Cost | None:
+    """Work of a sequence by the model's own FLOPs; None for a model whose FLOPs are not known.
+
+    Args:
+        trainer: knows the model.
+        longest: tokens at which the work is exact.
+    """
+    config = model_config(trainer)
+    if config is None:
+        return None
+    try:
+        return Cost.from_flops(FlopsModel.from_config(config), longest=longest)
+    except ValueError:
+        return None
+
+
+def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> None:
+    """Refuse a Trainer that contradicts ``global_batch``.
+
+    Raises:
+        MisconfigurationException: for accumulation, ranks or a strategy that would change the loss.
+    """
+    if trainer is None:
+        return
+    callbacks = cast("list[L.Callback]", trainer.callbacks)  # type: ignore[attr-defined]
+    if any(
+        isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches()
+        for callback in callbacks
+    ):
+        raise MisconfigurationException(
+            "GradientAccumulationScheduler changes the packs of a step between epochs, which would "
+            "change the loss. Use a fixed Trainer(accumulate_grad_batches=...)."
+        )
+    accumulate, (_, dp) = accumulation(trainer), data_rank(trainer)
+    if isinstance(step, Packs) and step.n != dp * accumulate:
+        raise MisconfigurationException(
+            f"global_batch={step} but {dp} data-parallel ranks x accumulate_grad_batches={accumulate} "
+            f"make {dp * accumulate} packs a step. Set Packs({dp * accumulate}), or "
+            + (
+                f"accumulate_grad_batches={step.n // dp}."
+                if step.n % dp == 0
+                else f"a number of packs that {dp} ranks divide."
+            )
+        )
+    if isinstance(step, Sequences):
+        if not getattr(trainer.strategy, "runs_thd_steps", False):
+            raise MisconfigurationException(
+                f"global_batch={step} needs a strategy that runs all microbatches of a step: 'thd' on "
+                f"one device, 'thd_ddp' or 'thd_model_parallel', not "
+                f"{type(trainer.strategy).__name__}. Or use Packs(n)."
+            )
+        if accumulate != 1:
+            raise MisconfigurationException(
+                f"global_batch={step} decides by itself how many microbatches a step has, but "
+                f"accumulate_grad_batches={accumulate}. Set it to 1."
+            )
+
+
+class Progress:
+    """How far a Trainer is in an epoch, for a loader that saves its position.
+
+    Args:
+        trainer: runs the loader.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
+
+    def consumed(self) -> int:
+        """Batches that the Trainer is done with in this epoch."""
+        # `processed` counts a batch once its update is done and before on_train_batch_end, where checkpoints
+        # are written; a batch that raised is not counted and comes again.
+        return int(self._batches.current.processed)
+
+    def limit(self) -> int | None:
+        """Most batches that the Trainer takes of an epoch."""
+        batches = self._trainer.num_training_batches
+        return int(batches) if batches != float("inf") else None
+
+    def match(self, start: int) -> None:
+        """Put Lightning's batch counter where the loader goes on, after a change of ranks or in a step."""
+        progress = self._batches
+        shift = start - progress.current.processed
+        if shift:
+            for counter in (progress.current, progress.total):
+                for name in ("ready", "started", "processed", "completed"):
+                    setattr(counter, name, max(0, getattr(counter, name) + shift))
+            progress.current.ready = progress.current.started = start
+
+    @property
+    def _batches(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop.batch_progress
