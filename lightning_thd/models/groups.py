@@ -92,8 +92,8 @@ def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups
     if num_sequences * max_seqlen > _STATIC_WASTE * slots:
         raise ValueError(
             f"A recorded step would run {num_sequences} sequences padded to {max_seqlen} for {slots} tokens. "
-            "Install the fused kernels of the layer (mamba-ssm and causal-conv1d, or flash-linear-attention), "
-            "which take the sequences as they are."
+            "Install the fused kernels of the layer (mamba-ssm and causal-conv1d, or "
+            "flash-linear-attention), which take the sequences as they are."
         )
     starts, lengths = cu_seqlens[:-1].long(), torch.diff(cu_seqlens)
     offsets = torch.arange(max_seqlen, device=cu_seqlens.device)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.models.masks import learn_window
-from lightning_thd.models.mixers import adopt_mixers, check_mixers
+from lightning_thd.models.mixers import adopt_mixers
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped, set_scope
 from lightning_thd.models.positions import pack_from_positions, refuse_plain_positions
+from lightning_thd.models.survey import refuse_unknown_layers
 
 NAME = "thd"
 PACK_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -67,7 +68,7 @@ def _enter(
         _refuse_mask_and_cache(model, kwargs)
         refuse_plain_positions(model, kwargs)
         if not model._thd_checked and not torch.compiler.is_compiling():
-            check_mixers(model)
+            refuse_unknown_layers(model)
             model._thd_checked = True
         if model._thd_takes_use_cache:
             kwargs = {**kwargs, "use_cache": False}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -78,8 +79,9 @@ def learn_window(config: Any) -> None:
     """Look up in the modeling file of ``config`` whether its attention is told the window."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     module = sys.modules.get(name)
-    passes = module is not None and "sliding_window=" in inspect.getsource(module)
-    _PASSES_WINDOW[type(config)] = passes
+    source = "" if module is None else inspect.getsource(module)
+    # As an argument, or as an attribute of the layers that have one, which thd_attention looks at too.
+    _PASSES_WINDOW[type(config)] = re.search(r"\bsliding_window=|self\.sliding_window =", source) is not None
 
 
 def skip_position_scan(masking_utils: ModuleType) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_thd._imports import available
 from lightning_thd._static import shapes_are_static
 from lightning_thd.models.groups import plan_groups, plan_static_group, run_grouped
-from lightning_thd.models.pack import Pack, current_pack
+from lightning_thd.models.pack import Pack, current_pack, current_scope
 
 # What must be installed for the layer's own kernels to keep sequences apart; None where they cannot.
 _SSD: Final = ("mamba_ssm", "causal_conv1d")
@@ -42,12 +42,15 @@ MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
     "Qwen3_5MoeGatedDeltaNet": _DELTA,
     "OlmoHybridGatedDeltaNet": _DELTA,
     "KimiLinearDeltaAttention": _DELTA,
+    "BailingHybridDeltaAttention": _DELTA,
     "Lfm2ShortConv": _CONV,
     "Lfm2MoeShortConv": _CONV,
+    "Lfm3ShortConv": _CONV,
     "RecurrentGemmaRecurrentBlock": None,
     "MiniMaxLightningAttention": None,
+    "xLSTMLayer": None,
 }
-_CACHES = ("cache_params", "past_key_values", "past_key_value")
+_CACHES = ("cache_params", "past_key_values", "past_key_value", "state")
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -70,52 +73,16 @@ def has_mixers(model: nn.Module) -> bool:
     return any(hasattr(type(module).forward, "_thd_mixer") for module in model.modules())
 
 
-def check_mixers(model: nn.Module) -> None:
-    """Refuse a model with layers that mix tokens by convolution or state in a way nobody here knows.
-
-    Raises:
-        ValueError: naming the layer.
-    """
-    for name, module in _foreign_pruned(model):
-        if hasattr(type(module).forward, "_thd_mixer"):
-            continue
-        stateful = any(
-            isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in module.children()
-        )
-        if stateful or any(hasattr(module, parameter) for parameter in ("A_log", "dt_bias")):
-            raise ValueError(
-                f"{name} ({type(module).__name__}) mixes tokens by a convolution or a state, and "
-                "lightning_thd does not know how to reset it between the sequences of a pack. Feed this "
-                "model padded rows, one sequence each; or, if the layer is causal, add "
-                f"lightning_thd.models.mixers.MIXERS[{type(module).__name__!r}] = None before the model is "
-                "built, and prove it with lightning_thd.models.check_packing(model)."
-            )
-
-
-def _foreign_pruned(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List the modules of the language model: no towers with a config of their own, nothing inside mixers."""
-    config: Any = model.config
-    families = (type(config), type(config.get_text_config(decoder=True)))
-    found: list[tuple[str, nn.Module]] = []
-    stack: list[tuple[str, nn.Module]] = [("", model)]
-    while stack:
-        prefix, module = stack.pop()
-        found.append((prefix, module))
-        if hasattr(type(module).forward, "_thd_mixer"):
-            continue
-        for name, child in module.named_children():
-            if not hasattr(child, "_thd_installed") or type(child.config) in families:
-                stack.append((f"{prefix}.{name}" if prefix else name, child))
-    return found
-
-
 def _pack_aware(forward: Callable[..., Any], kernels: tuple[str, ...] | None) -> Callable[..., Any]:
     tokens_name = list(inspect.signature(forward).parameters)[1]
 
     @functools.wraps(forward)
     def pack_aware_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         pack = current_pack()
-        if pack is None:
+        scope = current_scope()
+        # Only for models that announced the pack: whether a stock model leaks must not depend on whether
+        # another model of its family was built with "thd" in this process.
+        if pack is None or scope is None or scope.module is None:
             return forward(self, *args, **kwargs)
         tokens = args[0] if args else kwargs[tokens_name]
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}

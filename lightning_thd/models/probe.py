@@ -285,11 +285,14 @@ def _embedding(model: nn.Module) -> nn.Embedding:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Generator[None]:
-    """Put the model in eval mode and back, module by module, and leave the random state as it was."""
+    """Put the model in eval mode and back, module by module, and leave the random state as it was.
+
+    A compiled model runs as it is written: its graphs would pass by the hooks that look inside.
+    """
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             torch.manual_seed(0)
             yield
     finally:

@@ -101,6 +101,29 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "gpt_neox": Family("GPTNeoXConfig", _DENSE),
+    "opt": Family("OPTConfig", {**_DENSE, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "olmoe": Family("OlmoeConfig", _MOE, "moe"),
+    "qwen2_moe": Family(
+        "Qwen2MoeConfig",
+        {
+            **_MOE,
+            "shared_expert_intermediate_size": 24,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+        },
+        "moe",
+    ),
+    "helium": Family("HeliumConfig", {**_DENSE, "head_dim": 8}),
+    "exaone4": Family(
+        "Exaone4Config", {**_DENSE, "sliding_window": 5, "sliding_window_pattern": 2}, "window"
+    ),
+    "xlstm": Family(
+        "xLSTMConfig",
+        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "chunk_size": 16},
+        "ssm",
+    ),
+    "lfm3": Family("Lfm3Config", {**_DENSE, "head_dim": 8}, "conv"),
     "mixtral": Family("MixtralConfig", _MOE, "moe"),
     "qwen3_moe": Family("Qwen3MoeConfig", {**_MOE, "head_dim": 8}, "moe"),
     "gpt_oss": Family(

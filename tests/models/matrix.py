@@ -91,9 +91,13 @@ def assert_same(got: Result, want: Result, *, tolerance: float) -> None:
         assert relative_error(ours, theirs) <= tolerance
     assert relative_error(got.loss, want.loss) <= tolerance
     assert got.gradients.keys() == want.gradients.keys()
-    floor = 1e-3 * max(gradient.abs().max().item() for gradient in want.gradients.values())
+    largest = max(gradient.abs().max().item() for gradient in want.gradients.values())
     errors = {
-        name: relative_error(got.gradients[name], want.gradients[name], floor) for name in want.gradients
+        name: relative_error(got.gradients[name], gradient, 1e-3 * largest)
+        for name, gradient in want.gradients.items()
+        # A softmax does not see a key bias (without rotary positions): its gradient is rounding alone in both.
+        if max(gradient.abs().max(), got.gradients[name].abs().max()).item() > 1e-6 * largest
     }
+    assert len(errors) >= len(want.gradients) * 0.9
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] <= tolerance, (worst, errors[worst])

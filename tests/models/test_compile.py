@@ -100,6 +100,24 @@ def test_compiled_checkpoints_are_recomputed_with_their_pack(name: str) -> None:
     assert counts[-1] == counts[-3] <= 8
 
 
+@NON_LEAF
+@pytest.mark.parametrize("name", ["stablelm", "mamba2"])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_switching_a_compiled_model_to_thd_takes_effect(name: str, in_place: bool) -> None:
+    torch._dynamo.reset()
+    model: Any = build(name, "eager").eval()
+    want: Any = build(name, "thd").eval()
+    (batch, _) = matrix.packs()
+    if in_place:
+        model.compile(backend="eager")
+    compiled = model if in_place else torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(torch.arange(3, 38)[None], use_cache=False)  # compiled with another attention
+        model.set_attn_implementation("thd")
+        got = compiled(**batch.hf_kwargs()).logits
+        assert torch.equal(got, want(**batch.hf_kwargs()).logits)
+
+
 def test_a_compiled_model_does_not_take_a_pack_for_a_row() -> None:
     torch._dynamo.reset()
     model = build("llama", "thd").eval()

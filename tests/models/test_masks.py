@@ -68,28 +68,44 @@ def test_a_bidirectional_mask_is_nothing() -> None:
     assert masking_utils.create_bidirectional_mask(config(), torch.zeros(1, 6, 16), None) is None
 
 
+SPARSE = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 1,
+}
+
+
 def test_a_window_that_only_the_mask_knows_is_refused_beyond_its_size() -> None:
-    # Qwen2-MoE builds a sliding mask and does not hand the window to its attention (transformers 5.23).
-    arguments = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "moe_intermediate_size": 8,
-        "shared_expert_intermediate_size": 8,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "use_sliding_window": True,
-        "sliding_window": 4,
-        "max_window_layers": 0,
-    }
-    made = transformers.Qwen2MoeConfig(**arguments)
-    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd")
+    # PhiMoE builds a sliding mask and does not hand the window to its attention (transformers 5.23).
+    made = transformers.PhimoeConfig(**SPARSE, sliding_window=4, num_local_experts=2)
+    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
     model(torch.arange(3, 7)[None], use_cache=False)
     with pytest.raises(ValueError, match=r"hides keys further than 4 by a mask alone.*sequences of 9"):
         model(torch.arange(3, 12)[None], use_cache=False)
+
+
+def test_a_window_that_the_layer_remembers_is_applied() -> None:
+    # Qwen2-MoE does not pass it either, but its sliding layers keep it.
+    made = transformers.Qwen2MoeConfig(
+        **SPARSE,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+        num_experts=2,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=2,
+        initializer_range=0.2,
+    )
+    assert made.layer_types == ["sliding_attention", "full_attention"]
+    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
+    ids = torch.arange(3, 30)[None]
+    ours = model(ids, use_cache=False).logits
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(ours, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_a_window_passed_to_the_attention_needs_no_mask() -> None:

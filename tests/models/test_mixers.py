@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from lightning_thd.batch import THDBatch
 from lightning_thd.models import mixers, packed, register_thd
-from lightning_thd.models.mixers import MIXERS, adopt_mixers, check_mixers
+from lightning_thd.models.mixers import MIXERS, adopt_mixers
+from lightning_thd.models.pack import Pack, Scope, scoped
+from lightning_thd.models.survey import refuse_unknown_layers
 from tests.models import matrix
 from tests.models.families import build
 
@@ -29,6 +33,11 @@ class Mamba2Mixer(nn.Module):
     def forward(self, hidden_states: Tensor, cache_params: Any = None, **kwargs: Any) -> Tensor:
         self.told.append(kwargs)
         return hidden_states.cumsum(1)
+
+
+def announced(batch: THDBatch) -> AbstractContextManager[None]:
+    """What a model with "thd" does around its layers."""
+    return scoped(Scope(Pack.from_batch(batch), None, module=nn.Identity()))
 
 
 adopt_mixers(Mamba2Mixer)  # searches the module it comes from, this one
@@ -48,10 +57,17 @@ def test_outside_a_pack_nothing_changes() -> None:
     assert layer.told == [{"seq_idx": None}]
 
 
-def test_without_kernels_the_layer_runs_on_groups() -> None:
+def test_a_pack_that_no_model_announced_is_none_of_its_business() -> None:
     layer, (batch, _) = Mamba2Mixer(), matrix.packs()
     x = torch.randn(1, 35, 3)
     with packed(batch):
+        assert torch.equal(layer(x), x.cumsum(1))
+
+
+def test_without_kernels_the_layer_runs_on_groups() -> None:
+    layer, (batch, _) = Mamba2Mixer(), matrix.packs()
+    x = torch.randn(1, 35, 3)
+    with announced(batch):
         out = layer(x, cu_seq_lens_q=batch.cu_seqlens, max_length_q=16)
     want = torch.cat([part.cumsum(1) for part in x.split(batch.lengths, 1)], 1)
     torch.testing.assert_close(out, want)
@@ -61,7 +77,7 @@ def test_without_kernels_the_layer_runs_on_groups() -> None:
 def test_with_kernels_the_layer_is_told_the_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, (batch, _) = Mamba2Mixer(), matrix.packs()
     monkeypatch.setattr(mixers, "_fused", lambda tokens, kernels: kernels == mixers._SSD)
-    with packed(batch):
+    with announced(batch):
         for _ in range(2):
             layer(torch.randn(1, 35, 3))
     first, second = layer.told
@@ -79,29 +95,19 @@ def test_kernels_are_not_used_on_a_cpu() -> None:
 @pytest.mark.parametrize("name", ["cache_params", "attention_mask"])
 def test_a_cache_or_mask_beside_a_pack_is_refused(name: str) -> None:
     (batch, _) = matrix.packs()
-    with packed(batch), pytest.raises(ValueError, match=rf"Mamba2Mixer got a pack and {name}"):
+    with announced(batch), pytest.raises(ValueError, match=rf"Mamba2Mixer got a pack and {name}"):
         Mamba2Mixer()(torch.randn(1, 35, 3), **{name: object()})
 
 
 def test_rows_of_another_length_are_refused() -> None:
     (batch, _) = matrix.packs()
-    with packed(batch), pytest.raises(ValueError, match=r"got \(1, 9, 3\) while .* pack of 35 slots"):
+    with announced(batch), pytest.raises(ValueError, match=r"got \(1, 9, 3\) while .* pack of 35 slots"):
         Mamba2Mixer()(torch.randn(1, 9, 3))
-
-
-def test_an_unknown_layer_with_a_state_is_refused_by_name() -> None:
-    model, (batch, _) = build("llama", "thd"), matrix.packs()
-    layer: Any = model.get_submodule("model.layers.1")
-    layer.memory = nn.Sequential(nn.Conv1d(32, 32, 4, groups=32))
-    with pytest.raises(
-        ValueError, match=r"model\.layers\.1\.memory \(Sequential\) mixes tokens .*check_packing"
-    ):
-        model(**batch.hf_kwargs())
 
 
 def test_every_known_layer_of_transformers_is_found_by_its_name() -> None:
     for name in ("mamba", "bamba", "qwen3_next", "lfm2", "recurrent_gemma", "minimax"):
         model = build(name, "thd")
-        check_mixers(model)
+        refuse_unknown_layers(model)
         adopted = {type(m).__name__ for m in model.modules() if hasattr(type(m).forward, "_thd_mixer")}
         assert len(adopted & MIXERS.keys()) == 1

@@ -99,6 +99,19 @@ def test_thd_passes(name: str) -> None:
     assert report.gradient_leak <= 1e-6
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compiled_model_is_probed_as_it_is_written(in_place: bool) -> None:
+    model: Any = build("llama", "thd")
+    if in_place:
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    assert check_packing(model).ok
+    stock: Any = torch.compile(build("mamba", "eager"), backend="eager")
+    with pytest.raises(PackingLeakError, match="MambaMixer"):
+        check_packing(stock)
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = build("llama", "thd").train()
     model.get_submodule("model.norm").eval()

@@ -1,0 +1,92 @@
+"""A Lightning module about to be trained -> the leak probe on its model, once, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_thd.models.packing_report import PackingReport
+from lightning_thd.models.probe import check_packing
+
+
+class PackingCheck(L.Callback):
+    """Run ``check_packing`` when fit starts, on the model as it will be trained: device, dtype, sharding.
+
+    Takes a few forwards and backwards of ``sum(lengths)`` tokens. A leak ends the run with
+    ``PackingLeakError``, which names the module.
+
+    Args:
+        model: attribute of the Lightning module that holds the model, dots allowed (``"policy.model"``). By
+            default the first transformers model found in it.
+        vocab_size: number of tokens; from the model's config when absent.
+        lengths: of the sequences to try.
+        grad: check gradients too; switched off where parameters are sharded (FSDP2 would reduce gradients).
+        tolerance: what packed and alone may differ by; by the dtype when absent.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str | None = None,
+        vocab_size: int | None = None,
+        lengths: Sequence[int] = (7, 1, 16, 3, 8),
+        grad: bool = True,
+        tolerance: float | None = None,
+    ) -> None:
+        self.model = model
+        self.vocab_size = vocab_size
+        self.lengths = tuple(lengths)
+        self.grad = grad
+        self.tolerance = tolerance
+        self.report: PackingReport | None = None
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Probe once; a second fit of the same trainer does not repeat it."""
+        if self.report is not None:
+            return
+        model = find_model(pl_module, self.model)
+        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        with trainer.precision_plugin.forward_context():
+            self.report = check_packing(
+                model,
+                self.vocab_size,
+                self.lengths,
+                self.grad and not sharded,
+                tolerance=self.tolerance,
+            )
+        rank_zero_info(f"PackingCheck: no sequence sees another.\n{self.report}")
+
+
+def find_model(pl_module: nn.Module, name: str | None) -> nn.Module:
+    """Find the model to probe inside a Lightning module.
+
+    Args:
+        pl_module: the Lightning module.
+        name: attribute path, or None for the outermost module with a transformers config.
+
+    Raises:
+        MisconfigurationException: when there is none.
+    """
+    modules: dict[str, nn.Module] = dict(pl_module.named_modules())
+    if name is not None:
+        if name not in modules:
+            raise MisconfigurationException(
+                f"PackingCheck(model={name!r}): {type(pl_module).__name__} has no such module. Its own are "
+                f"{[child for child, _ in pl_module.named_children()]}."
+            )
+        return modules[name]
+    for module in modules.values():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "get_text_config") and hasattr(module, "get_input_embeddings"):
+            return module
+    raise MisconfigurationException(
+        f"PackingCheck found no transformers model in {type(pl_module).__name__}. Name the attribute that "
+        "holds yours, PackingCheck(model='net', vocab_size=...); its forward takes a THDBatch and returns "
+        "logits."
+    )

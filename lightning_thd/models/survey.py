@@ -1,0 +1,102 @@
+"""A finished model -> an error where it holds a layer that "thd" cannot make right; in its first pack."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+_POSITION_TABLE = re.compile(r"Position\w*Embedding")
+# Does a modeling file ask transformers' attention table, by the name of its Python module?
+_ASKS: dict[str, bool] = {}
+
+
+class _Found(NamedTuple):
+    """A module of the language model, and the innermost PreTrainedModel that calls it."""
+
+    name: str
+    module: nn.Module
+    owner: Any
+
+
+def refuse_unknown_layers(model: nn.Module) -> None:
+    """Refuse what would mix sequences or count positions across them without anybody noticing.
+
+    Args:
+        model: a PreTrainedModel with "thd" attention, complete.
+
+    Raises:
+        ValueError: naming the layer.
+    """
+    aware = False
+    for found in _language_modules(model):
+        layer = found.module is not found.owner
+        aware = aware or _is_mixer(found.module) or (layer and _asks_for_attention(type(found.module)))
+        if not _is_mixer(found.module):
+            _refuse_state(found)
+            _refuse_own_positions(found)
+    if not aware:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that knows about packs: no attention that asks for its "
+            "implementation, and no state-space layer from lightning_thd.models.mixers.MIXERS. Feed it "
+            "padded rows, one sequence each."
+        )
+
+
+def _refuse_state(found: _Found) -> None:
+    convolves = any(
+        isinstance(child, nn.Conv1d) and child.kernel_size[0] > 1 for child in found.module.children()
+    )
+    if convolves or any(hasattr(found.module, name) for name in ("A_log", "dt_bias")):
+        kind = type(found.module).__name__
+        raise ValueError(
+            f"{found.name} ({kind}) mixes tokens by a convolution or a state, and lightning_thd does not "
+            "know how to reset it between the sequences of a pack. Feed this model padded rows, one sequence "
+            f"each; or, if the layer is causal, set lightning_thd.models.mixers.MIXERS[{kind!r}] = None "
+            "before the model is built, and prove it with lightning_thd.models.check_packing(model)."
+        )
+
+
+def _refuse_own_positions(found: _Found) -> None:
+    kind = type(found.module).__name__
+    if not _POSITION_TABLE.search(kind) or "Rotary" in kind:
+        return
+    if "position_ids" not in inspect.signature(type(found.owner).forward).parameters:
+        raise ValueError(
+            f"{found.name} ({kind}) counts positions along the whole row, and {type(found.owner).__name__} "
+            "takes no position_ids to restart them in every sequence of a pack. Feed this model padded rows, "
+            "one sequence each."
+        )
+
+
+def _is_mixer(module: nn.Module) -> bool:
+    return hasattr(type(module).forward, "_thd_mixer")
+
+
+def _asks_for_attention(kind: type) -> bool:
+    name = kind.__module__
+    if name not in _ASKS:
+        module = sys.modules.get(name)
+        ours = module is not None and ".modeling_" in name
+        _ASKS[name] = ours and "get_interface(" in inspect.getsource(module)  # type: ignore[arg-type]
+    return _ASKS[name]
+
+
+def _language_modules(model: Any) -> Iterator[_Found]:
+    """Go through the modules of the language model: no towers with another config, nothing inside mixers."""
+    families = (type(model.config), type(model.config.get_text_config(decoder=True)))
+    stack = [_Found("", model, model)]
+    while stack:
+        found = stack.pop()
+        yield found
+        if _is_mixer(found.module):
+            continue
+        for name, child in found.module.named_children():
+            inner = hasattr(child, "config") and hasattr(child, "get_input_embeddings")
+            if not inner or type(child.config) in families:
+                path = f"{found.name}.{name}" if found.name else name
+                stack.append(_Found(path, child, child if inner else found.owner))

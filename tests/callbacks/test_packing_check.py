@@ -1,0 +1,82 @@
+"""The probe as a callback: once at fit start, on the model as it is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+pytest.importorskip("transformers")
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.callbacks.packing_check import PackingCheck
+from lightning_thd.models import PackingLeakError, register_thd
+from tests.models.families import build
+
+register_thd()
+
+
+class Module(L.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.ModuleDict({"lm": model})
+        self.steps = 0
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        self.steps += 1
+        loss: Tensor = self.net["lm"](**THDBatch.collate([{"input_ids": batch[0]}]).hf_kwargs()).logits.mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module: L.LightningModule, callback: PackingCheck, **arguments: Any) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+    trainer.fit(module, DataLoader(torch.arange(3, 11).view(1, 8), num_workers=0))
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+@pytest.mark.filterwarnings("ignore:.*`isinstance.treespec, LeafSpec.`:FutureWarning")
+class TestPackingCheck:
+    def test_a_right_model_trains(self) -> None:
+        module, callback = Module(build("llama", "thd")), PackingCheck()
+        fit(module, callback)
+        assert callback.report is not None
+        assert callback.report.ok
+        assert callback.report.gradient_leak == 0
+        assert module.steps == 1
+
+    def test_a_leaking_model_does_not_start(self) -> None:
+        module = Module(build("mamba", "eager"))
+        with pytest.raises(PackingLeakError, match="MambaMixer"):
+            fit(module, PackingCheck(model="net.lm", lengths=(5, 9), grad=False))
+        assert module.steps == 0
+
+    def test_under_the_precision_of_the_trainer(self) -> None:
+        callback = PackingCheck()
+        fit(Module(build("llama", "thd")), callback, precision="bf16-mixed")
+        assert callback.report is not None
+        assert callback.report.tolerance > 1e-3
+
+    def test_no_model_to_probe(self) -> None:
+        module = Module(build("llama", "thd"))
+        with pytest.raises(MisconfigurationException, match=r"model='lm'.*no such module.*\['net'\]"):
+            fit(module, PackingCheck(model="lm"))
+        module.net["lm"] = nn.Linear(1, 1)
+        with pytest.raises(MisconfigurationException, match="found no transformers model in Module"):
+            fit(module, PackingCheck())

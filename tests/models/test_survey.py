@@ -1,0 +1,69 @@
+"""Models that would be wrong without anybody noticing are refused, by the name of the layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from lightning_thd.models import register_thd
+from lightning_thd.models.survey import refuse_unknown_layers
+from tests.models import matrix
+from tests.models.families import FAMILIES, build
+
+register_thd()
+
+
+def test_an_unknown_layer_with_a_state_is_refused_by_name() -> None:
+    model, (batch, _) = build("llama", "thd"), matrix.packs()
+    layer: Any = model.get_submodule("model.layers.1")
+    layer.memory = nn.Sequential(nn.Conv1d(32, 32, 4, groups=32))
+    with pytest.raises(
+        ValueError, match=r"model\.layers\.1\.memory \(Sequential\) mixes tokens .*check_packing"
+    ):
+        model(**batch.hf_kwargs())
+
+
+def test_positions_counted_inside_the_model_are_refused() -> None:
+    config = transformers.BartConfig(
+        vocab_size=64,
+        d_model=16,
+        decoder_layers=1,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=16,
+        dropout=0.0,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd")
+    (batch, _) = matrix.packs()
+    with pytest.raises(
+        ValueError, match=r"embed_positions \(Bart\w+\) counts positions .* BartDecoder takes no"
+    ):
+        model(**batch.hf_kwargs())
+
+
+def test_a_model_without_any_layer_that_knows_packs_is_refused() -> None:
+    model: Any = build("llama", "thd")
+    model.model = nn.Identity()
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no layer that knows about packs"):
+        refuse_unknown_layers(model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_of_the_table_is_refused(name: str) -> None:
+    refuse_unknown_layers(build(name, "thd"))
+
+
+def test_a_tower_with_a_config_of_its_own_is_none_of_its_business() -> None:
+    model: Any = build("llama", "thd")
+    tower = build("gpt2", "thd")
+    tower.convolution = nn.Sequential(nn.Conv1d(4, 4, 3))
+    model.model.tower = tower
+    refuse_unknown_layers(model)
+    model.model.convolution = nn.Sequential(nn.Conv1d(4, 4, 3))
+    with pytest.raises(ValueError, match=r"model\.convolution \(Sequential\)"):
+        refuse_unknown_layers(model)
