@@ -5,17 +5,19 @@ Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E v
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from lightning_thd.attention import flash, kernel, te, torch_varlen
 from lightning_thd.attention.checks import check_sinks, check_tensors
+from lightning_thd.attention.context_parallel import context_parallel_attention
 from lightning_thd.attention.cpu_op import varlen_attention_cpu
 from lightning_thd.attention.kernel import Offsets
 from lightning_thd.attention.spec import AttentionSpec, Window, make_spec
 from lightning_thd.attention.support import Backend, Kernel, Request, choose
+from lightning_thd.parallel import layout
 
 
 def varlen_attention(
@@ -67,8 +69,30 @@ def varlen_attention(
     check_sinks(sinks, q_THD)
     spec = make_spec(q_THD.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
     at = Offsets(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    name = choose(backend, describe(q_THD, v_THD, spec, sinks))
-    return _run(name, q_THD, k_THD, v_THD, at, spec, sinks)
+    if layout.in_use:  # some batch of this process is cut for context parallelism
+        out: Tensor = _attend_shard(q_THD, k_THD, v_THD, at, spec, sinks, backend)
+        return out
+    return _attend(q_THD, k_THD, v_THD, at, spec, sinks, backend)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None, backend: Backend
+) -> Tensor:
+    name = choose(backend, describe(q, v, spec, sinks))
+    return _run(name, q, k, v, at, spec, sinks)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_shard(
+    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None, backend: Backend
+) -> Tensor:
+    """Attend across ranks where the offsets are those of a shard, else as ever."""
+    shard = layout.layout_of(at.cu_q)
+    if shard is None:
+        layout.refuse_unknown_offsets(at.cu_q, q.shape[0])
+        return _attend(q, k, v, at, spec, sinks, backend)
+    run = partial(_attend, spec=spec, backend=backend)
+    return context_parallel_attention(run, q, k, v, layout=shard, spec=spec, sinks=sinks)
 
 
 def describe(

@@ -1,0 +1,5 @@
+"""Who holds which tokens and weights, and the collectives between them."""
+
+from lightning_thd.parallel.shard import THDShard, shard_batch, shard_step
+
+__all__ = ["THDShard", "shard_batch", "shard_step"]

@@ -1,0 +1,173 @@
+"""Tensors of one rank -> what its queries, heads or layers need of the others, differentiably.
+
+Every function here is a collective: all ranks of ``group`` call it, in the same order. Gradients are those
+of the sum of all ranks' losses.
+
+Legend: P ranks of the group, N rows of one rank, H heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed both; the older ones have the same arguments.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _AllGatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = rows.new_empty((rows.shape[0] * group.size(), *rows.shape[1:]))
+        _gather(out, rows.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
+        _reduce_scatter(out, grad.contiguous(), group=ctx.group)
+        return out, None
+
+
+class _AllToAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, rows.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        out = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(out, grad.contiguous(), group=ctx.group)
+        return out, None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        # A copy: autograd may hand the same gradient to others.
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _SumRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _ReduceScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
+        _reduce_scatter(out, rows.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
+        out = grad.new_empty((grad.shape[0] * ctx.group.size(), *grad.shape[1:]))
+        _gather(out, grad.contiguous(), group=ctx.group)
+        return out, None
+
+
+class _JoinColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = x.new_empty((group.size(), *x.shape))
+        _gather(out.view(-1), x.contiguous().view(-1), group=group)
+        return out.movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
+
+
+def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Lay all ranks' rows end to end; the gradient is reduce-scattered.
+
+    Args:
+        rows: ``[N, ...]``, the same shape on every rank.
+        group: the ranks.
+
+    Returns:
+        ``[P * N, ...]``. One all-gather of ``(P - 1) * N`` rows received by every rank, and the same back.
+    """
+    out: Tensor = _AllGatherRows.apply(rows, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Add up all ranks' ``[P * N, ...]`` and keep this rank's ``[N, ...]``; the gradient is gathered."""
+    out: Tensor = _ReduceScatterRows.apply(rows, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Pass ``x`` on, and add up the gradients that the ranks' different uses of it give."""
+    out: Tensor = _SumGradients.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Add up the parts of a sum that all ranks go on with; the gradient passes as it is."""
+    out: Tensor = _SumRanks.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def join_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Lay the ranks' last dimensions side by side, ``[..., C]`` -> ``[..., P * C]``.
+
+    All ranks go on with the same, so a rank's gradient is its own columns of theirs.
+    """
+    out: Tensor = _JoinColumns.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def rows_to_heads(x_NHD: Tensor, group: dist.ProcessGroup, heads: Tensor | None = None) -> Tensor:
+    """Trade rows for heads (Ulysses): all heads of this rank's rows -> this rank's heads of all rows.
+
+    Args:
+        x_NHD: ``[N, H, D]``.
+        group: the ranks.
+        heads: int64 ``[P * h]``, the heads that every rank wants, h each; one may be wanted by several.
+            None shares H out evenly.
+
+    Returns:
+        ``[P * N, h, D]``, the ranks' rows end to end.
+    """
+    ranks = group.size()
+    wanted = x_NHD if heads is None else x_NHD.index_select(1, heads)
+    sent = wanted.unflatten(1, (ranks, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
+    out: Tensor = _AllToAllRows.apply(sent, group)  # type: ignore[no-untyped-call]
+    return out.flatten(0, 1)
+
+
+def heads_to_rows(x_PNhD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Undo ``rows_to_heads``: ``[P * N, h, D]`` -> ``[N, P * h, D]``."""
+    sent = x_PNhD.unflatten(0, (group.size(), -1))  # type: ignore[no-untyped-call]
+    out: Tensor = _AllToAllRows.apply(sent, group)  # type: ignore[no-untyped-call]
+    return out.transpose(0, 1).flatten(1, 2)

@@ -1,0 +1,188 @@
+"""The partition of one pack over context-parallel ranks -> indices on the device, found again by its offsets.
+
+Attention is called with ``cu_seqlens`` and nothing else that says what a batch is. So a layout is found by
+the offsets of its shard, wherever a kernel is called: through a transformers model, a hand-written one, or
+a checkpoint that is recomputed in a thread of the backward pass.
+
+Legend: T slots in a pack, S sequences, N = T / cp slots of a shard.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_thd.alignment import Layout
+from lightning_thd.parallel import partition
+
+Communication = Literal["auto", "all_gather", "ulysses"]
+
+
+class Call(NamedTuple):
+    """Arguments of one kernel call: keys by index, and offsets."""
+
+    kv_index: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    max_seqlen_q: int
+    max_seqlen_kv: int
+
+
+class ShardLayout:
+    """Who holds which slots of one pack.
+
+    Args:
+        padded_lengths: slots of every sequence of the whole pack, a trailing pad included.
+        cp: context-parallel ranks.
+        rank: of them.
+        group: their process group; None only where nothing is communicated.
+        layout: ``dual_chunk`` or ``contiguous``.
+        communication: what attention exchanges; ``auto`` takes ``ulysses`` where the heads divide.
+        device: where the indices live.
+    """
+
+    def __init__(
+        self,
+        padded_lengths: Sequence[int],
+        *,
+        cp: int,
+        rank: int,
+        group: dist.ProcessGroup | None = None,
+        layout: Layout = "dual_chunk",
+        communication: Communication = "auto",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if communication not in get_args(Communication):
+            raise ValueError(
+                f"communication={communication!r}; wanted one of {', '.join(get_args(Communication))}."
+            )
+        self.padded_lengths = tuple(int(length) for length in padded_lengths)
+        self.cp, self.rank, self.group = cp, rank, group
+        self.layout: Layout = layout
+        self.communication: Communication = communication
+        self.device = torch.device(device)
+        self.slots = sum(self.padded_lengths)
+        self.local_slots = self.slots // cp
+        own = partition.rank_indices(self.padded_lengths, cp=cp, rank=rank, layout=layout)
+        self.own = self._put(own)
+        self.held = partition.held_lengths(self.padded_lengths, cp=cp, rank=rank, layout=layout)
+        self.cu_seqlens = offsets_of(self.held, self.device)
+        self.cache: dict[Any, Any] = {}
+        _remember(self)
+
+    def offsets(self) -> Tensor:
+        """int32 ``[S + 1]`` of the shard, by which ``layout_of`` finds this layout.
+
+        The tensor keeps the layout alive, and not the other way round, so a batch is freed when it is let go.
+        """
+        offsets = self.cu_seqlens.detach()
+        offsets.__dict__["_thd_layout"] = self
+        return offsets
+
+    @property
+    def restore(self) -> Tensor | None:
+        """int64 ``[T]``, ``gathered[restore]`` is in the order of the pack; None where it already is."""
+        if self.layout == "contiguous":
+            return None
+        if "restore" not in self.cache:
+            indices = partition.restore_indices(self.padded_lengths, cp=self.cp, layout=self.layout)
+            self.cache["restore"] = self._put(indices)
+        restore: Tensor = self.cache["restore"]
+        return restore
+
+    @property
+    def gathered(self) -> Tensor | None:
+        """int64 ``[T]``, the way back: ``pack[gathered]`` is all shards end to end."""
+        if self.layout == "contiguous":
+            return None
+        if "gathered" not in self.cache:
+            shards = [
+                partition.rank_indices(self.padded_lengths, cp=self.cp, rank=rank, layout=self.layout)
+                for rank in range(self.cp)
+            ]
+            self.cache["gathered"] = self._put(np.concatenate(shards))
+        gathered: Tensor = self.cache["gathered"]
+        return gathered
+
+    @property
+    def pack_offsets(self) -> Tensor:
+        """int32 ``[S + 1]``, where the sequences begin in the whole pack."""
+        if "offsets" not in self.cache:
+            self.cache["offsets"] = offsets_of(np.asarray(self.padded_lengths), self.device)
+        offsets: Tensor = self.cache["offsets"]
+        return offsets
+
+    def call(self, *, causal: bool, left: int) -> Call:
+        """Look up, or work out once a batch, the kernel call for queries of this rank on gathered keys."""
+        key = ("call", causal, left)
+        if key not in self.cache:
+            self.cache[key] = self._make_call(causal, left)
+        call: Call = self.cache[key]
+        return call
+
+    def _make_call(self, causal: bool, left: int) -> Call:
+        plan = partition.plan_keys(
+            self.padded_lengths, cp=self.cp, rank=self.rank, layout=self.layout, causal=causal, left=left
+        )
+        index = plan.kv_slots
+        if self.layout == "dual_chunk":
+            restore = partition.restore_indices(self.padded_lengths, cp=self.cp, layout=self.layout)
+            index = restore[index]
+        return Call(
+            kv_index=self._put(index),
+            cu_seqlens_q=offsets_of(plan.q_lengths, self.device),
+            cu_seqlens_kv=offsets_of(plan.kv_lengths, self.device),
+            max_seqlen_q=int(plan.q_lengths.max(initial=1)),
+            max_seqlen_kv=int(plan.kv_lengths.max(initial=1)),
+        )
+
+    def _put(self, indices: partition.Ints) -> Tensor:
+        return torch.from_numpy(indices).to(self.device, non_blocking=True)
+
+
+def offsets_of(lengths: partition.Ints, device: torch.device) -> Tensor:
+    """int32 ``[n + 1]`` on ``device``, lengths summed up from 0."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return torch.from_numpy(offsets).to(device, non_blocking=True)
+
+
+# By address: a layout keeps that memory alive, so whatever else lies at that address is a view of them.
+_BY_OFFSETS: weakref.WeakValueDictionary[int, ShardLayout] = weakref.WeakValueDictionary()
+
+# True once a layout was made in this process: the one thing that attention without context parallelism asks.
+in_use = False
+
+
+def _remember(layout: ShardLayout) -> None:
+    global in_use
+    in_use = True
+    _BY_OFFSETS[layout.cu_seqlens.data_ptr()] = layout
+
+
+def layout_of(cu_seqlens: Tensor) -> ShardLayout | None:
+    """Find the layout whose shard has these offsets; None for the offsets of a whole pack."""
+    if not _BY_OFFSETS or cu_seqlens.is_meta:
+        return None
+    return _BY_OFFSETS.get(cu_seqlens.data_ptr())
+
+
+def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
+    """Refuse attention over a shard's rows with offsets that nobody here made.
+
+    Raises:
+        ValueError: when a shard of as many slots is in use.
+    """
+    for layout in list(_BY_OFFSETS.values()):
+        if layout.local_slots == slots and layout.device == cu_seqlens.device:
+            raise ValueError(
+                f"Attention over {slots} slots got cu_seqlens that are not those of the batch, while a batch "
+                f"is cut into shards of {slots} slots for {layout.cp} context-parallel ranks: keys of other "
+                "ranks would be left out. Pass batch.cu_seqlens_padded itself, or batch.hf_kwargs(), not "
+                "offsets made anew."
+            )

@@ -1,0 +1,242 @@
+"""Padded lengths of a pack, ranks, a layout -> the slots each rank holds, and the keys its queries need.
+
+Pure: host integers in, numpy arrays out.
+
+Legend: T slots in a pack, S sequences, C slots of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_thd.alignment import Layout
+
+Ints: TypeAlias = NDArray[np.int64]
+_WHO_PADS = (
+    "THDBatch.collate(..., align=Alignment.for_(cp=..., layout=...)) pads them; THDDataModule asks the "
+    "strategy for its alignment."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """Stretches of sequences, one after the other.
+
+    Attributes:
+        sequence: int64 ``[P]``, the sequence each is a stretch of.
+        start: int64 ``[P]``, its first slot, counted inside the sequence.
+        stop: int64 ``[P]``, the slot after its last.
+    """
+
+    sequence: Ints
+    start: Ints
+    stop: Ints
+
+    @property
+    def lengths(self) -> Ints:
+        """int64 ``[P]``, slots of every piece."""
+        return self.stop - self.start
+
+
+def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Pieces:
+    """Say which stretches of which sequences a rank holds, in the order in which they lie there.
+
+    Args:
+        padded_lengths: slots of every sequence, a trailing pad included.
+        cp: context-parallel ranks.
+        rank: of them.
+        layout: ``contiguous`` cuts the row of T slots into cp equal stretches. ``dual_chunk`` cuts every
+            sequence into 2 cp chunks, of which a rank holds chunks ``rank`` and ``2 cp - 1 - rank``, so that
+            all have the same work under causal attention (Transformer Engine's rule).
+
+    Returns:
+        The pieces, none empty. ``([8], cp=2, rank=0)`` holds 0..2 and 6..8 of it with ``dual_chunk``.
+
+    Raises:
+        ValueError: when lengths or their sum do not divide.
+    """
+    lengths = _checked(padded_lengths, cp, rank, layout)
+    if layout == "contiguous":
+        share = int(lengths.sum()) // cp
+        ends = np.cumsum(lengths)
+        firsts = ends - lengths
+        start = np.clip(rank * share - firsts, 0, lengths)
+        stop = np.clip((rank + 1) * share - firsts, 0, lengths)
+        sequence = np.arange(len(lengths), dtype=np.int64)
+    else:
+        chunk = lengths // (2 * cp)
+        start = np.stack([rank * chunk, (2 * cp - 1 - rank) * chunk], 1).ravel()
+        stop = start + np.repeat(chunk, 2)
+        sequence = np.repeat(np.arange(len(lengths), dtype=np.int64), 2)
+    held = stop > start
+    return Pieces(sequence=sequence[held], start=start[held], stop=stop[held])
+
+
+def rank_indices(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Ints:
+    """List the slots of the pack that a rank holds, in its order.
+
+    Args:
+        padded_lengths: slots of every sequence.
+        cp: context-parallel ranks.
+        rank: of them.
+        layout: see ``pieces_of_rank``.
+
+    Returns:
+        int64 ``[T / cp]``. ``([8, 8], cp=2, rank=0, layout="dual_chunk")`` gives ``[0, 1, 6, 7, 8, 9, 14,
+        15]``, as Transformer Engine's ``thd_get_partitioned_indices``.
+    """
+    pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
+    firsts = _firsts(padded_lengths)[pieces.sequence]
+    return ranges(firsts + pieces.start, firsts + pieces.stop)
+
+
+def restore_indices(padded_lengths: Sequence[int], *, cp: int, layout: Layout) -> Ints:
+    """Say where every slot of the pack stands when the ranks' shards are laid end to end.
+
+    Returns:
+        int64 ``[T]``: ``gathered[restore]`` is in the order of the pack.
+    """
+    order = np.concatenate(
+        [rank_indices(padded_lengths, cp=cp, rank=rank, layout=layout) for rank in range(cp)]
+    )
+    restore = np.empty_like(order)
+    restore[order] = np.arange(len(order))
+    return restore
+
+
+def held_lengths(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Ints:
+    """Count the slots of every sequence that a rank holds.
+
+    Returns:
+        int64 ``[S]``, zeros for sequences that lie elsewhere. ``[8, 8]`` over 2 gives ``[4, 4]`` on each
+        rank with ``dual_chunk``, ``[8, 0]`` on the first with ``contiguous``.
+    """
+    pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
+    return np.bincount(pieces.sequence, pieces.lengths, len(padded_lengths)).astype(np.int64)
+
+
+def held_real_lengths(
+    lengths: Sequence[int], padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout
+) -> Ints:
+    """Count the real tokens of every sequence that a rank holds; padding stands at the end of a sequence.
+
+    Args:
+        lengths: real tokens; a trailing pad counts as its slots, or is left out.
+        padded_lengths: slots.
+        cp: context-parallel ranks.
+        rank: of them.
+        layout: see ``pieces_of_rank``.
+
+    Returns:
+        int64 ``[S]``. Lengths 5 and 6 padded to 8 and 8 over 2 ranks give ``[2, 2]`` and ``[3, 4]``.
+    """
+    real = np.asarray([*lengths, *padded_lengths[len(lengths) :]], dtype=np.int64)
+    pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
+    counted = np.clip(real[pieces.sequence] - pieces.start, 0, pieces.lengths)
+    return np.bincount(pieces.sequence, counted, len(padded_lengths)).astype(np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyPlan:
+    """The calls of a kernel that give a rank's queries every key they see.
+
+    Attributes:
+        q_lengths: int64 ``[P]``, queries of every call, which lie one after the other in the shard.
+        kv_lengths: int64 ``[P]``, keys of every call; the last stands where the last query does, so that
+            bottom-right causality and windows mean what they meant.
+        kv_slots: int64, slots of the pack whose keys are wanted, call after call.
+    """
+
+    q_lengths: Ints
+    kv_lengths: Ints
+    kv_slots: Ints
+
+
+def plan_keys(
+    padded_lengths: Sequence[int],
+    *,
+    cp: int,
+    rank: int,
+    layout: Layout,
+    causal: bool = True,
+    left: int = -1,
+) -> KeyPlan:
+    """Cut a rank's attention into calls of unequal query and key lengths.
+
+    Args:
+        padded_lengths: slots of every sequence.
+        cp: context-parallel ranks.
+        rank: of them.
+        layout: see ``pieces_of_rank``.
+        causal: queries see no later key; else every key of their sequence.
+        left: keys before its own that a query sees, -1 for all.
+
+    Returns:
+        The plan. ``([8], cp=2, rank=0, layout="dual_chunk")`` has 2 queries on 2 keys and 2 on 8.
+    """
+    pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
+    lengths = np.asarray(padded_lengths, dtype=np.int64)[pieces.sequence]
+    start = np.zeros_like(pieces.start) if left < 0 else np.maximum(pieces.start - left, 0)
+    stop = pieces.stop if causal else lengths
+    if not causal:
+        start = np.zeros_like(start)
+    firsts = _firsts(padded_lengths)[pieces.sequence]
+    return KeyPlan(
+        q_lengths=pieces.lengths, kv_lengths=stop - start, kv_slots=ranges(firsts + start, firsts + stop)
+    )
+
+
+def causal_work(
+    padded_lengths: Sequence[int], *, cp: int, layout: Layout, per_slot: float = 0.0, per_pair: float = 1.0
+) -> NDArray[np.float64]:
+    """Estimate what a pack costs each rank: ``per_slot`` x slots + ``per_pair`` x causal pairs.
+
+    Returns:
+        float64 ``[cp]``, in the unit of the two prices.
+    """
+    work = np.empty(cp)
+    for rank in range(cp):
+        pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
+        pairs = (pieces.stop * (pieces.stop + 1) - pieces.start * (pieces.start + 1)) // 2
+        work[rank] = per_slot * pieces.lengths.sum() + per_pair * pairs.sum()
+    return work
+
+
+def ranges(starts: Ints, stops: Ints) -> Ints:
+    """Lay ranges end to end: ``([0, 5], [2, 7])`` gives ``[0, 1, 5, 6]``."""
+    lengths = stops - starts
+    before = np.cumsum(lengths) - lengths
+    slots: Ints = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - before, lengths)
+    return slots
+
+
+def _firsts(padded_lengths: Sequence[int]) -> Ints:
+    lengths = np.asarray(padded_lengths, dtype=np.int64)
+    firsts: Ints = np.cumsum(lengths) - lengths
+    return firsts
+
+
+def _checked(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) -> Ints:
+    if cp < 1 or not 0 <= rank < cp:
+        raise ValueError(f"rank={rank} of cp={cp}; wanted 1 or more ranks and one of them, from 0.")
+    if layout not in ("dual_chunk", "contiguous"):
+        raise ValueError(f"layout={layout!r}; wanted 'dual_chunk' or 'contiguous'.")
+    lengths = np.asarray(padded_lengths, dtype=np.int64)
+    total = int(lengths.sum())
+    if layout == "contiguous" and total % cp:
+        raise ValueError(
+            f"A pack of {total} slots cannot be cut into {cp} equal shards; wanted a multiple of {cp}. "
+            f"{_WHO_PADS}"
+        )
+    if layout == "dual_chunk" and (lengths % (2 * cp)).any():
+        i = int(np.flatnonzero(lengths % (2 * cp))[0])
+        raise ValueError(
+            f"Sequence {i} has {lengths[i]} slots; layout='dual_chunk' over {cp} context-parallel ranks "
+            f"wants a multiple of {2 * cp}. {_WHO_PADS}"
+        )
+    return lengths

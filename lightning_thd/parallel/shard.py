@@ -1,0 +1,185 @@
+"""A ``THDBatch`` -> the ``THDShard`` that one context-parallel rank holds of it.
+
+Tensors are the shard's; what the host knows (lengths, stats, sequence_ids) stays that of the whole pack, for
+peers count it once together. Targets and positions were made before the cut.
+
+Legend: T slots in a pack, N = T / cp slots of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_thd.alignment import Layout
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.parallel.exchange import all_gather_rows
+from lightning_thd.parallel.layout import Communication, ShardLayout, offsets_of
+from lightning_thd.parallel.partition import held_real_lengths
+
+_BATCH_FIELDS = THDBatch.__slots__
+
+
+class THDShard(THDBatch):
+    """One rank's slice of a pack.
+
+    Attributes:
+        layout: which slice of which pack.
+
+    ``input_ids``, ``targets``, ``position_ids`` have N slots; ``cu_seqlens`` and ``cu_seqlens_padded`` have
+    one entry a sequence, which is empty where the sequence lies on other ranks. ``lengths``,
+    ``padded_lengths``, ``stats`` and ``sequence_ids`` are the whole pack's. ``loss_scale`` is cp times the
+    pack's, for the mean over ranks divides by cp as well.
+    """
+
+    __slots__ = ("layout",)
+
+    layout: ShardLayout
+
+    @classmethod
+    def _of(cls, batch: THDBatch, **fields: object) -> THDShard:
+        shard = object.__new__(cls)
+        shard.__setstate__({**batch.__getstate__(), **fields})
+        return shard
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in (*_BATCH_FIELDS, "layout")}
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A THDShard belongs to a process group and cannot be pickled. Send the THDBatch and cut it there."
+        )
+
+    def replace(self, **changes: object) -> THDShard:
+        """Return a copy with some fields changed."""
+        return THDShard._of(self, **changes)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
+        """Return the shard itself; batches are moved first and cut then.
+
+        Raises:
+            ValueError: for another device.
+        """
+        if torch.device(device) == self.layout.device or (
+            torch.device(device).type == "cpu" and self.layout.device.type == "cpu"
+        ):
+            return self
+        raise ValueError(
+            f"A THDShard on {self.layout.device} cannot move to {device}. Move the THDBatch before it is cut."
+        )
+
+    def unpack(self, x: Tensor) -> list[Tensor]:
+        """Gather a per-slot tensor from all ranks and split it by sequence; a collective.
+
+        Args:
+            x: ``[N, ...]`` or ``[1, N, ...]``.
+
+        Returns:
+            As ``THDBatch.unpack``: ``len(lengths)`` whole sequences ``[length, ...]``, on every rank.
+        """
+        slots = self.layout.local_slots
+        if x.ndim > 1 and x.shape[0] == 1 and x.shape[0] != slots:
+            x = x[0]
+        if x.shape[0] != slots:
+            raise ValueError(
+                f"unpack() got a tensor of shape {tuple(x.shape)}, but the shard has {slots} slots. "
+                f"Pass [{slots}, ...] or [1, {slots}, ...]."
+            )
+        return super().unpack(gather_pack(x, self.layout))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        # The weight of the pack: the same on its cp ranks, whose mean loss is the pack's.
+        rows = round(self.layout.cp / self.loss_scale) if self.loss_scale else 0
+        yield torch.empty(rows, device="meta")
+
+    def __repr__(self) -> str:
+        return f"THDShard({self.layout.rank} of {self.layout.cp}, {self.layout.layout}, {super().__repr__()})"
+
+
+def gather_pack(x: Tensor, layout: ShardLayout) -> Tensor:
+    """Lay the shards of all ranks together in the order of the pack; a collective, with gradient.
+
+    Args:
+        x: ``[N, ...]``.
+        layout: of the shard.
+
+    Returns:
+        ``[T, ...]``.
+    """
+    assert layout.group is not None
+    gathered = all_gather_rows(x, layout.group)
+    return gathered if layout.restore is None else gathered.index_select(0, layout.restore)
+
+
+def shard_batch(
+    batch: THDBatch,
+    *,
+    group: dist.ProcessGroup | None,
+    cp: int | None = None,
+    rank: int | None = None,
+    layout: Layout = "dual_chunk",
+    communication: Communication = "auto",
+) -> THDShard:
+    """Cut a pack and keep this rank's part.
+
+    Args:
+        batch: the whole pack, the same on all ranks of the group, on the device it is needed on.
+        group: the context-parallel group.
+        cp: its size; asked of the group when absent.
+        rank: of this process in it; likewise.
+        layout: how the pack is cut.
+        communication: what attention will exchange.
+
+    Raises:
+        ValueError: when lengths do not divide, or the batch holds what cannot be cut (images).
+    """
+    if cp is None or rank is None:
+        assert group is not None
+        cp, rank = group.size(), group.rank()
+    shard_layout = ShardLayout(
+        batch.padded_lengths,
+        cp=cp,
+        rank=rank,
+        group=group,
+        layout=layout,
+        communication=communication,
+        device=batch.input_ids.device,
+    )
+    real = held_real_lengths(batch.lengths, batch.padded_lengths, cp=cp, rank=rank, layout=layout)
+    own = shard_layout.own
+    return THDShard._of(
+        batch,
+        input_ids=batch.input_ids.index_select(-1, own),
+        targets=batch.targets.index_select(-1, own),
+        position_ids=batch.position_ids.index_select(-1, own),
+        cu_seqlens=offsets_of(real, shard_layout.device),
+        cu_seqlens_padded=shard_layout.offsets(),
+        max_seqlen=max(1, int(shard_layout.held.max(initial=1))),
+        loss_scale=batch.loss_scale * cp,
+        extras=_cut_extras(batch, own),
+        layout=shard_layout,
+    )
+
+
+def shard_step(step: THDStep, **how: Any) -> THDStep:
+    """Cut every microbatch of a step; see ``shard_batch``."""
+    return THDStep([shard_batch(batch, **how) for batch in step.microbatches])
+
+
+def _cut_extras(batch: THDBatch, own: Tensor) -> dict[str, Tensor]:
+    """Cut what has one value a slot, ``[1, T]``; refuse the rest."""
+    slots = batch.input_ids.shape[-1]
+    extras = {}
+    for name, value in batch.extras.items():
+        if value.shape[:2] != (1, slots):
+            raise ValueError(
+                f"A batch carries {name!r} of shape {tuple(value.shape)}, which has no value a slot and "
+                "cannot be cut for context parallelism. Supported are token inputs and extras of shape "
+                f"[1, {slots}]; train models that see images with context_parallel_size=1."
+            )
+        extras[name] = value.index_select(1, own)
+    return extras

@@ -1,0 +1,181 @@
+"""Attention of shards, put together, is attention of the pack; so are its gradients, on every way."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_thd.attention import varlen_attention
+from lightning_thd.parallel import exchange
+from lightning_thd.parallel.layout import ShardLayout, layout_of
+from lightning_thd.parallel.shard import gather_pack
+from lightning_thd.seqlens import cu_seqlens_from_lengths
+from tests.ranks import run_ranks
+
+LENGTHS = [8, 24, 8, 0, 40, 16]
+WAYS = list(product(["dual_chunk", "contiguous"], ["all_gather", "ulysses"]))
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 5},
+    {"window": 1},
+    {"window": 200, "softcap": 3.0},
+    {"causal": False},
+    {"scale": 0.7, "sinks": True},
+]
+
+
+def tensors(heads: int, kv_heads: int, value_size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    slots = sum(LENGTHS)
+    shapes = [
+        (slots, heads, 8),
+        (slots, kv_heads, 8),
+        (slots, kv_heads, value_size),
+        (slots, heads, value_size),
+    ]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def sinks_of(options: dict[str, Any], heads: int) -> Tensor | None:
+    return (
+        torch.linspace(-1, 1, heads, dtype=torch.float64).requires_grad_() if options.get("sinks") else None
+    )
+
+
+def whole(heads: int, kv_heads: int, value_size: int, options: dict[str, Any]) -> list[Tensor]:
+    q, k, v, grad = tensors(heads, kv_heads, value_size)
+    sinks = sinks_of(options, heads)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    offsets = cu_seqlens_from_lengths(LENGTHS)
+    out = varlen_attention(*inputs, offsets, offsets, 40, 40, **{**options, "sinks": sinks})
+    out.backward(grad)
+    found = [out.detach(), *(x.grad for x in inputs)]
+    return found if sinks is None else [*found, sinks.grad]
+
+
+def sharded(
+    heads: int, kv_heads: int, value_size: int, options: dict[str, Any], layout: str, communication: str
+) -> list[Tensor]:
+    group = dist.group.WORLD
+    at = ShardLayout(
+        LENGTHS, cp=group.size(), rank=group.rank(), group=group, layout=layout, communication=communication
+    )
+    q, k, v, grad = (x[at.own] for x in tensors(heads, kv_heads, value_size))
+    sinks = sinks_of(options, heads)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    offsets = at.offsets()
+    assert layout_of(offsets) is at
+    out = varlen_attention(*inputs, offsets, offsets, 40, 40, **{**options, "sinks": sinks})
+    out.backward(grad)
+    found = [gather_pack(x, at) for x in (out.detach(), *(x.grad for x in inputs))]
+    if sinks is not None:
+        dist.all_reduce(sinks.grad)
+        found.append(sinks.grad)
+    return found
+
+
+def compare_all(heads: int, kv_heads: int, value_size: int, every: list[dict[str, Any]]) -> float:
+    """Largest relative error over all options and ways."""
+    worst = 0.0
+    for options in every:
+        wanted = whole(heads, kv_heads, value_size, options)
+        for layout, communication in WAYS:
+            found = sharded(heads, kv_heads, value_size, options, layout, communication)
+            assert len(found) == len(wanted)
+            for a, b in zip(found, wanted, strict=True):
+                worst = max(worst, float((a - b).norm() / b.norm().clamp_min(1.0)))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("cp", "heads", "kv_heads", "value_size"),
+    [(2, 4, 2, 8), (4, 4, 2, 8), (4, 8, 1, 6), (4, 12, 6, 8)],
+)
+def test_shards_equal_the_pack(cp: int, heads: int, kv_heads: int, value_size: int) -> None:
+    every = OPTIONS if heads == 4 else OPTIONS[:2]
+    # fp64: sums of other ranks' parts in another order, nothing else.
+    assert max(run_ranks(compare_all, cp, heads, kv_heads, value_size, every)) < 1e-13
+
+
+def look_ahead() -> None:
+    q, k, v, _ = tensors(4, 2, 8)
+    group = dist.group.WORLD
+    for communication, heads in (("all_gather", 4), ("ulysses", 3)):
+        at = ShardLayout(LENGTHS, cp=2, rank=group.rank(), group=group, communication=communication)
+        offsets = at.offsets()
+        message = "looks ahead.*'ulysses'" if heads == 4 else "3 query heads.*multiple of 2"
+        with pytest.raises(ValueError, match=message):
+            varlen_attention(
+                q[at.own, :heads],
+                k[at.own, :1],
+                v[at.own, :1],
+                offsets,
+                offsets,
+                40,
+                40,
+                causal=False,
+                window=(2, 2),
+            )
+    made_anew = offsets.clone()
+    with pytest.raises(ValueError, match="not those of the batch.*batch.cu_seqlens_padded itself"):
+        varlen_attention(q[at.own], k[at.own], v[at.own], made_anew, made_anew, 40, 40)
+
+
+def test_messages() -> None:
+    run_ranks(look_ahead, 2)
+
+
+def volume(layout: str, communication: str, heads: int, kv_heads: int) -> tuple[int, int]:
+    """Bytes this rank receives from others in forward and backward, by counting collectives."""
+    counted = [0]
+    size = dist.get_world_size()
+
+    def gather(original: Any) -> Any:
+        def counting(out: Tensor, given: Tensor, **kwargs: Any) -> Any:
+            counted[-1] += out.nbytes * (size - 1) // size
+            return original(out, given, **kwargs)
+
+        return counting
+
+    def scatter(original: Any) -> Any:
+        def counting(out: Tensor, given: Tensor, **kwargs: Any) -> Any:
+            counted[-1] += given.nbytes * (size - 1) // size
+            return original(out, given, **kwargs)
+
+        return counting
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "_gather", gather(exchange._gather))
+        patch.setattr(exchange, "_reduce_scatter", scatter(exchange._reduce_scatter))
+        patch.setattr(dist, "all_to_all_single", gather(dist.all_to_all_single))
+        group = dist.group.WORLD
+        at = ShardLayout(
+            LENGTHS, cp=size, rank=group.rank(), group=group, layout=layout, communication=communication
+        )
+        q, k, v, grad = (x[at.own] for x in tensors(heads, kv_heads, 8))
+        offsets = at.offsets()
+        out = varlen_attention(
+            q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), offsets, offsets, 40, 40
+        )
+        counted.append(0)
+        out.backward(grad)
+    return counted[0], counted[1]
+
+
+@pytest.mark.parametrize(("layout", "communication"), WAYS)
+@pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(2, 4, 2), (4, 4, 2), (4, 8, 4)])
+def test_bytes_are_those_of_the_formula(
+    layout: str, communication: str, cp: int, heads: int, kv_heads: int
+) -> None:
+    slots, head_size, element = sum(LENGTHS), 8, 8
+    if communication == "all_gather":
+        wanted = (cp - 1) * slots // cp * 2 * kv_heads * head_size * element
+    else:  # key-value heads fewer than ranks are sent once to each rank
+        each = 2 * heads + 2 * max(kv_heads, cp)
+        wanted = (cp - 1) * (slots // cp) * each * head_size * element // cp
+    assert run_ranks(volume, cp, layout, communication, heads, kv_heads) == [(wanted, wanted)] * cp

@@ -1,0 +1,150 @@
+"""Every slot lies on one rank, where Transformer Engine would put it, with the keys its queries see."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_thd.parallel import partition
+
+LAYOUTS = ["dual_chunk", "contiguous"]
+
+
+def te_rule(cu_seqlens_padded: list[int], cp: int, rank: int) -> list[int]:
+    """thd_get_partitioned_indices, written out slot by slot."""
+    slots = []
+    for begin, end in pairwise(cu_seqlens_padded):
+        chunk = (end - begin) // (2 * cp)
+        for number in (rank, 2 * cp - 1 - rank):
+            slots += range(begin + number * chunk, begin + (number + 1) * chunk)
+    return slots
+
+
+@pytest.mark.parametrize(
+    ("rank", "slots"), [(0, [0, 1, 6, 7, 8, 9, 14, 15]), (1, [2, 3, 4, 5, 10, 11, 12, 13])]
+)
+def test_two_sequences_of_eight(rank: int, slots: list[int]) -> None:
+    found = partition.rank_indices([8, 8], cp=2, rank=rank, layout="dual_chunk")
+    assert found.tolist() == slots
+
+
+@given(chunks=st.lists(st.integers(0, 9), min_size=1, max_size=12), cp=st.integers(1, 8))
+def test_dual_chunk_is_the_rule_of_transformer_engine(chunks: list[int], cp: int) -> None:
+    lengths = [2 * cp * n for n in chunks]
+    offsets = [0, *np.cumsum(lengths).tolist()]
+    for rank in range(cp):
+        found = partition.rank_indices(lengths, cp=cp, rank=rank, layout="dual_chunk").tolist()
+        assert found == te_rule(offsets, cp, rank)
+
+
+@given(chunks=st.lists(st.integers(0, 9), min_size=1, max_size=12), cp=st.integers(1, 8), data=st.data())
+def test_all_slots_lie_on_one_rank_and_come_back(chunks: list[int], cp: int, data: st.DataObject) -> None:
+    layout = data.draw(st.sampled_from(LAYOUTS))
+    lengths = [2 * cp * n for n in chunks]
+    shards = [partition.rank_indices(lengths, cp=cp, rank=rank, layout=layout) for rank in range(cp)]
+    assert len({len(shard) for shard in shards}) == 1
+    gathered = np.concatenate(shards)
+    assert sorted(gathered.tolist()) == list(range(sum(lengths)))
+    restore = partition.restore_indices(lengths, cp=cp, layout=layout)
+    assert gathered[restore].tolist() == list(range(sum(lengths)))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=8),
+    cp=st.sampled_from([1, 2, 4]),
+    layout=st.sampled_from(LAYOUTS),
+    causal=st.booleans(),
+    left=st.sampled_from([-1, 0, 3, 11]),
+)
+def test_calls_hold_exactly_the_keys_a_query_may_see(
+    lengths: list[int], cp: int, layout: str, causal: bool, left: int
+) -> None:
+    padded = [-(-n // (2 * cp)) * 2 * cp for n in lengths]
+    owner = np.repeat(np.arange(len(padded)), padded)
+    left = left if causal else -1
+    for rank in range(cp):
+        plan = partition.plan_keys(padded, cp=cp, rank=rank, layout=layout, causal=causal, left=left)
+        own = partition.rank_indices(padded, cp=cp, rank=rank, layout=layout)
+        assert plan.q_lengths.sum() == len(own)
+        queries = np.split(own, np.cumsum(plan.q_lengths)[:-1])
+        keys = np.split(plan.kv_slots, np.cumsum(plan.kv_lengths)[:-1])
+        for q, k in zip(queries, keys, strict=True):
+            for i, slot in enumerate(q):
+                last = i + len(k) - len(q)
+                seen = k[: last + 1] if causal else k
+                seen = seen if left < 0 else seen[max(0, last - left) :]
+                whole = np.flatnonzero(owner == owner[slot])
+                wanted = whole[whole <= slot] if causal else whole
+                wanted = wanted if left < 0 else wanted[wanted >= slot - left]
+                assert seen.tolist() == wanted.tolist()
+
+
+def test_real_lengths_of_a_shard() -> None:
+    how = {"cp": 2, "layout": "dual_chunk"}
+    assert partition.held_real_lengths([5, 6], [8, 8], rank=0, **how).tolist() == [2, 2]
+    assert partition.held_real_lengths([5, 6], [8, 8], rank=1, **how).tolist() == [3, 4]
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8), cp=st.integers(1, 4), data=st.data())
+def test_real_tokens_are_shared_out(lengths: list[int], cp: int, data: st.DataObject) -> None:
+    layout = data.draw(st.sampled_from(LAYOUTS))
+    padded = [-(-n // (2 * cp)) * 2 * cp for n in lengths]
+    parts = [
+        partition.held_real_lengths(lengths, padded, cp=cp, rank=rank, layout=layout) for rank in range(cp)
+    ]
+    assert np.sum(parts, axis=0).tolist() == lengths
+
+
+def draw(kind: str, rng: np.random.Generator, capacity: int, multiple: int) -> list[int]:
+    """Lengths of one pack of about ``capacity`` slots, rounded up to ``multiple``."""
+    means = {"short": 600, "long": 8_000, "mixed": 2_000}
+    lengths: list[int] = []
+    while sum(lengths) < capacity - multiple:
+        if kind == "uniform":
+            length = int(rng.integers(1, 4_096))
+        else:
+            length = int(rng.lognormal(np.log(means[kind]), 1.0)) + 1
+        length = min(-(-length // multiple) * multiple, (capacity - sum(lengths)) // multiple * multiple)
+        lengths.append(length)
+    return lengths
+
+
+@pytest.mark.parametrize("kind", ["short", "long", "mixed", "uniform"])
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_dual_chunk_balances_work(kind: str, cp: int) -> None:
+    """a * s + b * s^2 of a step, max / mean over ranks, over 20 packs."""
+    rng = np.random.default_rng(3)
+    worst = {"dual_chunk": 0.0, "contiguous": 0.0}
+    for _ in range(20):
+        lengths = draw(kind, rng, 32_768, 2 * cp)
+        for layout in worst:
+            # One slot of an 8-billion model costs 6 * 8e9, one pair 12 * 4096 * 32 layers FLOPs.
+            work = partition.causal_work(
+                lengths, cp=cp, layout=layout, per_slot=48e9, per_pair=12 * 4096 * 32
+            )
+            pairs = partition.causal_work(lengths, cp=cp, layout=layout)
+            worst[layout] = max(worst[layout], work.max() / work.mean(), pairs.max() / pairs.mean())
+    assert worst["dual_chunk"] <= 1.05
+    assert worst["contiguous"] > worst["dual_chunk"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "arguments", "message"),
+    [
+        (
+            [8, 6],
+            {"cp": 2, "rank": 0, "layout": "dual_chunk"},
+            r"Sequence 1 has 6 slots.*multiple of 4.*align",
+        ),
+        ([8, 5], {"cp": 2, "rank": 0, "layout": "contiguous"}, r"pack of 13 slots.*multiple of 2.*align"),
+        ([8], {"cp": 2, "rank": 2, "layout": "contiguous"}, r"rank=2 of cp=2"),
+        ([8], {"cp": 2, "rank": 0, "layout": "zigzag"}, r"layout='zigzag'; wanted 'dual_chunk' or"),
+    ],
+)
+def test_messages(lengths: list[int], arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        partition.rank_indices(lengths, **arguments)
