@@ -95,9 +95,9 @@ def assert_same(got: Result, want: Result, *, tolerance: float) -> None:
     errors = {
         name: relative_error(got.gradients[name], gradient, 1e-3 * largest)
         for name, gradient in want.gradients.items()
-        # A softmax does not see a key bias (without rotary positions): its gradient is rounding alone in both.
+        # A softmax does not see a key bias without rotary positions: its gradient is rounding alone.
         if max(gradient.abs().max(), got.gradients[name].abs().max()).item() > 1e-6 * largest
     }
-    assert len(errors) >= len(want.gradients) * 0.9
+    assert len(errors) >= len(want.gradients) / 2
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] <= tolerance, (worst, errors[worst])
