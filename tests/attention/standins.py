@@ -1,0 +1,386 @@
+"""Strict doubles of GPU libraries: their signatures, what hardware refuses, and the CPU kernel's numbers.
+
+Each takes exactly the parameters of the library (flash-attn 2.8.3, 3.0's hopper interface, flash-attn-4
+4.0.0b36, Transformer Engine 2.x, torch 2.10 to 2.13): an unknown keyword is a TypeError, a wrong dtype or
+layout an AssertionError.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_thd._imports import available
+from lightning_thd.attention import cpu, te, torch_varlen
+from lightning_thd.attention.cpu_op import varlen_attention_cpu
+from lightning_thd.attention.spec import AttentionSpec
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def check_hardware(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    one_size: bool = True,
+) -> None:
+    for x in (q, k, v):
+        assert x.dtype in HALF
+        assert x.dtype == q.dtype
+        assert x.dim() == 3
+        assert x.stride(2) == 1
+        assert x.shape[2] % 8 == 0
+        assert x.shape[2] <= 256
+    assert q.shape[2] == k.shape[2]
+    assert not one_size or v.shape[2] == q.shape[2]
+    assert k.shape[1] == v.shape[1]
+    assert q.shape[1] % k.shape[1] == 0
+    for cu, longest, total in ((cu_q, max_q, len(q)), (cu_k, max_k, len(k))):
+        assert type(longest) is int
+        assert cu.dtype == torch.int32
+        assert cu.is_contiguous()
+        assert int(cu[-1]) == total  # rows after it would stay unwritten
+        assert int(cu.diff().max()) <= longest
+
+
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Return out in the dtype of q and lse [H, T] with flash-attn's +inf where a query sees no key."""
+    out, lse = cpu.forward(q.float(), k.float(), v.float(), cu_q.tolist(), cu_k.tolist(), spec=spec)
+    return out.to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf).t().contiguous()
+
+
+def run_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert grad.dtype == q.dtype == out.dtype
+    assert grad.stride(2) == 1
+    assert grad.shape == out.shape == (*q.shape[:2], v.shape[2])
+    assert lse.dtype == torch.float32
+    assert lse.shape == (q.shape[1], q.shape[0])
+    assert lse.is_contiguous()
+    assert not (lse == -torch.inf).any()  # exp(-inf - -inf) is NaN on the device
+    tensors = (x.float() for x in (grad, q, k, v, out))
+    grads = cpu.backward(*tensors, lse.t(), cu_q.tolist(), cu_k.tolist(), spec=spec)
+    dq, dk, dv = (x.to(q.dtype) for x in grads)
+    return dq, dk, dv
+
+
+def spec_of(
+    scale: float | None, causal: bool, window: tuple[int | None, int | None], softcap: float | None = 0.0
+) -> AttentionSpec:
+    """flash-attn's reading: causal means no key to the right."""
+    assert scale is not None
+    left, right = (-1 if side is None else side for side in window)
+    return AttentionSpec(left=left, right=0 if causal else right, scale=scale, softcap=softcap or 0.0)
+
+
+# flash-attn 2
+
+
+def flash2_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+    block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
+):  # fmt: skip
+    check_hardware(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    assert dropout_p == 0.0
+    assert (alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k) == (
+        None,
+        False,
+        None,
+        None,
+        None,
+    )
+    spec = spec_of(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    out, lse = run_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, spec)
+    return out, lse, torch.empty(0, dtype=q.dtype), torch.empty(2, dtype=torch.int64)
+
+
+def flash2_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+    deterministic, rng_state=None, zero_tensors=False,
+):  # fmt: skip
+    check_hardware(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    assert dropout_p == 0.0
+    assert alibi_slopes is None
+    assert isinstance(deterministic, bool)
+    spec = spec_of(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    grads = run_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, spec)
+    for x, grad, like in zip((dq, dk, dv), grads, (q, k, v), strict=True):
+        assert x.shape == like.shape
+        assert x.dtype == like.dtype
+        assert x.is_contiguous()
+        x.copy_(grad)
+    return torch.empty(0)
+
+
+# flash-attn 3
+
+
+def flash3_forward(
+    q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+    cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+    page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
+    seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+    window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    check_hardware(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    spec = spec_of(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    out, lse = run_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, spec)
+    return out, lse, torch.tensor([]), torch.tensor([])
+
+
+def flash3_backward(
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+    max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+    window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
+):  # fmt: skip
+    flash2_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+        max_seqlen_k, 0.0, softmax_scale, is_causal, window_size_left, window_size_right, softcap, None,
+        deterministic,
+    )  # fmt: skip
+    return torch.empty(0)
+
+
+# flash-attn 4
+
+
+def flash4_sizes(q: Tensor, v: Tensor) -> None:
+    sizes = (q.shape[2], v.shape[2])
+    assert max(sizes) <= 128 or sizes in ((192, 128), (256, 256))
+
+
+def flash4_forward(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+    max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
+    causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None,
+    tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None,
+    _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None,
+    lse=None, aux_tensors=None, aux_scalars=None, q_descale=None, k_descale=None, v_descale=None,
+    gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None,
+    disable_scheduler_metadata=False, gather_bwd_recompute_p=False,
+):  # fmt: skip
+    check_hardware(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, one_size=False)
+    flash4_sizes(q, v)
+    assert return_lse
+    assert softcap is None or softcap > 0
+    for side in (window_size_left, window_size_right):
+        assert side is None or side >= 0
+    spec = spec_of(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    out, lse = run_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, spec)
+    return out, lse, None, None, None
+
+
+def flash4_backward(
+    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+    window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False,
+    num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2,
+    AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None,
+    seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None,
+    dk=None, dv=None, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None,
+    aux_scalars=None, block_sparse_tensors=None, dlse=None, learnable_sink=None,
+):  # fmt: skip
+    check_hardware(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, one_size=False)
+    flash4_sizes(q, v)
+    spec = spec_of(softmax_scale, causal, (window_size_left, window_size_right), softcap)
+    return run_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, spec)
+
+
+# torch.nn.attention.varlen and the operators under it
+
+
+def aten_forward(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+    scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None,
+    block_table=None, num_splits=None,
+):  # fmt: skip
+    check_hardware(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
+    assert dropout_p == 0.0
+    assert not return_debug_mask
+    spec = spec_of(scale, is_causal, (window_size_left, window_size_right))
+    out, lse = run_forward(query, key, value, cum_seq_q, cum_seq_k, spec)
+    return out, lse, torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
+
+
+def aten_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+    rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    check_hardware(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k)
+    assert rng_state.dtype == torch.uint64
+    spec = spec_of(scale, is_causal, (window_size_left, window_size_right))
+    return run_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, spec)
+
+
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, spec: AttentionSpec
+    ) -> Tensor:
+        out, lse = run_forward(q, k, v, cu_q, cu_k, spec)
+        ctx.saved, ctx.spec = (q, k, v, out, lse, cu_q, cu_k), spec
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*run_backward(grad, *ctx.saved, ctx.spec), None, None, None)
+
+
+def varlen_attn_2_13(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1,
+    -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+):  # fmt: skip
+    check_hardware(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    spec = spec_of(scale, False, window_size)
+    return _Differentiable.apply(query, key, value, cu_seq_q, cu_seq_k, spec)
+
+
+def varlen_attn_without_gqa(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    assert query.shape[1] == key.shape[1]
+    return varlen_attn_2_13(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
+    )
+
+
+def varlen_attn_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    raise AssertionError("it has no scale: the operators must run")
+
+
+# Transformer Engine
+
+
+class DotProductAttention(torch.nn.Module):
+    """Signatures of transformer_engine.pytorch.DotProductAttention."""
+
+    def __init__(
+        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
+        qkv_format="sbhd", attn_mask_type="causal", window_size=None, sequence_parallel=False, tp_size=1,
+        get_rng_state_tracker=None, tp_group=None, layer_number=None, attention_type="self", cp_group=None,
+        cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_scale=None,
+    ):  # fmt: skip
+        super().__init__()
+        assert attention_dropout == 0.0
+        assert attention_type in ("self", "cross")
+        self.sizes = (num_attention_heads, num_gqa_groups, kv_channels)
+        self.scale = softmax_scale
+
+    def forward(
+        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+        cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
+        max_seqlen_kv=None, attn_mask_type=None, window_size=None, checkpoint_core_attention=False,
+        core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None,
+        fast_zero_fill=True, inference_params=None, pad_between_seqs=None,
+    ):  # fmt: skip
+        q, k, v = query_layer, key_layer, value_layer
+        channels = q.shape[2] if q.shape[2] == v.shape[2] else (q.shape[2], v.shape[2])
+        assert self.sizes == (q.shape[1], k.shape[1], channels)
+        assert qkv_format == "thd"
+        assert all(x.is_contiguous() for x in (q, k, v))
+        check_hardware(
+            q, k, v, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, one_size=False
+        )
+        same = torch.equal(cu_seqlens_q, cu_seqlens_q_padded)
+        assert pad_between_seqs == (not same)
+        assert attn_mask_type in ("padding", "padding_causal", "padding_causal_bottom_right")
+        causal = attn_mask_type != "padding"
+        if attn_mask_type == "padding_causal":  # top-left: right only where lengths agree
+            assert torch.equal(cu_seqlens_q, cu_seqlens_kv)
+        assert not causal or window_size[1] == 0
+        left, right = window_size
+        rows = real_rows(cu_seqlens_q, cu_seqlens_q_padded)
+        keys = real_rows(cu_seqlens_kv, cu_seqlens_kv_padded)
+        real, _ = varlen_attention_cpu(
+            q[rows], k[keys], v[keys], cu_seqlens_q, cu_seqlens_kv, None, max_seqlen_q, max_seqlen_kv,
+            left, right, self.scale, 0.0,
+        )  # fmt: skip
+        out = real.new_zeros(q.shape[0], *real.shape[1:]).index_copy(0, rows, real)
+        return out.flatten(1)
+
+
+def real_rows(cu: Tensor, padded: Tensor) -> Tensor:
+    starts, lengths = padded[:-1].tolist(), cu.diff().tolist()
+    return torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *which: str) -> None:
+    """Make libraries importable ("flash2", "flash3", "flash4", "te") and the operators under torch run here."""
+    contents = {
+        "flash2": {
+            "flash_attn": {},
+            "flash_attn.flash_attn_interface": {
+                "_wrapped_flash_attn_varlen_forward": flash2_forward,
+                "_wrapped_flash_attn_varlen_backward": flash2_backward,
+            },
+        },
+        "flash3": {
+            "flash_attn_interface": {
+                "_flash_attn_forward": flash3_forward,
+                "_flash_attn_backward": flash3_backward,
+            }
+        },
+        "flash4": {
+            "flash_attn": {},
+            "flash_attn.cute": {},
+            "flash_attn.cute.interface": {
+                "_flash_attn_fwd": flash4_forward,
+                "_flash_attn_bwd": flash4_backward,
+            },
+        },
+        "te": {
+            "transformer_engine": {},
+            "transformer_engine.pytorch": {"DotProductAttention": DotProductAttention},
+        },
+    }
+    for library in which:
+        for name, attributes in contents[library].items():
+            if name in sys.modules:
+                continue
+            module = types.ModuleType(name)
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            module.__path__ = []  # type: ignore[attr-defined]
+            vars(module).update(attributes)
+            monkeypatch.setitem(sys.modules, name, module)
+    available.cache_clear()
+    te._module.cache_clear()
+
+
+def install_torch(monkeypatch: pytest.MonkeyPatch, varlen_attn: Any = varlen_attn_2_13) -> None:
+    """Make torch's varlen attention, of one version's signature, run here."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
+    torch_varlen._keywords.cache_clear()
+
+
+def forget() -> None:
+    """Drop what was cached about the doubles."""
+    available.cache_clear()
+    te._module.cache_clear()
+    torch_varlen._keywords.cache_clear()

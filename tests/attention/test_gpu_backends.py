@@ -1,0 +1,190 @@
+"""Every GPU backend against the oracle, on strict doubles of its library: signatures, layouts, windows."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_thd.attention import te, torch_varlen, varlen_attention
+from lightning_thd.attention.flash import Flash2, Flash3, Flash4
+from lightning_thd.attention.kernel import Offsets
+from lightning_thd.attention.spec import make_spec
+from tests.attention import standins
+from tests.attention.oracle import dense_attention
+
+# bf16 keeps 8 bits: out is rounded once, gradients go through products of a few rounded numbers.
+TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
+LENGTHS_Q, LENGTHS_KV = [1, 7, 0, 33, 3, 12], [4, 3, 5, 40, 0, 12]
+CASES = {
+    "causal": ({}, (-1, 0)),
+    "bidirectional": ({"causal": False}, (-1, -1)),
+    "window": ({"window": 5}, (4, 0)),
+    "two-sided": ({"window": (3, 2), "causal": False}, (3, 2)),
+    "right only": ({"window": (-1, 2), "causal": False}, (-1, 2)),
+    "scale": ({"scale": 0.3}, (-1, 0)),
+}
+BACKENDS = ["torch", "torch without gqa", "torch 2.10", "flash2", "flash3", "flash4", "te"]
+
+
+def cu(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def install(patch: pytest.MonkeyPatch, backend: str) -> str:
+    signatures = {
+        "torch": standins.varlen_attn_2_13,
+        "torch without gqa": standins.varlen_attn_without_gqa,
+        "torch 2.10": standins.varlen_attn_2_10,
+    }
+    if backend in signatures:
+        standins.install_torch(patch, signatures[backend])
+        return "torch"
+    standins.install(patch, backend)
+    return "te" if backend == "te" else "flash"
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape).bfloat16().requires_grad_()
+
+
+@pytest.mark.parametrize("cross", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 4, 16, 16), (6, 2, 24, 8), (4, 1, 20, 20)])
+@pytest.mark.parametrize("extra", ["", "sinks", "softcap"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equals_dense(
+    on_cuda: pytest.MonkeyPatch, backend: str, case: str, extra: str, sizes: tuple[int, ...], cross: bool
+) -> None:
+    name = install(on_cuda, backend)
+    heads, kv_heads, size, value_size = sizes
+    lengths_kv = LENGTHS_KV if cross else LENGTHS_Q
+    torch.manual_seed(0)
+    q = normal(sum(LENGTHS_Q), heads, size)
+    k, v = normal(sum(lengths_kv), kv_heads, size), normal(sum(lengths_kv), kv_heads, value_size)
+    sinks = torch.randn(heads, requires_grad=True) if extra == "sinks" else None
+    softcap = 2.0 if extra == "softcap" else None
+    options, (left, right) = CASES[case]
+    cu_q = cu(LENGTHS_Q)
+    cu_kv = cu(lengths_kv) if cross else cu_q
+
+    def run() -> Tensor:
+        return varlen_attention(
+            q,
+            k,
+            v,
+            cu_q,
+            cu_kv,
+            33,
+            40 if cross else 33,
+            sinks=sinks,
+            softcap=softcap,
+            backend=name,
+            **options,
+        )
+
+    if (softcap and name in ("torch", "te")) or (name == "te" and (sinks is not None or size % 8)):
+        with pytest.raises(ValueError, match=r"backend='(torch|te)' cannot run this call"):
+            run()
+        return
+    out = run()
+    inputs = [q, k, v] + ([] if sinks is None else [sinks])
+    expected, _ = dense_attention(
+        q, k, v, LENGTHS_Q, lengths_kv,
+        left=left, right=right, scale=options.get("scale"), softcap=softcap, sinks=sinks,
+    )  # fmt: skip
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), expected, **TOLERANCE)
+    grad = torch.randn(out.shape).bfloat16()
+    got = torch.autograd.grad(out, inputs, grad)
+    wanted = torch.autograd.grad(expected, inputs, grad.double())
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=3e-2, atol=6e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_inputs_and_expanded_gradients(on_cuda: pytest.MonkeyPatch, backend: str) -> None:
+    name = install(on_cuda, backend)
+    q, k, v = (torch.randn(2, 10, 16).bfloat16().transpose(0, 1).requires_grad_() for _ in range(3))
+    out = varlen_attention(q, k, v, cu([4, 6]), cu([4, 6]), 6, 6, backend=name, sinks=None)
+    plain = varlen_attention(*(x.contiguous() for x in (q, k, v)), cu([4, 6]), cu([4, 6]), 6, 6, backend=name)
+    assert torch.equal(out, plain)
+    if name == "flash":
+        out.sum().backward()
+        assert q.grad is not None
+        assert q.grad.isfinite().all()
+
+
+def test_the_double_has_the_signature_of_the_installed_torch() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    real, double = (inspect.signature(f).parameters for f in (varlen_attn, standins.varlen_attn_2_13))
+    missing = [name for name in double if name not in real]
+    if missing == ["enable_gqa", "seqused_k", "block_table", "num_splits"]:
+        pytest.skip("an older torch than the double's")
+    assert [(p.name, p.kind) for p in real.values()] == [(p.name, p.kind) for p in double.values()]
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"causal": False}])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_torchs_own_operators_take_the_call(options: dict, sinks: bool) -> None:
+    """Meta tensors run the operators' real schemas and shape rules, forward and backward."""
+    q, k, v = (
+        torch.empty(10, h, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)
+    )
+    at = Offsets(*(torch.empty(3, dtype=torch.int32, device="meta"),) * 2, 6, 6)
+    sink = torch.empty(4, device="meta", requires_grad=True) if sinks else None
+    out = torch_varlen.attend(q, k, v, at, make_spec(16, **options), sink)
+    out.sum().backward()
+    assert out.shape == (10, 4, 16)
+    for x in (q, k, v):
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("kernel", [Flash2(), Flash3(), Flash4(), torch_varlen.AtenFlash()])
+def test_kernel_sizes_hold_every_head(kernel: Flash4) -> None:
+    for head_size in range(1, 257, 5):
+        for value_size in range(1, 257, 7):
+            sizes = kernel.sizes(head_size, value_size)
+            assert sizes is not None
+            assert sizes[0] >= head_size
+            assert sizes[1] >= value_size
+            assert sizes[0] % 8 == sizes[1] % 8 == 0
+    assert kernel.sizes(264, 64) is None
+    assert kernel.sizes(64, 257) is None
+    assert Flash4().sizes(192, 128) == (192, 128)
+
+
+def test_te_knows_padding_between_sequences(on_cuda: pytest.MonkeyPatch) -> None:
+    standins.install(on_cuda, "te")
+    q, k, v = (torch.randn(12, 2, 16).bfloat16() for _ in range(3))
+    real, padded = cu([3, 5]), cu([4, 8])
+    out = te.attend(q, k, v, Offsets(real, real, 5, 5), make_spec(16), padded=Offsets(padded, padded, 8, 8))
+    rows = [0, 1, 2, 4, 5, 6, 7, 8]
+    expected, _ = dense_attention(q[rows], k[rows], v[rows], [3, 5], [3, 5], right=0)
+    torch.testing.assert_close(out[rows].double(), expected, **TOLERANCE)
+
+
+def test_deterministic_algorithms_reach_the_kernel(on_cuda: pytest.MonkeyPatch) -> None:
+    standins.install(on_cuda, "flash2")
+    seen = []
+    real = standins.flash2_backward
+
+    def spy(*args: object, **kwargs: object) -> Tensor:
+        seen.append(inspect.signature(real).bind(*args, **kwargs).arguments["deterministic"])
+        return real(*args, **kwargs)
+
+    module = sys.modules["flash_attn.flash_attn_interface"]
+    on_cuda.setattr(module, "_wrapped_flash_attn_varlen_backward", spy)
+    q, k, v = (normal(4, 2, 16) for _ in range(3))
+    for flag in (False, True):
+        torch.use_deterministic_algorithms(flag)
+        try:
+            varlen_attention(q, k, v, cu([4]), cu([4]), 4, 4, backend="flash").sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert seen == [False, True]

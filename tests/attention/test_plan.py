@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lightning_thd.attention import plan as plan_module
+from lightning_thd.attention.masks import hidden_pairs
+from lightning_thd.attention.plan import Plan, make_plan
+
+Pair = tuple[int, int]
+
+
+def offsets(lengths: list[int]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(lengths, initial=0))
+
+
+def pairs_of(plan: Plan, left: int, right: int) -> list[Pair]:
+    """Every (query row, key row) that the calls look at and do not hide, padding left out."""
+    seen = []
+    for piece in plan.pieces:
+        q0, k0 = (piece.q or (0,))[0], (piece.k or (0,))[0]
+        for call in piece.calls:
+            hidden = hidden_pairs(call.rows, call.keys, call.shift, left=left, right=right)
+            if call.sees_all(left, right):
+                assert not hidden.any()
+            if call.is_top_left(left, right):
+                assert hidden.tolist() == [[j > i for j in range(call.keys)] for i in range(call.rows)]
+            real = call.lengths or [None] * len(call.q_starts)
+            for q_start, k_start, length in zip(call.q_starts, call.k_starts, real, strict=True):
+                seen += [
+                    (q0 + q_start + i, k0 + k_start + j)
+                    for i, j in (~hidden).nonzero().tolist()
+                    if length is None or (i < length and j < length)
+                ]
+    return seen
+
+
+def true_pairs(lengths_q: list[int], lengths_kv: list[int], left: int, right: int) -> set[Pair]:
+    pairs = set()
+    for q0, lq, k0, lk in zip(offsets(lengths_q), lengths_q, offsets(lengths_kv), lengths_kv, strict=False):
+        for i in range(lq):
+            p = i + lk - lq
+            low = 0 if left < 0 else max(0, p - left)
+            high = lk if right < 0 else min(lk, p + right + 1)
+            pairs |= {(q0 + i, k0 + j) for j in range(low, high)}
+    return pairs
+
+
+def key_rows(plan: Plan) -> list[int]:
+    rows: list[int] = []
+    for piece in plan.pieces:
+        k0 = (piece.k or (0,))[0]
+        for call in piece.calls:
+            for start, length in zip(
+                call.k_starts, call.lengths or [call.keys] * len(call.k_starts), strict=True
+            ):
+                rows += range(k0 + start, k0 + start + length)
+    return rows
+
+
+lengths_lists = st.lists(st.integers(0, 40), min_size=1, max_size=6)
+sides = st.tuples(st.sampled_from([-1, 0, 1, 3, 10]), st.sampled_from([-1, 0, 0, 2]))
+
+
+@given(
+    lengths=lengths_lists,
+    others=lengths_lists,
+    cross=st.booleans(),
+    window=sides,
+    by_keys=st.booleans(),
+    cells=st.sampled_from([None, 1, 64]),
+)
+@example(lengths=[5, 5, 5], others=[1], cross=False, window=(-1, 0), by_keys=True, cells=None)
+@example(lengths=[30, 2], others=[4, 30], cross=True, window=(3, 2), by_keys=False, cells=None)
+def test_calls_see_exactly_the_visible_pairs_once(
+    lengths: list[int], others: list[int], cross: bool, window: Pair, by_keys: bool, cells: int | None
+) -> None:
+    lengths_kv = (others * 6)[: len(lengths)] if cross else lengths
+    left, right = window
+    with pytest.MonkeyPatch.context() as patch:  # small limits, so that 40 tokens meet every path
+        patch.setattr(plan_module, "SHORT", 6)
+        patch.setattr(plan_module, "WHOLE_FORWARD", 30)
+        patch.setattr(plan_module, "CALL_ROWS", 24)
+        patch.setattr(plan_module, "TILES", ((8, 4, 4), (1 << 62, 8, 8)))
+        plan = make_plan.__wrapped__(
+            offsets(lengths), offsets(lengths_kv), left=left, right=right, by_keys=by_keys, max_cells=cells
+        )
+    found = pairs_of(plan, left, right)
+    wanted = true_pairs(lengths, lengths_kv, left, right)
+    assert len(found) == len(set(found))
+    assert set(found) == wanted
+    blank_q = [row for start, stop in plan.blank_q for row in range(start, stop)]
+    blank_k = [row for start, stop in plan.blank_k for row in range(start, stop)]
+    assert sorted(blank_q) == sorted(set(range(sum(lengths))) - {i for i, _ in wanted})
+    if by_keys:  # every key is written once: by its tile, or as a blank
+        assert sorted(blank_k + key_rows(plan)) == list(range(sum(lengths_kv)))
+
+
+@given(lengths=lengths_lists, window=sides)
+def test_a_forward_writes_every_query_once(lengths: list[int], window: Pair) -> None:
+    cu = offsets(lengths)
+    rows: list[int] = []
+    for piece in make_plan(cu, cu, left=window[0], right=window[1]).pieces:
+        q0 = (piece.q or (0,))[0]
+        for call in piece.calls:
+            for start, length in zip(
+                call.q_starts, call.lengths or [call.rows] * len(call.q_starts), strict=True
+            ):
+                rows += range(q0 + start, q0 + start + length)
+    assert sorted(rows) == list(range(cu[-1]))
+
+
+def test_short_sequences_share_calls_and_padding_is_bounded() -> None:
+    lengths = [n % 29 + 1 for n in range(512)]
+    plan = make_plan(offsets(lengths), offsets(lengths), left=-1, right=0)
+    assert len(plan.pieces) < 40
+    computed = sum(call.rows**2 * len(call.q_starts) for piece in plan.pieces for call in piece.calls)
+    assert computed <= 1.25 * sum(n * n for n in lengths) + 1500 * len(plan.pieces)
+
+
+def test_cutting_halves_the_arithmetic_of_a_causal_sequence() -> None:
+    cu = (0, 512)
+    for by_keys in (False, True):
+        (piece,) = make_plan(cu, cu, left=-1, right=0, by_keys=by_keys).pieces
+        assert sum(call.rows * call.keys for call in piece.calls) <= 0.63 * 512 * 512
+
+
+def test_windows_cost_what_they_see() -> None:
+    cu = (0, 32768)
+    for by_keys in (False, True):
+        (piece,) = make_plan(cu, cu, left=1023, right=0, by_keys=by_keys).pieces
+        computed = sum(call.rows * call.keys * len(call.q_starts) for call in piece.calls)
+        assert computed <= 1.2 * 32768 * 1024
+
+
+def test_masked_tiles_stay_small_however_long_the_keys() -> None:
+    plan = make_plan((0, 4096), (0, 131072), left=-1, right=0)
+    assert all(call.rows * call.keys <= plan_module.MASK_CELLS for call in plan.pieces[0].calls)
