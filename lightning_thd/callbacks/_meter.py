@@ -22,7 +22,6 @@ from lightning_thd.stats import SeqStats, combine
 Seen: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
 
 _BINS = 32  # steps whose imbalance is told apart; more in an interval are joined, to keep a gather short
-_UNIT = 1 << 20  # FLOPs in which the work of a step crosses ranks: int64 holds 9.7e24 of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +43,7 @@ class Interval:
     left_out: SeqStats
     left_out_microbatches: int
     peak: float | None
-    heaviest: int
+    heaviest: float
     mean: float
 
     def __add__(self, other: Interval) -> Interval:
@@ -154,14 +153,15 @@ def interval(rows: list[list[int]], model: FlopsModel | None) -> Interval:
     table = np.array(rows, dtype=object)  # Python integers: a sum over a thousand ranks may pass int64
     counts = num_ints(model)
     totals = [int(value) for value in table.sum(axis=0)]
-    peaks, bins = table[:, 2 * counts + 2], table[:, 2 * counts + 3 :]
+    peaks = table[:, 2 * counts + 2]
+    bins = table[:, 2 * counts + 3 :].astype(np.int64).view(np.float64)
     return Interval(
         measured=from_ints(totals[:counts], model),
         microbatches=totals[2 * counts],
         left_out=from_ints(totals[counts : 2 * counts], model),
         left_out_microbatches=totals[2 * counts + 1],
         peak=sum(peaks) / len(rows) if all(peaks) else None,
-        heaviest=sum(max(column) for column in bins.T),
+        heaviest=float(bins.max(axis=0).sum()),
         mean=float(bins.sum()) / len(rows),
     )
 
@@ -210,11 +210,16 @@ def summed(seen: list[Seen], model: FlopsModel | None) -> SeqStats:
 
 def _work(stats: SeqStats, model: FlopsModel | None, work: Work) -> int:
     """What a step costs, for the imbalance: FLOPs, or slots where FLOPs are not known."""
-    return stats.slots if model is None else count(model, stats, work=work).hardware // _UNIT
+    return stats.slots if model is None else count(model, stats, work=work).hardware
 
 
 def _binned(values: list[int]) -> list[int]:
-    """Join neighbours until there are at most ``_BINS``: ranks take the same number of steps."""
+    """Join neighbours until there are at most ``_BINS``: ranks take the same number of steps.
+
+    FLOPs of some steps can pass int64, so every sum crosses ranks as the 64 bits of a float.
+    """
     width = -(-len(values) // _BINS) or 1
     joined = [sum(values[start : start + width]) for start in range(0, len(values), width)]
-    return joined + [0] * (_BINS - len(joined))
+    floats = np.array(joined + [0] * (_BINS - len(joined)), dtype=np.float64)
+    bits: list[int] = floats.view(np.int64).tolist()
+    return bits

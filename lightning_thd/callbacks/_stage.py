@@ -82,10 +82,16 @@ class Stage:
         if len(rows) == 1:
             synchronize(setting.device)  # with several ranks the read has waited already
         found = interval(rows, setting.model)
-        self._seconds += self.meter.lap()
+        seconds = self.meter.lap()
+        self._seconds += seconds
+        everything = found.measured + found.left_out
+        self.totals["time"] += seconds
+        self.totals["batches"] += found.microbatches + found.left_out_microbatches
+        self.totals["samples"] += everything.sequences
+        self.totals["lengths"] += everything.slots
         self._open = found if self._open is None else self._open + found
         if setting.model is not None:
-            flops = count(setting.model, found.measured + found.left_out, work=self.work)
+            flops = count(setting.model, everything, work=self.work)
             self._total_of(setting.model).add_total(flops)
 
     def close(self, setting: Setting, *, last: bool = False) -> dict[str, float]:
@@ -104,7 +110,8 @@ class Stage:
         everything = found.measured + found.left_out
         seconds, measured, microbatches = self._seconds, found.measured, found.microbatches
         if last and not self.rated and not microbatches:
-            seconds, self.meter.left_out_seconds = self.meter.left_out_seconds, 0.0
+            seconds = self.meter.left_out_seconds
+            self.totals["time"] += seconds
             measured, microbatches = everything, found.left_out_microbatches
         self._open, self._seconds = None, 0.0
         flops = None if setting.model is None else count(setting.model, everything, work=self.work)
@@ -122,7 +129,9 @@ class Stage:
                 peak=found.peak,
             )
             self.rated = True
-        metrics |= self._advance(found, seconds)
+        metrics |= self.totals
+        if self.metric is not None:
+            metrics["total_flops"] = float(self.metric.breakdown().model)
         return {f"{self.name}/{key}": value for key, value in metrics.items()}
 
     def state(self) -> dict[str, Any]:
@@ -134,17 +143,6 @@ class Stage:
         self.totals = {name: float(value) for name, value in state["totals"].items()}
         if model is not None and state["flops"] is not None:
             self._total_of(model).set_extra_state(state["flops"])
-
-    def _advance(self, found: Interval, seconds: float) -> dict[str, float]:
-        everything = found.measured + found.left_out
-        self.totals["time"] += seconds
-        self.totals["batches"] += found.microbatches + found.left_out_microbatches
-        self.totals["samples"] += everything.sequences
-        self.totals["lengths"] += everything.slots
-        totals = dict(self.totals)
-        if self.metric is not None:
-            totals["total_flops"] = float(self.metric.breakdown().model)
-        return totals
 
     def _total_of(self, model: FlopsModel) -> THDFlops:
         if self.metric is None:

@@ -86,6 +86,7 @@ class THDFlops(Metric):
     def set_extra_state(self, state: dict[str, float]) -> None:
         """Take the totals of a checkpoint."""
         self.totals = {name: float(state[name]) for name in _COLUMNS}
+        self._update_count = max(self._update_count, 1)  # or compute warns that nothing was counted
 
     def _counted(self) -> FlopsBreakdown:
         return count(self.model, from_ints(self.counts.tolist(), self.model), work=self.work)

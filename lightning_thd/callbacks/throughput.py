@@ -22,7 +22,7 @@ from lightning_thd.callbacks._meter import microbatches
 from lightning_thd.callbacks._saving import PausedSaving
 from lightning_thd.callbacks._stage import Setting, Stage
 from lightning_thd.flops.counted import from_counter
-from lightning_thd.flops.model import FlopsModel
+from lightning_thd.flops.model import FlopsModel, check_conventions
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.flops.terms import Causal, Tokens
 from lightning_thd.stats import combine
@@ -74,6 +74,9 @@ class THDThroughputMonitor(EvaluationHooks):
         super().__init__()
         if peak not in ("auto", "measure"):
             check_peak(peak)
+        check_conventions(causal=causal, tokens=tokens)
+        if recompute != "auto":
+            check_conventions(recompute=recompute)
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: log every 1 or more steps, or None.")
         if warmup_steps < 0:
@@ -172,14 +175,11 @@ class THDThroughputMonitor(EvaluationHooks):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop talking to other ranks: they may not be there."""
         self._failing = True
-        self._stop_counting()
+        self._let_go()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was."""
-        if self._saving is not None:
-            self._saving.restore()
-            self._saving = None
-        self._stop_counting()
+        self._let_go()
         self._setting = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -288,6 +288,12 @@ class THDThroughputMonitor(EvaluationHooks):
             return setting
         self._setting = replace(setting, model=model)
         return self._setting
+
+    def _let_go(self) -> None:
+        self._stop_counting()
+        if self._saving is not None:
+            self._saving.restore()
+            self._saving = None
 
     def _stop_counting(self) -> FlopCounterMode | None:
         counter, self._counting = self._counting, None

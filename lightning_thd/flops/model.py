@@ -97,8 +97,7 @@ class FlopsModel:
     _tables: dict[str, _Table] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in _CHOICES:
-            _check_choice(name, getattr(self, name))
+        check_conventions(**{name: getattr(self, name) for name in _CHOICES})
         tables = {
             "training": self._table(lambda _, term: term.training),
             "forward": self._table(lambda _, term: term.forward),
@@ -193,7 +192,7 @@ class FlopsModel:
         """
         self._check(stats)
         policy = self.recompute if recompute is None else recompute
-        _check_choice("recompute", policy)
+        check_conventions(recompute=policy)
         again = self._multiply(self._tables[policy], stats)
         return FlopsBreakdown(
             **self._multiply(self._tables["training"], stats), recompute=sum(again.values())
@@ -274,6 +273,8 @@ def _again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) -> int:
     return term.forward if layer.recomputable and runs_again(term) else 0
 
 
-def _check_choice(name: str, value: str) -> None:
-    if value not in _CHOICES[name]:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, _CHOICES[name]))}.")
+def check_conventions(**given: str) -> None:
+    """Refuse a value of ``causal``, ``tokens`` or ``recompute`` that does not exist."""
+    for name, value in given.items():
+        if value not in _CHOICES[name]:
+            raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, _CHOICES[name]))}.")

@@ -1,0 +1,455 @@
+from __future__ import annotations
+
+import csv
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_thd.batch import THDStep
+from lightning_thd.callbacks import THDThroughputMonitor
+from lightning_thd.flops import FlopsModel, SeqStats, throughput
+from tests.callbacks.fits import CONFIG, Clock, Memory, Module, loader, pack, trainer
+
+FLOPS = FlopsModel.from_config(CONFIG)
+PEAK = 1e9
+UNEQUAL = [pack(5, 3), pack(8), pack(2, 2, 2, pad_to=8), pack(1, 7), pack(6), pack(4, 3, pad_to=9)]
+
+
+def flops_of(batches: list[Any]) -> int:
+    return sum(FLOPS.training_flops(batch.stats).model for batch in batches)
+
+
+def fit(tmp_path: Path, batches: list[Any], *callbacks: L.Callback, **settings: Any) -> Memory:
+    clock = settings.pop("clock")
+    module = settings.pop("module", None) or Module(clock, config=settings.pop("config", CONFIG))
+    val = settings.pop("val", None)
+    memory = Memory()
+    run = trainer(tmp_path, *callbacks, **{"logger": memory, **settings})
+    run.fit(module, loader(batches), loader(val) if val else None)
+    return memory
+
+
+def monitor(clock: Clock, **settings: Any) -> THDThroughputMonitor:
+    return THDThroughputMonitor(clock=clock, **{"peak": PEAK, "warmup_steps": 0, **settings})
+
+
+def test_every_interval_holds_its_own_batches(tmp_path: Path) -> None:
+    clock = Clock()
+    memory = fit(tmp_path, UNEQUAL, monitor(clock), clock=clock)
+    assert [step for step, _ in memory.rows] == [
+        1,
+        3,
+        5,
+    ]  # the step self.log would give, from the first interval on
+    for (_, row), start in zip(memory.rows, (0, 2, 4), strict=True):
+        batches = UNEQUAL[start : start + 2]
+        stats = batches[0].stats + batches[1].stats
+        expected = throughput(stats, seconds=1.0, model=FLOPS, microbatches=2, peak=PEAK)
+        for key, value in expected.items():
+            assert row[f"train/{key}"] == pytest.approx(value, rel=1e-12), key
+    assert memory.rows[-1][1]["train/total_flops"] == flops_of(UNEQUAL)
+    assert memory.rows[-1][1]["train/time"] == pytest.approx(3.0)
+    assert memory.rows[-1][1]["train/samples"] == 11
+    assert memory.rows[-1][1]["train/lengths"] == sum(batch.stats.slots for batch in UNEQUAL)
+
+
+def test_a_fit_shorter_than_an_interval_has_numbers(tmp_path: Path) -> None:
+    clock = Clock()
+    memory = fit(tmp_path, UNEQUAL[:1], monitor(clock, warmup_steps=3), clock=clock, log_every_n_steps=50)
+    ((step, row),) = memory.rows
+    assert step == 1
+    assert row["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[:1]) / 0.5)
+
+
+def test_warmup_steps_are_left_out_of_the_rates_and_kept_in_the_totals(tmp_path: Path) -> None:
+    clock = Clock()
+    memory = fit(tmp_path, UNEQUAL, monitor(clock, warmup_steps=3), clock=clock)
+    rated = ["train/device/mfu" in row for _, row in memory.rows]
+    assert rated == [False, True, True]
+    second = memory.rows[1][1]
+    assert second["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[3:4]) / 0.5)
+    assert memory.rows[-1][1]["train/total_flops"] == flops_of(UNEQUAL)
+    assert memory.rows[0][1]["train/packing/fill"] == 1.0  # how full packs are does not wait
+
+
+def test_a_step_with_microbatches_counts_every_one_once(tmp_path: Path) -> None:
+    clock = Clock()
+    steps = [THDStep(UNEQUAL[:3]), THDStep(UNEQUAL[3:4]), THDStep(UNEQUAL[4:])]
+    memory = fit(tmp_path, steps, monitor(clock), clock=clock, log_every_n_steps=3)
+    ((_, row),) = memory.rows
+    assert row["train/total_flops"] == flops_of(UNEQUAL)
+    assert row["train/batches"] == 6
+
+
+def test_accumulation_closes_intervals_at_optimizer_steps(tmp_path: Path) -> None:
+    clock = Clock()
+    memory = fit(
+        tmp_path, UNEQUAL, monitor(clock), clock=clock, log_every_n_steps=1, accumulate_grad_batches=3
+    )
+    assert [row["train/batches"] for _, row in memory.rows] == [3, 6]
+    first = memory.rows[0][1]
+    assert first["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[:3]) / 1.5)
+
+
+def test_validation_and_checkpoints_take_no_part_in_the_rates(tmp_path: Path) -> None:
+    clock = Clock()
+    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1)
+    memory = fit(
+        tmp_path,
+        UNEQUAL,
+        saver,
+        monitor(clock),
+        clock=clock,
+        val=UNEQUAL[:2],
+        val_check_interval=2,
+        num_sanity_val_steps=2,
+        enable_checkpointing=True,
+    )
+    assert clock.now - 100 > 5000  # six checkpoints of 1000 s were saved
+    train = [row for _, row in memory.rows if "train/device/mfu" in row]
+    assert [row["train/time"] for row in train] == pytest.approx([1.0, 2.0, 3.0])
+    assert train[-1]["train/total_flops"] == flops_of(UNEQUAL)
+    validate = [row for _, row in memory.rows if "validate/device/mfu" in row]
+    assert len(validate) == 3
+    forward = sum(FLOPS.forward_flops(batch.stats).model for batch in UNEQUAL[:2])
+    for row in validate:
+        assert row["validate/device/flops_per_sec"] == pytest.approx(forward / 10.0)
+
+
+def test_compiling_and_capturing_steps_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    graphs = iter([0, 0, 1, 1, 1, 1, 1])  # once at the start, then after every step: the second one compiles
+    monkeypatch.setattr("lightning_thd.callbacks.throughput._compiled_graphs", lambda: next(graphs))
+    watched = monitor(clock)
+
+    class Capture(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                clock.sleep(77)
+                watched.exclude_step()
+
+    memory = fit(tmp_path, UNEQUAL, watched, Capture(), clock=clock, log_every_n_steps=3)
+    first, second = (row for _, row in memory.rows)
+    assert first["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[2:3]) / 0.5)
+    assert second["train/device/flops_per_sec"] == pytest.approx(flops_of(UNEQUAL[5:]) / 0.5)
+    assert second["train/total_flops"] == flops_of(UNEQUAL)
+
+
+def test_what_a_user_pauses_is_left_out(tmp_path: Path) -> None:
+    clock = Clock()
+    watched = monitor(clock)
+
+    class Chores(L.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            with watched.paused():
+                clock.sleep(100)
+
+    memory = fit(tmp_path, UNEQUAL, watched, Chores(), clock=clock)
+    assert memory.rows[-1][1]["train/time"] == pytest.approx(3.0)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_totals_go_on_after_a_resume(tmp_path: Path) -> None:
+    clock = Clock()
+    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    settings: dict[str, Any] = {"enable_checkpointing": True, "log_every_n_steps": 50, "logger": False}
+    run = trainer(tmp_path, monitor(clock), saver, **settings, max_steps=4)
+    run.fit(Module(clock), loader(UNEQUAL))
+    saved = torch.load(tmp_path / "saved" / "step=3.ckpt", weights_only=False)
+    (state,) = (value for key, value in saved["callbacks"].items() if "Throughput" in key)
+    assert sum(state["flops"].values()) == flops_of(UNEQUAL[:3])  # the open interval is in the checkpoint
+    resumed = monitor(clock)
+    run = trainer(tmp_path, resumed, saver, **settings)
+    run.fit(Module(clock), loader(UNEQUAL), ckpt_path=tmp_path / "saved" / "step=3.ckpt")
+    # a plain loader starts again, so the second half of the epoch repeats the first
+    assert resumed.latest["train/total_flops"] == flops_of(2 * UNEQUAL[:3])
+    assert resumed.latest["train/time"] == pytest.approx(3.0)
+    assert resumed.latest["train/batches"] == 6
+
+
+def test_nothing_is_read_from_the_device_and_little_is_launched(tmp_path: Path) -> None:
+    """Operators of ours between the start of a step and its end, outside a log: none at all."""
+    clock = Clock()
+    watched = monitor(clock, every_n_steps=6)
+    counts: list[int] = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[-1] += 1
+            return func(*args, **(kwargs or {}))
+
+    for name in ("on_train_batch_start", "on_train_batch_end"):
+        original = getattr(watched, name)
+
+        def spied(*args: Any, original: Any = original) -> None:
+            counts.append(0)
+            with Spy():
+                original(*args)
+
+        setattr(watched, name, spied)
+    fit(tmp_path, UNEQUAL, watched, clock=clock)
+    assert len(counts) == 12
+    assert counts[:-1] == [0] * 11
+    assert 0 < counts[-1] < 100  # the log of the last step
+
+
+@pytest.mark.parametrize("kind", [TensorBoardLogger, CSVLogger])
+def test_loggers_get_the_values(tmp_path: Path, kind: Any) -> None:
+    clock = Clock()
+    both = [kind(tmp_path / "logs"), Memory()]
+    run = trainer(tmp_path, monitor(clock), logger=both)
+    run.fit(Module(clock), loader(UNEQUAL))
+    wanted = [row["train/device/mfu"] for _, row in both[1].rows]
+    if kind is CSVLogger:
+        (file,) = (tmp_path / "logs").rglob("metrics.csv")
+        with file.open() as text:
+            found = [row["train/device/mfu"] for row in csv.DictReader(text)]
+    else:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(both[0].log_dir)
+        events.Reload()
+        found = [event.value for event in events.Scalars("train/device/mfu")]
+    assert [float(value) for value in found] == pytest.approx(wanted)
+
+
+def test_names_are_safe_for_every_logger(tmp_path: Path) -> None:
+    clock = Clock()
+    memory = fit(tmp_path, UNEQUAL, monitor(clock), clock=clock, val=UNEQUAL[:1])
+    keys = {key for _, row in memory.rows for key in row}
+    assert len(keys) > 20
+    import re
+
+    assert all(re.fullmatch(r"[a-z0-9_/]+", key) for key in keys)
+
+
+def test_without_a_logger_the_values_are_in_the_bar_and_in_callback_metrics(tmp_path: Path) -> None:
+    clock = Clock()
+    bar = TQDMProgressBar(refresh_rate=1)
+    run = trainer(tmp_path, monitor(clock), bar, enable_progress_bar=True)
+    run.fit(Module(clock), loader(UNEQUAL))
+    shown = bar.get_metrics(run, run.lightning_module)
+    assert {"tokens/s", "TFLOP/s", "MFU"} <= set(shown)
+    assert shown["tokens/s"] == pytest.approx((6 + 7) / 1.0)
+    assert run.callback_metrics["train/device/mfu"] == pytest.approx(flops_of(UNEQUAL[4:]) / PEAK)
+
+
+def test_the_bar_can_be_left_alone(tmp_path: Path) -> None:
+    clock = Clock()
+    run = trainer(tmp_path, monitor(clock, progress_bar=False))
+    run.fit(Module(clock), loader(UNEQUAL))
+    assert "MFU" not in run.progress_bar_metrics
+
+
+def test_no_logging_at_all_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_thd.callbacks.throughput._FLUSH_STEPS", 2)
+    clock = Clock()
+    watched = monitor(clock)
+    memory = fit(tmp_path, UNEQUAL, watched, clock=clock, log_every_n_steps=0)
+    assert memory.rows == []
+    assert sum(watched.state_dict()["flops"].values()) == flops_of(UNEQUAL)
+
+
+def test_windows_are_counted_from_the_lengths_where_the_collator_knew_none(tmp_path: Path) -> None:
+    clock = Clock()
+    config = {**CONFIG, "model_type": "mistral", "sliding_window": 4}
+    model = FlopsModel.from_config(config)
+    memory = fit(tmp_path, UNEQUAL, monitor(clock), clock=clock, config=config)
+    expected = sum(
+        model.training_flops(SeqStats.from_lengths(batch.lengths, windows=(4,))).model for batch in UNEQUAL
+    )
+    assert memory.rows[-1][1]["train/total_flops"] == expected
+    assert expected < flops_of(UNEQUAL)
+
+
+def test_frozen_weights_are_seen_and_thawed_ones_too(tmp_path: Path) -> None:
+    """A frozen model costs a third of its step; a callback thaws it after the first interval."""
+    clock = Clock()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    module = Module(clock)
+    module.model.config = None  # the one below is found
+    module.llama = LlamaForCausalLM(LlamaConfig(**{**CONFIG, "head_dim": 8}))
+    module.llama.requires_grad_(False)
+
+    class Thaw(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            if args[-1] == 1:
+                pl_module.llama.requires_grad_(True)
+
+    memory = fit(tmp_path, [UNEQUAL[0]] * 6, Thaw(), monitor(clock), clock=clock, module=module)
+    first, _, last = (row["train/device/flops_per_sec"] for _, row in memory.rows)
+    forward = FLOPS.forward_flops(UNEQUAL[0].stats)
+    assert first == pytest.approx(forward.model * 2)
+    assert last == pytest.approx(3 * forward.model * 2)
+
+
+def test_a_flops_model_that_is_given_is_used(tmp_path: Path) -> None:
+    clock = Clock()
+    given = FlopsModel.from_config(CONFIG, causal="full", tokens="slots", recompute="full")
+    memory = fit(tmp_path, UNEQUAL, monitor(clock, flops_model=given), clock=clock, config=None)
+    row = memory.rows[-1][1]
+    assert row["train/total_flops"] == sum(given.training_flops(batch.stats).model for batch in UNEQUAL)
+    assert row["train/device/hfu"] > 1.2 * row["train/device/mfu"]
+
+
+def test_conventions_are_settings(tmp_path: Path) -> None:
+    clock = Clock()
+    full = FlopsModel.from_config(CONFIG, causal="full", tokens="slots")
+    memory = fit(tmp_path, UNEQUAL, monitor(clock, causal="full", tokens="slots"), clock=clock)
+    expected = sum(full.training_flops(batch.stats).model for batch in UNEQUAL)
+    assert memory.rows[-1][1]["train/total_flops"] == expected
+
+
+def test_without_a_config_a_step_is_counted_once_per_shape_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    with caplog.at_level(logging.INFO):
+        memory = fit(tmp_path, [UNEQUAL[0]] * 6, monitor(clock), clock=clock, config=None)
+    assert caplog.text.count("is counted with torch's FlopCounterMode") == 1
+    head = 2 * 4 * 31  # forward of the module's only matmul, per slot; its input is trained
+    assert memory.rows[-1][1]["train/device/flops_per_sec"] == pytest.approx(3 * head * 8 / 0.5)
+    assert memory.rows[0][1]["train/time"] == pytest.approx(0.5)  # the counted step is no part of the rates
+
+
+def test_an_unknown_family_is_counted_too_and_names_the_way_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    with caplog.at_level(logging.INFO):
+        memory = fit(tmp_path, [UNEQUAL[0]] * 6, monitor(clock), clock=clock, config={"model_type": "nope"})
+    assert "No FLOP count is known for model_type='nope'" in caplog.text
+    assert "train/device/mfu" in memory.rows[-1][1]
+
+
+def test_padded_rows_count_as_dense_sequences(tmp_path: Path) -> None:
+    clock = Clock()
+    rows = torch.ones(3, 5, dtype=torch.long)
+    memory = fit(tmp_path, [rows] * 4, monitor(clock), clock=clock)
+    dense = SeqStats.from_cu_seqlens(None, shape=(3, 5))
+    assert memory.rows[-1][1]["train/total_flops"] == 4 * FLOPS.training_flops(dense).model
+
+
+def test_batches_that_tell_nothing_are_no_error(tmp_path: Path) -> None:
+    class Blind(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(torch.ones(1, 4, dtype=torch.long), batch_idx)
+
+    clock = Clock()
+    memory = fit(tmp_path, [torch.ones(3)] * 4, monitor(clock), clock=clock, module=Blind(clock))
+    assert memory.rows == []
+
+
+@pytest.mark.filterwarnings("ignore:No peak FLOP/s is known")
+def test_works_with_no_argument_on_a_cpu(tmp_path: Path) -> None:
+    memory = fit(tmp_path, UNEQUAL, THDThroughputMonitor(), clock=Clock())
+    assert memory.rows[-1][1]["train/device/flops_per_sec"] > 0
+    assert "train/device/mfu" not in memory.rows[-1][1]
+
+
+def test_an_unknown_device_warns_once_and_says_how_to_set_a_peak(tmp_path: Path) -> None:
+    clock = Clock()
+    with pytest.warns(
+        UserWarning, match=r"No peak FLOP/s is known for 'cpu' in torch.float32.*peak='measure'"
+    ) as seen:
+        fit(tmp_path, UNEQUAL, monitor(clock, peak="auto"), clock=clock)
+    assert len([warning for warning in seen if "No peak" in str(warning.message)]) == 1
+
+
+def test_measuring_happens_once_and_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[Any] = []
+
+    def measure(device: Any, *, dtype: torch.dtype) -> float:
+        calls.append((device, dtype))
+        return 5e9
+
+    monkeypatch.setattr("lightning_thd.callbacks._device.measure_flops", measure)
+    clock = Clock()
+    with caplog.at_level(logging.INFO):
+        memory = fit(
+            tmp_path,
+            UNEQUAL,
+            monitor(clock, peak="measure"),
+            clock=clock,
+            precision="bf16-mixed",
+            val=UNEQUAL,
+        )
+    assert calls == [(torch.device("cpu"), torch.bfloat16)]
+    assert "Measured a peak of 0.005 TFLOP/s on 'cpu' in torch.bfloat16" in caplog.text
+    train = [row for _, row in memory.rows if "train/device/mfu" in row]
+    assert train[0]["train/device/mfu"] == pytest.approx(flops_of(UNEQUAL[:2]) / 5e9)
+
+
+def test_testing_and_predicting_have_rates_of_their_own(tmp_path: Path) -> None:
+    clock = Clock()
+    memory = Memory()
+    run = trainer(tmp_path, monitor(clock), logger=memory)
+    run.test(Module(clock), loader(UNEQUAL[:2]), verbose=False)
+    run.predict(Module(clock), loader(UNEQUAL[:2]))
+    assert [sorted({key.partition("/")[0] for key in row} - {"epoch"}) for _, row in memory.rows] == [
+        ["test"],
+        ["predict"],
+    ]
+
+
+def test_an_exception_leaves_the_trainer_as_it_was(tmp_path: Path) -> None:
+    class Broken(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 3:
+                raise KeyError("broken")
+            return super().training_step(batch, batch_idx)
+
+    clock = Clock()
+    saver = ModelCheckpoint(tmp_path / "saved", save_on_exception=True)
+    run = trainer(tmp_path, monitor(clock), saver, enable_checkpointing=True)
+    with pytest.raises(KeyError, match="broken"):
+        run.fit(Broken(clock), loader(UNEQUAL))
+    assert "save_checkpoint" not in run.__dict__
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_a_clock_that_stands_still_gives_no_rate(tmp_path: Path) -> None:
+    clock = Clock()
+    memory = fit(tmp_path, UNEQUAL, monitor(clock), clock=clock, module=Module(clock, seconds=0.0))
+    assert not any("per_sec" in key for _, row in memory.rows for key in row)
+    assert memory.rows[-1][1]["train/total_flops"] == flops_of(UNEQUAL)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"peak": 0}, "peak=0 is not a device's dense FLOP/s"),
+        ({"peak": -1.0}, "peak=-1.0 is not"),
+        ({"peak": "fast"}, "peak='fast' is not a device's dense FLOP/s.* 'measure' to time matmuls"),
+        ({"every_n_steps": 0}, "every_n_steps=0: log every 1 or more steps"),
+        ({"warmup_steps": -1}, "warmup_steps=-1: leave 0 or more steps"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        THDThroughputMonitor(**settings)
+
+
+def test_a_bad_convention_is_refused_at_construction() -> None:
+    for settings in ({"causal": "third"}, {"tokens": "all"}, {"recompute": "some"}):
+        with pytest.raises(ValueError, match="is not one of"):
+            THDThroughputMonitor(**settings)  # type: ignore[arg-type]
+
+
+def test_the_real_clock_is_used_by_default(tmp_path: Path) -> None:
+    memory = fit(tmp_path, UNEQUAL, THDThroughputMonitor(peak=PEAK), clock=Clock())
+    assert 0 < memory.rows[-1][1]["train/time"] < 60
+    assert next(itertools.chain([memory.rows[-1][1]["train/device/mfu"]])) > 0
