@@ -1,0 +1,20 @@
+"""A yes or no of every rank -> whether all said yes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def all_agree(agrees: bool, device: torch.device) -> bool:
+    """Ask all ranks; alone, the answer is one's own.
+
+    Args:
+        agrees: this rank's answer.
+        device: of the module; NCCL reduces there, gloo anywhere.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return agrees
+    votes = torch.tensor(int(agrees), device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes)

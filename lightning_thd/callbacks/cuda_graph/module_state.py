@@ -1,0 +1,120 @@
+"""What a captured step takes for granted about its module, and what warm-up must leave as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd.callbacks.cuda_graph.errors import CaptureError
+
+_PLAIN = (int, float, bool, str, type(None))
+_CONTAINERS = (list, dict, set, tuple)
+
+
+class Fingerprint:
+    """Addresses, flags and plain attributes that are baked into a graph; cheap to compare every step.
+
+    Args:
+        module: what the step trains.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._owners: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._modules = list(module.modules())
+        for child in self._modules:
+            for held in (child._parameters, child._buffers):
+                self._owners += [(held, name, x) for name, x in held.items() if x is not None]
+        self._addresses = [(x.data_ptr(), x.requires_grad) for _, _, x in self._owners]
+        self._flags = [child.training for child in self._modules]
+        self._attributes = _plain_attributes(module)
+
+    def change(self) -> str | None:
+        """Name the first thing that is not as it was, or give None."""
+        for (held, name, tensor), (address, wanted) in zip(self._owners, self._addresses, strict=True):
+            if held.get(name) is not tensor or tensor.data_ptr() != address:
+                return f"{name} moved to other memory"
+            if tensor.requires_grad != wanted:
+                return f"{name}.requires_grad changed"
+        if [child.training for child in self._modules] != self._flags:
+            return "a module changed between train() and eval()"
+        now = _plain_attributes(self._module)
+        if now != self._attributes:
+            names = sorted(n for n in {*now, *self._attributes} if now.get(n) != self._attributes.get(n))
+            return f"the attribute {names[0]} changed"
+        return None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Parameters that require a gradient, each once."""
+        unique = {id(x): x for _, _, x in self._owners if isinstance(x, nn.Parameter) and x.requires_grad}
+        return list(unique.values())
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Public numbers, strings and flags of the module itself, which its step may use as constants."""
+    return {
+        name: value for name, value in vars(module).items() if name[0] != "_" and isinstance(value, _PLAIN)
+    }
+
+
+def host_state(module: nn.Module) -> dict[tuple[int, str], Any]:
+    """Describe plain attributes and sizes of containers of all submodules, private ones included."""
+    found: dict[tuple[int, str], Any] = {}
+    for i, child in enumerate(module.modules()):
+        for name, value in vars(child).items():
+            if isinstance(value, _PLAIN):
+                found[i, name] = value
+            elif isinstance(value, _CONTAINERS):
+                found[i, name] = len(value)
+    return found
+
+
+def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -> None:
+    """Refuse a step that changes state of Python, which a replay would not change again.
+
+    Raises:
+        CaptureError: naming the attribute.
+    """
+    after = host_state(module)
+    for key in (*before, *after):
+        if before.get(key, _ABSENT) == after.get(key, _ABSENT):
+            continue
+        index, name = key
+        owner = type(list(module.modules())[index]).__name__
+        raise CaptureError(
+            f"the step changes {owner}.{name}, which a replay does not run again. Move counters, lists and "
+            "metrics to on_train_batch_end."
+        )
+
+
+_ABSENT = object()
+
+
+def refuse_hooked_parameters(parameters: list[Tensor]) -> None:
+    """Refuse Tensor.register_hook on parameters: it would run at capture and again at every replay."""
+    for parameter in parameters:
+        if parameter._backward_hooks:
+            raise CaptureError(
+                f"a parameter of shape {tuple(parameter.shape)} has a hook (Tensor.register_hook), which a "
+                "captured step would apply twice. Use register_post_accumulate_grad_hook, or gradient "
+                "clipping of the Trainer."
+            )
+
+
+@contextlib.contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """Leave random states and the values of buffers as they were, whatever the body does."""
+    buffers = [(x, x.clone()) for x in module.buffers()]
+    devices = sorted({x.device.index or 0 for x in module.parameters() if x.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)

@@ -1,0 +1,192 @@
+"""A step on the CPU -> its operators, run again on the same tensors: what a CUDA graph does, without a GPU.
+
+Every dispatched operator is kept with its arguments and results. A replay calls each again and copies what it
+gives into the tensors of the first run, so that addresses are fixed as in a graph; values that Python worked
+out from them at capture stay as they were, as in a graph; and what a graph cannot hold is refused at capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_thd.callbacks.cuda_graph.errors import CaptureError, calling_line
+from lightning_thd.callbacks.cuda_graph.host_reads import function_problem, operator_problem
+
+R = TypeVar("R")
+Report = Callable[[str, str | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[Tensor | None, ...]  # None where nothing is to be copied
+    fills: bool
+
+    def run(self) -> None:
+        given = tree_leaves(self.function(*self.args, **self.kwargs))
+        for kept, new in zip(self.results, given, strict=True):
+            if kept is not None:
+                kept.copy_(new)
+
+
+class Recording:
+    """Operators in order, and the tensors they work on.
+
+    Attributes:
+        calls: the operators.
+        poison: fill every result with NaN before a replay, so that a slot nobody writes shows.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self.poison = False
+
+    def replay(self) -> None:
+        """Run everything again; random operators draw from the generator's present state."""
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            if self.poison:
+                for call in self.calls:
+                    for kept in call.results:
+                        if kept is not None and kept.is_floating_point():
+                            kept.fill_(torch.nan)
+            for call in self.calls:
+                if not call.fills:
+                    call.run()
+
+
+class Recorder:
+    """Runs a function under both modes.
+
+    Args:
+        report: told of every problem and its line; raises to stop at the first.
+    """
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def record(self, function: Callable[[], R]) -> tuple[Recording, R]:
+        """Run ``function`` and keep its operators."""
+        tape = Recording()
+        busy = _Busy()
+        with _Operators(tape, busy, self._report), _Functions(busy, self._report):
+            return tape, function()
+
+
+class RecordingBackend:
+    """Records on the CPU and refuses what a CUDA graph could not hold. For tests, and for users' CI.
+
+    Args:
+        poison: see :class:`Recording`.
+    """
+
+    name = "recording"
+    warm_ups = 2
+
+    def __init__(self, *, poison: bool = False) -> None:
+        self.poison = poison
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Only the CPU has operators that may be called again one by one."""
+        return (
+            None if device.type == "cpu" else f"the recording backend runs on the CPU, not on {device.type}"
+        )
+
+    def warm_up(self, function: Callable[[], R]) -> R:
+        """Run once."""
+        return function()
+
+    def capture(self, function: Callable[[], R]) -> tuple[Recording, R]:
+        """Run once and keep the operators; raises :class:`CaptureError` at the first problem."""
+        tape, result = Recorder(_stop).record(function)
+        tape.poison = self.poison
+        return tape, result
+
+    def time_s(self, function: Callable[[], object]) -> float | None:
+        """Give None: a recording is always slower."""
+        return None
+
+    def release(self) -> None:
+        """Nothing is shared."""
+
+
+def _stop(problem: str, where: str | None) -> None:
+    raise CaptureError(problem, where)
+
+
+class _Busy:
+    """Whether an operator is running: what its kernel does in Python is its own affair."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, busy: _Busy, report: Report) -> None:
+        super().__init__()
+        self._busy, self._report = busy, report
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._busy.depth:
+            problem = function_problem(func, args, kwargs)
+            if problem is not None:
+                self._report(problem, calling_line())
+        return func(*args, **kwargs)
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, tape: Recording, busy: _Busy, report: Report) -> None:
+        super().__init__()
+        self._tape, self._busy, self._report = tape, busy, report
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        problem = operator_problem(func, args, kwargs)
+        if problem is not None:
+            self._report(problem, calling_line())
+        self._busy.depth += 1
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._busy.depth -= 1
+        call = _call(func, args, kwargs, result)
+        if call is not None:
+            self._tape.calls.append(call)
+        return result
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Call | None:
+    """Keep an operator, but for views, which show the new values by themselves."""
+    given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    results = tuple(
+        x if isinstance(x, Tensor) and x.numel() and x.untyped_storage().data_ptr() not in given else None
+        for x in tree_leaves(result)
+    )
+    if not func._schema.is_mutable and all(x is None for x in results):
+        return None
+    fills = func._schema.name in _UNFILLED
+    return _Call(func, args, kwargs, results, fills)
+
+
+# What these give is written by somebody else; a second call would only bring other leftovers of memory.
+_UNFILLED = (
+    "aten::empty",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::empty_strided",
+    "aten::new_empty_strided",
+)
