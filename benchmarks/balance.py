@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.balance`` prints, for 20 batches of 512 sequences in the five columns of the issue, the
 work of the slowest rank summed over the microsteps, of an even share; the bound below which no plan can come;
-the microbatches above the capacity; and the time of a plan. The work is that of Llama-3.1-8B by our FlopsModel,
-and beside it that of a model of hidden size 2048 (12 h tokens of linear work), as in the facts table.
+the microbatches above the capacity; and the time of a plan. The work is that of Llama-3.1-8B by our
+FlopsModel, and beside it that of a model of hidden size 2048 (12 h tokens of linear work), as in the table of
+measured peers.
 
 The peers are their published algorithms, written here from their description, none of their code: naive
 (each rank packs its own sequences in their order), Megatron-LM's end-to-end packing (next-fit groups, tail
@@ -132,8 +133,8 @@ def waited(plan: Plan, work: npt.NDArray[np.float64]) -> float:
 def bound(lengths: IntArray, capacity: int, dp: int, cost: Cost) -> float:
     """Below this no plan can come, of an even share, however many microsteps it takes.
 
-    Sequences above half the capacity share no pack. In sorted order, so, the m-th microstep has one at least as
-    heavy as the (m - 1) dp + 1-th of them. What the first m microsteps can hold at most is bounded too: a long
+    Sequences above half the capacity share no pack. So the m-th heaviest microstep has one at least as heavy
+    as number (m - 1) dp + 1 of them in sorted order. What the first m microsteps can hold is bounded too: a long
     sequence and one that fills its pack (if any is short enough), or two halves. The rest is at best even.
     """
     work, total = cost(lengths), float(cost(lengths).sum())
@@ -187,11 +188,12 @@ WAYS = {"naive": naive, "Megatron": megatron, "BFD dealt": round_robin, "verl KK
 
 def judge(row: dict[str, float]) -> str:
     """What the goals say: the balance where a batch's own bound allows it, the cap, and the time."""
-    even = f"{row['allowed']:.4f} in {row['batches']} allowed: {'met' if row['allowed'] <= GOAL_WORK else 'MISSED'}"
-    cap = "met" if not row["over"] else "MISSED"
-    return (
-        f"  {GOAL_WORK}: {even}; cap: {cap}; {GOAL_MS:.0f} ms: {'met' if row['ms'] <= GOAL_MS else 'MISSED'}"
+    even, cap, quick = (
+        "met" if met else "MISSED"
+        for met in (row["allowed"] <= GOAL_WORK, not row["over"], row["ms"] <= GOAL_MS)
     )
+    found = f"{row['allowed']:.4f} in {row['batches']} batches"
+    return f"  {GOAL_WORK}: {found}, {even}; cap: {cap}; {GOAL_MS:.0f} ms: {quick}"
 
 
 def main() -> None:
@@ -201,20 +203,20 @@ def main() -> None:
         "hidden size 2048, as in the facts table": Cost(linear=12 * 2048, quadratic=1),
     }
     for title, cost in works.items():
+        print(f"\nWork of {title}: {cost.linear / cost.quadratic:,.0f} s + s^2")
+        print(f"{BATCHES} batches of {SEQUENCES}; balance judged where a batch's own bound is below the goal")
         print(
-            f"\nWork of {title}: {cost.linear / cost.quadratic:,.0f} s + s^2; {BATCHES} batches of {SEQUENCES}"
+            f"{'column':<12}{'way':<11}{'work/even':>10}{'worst':>8}{'bound':>8}"
+            f"{'over cap':>10}{'microsteps':>11}{'ms':>8}  goals"
         )
-        print(
-            f"{'column':<12}{'way':<11}{'work/even':>10}{'worst':>8}{'bound':>8}{'over cap':>10}{'microsteps':>11}"
-            f"{'ms':>8}  goals (balance judged where a batch's bound is below it)"
-        )
-        for shape, dp, capacity in COLUMNS:
+        for column in COLUMNS:
             for name, plan in WAYS.items():
-                row = measure(name, plan, (shape, dp, capacity), cost)
-                label = f"{shape} {dp}@{capacity // 1024}k"
+                row = measure(name, plan, column, cost)
                 print(
-                    f"{label:<12}{name:<11}{row['work']:>10.4f}{row['worst']:>8.3f}{row['bound']:>8.4f}"
-                    f"{row['over']:>9.1%} {row['steps']:>11.2f}{row['ms']:>8.2f}{judge(row) if name == 'ours' else ''}"
+                    f"{column[0]} {column[1]}@{column[2] // 1024}k".ljust(12)
+                    + f"{name:<11}{row['work']:>10.4f}{row['worst']:>8.3f}{row['bound']:>8.4f}"
+                    + f"{row['over']:>9.1%} {row['steps']:>11.2f}{row['ms']:>8.2f}"
+                    + (judge(row) if name == "ours" else "")
                 )
 
 
