@@ -68,7 +68,7 @@ class LazyLogits(Tensor):
         handler = _RECORDED.get(name)
         if handler is not None and isinstance(args[0], LazyLogits):
             return handler(args[0], *args[1:], **(kwargs or {}))
-        if name in _HARMLESS:
+        if name in _HARMLESS or name.startswith(("is_", "_is_", "_has_")):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise NotImplementedError(
@@ -138,20 +138,10 @@ _RECORDED: dict[str, Callable[..., LazyLogits]] = {
     ),
     "__getitem__": _getitem,
 }
+# Questions about a tensor that change nothing; hooks of FSDP2 and torch.compile ask them, beside any "is_...".
 _HARMLESS = frozenset(
-    {
-        "__get__",
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "stride",
-        "register_hook",
-        "is_floating_point",
-        "is_complex",
-    }
-    | {"is_contiguous", "storage_offset", "untyped_storage", "__repr__", "__len__", "__hash__", "data_ptr"}
-    | {"element_size", "is_cuda", "get_device", "is_inference", "_is_view"}
+    {"__get__", "size", "dim", "ndimension", "numel", "stride", "storage_offset", "untyped_storage"}
+    | {"data_ptr", "element_size", "get_device", "register_hook", "__repr__", "__len__", "__hash__"}
 )
 
 
