@@ -5,8 +5,9 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks import THDThroughputMonitor
 from lightning_thd.data import THDDataModule
 from lightning_thd.flops import FlopsModel
+from lightning_thd.integrations import prepare_thd
 from lightning_thd.loss import causal_lm_loss
-from lightning_thd.models import register_thd
+from lightning_thd.models import check_packing, register_thd
 from lightning_thd.packing import Packs, Sequences
 from lightning_thd.strategies import THDDDPStrategy, THDStrategyMixin, register_strategies
 
@@ -22,6 +23,8 @@ __all__ = [
     "THDStrategyMixin",
     "THDThroughputMonitor",
     "causal_lm_loss",
+    "check_packing",
+    "prepare_thd",
     "varlen_attention",
 ]
 

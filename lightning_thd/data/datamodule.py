@@ -144,6 +144,21 @@ class THDDataModule(L.LightningDataModule):
         self._indices: dict[str, SequenceIndex] = {}
         self._planners: dict[str, PackPlanner] = {}
 
+    def attach(self, *, rank: int = 0, ranks: int = 1, accumulate: int = 1) -> None:
+        """Tell who loads, in a loop without a Lightning Trainer; call it before ``setup``.
+
+        Args:
+            rank: data-parallel rank of this process.
+            ranks: number of data-parallel ranks.
+            accumulate: batches a rank runs between two optimizer steps, as a Trainer's
+                ``accumulate_grad_batches``; 1 with ``Sequences(n)``.
+
+        Raises:
+            MisconfigurationException: when ``global_batch`` contradicts them.
+        """
+        link.check_packs(self.global_batch, ranks=ranks, accumulate=accumulate)
+        self._attached = (rank, ranks, accumulate)
+
     def prepare_data(self) -> None:
         """Tokenise, count and cache what can be cached; Lightning calls this on one process a node."""
         for name, source in self._sources.items():
@@ -217,7 +232,7 @@ class THDDataModule(L.LightningDataModule):
                 f"THDDataModule has no data for {name!r}. Pass THDDataModule(..., {name}=...)"
                 + (", and call setup() first." if self._sources[name] is not None else ".")
             )
-        (rank, dp), planner = link.data_rank(self.trainer), self._planner(name)
+        (rank, dp), planner = self._data_rank, self._planner(name)
         maker = BatchMaker(
             dataset=self._opened[name].dataset,
             index=self._indices[name],
@@ -242,12 +257,20 @@ class THDDataModule(L.LightningDataModule):
         )
 
     @property
+    def _data_rank(self) -> tuple[int, int]:
+        return link.data_rank(self.trainer) if self.trainer is not None else self._attached[:2]
+
+    @property
+    def _accumulate(self) -> int:
+        return link.accumulation(self.trainer) if self.trainer is not None else self._attached[2]
+
+    @property
     def _step(self) -> Packs | Sequences:
-        return self.global_batch or Packs(link.data_rank(self.trainer)[1] * link.accumulation(self.trainer))
+        return self.global_batch or Packs(self._data_rank[1] * self._accumulate)
 
     @property
     def _is_first(self) -> bool:
-        return self.trainer is None or self.trainer.is_global_zero
+        return self.trainer.is_global_zero if self.trainer is not None else self._attached[0] == 0
 
     @property
     def _pin(self) -> bool:
@@ -273,7 +296,7 @@ class THDDataModule(L.LightningDataModule):
             PackPlanner,
             index.lengths,
             self.capacity,
-            global_batch=self._step if training else Packs(link.data_rank(self.trainer)[1]),
+            global_batch=self._step if training else Packs(self._data_rank[1]),
             align=link.alignment(self.trainer),
             cost=self.cost or link.model_cost(self.trainer, self.capacity),
             window=self.window,

@@ -79,29 +79,36 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
             "GradientAccumulationScheduler changes the packs of a step between epochs, which would "
             "change the loss. Use a fixed Trainer(accumulate_grad_batches=...)."
         )
-    accumulate, (_, dp) = accumulation(trainer), data_rank(trainer)
-    if isinstance(step, Packs) and step.n != dp * accumulate:
+    if isinstance(step, Sequences) and not getattr(trainer.strategy, "runs_thd_steps", False):
         raise MisconfigurationException(
-            f"global_batch={step} but {dp} data-parallel ranks x accumulate_grad_batches={accumulate} "
-            f"make {dp * accumulate} packs a step. Set Packs({dp * accumulate}), or "
+            f"global_batch={step} needs a strategy that runs all microbatches of a step: 'thd' on "
+            f"one device, 'thd_ddp' or 'thd_model_parallel', not "
+            f"{type(trainer.strategy).__name__}. Or use Packs(n)."
+        )
+    check_packs(step, ranks=data_rank(trainer)[1], accumulate=accumulation(trainer))
+
+
+def check_packs(step: Packs | Sequences | None, *, ranks: int, accumulate: int) -> None:
+    """Refuse accumulation and ranks that contradict ``global_batch``.
+
+    Raises:
+        MisconfigurationException: when they would change what a step holds.
+    """
+    if isinstance(step, Packs) and step.n != ranks * accumulate:
+        raise MisconfigurationException(
+            f"global_batch={step} but {ranks} data-parallel ranks x accumulate_grad_batches={accumulate} "
+            f"make {ranks * accumulate} packs a step. Set Packs({ranks * accumulate}), or "
             + (
-                f"accumulate_grad_batches={step.n // dp}."
-                if step.n % dp == 0
-                else f"a number of packs that {dp} ranks divide."
+                f"accumulate_grad_batches={step.n // ranks}."
+                if step.n % ranks == 0
+                else f"a number of packs that {ranks} ranks divide."
             )
         )
-    if isinstance(step, Sequences):
-        if not getattr(trainer.strategy, "runs_thd_steps", False):
-            raise MisconfigurationException(
-                f"global_batch={step} needs a strategy that runs all microbatches of a step: 'thd' on "
-                f"one device, 'thd_ddp' or 'thd_model_parallel', not "
-                f"{type(trainer.strategy).__name__}. Or use Packs(n)."
-            )
-        if accumulate != 1:
-            raise MisconfigurationException(
-                f"global_batch={step} decides by itself how many microbatches a step has, but "
-                f"accumulate_grad_batches={accumulate}. Set it to 1."
-            )
+    if isinstance(step, Sequences) and accumulate != 1:
+        raise MisconfigurationException(
+            f"global_batch={step} decides by itself how many microbatches a step has, but "
+            f"accumulate_grad_batches={accumulate}. Set gradient accumulation to 1."
+        )
 
 
 class Progress:

@@ -1,0 +1,7 @@
+"""Packed training outside the Lightning Trainer: Accelerate, the Hugging Face Trainer, Fabric."""
+
+from lightning_thd.integrations.accelerate import prepare_thd
+from lightning_thd.integrations.fabric import prepare_fabric
+from lightning_thd.integrations.loop import PackedLoop
+
+__all__ = ["PackedLoop", "prepare_fabric", "prepare_thd"]

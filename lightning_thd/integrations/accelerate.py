@@ -1,0 +1,143 @@
+"""An Accelerate loop -> packed steps, the exact loss, and throughput in its trackers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from lightning_thd._imports import require
+from lightning_thd.data import THDDataModule
+from lightning_thd.data.loader import THDLoader
+from lightning_thd.integrations.loop import Host, LossFn, PackedLoop, as_loader
+from lightning_thd.loss import causal_lm_loss
+
+# accelerate's mixed_precision -> Lightning's name
+_PRECISION = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "transformer-engine"}
+
+
+def prepare_thd(
+    accelerator: Any,
+    model: nn.Module,
+    data: THDDataModule | THDLoader,
+    optimizer: Any,
+    scheduler: Any = None,
+    *,
+    loss_fn: LossFn = causal_lm_loss,
+    peak: Literal["auto", "measure"] | float = "auto",
+    log_every_n_steps: int = 50,
+) -> PackedLoop:
+    """Prepare a model, packed data and an optimizer for an Accelerate loop.
+
+    The loader is neither dispatched nor sharded by Accelerate: the plan gives every data-parallel rank its
+    own packs. Its position and the throughput totals are registered for checkpointing, so that
+    ``accelerator.save_state`` and ``load_state`` resume exactly, with ``Sequences(n)`` on another number of
+    processes too.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``. Its ``gradient_accumulation_steps`` is the number of packs
+            a rank runs in a step of ``Packs``.
+        model: built with ``attn_implementation="thd"``, not prepared yet.
+        data: a ``THDDataModule``, or a loader that its ``train_steps`` returned.
+        optimizer: over the model's parameters.
+        scheduler: stepped once a step.
+        loss_fn: ``(model, batch) -> loss``, with ``batch.loss_scale`` in it.
+        peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
+        log_every_n_steps: steps between two calls of ``accelerator.log``.
+
+    Returns:
+        The loop. ``for step in loop.loader: loss = loop.backward(step); loop.optimizer.step();
+        loop.optimizer.zero_grad()``.
+
+    Raises:
+        ValueError: for Accelerate's own context or sequence parallelism, and data of another kind.
+    """
+    require("accelerate", feature="prepare_thd")
+    _refuse_parallelism(accelerator)
+    rank, ranks, group = _data_rank(accelerator)
+    accumulate = accelerator.gradient_accumulation_steps
+    loader = as_loader(data, rank=rank, ranks=ranks, accumulate=accumulate)
+    prepared = accelerator.prepare(model, optimizer)
+    model, optimizer = prepared
+    if scheduler is not None:
+        scheduler = _StepScheduler(scheduler, optimizer)
+
+    def backward(loss: Tensor) -> None:
+        # Accelerate divides by its accumulation steps; a step's microbatches are weighed already.
+        accelerator.backward(loss * accumulate)
+
+    host = Host(
+        backward=backward,
+        no_sync=accelerator.no_sync,
+        log=lambda metrics, step: accelerator.log(metrics, step=step),
+        device=accelerator.device,
+        devices=accelerator.num_processes,
+        precision=_PRECISION.get(str(accelerator.mixed_precision), "32-true"),
+        data_group=group,
+    )
+    loop = PackedLoop(
+        host,
+        model,
+        loader,
+        optimizer,
+        scheduler,
+        loss_fn=loss_fn,
+        peak=peak,
+        log_every_n_steps=log_every_n_steps,
+    )
+    accelerator.register_for_checkpointing(loader, loop)
+    if scheduler is not None:
+        accelerator.register_for_checkpointing(scheduler)
+    return loop
+
+
+class _StepScheduler:
+    """Steps a schedule once for every optimizer step that was taken, whatever the number of processes."""
+
+    def __init__(self, scheduler: Any, optimizer: Any) -> None:
+        self.scheduler, self._optimizer = scheduler, optimizer
+
+    def step(self, *args: Any) -> None:
+        # A GradScaler that found an overflow skips the optimizer's step.
+        if not getattr(self._optimizer, "step_was_skipped", False):
+            self.scheduler.step(*args)
+
+    def get_last_lr(self) -> list[float]:
+        rates: list[float] = self.scheduler.get_last_lr()
+        return rates
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)
+
+
+def _refuse_parallelism(accelerator: Any) -> None:
+    config = accelerator.parallelism_config
+    if config is None:
+        return
+    for name, enabled in (("cp_size", config.cp_enabled), ("sp_size", config.sp_enabled)):
+        if enabled:
+            raise ValueError(
+                f"The accelerator has {name}={getattr(config, name)}: its context parallelism replaces every "
+                "mask by a causal one, so documents of a pack would see each other. Set it to 1, or use "
+                "Lightning with THDDDPStrategy or THDModelParallelStrategy(context_parallel_size=...)."
+            )
+
+
+def _data_rank(accelerator: Any) -> tuple[int, int, Any]:
+    """Rank, number of ranks and process group of those that read different data."""
+    config = accelerator.parallelism_config
+    mesh = accelerator.torch_device_mesh if config is not None else None
+    if mesh is None:
+        return accelerator.process_index, accelerator.num_processes, None
+    names = [name for name in ("dp_replicate", "dp_shard") if name in (mesh.mesh_dim_names or ())]
+    if not names:
+        return 0, 1, None
+    rank, ranks = 0, 1
+    for name in names:
+        rank, ranks = rank * mesh[name].size() + mesh[name].get_local_rank(), ranks * mesh[name].size()
+    group = (mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten("thd_data")).get_group()
+    return rank, ranks, group

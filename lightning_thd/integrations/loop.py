@@ -1,0 +1,170 @@
+"""A step of microbatches in a loop without a Lightning Trainer: gradients, the step's loss, and its metrics.
+
+What Accelerate and Fabric have in common. Each hands in how it goes backward, how it leaves gradients
+unsynchronised, and where it logs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.callbacks._device import compute_dtype, resolve_peak
+from lightning_thd.callbacks._discover import find_model
+from lightning_thd.callbacks._gather import communication_device
+from lightning_thd.callbacks._stage import Setting, Stage
+from lightning_thd.data.loader import THDLoader
+from lightning_thd.loss import causal_lm_loss
+
+LossFn = Callable[[nn.Module, THDBatch], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """What a loop's framework does for it.
+
+    Attributes:
+        backward: backpropagates a loss, without dividing it.
+        no_sync: leaves the gradients of a model to this rank.
+        log: logs metrics at an optimizer step.
+        device: of this rank.
+        devices: of the whole job.
+        precision: as Lightning names it, "32-true" or "bf16-mixed".
+        data_group: process group of the ranks with different data; None for the world.
+    """
+
+    backward: Callable[[Tensor], None]
+    no_sync: Callable[[nn.Module], AbstractContextManager[Any]]
+    log: Callable[[dict[str, float], int], None]
+    device: torch.device
+    devices: int
+    precision: str
+    data_group: Any = None
+
+
+class PackedLoop:
+    """What ``prepare_thd`` returns: the prepared objects, and ``backward`` for a whole step.
+
+    Unpacks like the tuple ``accelerator.prepare`` returns: ``model, loader, optimizer = prepare_thd(...)``,
+    and the scheduler last where one was given.
+
+    Attributes:
+        model: prepared by the host.
+        loader: ``THDStep`` after ``THDStep``; its position is saved and restored with the host's state.
+        optimizer: prepared by the host.
+        scheduler: prepared by the host, or None.
+        global_step: steps run so far.
+        latest: the metrics of the last interval.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        model: nn.Module,
+        loader: THDLoader,
+        optimizer: Any,
+        scheduler: Any = None,
+        *,
+        loss_fn: LossFn = causal_lm_loss,
+        peak: Literal["auto", "measure"] | float = "auto",
+        log_every_n_steps: int = 50,
+        warmup_steps: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if log_every_n_steps < 1:
+            raise ValueError(f"log_every_n_steps={log_every_n_steps}: log every 1 or more steps.")
+        self.model, self.loader, self.optimizer, self.scheduler = model, loader, optimizer, scheduler
+        self.global_step = 0
+        self.latest: dict[str, float] = {}
+        self._host, self._loss_fn = host, loss_fn
+        self._every, self._warmup = log_every_n_steps, warmup_steps
+        self._stage = Stage("train", "training", clock)
+        flops_model = find_model(model, causal="half", tokens="real", recompute="auto")
+        dtype = compute_dtype(host, model)
+        self._setting = Setting(
+            model=flops_model,
+            peak=resolve_peak(peak, host.device, dtype),
+            group=host.data_group,
+            device=host.device,
+            wire=communication_device(host.data_group, host.device),
+            devices=host.devices,
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        prepared = (self.model, self.loader, self.optimizer)
+        return iter(prepared if self.scheduler is None else (*prepared, self.scheduler))
+
+    def backward(self, step: THDStep) -> Tensor:
+        """Run every microbatch of a step forward and backward, gradients synchronised in the last alone.
+
+        Args:
+            step: what the loader gave, on any device.
+
+        Returns:
+            fp32 ``[]``, this rank's share of the step's loss: its mean over the data-parallel ranks is the
+            sum over all loss tokens of the step divided by their number. Detached.
+        """
+        self._stage.resume(self._setting)
+        step = step.to(self._host.device)
+        losses = []
+        for i, batch in enumerate(step.microbatches, start=1):
+            if i < len(step):
+                with self._host.no_sync(self.model):
+                    losses.append(self._run(batch, len(step)))
+            else:
+                losses.append(self._run(batch, len(step)))
+        self._stage.meter.add(step)
+        self._end_step()
+        return torch.stack(losses).sum()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps and throughput totals so far; the loader keeps its own."""
+        return {"global_step": self.global_step, "throughput": self._stage.state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.global_step = int(state["global_step"])
+        self._stage.load(state["throughput"], self._setting.model)
+
+    def _run(self, batch: THDBatch, microbatches: int) -> Tensor:
+        loss = self._loss_fn(self.model, batch) / microbatches
+        self._host.backward(loss)
+        return loss.detach()
+
+    def _end_step(self) -> None:
+        self._stage.meter.end_step()
+        self.global_step += 1
+        if self.global_step <= self._warmup:
+            self._stage.leave_out(self._setting)
+        if self.global_step % self._every == 0:
+            self.latest = self._stage.close(self._setting)
+            self._host.log(self.latest, self.global_step)
+
+
+def as_loader(data: object, *, rank: int, ranks: int, accumulate: int) -> THDLoader:
+    """Make a data module's loader of steps, or check one that is given.
+
+    Raises:
+        ValueError: for a loader of another kind, which would split, dispatch or re-batch packs.
+    """
+    from lightning_thd.data import THDDataModule
+
+    if isinstance(data, THDDataModule):
+        data.attach(rank=rank, ranks=ranks, accumulate=accumulate)
+        data.prepare_data()
+        data.setup("fit")
+        return data.train_steps()
+    if isinstance(data, THDLoader):
+        return data
+    raise ValueError(
+        f"prepare_thd got data of type {type(data).__name__}, wanted a THDDataModule, or what its "
+        "train_steps() returns. Another loader would split packs, dispatch them to other ranks or stack "
+        "them. Write THDDataModule(dataset, capacity=...) in its place."
+    )

@@ -1,0 +1,178 @@
+"""Accelerate and Fabric loops equal the hand-written loop over sequences that were never packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import lightning as L
+import pytest
+import torch
+
+from lightning_thd import Packs, Sequences, THDDataModule
+from lightning_thd.integrations import PackedLoop, prepare_fabric, prepare_thd
+from lightning_thd.packing import PackPlanner
+from tests.ranks import run_ranks
+from tests.tiny import TinyModule, largest_error, sequences, tiny_llama, train_by_hand
+
+CAPACITY, STEPS = 48, 5
+
+
+def make_data(step: Packs | Sequences) -> THDDataModule:
+    return THDDataModule(sequences(60, labels=True), capacity=CAPACITY, global_batch=step)
+
+
+def make_loop(host: str, step: Any, accumulate: int = 1, **kwargs: Any) -> tuple[Any, PackedLoop]:
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=TinyModule().lr, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    if host == "accelerate":
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **kwargs)
+        loop = prepare_thd(accelerator, model, make_data(step), optimizer, scheduler, peak=1e9)
+        return accelerator, loop
+    fabric = L.Fabric(accelerator="cpu", devices=_world(), strategy="ddp" if _world() > 1 else "auto")
+    fabric.launch()
+    loop = prepare_fabric(fabric, model, make_data(step), optimizer, accumulate=accumulate, peak=1e9)
+    loop.scheduler = scheduler
+    return fabric, loop
+
+
+def _world() -> int:
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+
+
+def run(
+    loop: PackedLoop, steps: int, batches: Any = None
+) -> tuple[dict[str, torch.Tensor], list[float], list[Any]]:
+    losses, seen = [], []
+    for _, batch in zip(range(steps), batches or epochs(loop), strict=False):
+        losses.append(float(loop.backward(batch)))
+        seen.append([b.sequence_ids for b in batch.microbatches])
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        loop.scheduler.step()
+    model = getattr(loop.model, "module", loop.model)
+    model = getattr(model, "module", model)
+    return {n: p.detach().clone() for n, p in model.named_parameters()}, losses, seen
+
+
+def epochs(loop: PackedLoop) -> Any:
+    while True:
+        yield from loop.loader
+
+
+def run_host(host: str, step: Any, accumulate: int) -> Any:
+    _, loop = make_loop(host, step, accumulate)
+    return run(loop, STEPS)
+
+
+def by_hand(step: Packs | Sequences, dp: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    samples = sequences(60, labels=True)
+    planner = PackPlanner([len(s["input_ids"]) for s in samples], CAPACITY, global_batch=step)
+    params, losses = train_by_hand(samples, planner, STEPS, dp=dp)
+    return {name.removeprefix("model."): p for name, p in params.items()}, losses
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return largest_error({n.removeprefix("model."): p for n, p in found.items()}, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("host", ["accelerate", "fabric"])
+@pytest.mark.parametrize(("step", "accumulate"), [(Packs(3), 3), (Sequences(12), 1)])
+def test_one_process_equals_the_hand_loop(host: str, step: Any, accumulate: int) -> None:
+    [(params, losses, _)] = run_ranks(run_host, 1, host, step, accumulate)
+    wanted, expected = by_hand(step, 1)
+    assert same(params, wanted)
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("host", ["accelerate", "fabric"])
+@pytest.mark.parametrize(("step", "accumulate"), [(Packs(4), 2), (Sequences(12), 1)])
+def test_two_ranks_equal_the_hand_loop(host: str, step: Any, accumulate: int) -> None:
+    ranks = run_ranks(run_host, 2, host, step, accumulate)
+    wanted, expected = by_hand(step, 2)
+    for params, _, _ in ranks:
+        assert same(params, wanted)
+    means = [(a + b) / 2 for a, b in zip(ranks[0][1], ranks[1][1], strict=True)]
+    assert means == pytest.approx(expected, rel=1e-12)
+
+
+def _save(host: str, folder: str) -> Any:
+    owner, loop = make_loop(host, Sequences(12))
+    batches = epochs(loop)
+    run(loop, 2, batches)
+    if host == "accelerate":
+        owner.save_state(folder)
+    else:
+        owner.save(Path(folder) / "f.ckpt", _fabric_state(loop))
+    return run(loop, 2, batches)
+
+
+def _resume(host: str, folder: str) -> Any:
+    owner, loop = make_loop(host, Sequences(12))
+    if host == "accelerate":
+        owner.load_state(folder)
+    else:
+        owner.load(Path(folder) / "f.ckpt", _fabric_state(loop))
+    return (*run(loop, 2), loop.global_step)
+
+
+def _fabric_state(loop: PackedLoop) -> dict[str, Any]:
+    return {
+        "model": loop.model,
+        "optimizer": loop.optimizer,
+        "scheduler": loop.scheduler,
+        "loader": loop.loader,
+        "loop": loop,
+    }
+
+
+@pytest.mark.parametrize("host", ["accelerate", "fabric"])
+@pytest.mark.filterwarnings("ignore")  # torch.save of a scheduler warns; resuming is what counts
+def test_saved_on_two_ranks_and_resumed_on_one_goes_on_with_the_same_sequences(
+    host: str, tmp_path: Path
+) -> None:
+    before = run_ranks(_save, 2, host, str(tmp_path))
+    [(params, _, seen, global_step)] = run_ranks(_resume, 1, host, str(tmp_path))
+    assert global_step == 4
+    assert largest_error(params, before[0][0]) < 1e-12
+    for k, step in enumerate(seen):
+        both = [i for rank in before for ids in rank[2][k] for i in ids]
+        assert sorted(i for ids in step for i in ids) == sorted(both)
+
+
+def _refused(kind: str) -> str:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data: Any = make_data(Packs(1))
+    if kind == "cp":
+        accelerator.state.parallelism_config = accelerate.ParallelismConfig(cp_size=2)
+    elif kind == "loader":
+        data = torch.utils.data.DataLoader([1, 2])
+    elif kind == "packs":
+        data = make_data(Packs(3))
+    elif kind == "sequences":
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        data = make_data(Sequences(4))
+    try:
+        prepare_thd(accelerator, model, data, optimizer)
+    except Exception as err:
+        return str(err)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("cp", "cp_size=2: its context parallelism replaces every mask"),
+        ("loader", "type DataLoader, wanted a THDDataModule"),
+        ("packs", "make 1 packs a step. Set Packs(1)"),
+        ("sequences", "Set gradient accumulation to 1"),
+    ],
+)
+def test_what_would_leak_or_change_the_loss_is_refused(kind: str, message: str) -> None:
+    [found] = run_ranks(_refused, 1, kind)
+    assert message in found
