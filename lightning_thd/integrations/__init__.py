@@ -2,6 +2,7 @@
 
 from lightning_thd.integrations.accelerate import prepare_thd
 from lightning_thd.integrations.fabric import prepare_fabric
+from lightning_thd.integrations.hf_trainer import packed_trainer
 from lightning_thd.integrations.loop import PackedLoop
 
-__all__ = ["PackedLoop", "prepare_fabric", "prepare_thd"]
+__all__ = ["PackedLoop", "packed_trainer", "prepare_fabric", "prepare_thd"]

@@ -1,0 +1,144 @@
+"""Hugging Face's Trainer on packs equals the hand-written loop over sequences that were never packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from lightning_thd import Packs, Sequences
+from lightning_thd.integrations import packed_trainer
+from lightning_thd.packing import PackPlanner
+from tests.ranks import run_ranks
+from tests.tiny import largest_error, nll, sequences, tiny_llama, train_by_hand
+
+CAPACITY, STEPS = 48, 6
+
+
+class RecordsSteps:
+    """Mixed in to see what was used."""
+
+    seen: list[tuple[int, ...]]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.seen.append(inputs["batch"].sequence_ids)
+        loss: torch.Tensor = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        return loss
+
+
+def make_trainer(out: str, accumulate: int, **kwargs: Any) -> Any:
+    arguments = TrainingArguments(
+        output_dir=out,
+        max_steps=STEPS,
+        gradient_accumulation_steps=accumulate,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=0,
+        **kwargs.pop("arguments", {}),
+    )
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    samples = sequences(60, labels=True)
+    trainer = type("Seen", (RecordsSteps, packed_trainer()), {})(
+        model=model,
+        args=arguments,
+        train_dataset=samples,
+        eval_dataset=samples[:20],
+        optimizers=(optimizer, schedule),
+        capacity=CAPACITY,
+        peak=1e9,
+        **kwargs,
+    )
+    trainer.seen = []
+    return trainer
+
+
+def train(out: str, accumulate: int, resume: str | None = None) -> dict[str, Any]:
+    trainer = make_trainer(out, accumulate)
+    trainer.train(resume_from_checkpoint=resume)
+    return {
+        "params": {n: p.detach() for n, p in trainer.model.named_parameters()},
+        "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+        "logs": trainer.state.log_history,
+        "seen": trainer.seen,
+        "flos": trainer.state.total_flos,
+        "eval": trainer.evaluate()["eval_loss"],
+    }
+
+
+def by_hand(step: Packs, dp: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    samples = sequences(60, labels=True)
+    planner = PackPlanner([len(s["input_ids"]) for s in samples], CAPACITY, global_batch=step)
+    params, losses = train_by_hand(samples, planner, STEPS, dp=dp)
+    return params, losses
+
+
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (1, 3), (2, 2)])
+def test_parameters_and_losses_equal_the_hand_loop(tmp_path: Path, world: int, accumulate: int) -> None:
+    ranks = run_ranks(train, world, str(tmp_path), accumulate)
+    wanted, losses = by_hand(Packs(world * accumulate), world)
+    samples = sequences(60, labels=True)[:20]
+    for found in ranks:
+        assert largest_error(found["params"], wanted) < 1e-12
+    assert ranks[0]["losses"] == pytest.approx(losses, rel=1e-4)  # Trainer rounds what it logs
+    logged = [row for row in ranks[0]["logs"] if "train/device/mfu" in row]
+    assert all(row["train/packing/fill"] == 1.0 for row in logged)
+    assert len(logged) >= STEPS - 1
+    model = tiny_llama()
+    model.load_state_dict(ranks[0]["params"], strict=False)
+    with torch.no_grad():
+        results = [nll(model, sample) for sample in samples]
+    expected = float(sum(total for total, _ in results) / sum(count for _, count in results))
+    assert ranks[0]["eval"] == pytest.approx(expected, rel=1e-9)
+    assert ranks[0]["flos"] > 0
+
+
+def test_resume_goes_on_with_what_was_left(tmp_path: Path) -> None:
+    [whole] = run_ranks(train, 1, str(tmp_path), 2)
+    [resumed] = run_ranks(train, 1, str(tmp_path), 2, str(tmp_path / "checkpoint-2"))
+    assert resumed["seen"] == whole["seen"][4:]
+    assert largest_error(resumed["params"], whole["params"]) < 1e-12
+
+
+def refuse(kind: str, out: str) -> str:
+    try:
+        if kind == "collator":
+            make_trainer(out, 1, data_collator=lambda rows: rows)
+        elif kind == "sequences":
+            make_trainer(out, 1, data_kwargs={"global_batch": Sequences(4)})
+        elif kind == "iterable":
+            trainer = make_trainer(out, 1)
+            trainer.train_dataset = iter([])
+            trainer.get_train_dataloader()
+        elif kind == "packs":
+            make_trainer(out, 2, data_kwargs={"global_batch": Packs(3)}).get_train_dataloader()
+    except Exception as err:
+        return str(err)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("collator", "would pad or stack what is packed"),
+        ("sequences", "a Trainer's step is a fixed number of packs"),
+        ("iterable", "has no length, so its sequences cannot be planned"),
+        ("packs", "make 2 packs a step"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path: Path, kind: str, message: str) -> None:
+    [found] = run_ranks(refuse, 1, kind, str(tmp_path))
+    assert message in found
+
+
+def test_the_class_keeps_its_base() -> None:
+    assert issubclass(packed_trainer(), Trainer)
+    assert packed_trainer().__name__ == "PackedTrainer"
