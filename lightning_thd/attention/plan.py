@@ -119,18 +119,19 @@ def make_plan(
     for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:], strict=False):
         blind = cutter.blind_rows(q1 - q0, k1 - k0)
         blank_q.append((q0, q0 + blind))
-        rows, keys = q1 - q0 - blind, k1 - k0
+        q0 += blind
+        rows, keys = q1 - q0, k1 - k0
         if rows == 0 or keys == 0:
             blank_k.append((k0, k1))
             continue
-        whole = Tiles(rows, keys, keys - rows, (q0 + blind,), (k0,))
+        whole = Tiles(rows, keys, keys - rows, (q0,), (k0,))
         if max_cells is None and whole.is_top_left(left, right) and rows <= SHORT and q0 == k0:
             triangles.append((rows, q0))
         elif cutter.takes_whole(whole):
-            singles[rows, keys, whole.shift].append((q0 + blind, k0))
+            singles[rows, keys, whole.shift].append((q0, k0))
         else:
             calls, seen = cutter.cut(rows, keys)
-            pieces.append(Piece(calls, (q0 + blind, q1), (k0, k1)))
+            pieces.append(Piece(calls, (q0, q1), (k0, k1)))
             blank_k += [(k0, k0 + seen[0]), (k0 + seen[1], k1)]
     pieces += _equal_groups(singles, max_cells) + _padded_groups(triangles)
     return Plan(tuple(pieces), _nonempty(blank_q), _nonempty(blank_k))
