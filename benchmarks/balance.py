@@ -134,8 +134,9 @@ def bound(lengths: IntArray, capacity: int, dp: int, cost: Cost) -> float:
     """Below this no plan can come, of an even share, however many microsteps it takes.
 
     Sequences above half the capacity share no pack. So the m-th heaviest microstep has one at least as heavy
-    as number (m - 1) dp + 1 of them in sorted order. What the first m microsteps can hold is bounded too: a long
-    sequence and one that fills its pack (if any is short enough), or two halves. The rest is at best even.
+    as number (m - 1) dp + 1 of them in sorted order. What the first m microsteps can hold is bounded too: a
+    long sequence and one that fills its pack (if any is short enough), or two halves. The rest is at best
+    even.
     """
     work, total = cost(lengths), float(cost(lengths).sum())
     long = np.sort(lengths[2 * lengths > capacity])[::-1]
