@@ -61,10 +61,7 @@ def varlen_attention(
     Returns:
         ``[Tq, H, E]`` in the dtype of q; 0 for a query that sees no key. One sequence of one token returns v.
     """
-    device = q_THD.device.type
-    if torch.is_autocast_enabled(device) and q_THD.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        q_THD, k_THD, v_THD = q_THD.to(dtype), k_THD.to(dtype), v_THD.to(dtype)
+    q_THD, k_THD, v_THD = _autocast(q_THD, k_THD, v_THD)
     check_tensors(q_THD, k_THD, v_THD, cu_seqlens_q, cu_seqlens_kv)
     check_sinks(sinks, q_THD)
     spec = make_spec(q_THD.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
@@ -136,6 +133,15 @@ def _run(
         spec.softcap,
     )
     return out
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast as torch's own attention does: q and k leave rotary embeddings in fp32 where v is already bf16."""
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def _device_type(x: Tensor) -> str:

@@ -330,7 +330,7 @@ def real_rows(cu: Tensor, padded: Tensor) -> Tensor:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *which: str) -> None:
-    """Make libraries importable ("flash2", "flash3", "flash4", "te") and the operators under torch run here."""
+    """Make libraries importable: "flash2", "flash3", "flash4", "te"."""
     contents = {
         "flash2": {
             "flash_attn": {},

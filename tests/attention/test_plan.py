@@ -74,6 +74,7 @@ sides = st.tuples(st.sampled_from([-1, 0, 1, 3, 10]), st.sampled_from([-1, 0, 0,
     cells=st.sampled_from([None, 1, 64]),
 )
 @example(lengths=[5, 5, 5], others=[1], cross=False, window=(-1, 0), by_keys=True, cells=None)
+@example(lengths=[2], others=[1], cross=True, window=(-1, 0), by_keys=False, cells=None)
 @example(lengths=[30, 2], others=[4, 30], cross=True, window=(3, 2), by_keys=False, cells=None)
 def test_calls_see_exactly_the_visible_pairs_once(
     lengths: list[int], others: list[int], cross: bool, window: Pair, by_keys: bool, cells: int | None

@@ -1,0 +1,256 @@
+"""The CPU kernel against dense fp64 attention, on every path: short, cut, whole, windowed, capped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_thd.attention import cpu, flash_cpu
+from lightning_thd.attention import plan as plan_module
+from lightning_thd.attention.spec import AttentionSpec, make_spec
+from tests.attention.oracle import dense_attention
+
+
+def offsets(lengths: list[int]) -> list[int]:
+    return torch.tensor([0, *lengths]).cumsum(0).tolist()
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths_q: list[int],
+    lengths_kv: list[int],
+    grad: Tensor,
+    **options: object,
+) -> tuple[Tensor, ...]:
+    """Return out, lse, dq, dk, dv of the kernel."""
+    spec: AttentionSpec = make_spec(q.shape[2], **options)  # type: ignore[arg-type]
+    cu_q, cu_kv = offsets(lengths_q), offsets(lengths_kv)
+    out, lse = cpu.forward(q, k, v, cu_q, cu_kv, spec=spec)
+    return out, lse, *cpu.backward(grad, q, k, v, out, lse, cu_q, cu_kv, spec=spec)
+
+
+def oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths_q: list[int],
+    lengths_kv: list[int],
+    grad: Tensor,
+    **options: object,
+) -> tuple[Tensor, ...]:
+    spec = make_spec(q.shape[2], **options)  # type: ignore[arg-type]
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    out, lse = dense_attention(
+        *leaves,
+        lengths_q,
+        lengths_kv,
+        left=spec.left,
+        right=spec.right,
+        scale=spec.scale,
+        softcap=spec.softcap,
+    )
+    return out.detach(), lse.detach().t(), *torch.autograd.grad(out, leaves, grad.double())
+
+
+@pytest.fixture
+def small_limits() -> Iterator[None]:
+    """Limits at which 40 tokens meet every path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_module, "SHORT", 6)
+        patch.setattr(plan_module, "WHOLE_FORWARD", 30)
+        patch.setattr(plan_module, "CALL_ROWS", 24)
+        patch.setattr(plan_module, "TILES", ((8, 4, 4), (1 << 62, 8, 8)))
+        patch.setattr(cpu, "_CALL_ELEMENTS", 200)
+        patch.setattr(cpu, "_SCORES", 256)
+        plan_module.make_plan.cache_clear()
+        yield
+    plan_module.make_plan.cache_clear()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    others=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    cross=st.booleans(),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (4, 4)]),
+    sizes=st.sampled_from([(8, 8), (8, 4), (4, 12), (5, 5)]),
+    options=st.sampled_from([
+        {}, {"causal": False}, {"window": 1}, {"window": 5}, {"window": 100}, {"scale": 0.7},
+        {"softcap": 1.5},
+        {"causal": False, "window": (3, 2)}, {"causal": False, "window": (0, -1)},
+        {"causal": False, "window": (-1, 4), "softcap": 3.0}, {"window": 7, "softcap": 3.0},
+    ]),
+)  # fmt: skip
+def test_equals_dense_on_every_path(
+    small_limits: None,
+    lengths: list[int],
+    others: list[int],
+    cross: bool,
+    heads: tuple[int, int],
+    sizes: tuple[int, int],
+    options: dict,
+) -> None:
+    lengths_kv = (others * 6)[: len(lengths)] if cross else lengths
+    q = torch.randn(sum(lengths), heads[0], sizes[0], dtype=torch.float64)
+    k = torch.randn(sum(lengths_kv), heads[1], sizes[0], dtype=torch.float64)
+    v = torch.randn(sum(lengths_kv), heads[1], sizes[1], dtype=torch.float64)
+    grad = torch.randn(sum(lengths), heads[0], sizes[1], dtype=torch.float64)
+    got = run(q, k, v, lengths, lengths_kv, grad, **options)
+    for a, b in zip(got, oracle(q, k, v, lengths, lengths_kv, grad, **options), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 5.0}, {"causal": False}], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    # fp32: sums of a few hundred products. bf16, fp16: 8 and 11 bits in what is stored, fp32 inside.
+    [(torch.float32, 2e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)],
+)
+def test_dtypes_at_real_lengths(dtype: torch.dtype, tolerance: float, options: dict) -> None:
+    lengths = [1, 300, 64, 2, 129, 128, 17, 17, 16, 5, 700]
+    q, k, v = (torch.randn(sum(lengths), h, 32, dtype=torch.float32).to(dtype) for h in (4, 2, 2))
+    grad = torch.randn(sum(lengths), 4, 32).to(dtype)
+    got = run(q, k, v, lengths, lengths, grad, **options)
+    for a, b in zip(got, oracle(q, k, v, lengths, lengths, grad, **options), strict=True):
+        assert a.dtype == (torch.float32 if a is got[1] else dtype)
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.parametrize("length", [1281, 3000])
+def test_long_sequences_forward_whole(length: int) -> None:
+    q, k, v, grad = (torch.randn(length, 2, 16) for _ in range(4))
+    got = run(q, k, v, [length], [length], grad)
+    for a, b in zip(got, oracle(q, k, v, [length], [length], grad), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5)
+
+
+def test_huge_scores_do_not_overflow_through_padded_rows() -> None:
+    """Sequences of unlike scale share a padded call; a padded row's weights may not reach the real ones."""
+    lengths = [5, 4, 3]
+    q, k, v, grad = (torch.randn(12, 2, 8) for _ in range(4))
+    q[5:9] *= 300.0
+    k[9:] *= 300.0
+    got = run(q, k, v, lengths, lengths, grad)
+    for a, b in zip(got, oracle(q, k, v, lengths, lengths, grad), strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-2)
+
+
+def test_backward_takes_an_lse_over_more_keys() -> None:
+    """Two halves of the keys, each with the whole's out and lse, give the whole gradient."""
+    q, k, v, grad = (torch.randn(20, 2, 8, dtype=torch.float64) for _ in range(4))
+    spec = make_spec(8, causal=False)
+    out, lse = cpu.forward(q, k, v, [0, 20], [0, 20], spec=spec)
+    whole = cpu.backward(grad, q, k, v, out, lse, [0, 20], [0, 20], spec=spec)
+    parts = [
+        cpu.backward(grad, q, k[s], v[s], out, lse, [0, 20], [0, 10], spec=spec)
+        for s in (slice(0, 10), slice(10, 20))
+    ]
+    torch.testing.assert_close(parts[0][0] + parts[1][0], whole[0])
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat([part[i] for part in parts]), whole[i])
+
+
+def test_an_older_kernel_without_shared_heads_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [150, 9, 9]
+    q, k, v, grad = (torch.randn(168, h, 8) for h in (6, 2, 2, 6))
+    native = run(q, k, v, lengths, lengths, grad)
+    monkeypatch.setattr(flash_cpu, "kernel_shares_heads", lambda: False)
+    for a, b in zip(run(q, k, v, lengths, lengths, grad), native, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_bitwise_reproducible() -> None:
+    lengths = [300, 40, 41, 3]
+    q, k, v, grad = (torch.randn(384, 4, 16) for _ in range(4))
+    for options in ({}, {"window": 50}, {"softcap": 4.0}):
+        first = run(q, k, v, lengths, lengths, grad, **options)
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(first, run(q, k, v, lengths, lengths, grad, **options), strict=True)
+        )
+
+
+@pytest.mark.parametrize("layout", ["heads first", "one projection", "size strided", "expanded heads"])
+def test_any_layout(layout: str) -> None:
+    lengths = [150, 30, 20]
+    x = torch.randn(200, 3, 4, 8)
+    q, k, v = (x[:, i] for i in range(3))
+    if layout == "heads first":
+        q, k, v = (y.transpose(0, 1).contiguous().transpose(0, 1) for y in (q, k, v))
+    elif layout == "size strided":
+        q, k, v = (y.transpose(1, 2).contiguous().transpose(1, 2) for y in (q, k, v))
+    elif layout == "expanded heads":
+        k, v = k[:, :1].expand(-1, 4, -1), v[:, :1].expand(-1, 4, -1)
+    grad = torch.randn(200, 1, 1).expand(-1, 4, 8)
+    wanted = run(*(y.contiguous() for y in (q, k, v)), lengths, lengths, grad.contiguous())
+    for a, b in zip(run(q, k, v, lengths, lengths, grad), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+_MEMORY = """
+import resource, sys, torch
+from lightning_thd.attention import varlen_attention
+lengths, options, what = eval(sys.argv[1]), eval(sys.argv[2]), sys.argv[3]
+T, H, D = 32768, 4, 64
+cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def attend(*tensors):
+    at = cu if len(tensors[0]) == T else torch.tensor([0, len(tensors[0])], dtype=torch.int32)
+    return varlen_attention(*tensors, at, at, T, T, **options)
+small = [torch.randn(64, H, D, requires_grad=True) for _ in range(3)]
+attend(*small).sum().backward()  # loads libraries, starts threads
+size = T * H * D * 4
+held = torch.ones(size // 4)  # lifts the peak to what is held now
+before = peak() - size
+del held
+q, k, v = (torch.randn(T, H, D, requires_grad=what == "backward") for _ in range(3))
+out = attend(q, k, v)
+wanted = 4 * size + T * H * 4
+if what == "copy":
+    copies = [x.clone() for x in (q, k)]
+if what == "backward":
+    grad = torch.randn(T, H, D)
+    out.backward(grad)
+    wanted += 4 * size
+print((peak() - before) / wanted)
+"""
+
+
+def memory(lengths: list[int], options: dict, what: str) -> float:
+    """Run attention of 32,768 tokens in a process of its own: peak bytes / bytes of inputs and outputs."""
+    command = [sys.executable, "-c", _MEMORY, repr(lengths), repr(options), what]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("lengths", "options"),
+    [
+        ([32768], {}),
+        ([64] * 512, {}),
+        ([20000, 12000, 768], {}),
+        ([1000] * 32 + [768], {}),
+        ([32768], {"window": 1024}),
+        ([1000] * 32 + [768], {"softcap": 30.0}),
+    ],
+)
+def test_memory_is_that_of_inputs_and_outputs(lengths: list[int], options: dict, what: str) -> None:
+    """Within 10 percent of q + k + v + out + lse (and, backward, four gradients): no [T, T], no copies."""
+    assert memory(lengths, options, what) <= 1.10
+
+
+@pytest.mark.slow
+def test_the_memory_probe_sees_two_copies() -> None:
+    assert memory([64] * 512, {}, "copy") > 1.4
