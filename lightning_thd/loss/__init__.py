@@ -1,7 +1,7 @@
 """Losses and log-probabilities of packed batches without materialised logits."""
 
 from lightning_thd._static import static_shapes
-from lightning_thd.loss.causal_lm import causal_lm_loss
+from lightning_thd.loss.causal_lm import causal_lm_logprobs, causal_lm_loss
 from lightning_thd.loss.linear_logprobs import LogProbs, fused_linear_logprobs
 from lightning_thd.loss.linear_nll import fused_linear_cross_entropy
 from lightning_thd.loss.logit_map import LogitMap
@@ -9,6 +9,7 @@ from lightning_thd.loss.logit_map import LogitMap
 __all__ = [
     "LogProbs",
     "LogitMap",
+    "causal_lm_logprobs",
     "causal_lm_loss",
     "fused_linear_cross_entropy",
     "fused_linear_logprobs",

@@ -1,4 +1,4 @@
-"""A model and a ``THDBatch`` -> the loss of law 2, without ever making the logits.
+"""A model and a ``THDBatch`` -> the loss of law 2, or log-probabilities, without ever making the logits.
 
 T slots in a pack, V vocabulary. The work is in ``head_call``; what models do to their logits after the head
 (Granite's division, Cohere's factor, Gemma's cap) is seen, not looked up: ``lazy_logits``.
@@ -6,12 +6,19 @@ T slots in a pack, V vocabulary. The work is in ``head_call``; what models do to
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.loss.head_call import HeadCall, new_state
+from lightning_thd.loss.head_call import HeadCall, Job
+from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs
+from lightning_thd.loss.linear_nll import linear_nll
+from lightning_thd.loss.logit_map import LogitMap
+from lightning_thd.loss.mtp import mtp_targets
 from lightning_thd.loss.nll_tiles import Penalties
-from lightning_thd.loss.wrapped import language_model, text_config
+from lightning_thd.loss.wrapped import HeadOperands, language_model, text_config
 
 # DeepSeek-V3 (arXiv:2412.19437, section 2.2): the mean loss of the further predictions times 0.3 at first.
 _MTP_WEIGHT = 0.3
@@ -39,7 +46,7 @@ def causal_lm_loss(
         z_loss: factor of the squared lse, added for each loss token; the config's ``z_loss_coefficient``
             (Bamba's) when None.
         mtp_weight: what the further predictions weigh, in mean, where the model calls its head more than
-            once.
+            once: call k + 1 predicts the token k places after the next.
 
     Returns:
         fp32 ``[]`` (fp64 for an fp64 model). 10 loss tokens and ``loss_scale`` 0.1 give their mean; no loss
@@ -50,13 +57,67 @@ def causal_lm_loss(
         NotImplementedError: for a model that does to its logits what cannot be followed.
     """
     inner = language_model(model)
-    call = HeadCall.of(inner)
     if z_loss is None:
         z_loss = float(getattr(text_config(inner), "z_loss_coefficient", None) or 0.0)
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=z_loss)
-    loss, seen = call(model, new_state(batch, penalties, mtp_weight))
-    if not seen.agrees(call.logit_map):
-        # The first call of a family whose config does not say what it does; the next ones know.
-        call.logit_map = seen
-        loss, _ = call(model, new_state(batch, penalties, mtp_weight))
-    return loss
+
+    def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
+        return linear_nll(
+            operands.hidden,
+            operands.weight,
+            mtp_targets(batch.targets, batch.cu_seqlens_padded, depth).view(operands.hidden.shape[:-1]),
+            bias=operands.bias,
+            logit_map=logit_map,
+            low_rank=operands.low_rank,
+            token_weights=batch.loss_scale,
+            penalties=penalties,
+            tp_group=operands.tp_group,
+            partial_hidden=operands.partial_hidden,
+        ).view(1)
+
+    found = HeadCall.of(inner).run(model, lambda: Job(batch, values))
+    loss = found["values"].squeeze(0)
+    further = [value for name, value in found.items() if name.startswith("value_")]
+    if further:
+        loss = loss + torch.cat(further).mean() * mtp_weight
+    return loss + found["aux_loss"] if "aux_loss" in found else loss
+
+
+def causal_lm_logprobs(
+    model: nn.Module, batch: THDBatch, *, temperature: float = 1.0, entropy: bool = True
+) -> LogProbs:
+    """Compute log-probability, entropy and lse of every target of a batch, differentiable.
+
+    Args:
+        model: as for ``causal_lm_loss``.
+        batch: the microbatch, on the model's device.
+        temperature: divides the model's logits, after its own scale and cap.
+        entropy: whether it is wanted; zeros without gradient otherwise.
+
+    Returns:
+        Three tensors ``[T]``, 0 where there is no target; fp32 (fp64 for an fp64 model). Entry i belongs to
+        ``batch.targets[i]``, the token after slot i; ``PackedRollouts`` puts it in that token's place.
+
+    Raises:
+        ValueError: as ``causal_lm_loss``, and for a temperature that is not a number above 0.
+        NotImplementedError: for a model that does to its logits what cannot be followed.
+    """
+    LogitMap(temperature=temperature)  # checked before the model runs
+
+    def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
+        results = linear_logprobs(
+            operands.hidden,
+            operands.weight,
+            mtp_targets(batch.targets, batch.cu_seqlens_padded, depth).view(operands.hidden.shape[:-1]),
+            bias=operands.bias,
+            logit_map=replace(logit_map, temperature=temperature),
+            low_rank=operands.low_rank,
+            tp_group=operands.tp_group,
+            partial_hidden=operands.partial_hidden,
+            entropy=entropy,
+        )
+        return torch.cat([part.flatten() for part in results])
+
+    inner = language_model(model)
+    found = HeadCall.of(inner).run(model, lambda: Job(batch, values))
+    return LogProbs(*found["values"].chunk(3))

@@ -1,4 +1,4 @@
-"""One call of a model with its head replaced -> the loss its head made, and what happened to the logits.
+"""One call of a model with its head replaced -> what was made of the hidden states instead of logits.
 
 T slots, V vocabulary. The model's own ``forward`` runs through its ``__call__``, hooks and all: FSDP2
 gathers the head's weight and reduces its gradient, DDP sees its outputs, PEFT, Accelerate and activation
@@ -9,7 +9,7 @@ compile again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,31 +17,27 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.loss.lazy_logits import LazyLogits, carry_loss, open_loss
-from lightning_thd.loss.linear_nll import linear_nll
+from lightning_thd.loss.lazy_logits import LazyLogits, carry_values, open_values
 from lightning_thd.loss.logit_map import LogitMap
-from lightning_thd.loss.mtp import mtp_targets
-from lightning_thd.loss.nll_tiles import Penalties
-from lightning_thd.loss.wrapped import guess_logit_map, head_operands, text_config
+from lightning_thd.loss.wrapped import HeadOperands, guess_logit_map, head_operands, text_config
 
 _ATTRIBUTE = "_thd_head_call"
 
 
 @dataclass(slots=True)
-class _State:
+class Job:
     """What one call is about.
 
     Attributes:
         batch: the microbatch.
-        penalties: label smoothing and z-loss.
-        mtp_weight: what the further predictions of a multi-token model weigh together.
-        logits: what the head gave, one entry a prediction.
-        seen: what the model did to the logits of the first.
+        values: from the head's operands, how many times the head was called before, and what the model does
+            to its logits, to what is wanted, ``[n]``.
+        logits: what the head gave, one entry a call of it.
+        seen: what the model did to the logits it returned.
     """
 
     batch: THDBatch
-    penalties: Penalties
-    mtp_weight: float
+    values: Callable[[HeadOperands, int, LogitMap], Tensor]
     logits: list[LazyLogits] = field(default_factory=list)
     seen: LogitMap | None = None
 
@@ -52,7 +48,7 @@ class HeadCall:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.logit_map: LogitMap = guess_logit_map(inner)
-        self.state: _State | None = None
+        self.job: Job | None = None
         self.model_forward: Any = None
 
     @classmethod
@@ -68,20 +64,37 @@ class HeadCall:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_nothing, ())  # copies and pickles of the model make their own
 
-    def __call__(self, model: nn.Module, state: _State) -> tuple[Tensor, LogitMap]:
-        """Call ``model``, the wrapped one, and give the loss and what was done to the logits."""
+    def run(self, model: nn.Module, job: Callable[[], Job]) -> dict[str, Tensor]:
+        """Call ``model``, the wrapped one.
+
+        Args:
+            model: what the user holds.
+            job: makes a fresh job; a second one is needed when the first call shows that the model does
+                something to its logits that its config does not tell. The next calls know.
+
+        Returns:
+            ``{"values": [n], "value_1": ..., "aux_loss": []}``: one value a call of the head.
+        """
+        for _ in range(2):
+            current = job()
+            outputs = self._run(model, current)
+            assert current.seen is not None
+            if current.seen.agrees(self.logit_map):
+                break
+            self.logit_map = current.seen
+        return outputs
+
+    def _run(self, model: nn.Module, job: Job) -> dict[str, Tensor]:
         head = self.inner.get_output_embeddings()
         self.model_forward = self.inner.forward
-        self.state = state
+        self.job = job
         try:
             with _replaced(head, self.head_forward), _replaced(self.inner, self.forward):
-                outputs = model(**state.batch.hf_kwargs())
+                outputs: dict[str, Tensor] = model(**job.batch.hf_kwargs())
         finally:
-            self.state = None
+            self.job = None
             self.model_forward = None
-        assert state.seen is not None
-        loss: Tensor = outputs["loss"]
-        return loss, state.seen
+        return outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Stand in for the model's forward; what it returns is what hooks of wrappers see."""
@@ -90,65 +103,48 @@ class HeadCall:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def head_forward(self, hidden: Tensor) -> LazyLogits:
-        """Stand in for the head's forward: hidden states ``[1, T, H]`` -> a loss that looks like logits."""
-        state = self.state
-        assert state is not None
-        batch, depth = state.batch, len(state.logits)
+        """Stand in for the head's forward: hidden states ``[1, T, H]`` -> values that look like logits."""
+        job = self.job
+        assert job is not None
         operands = head_operands(self.inner.get_output_embeddings(), hidden)
-        if operands.hidden.shape[:-1].numel() != batch.targets.numel():
+        slots = job.batch.targets.numel()
+        if operands.hidden.shape[:-1].numel() != slots:
             raise ValueError(
-                f"The head got hidden states {list(operands.hidden.shape)} for "
-                f"{batch.targets.numel()} targets, "
-                "wanted one a slot. Leave logits_to_keep alone, and pass no inputs that add tokens."
+                f"The head got hidden states {list(operands.hidden.shape)} for {slots} targets, wanted one a "
+                "slot. Leave logits_to_keep alone, and pass no inputs that add tokens."
             )
-        loss = linear_nll(
-            operands.hidden.flatten(0, -2),
-            operands.weight,
-            mtp_targets(batch.targets, batch.cu_seqlens_padded, depth),
-            bias=operands.bias,
-            logit_map=self.logit_map,
-            low_rank=None
-            if operands.low_rank is None
-            else (operands.low_rank[0].flatten(0, -2), operands.low_rank[1]),
-            ignore_index=-100,
-            token_weights=batch.loss_scale,
-            penalties=state.penalties,
-            mean=False,
-            tp_group=operands.tp_group,
-            sequence_parallel=False,
-            partial_hidden=operands.partial_hidden,
-            chunk="auto",
-            backend="auto",
-        )
-        logits = carry_loss(loss, (*operands.hidden.shape[:-1], operands.vocabulary))
-        state.logits.append(logits)
+        values = job.values(operands, len(job.logits), self.logit_map)
+        logits = carry_values(values, (*operands.hidden.shape[:-1], operands.vocabulary))
+        job.logits.append(logits)
         return logits
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _finish(self, outputs: Any) -> dict[str, Tensor]:
-        state = self.state
-        assert state is not None
+        job = self.job
+        assert job is not None
         logits = getattr(outputs, "logits", None)
-        if not any(logits is made for made in state.logits):
+        if not any(logits is made for made in job.logits):
             raise ValueError(
-                f"{type(self.inner).__name__}.forward returned {type(outputs).__name__} whose "
-                "logits did not come "
-                "from its head (get_output_embeddings()). Use loss.fused_linear_cross_entropy on its last "
-                "hidden states, or its own logits."
+                f"{type(self.inner).__name__}.forward returned a {type(outputs).__name__} whose "
+                "logits did not "
+                "come from its head (get_output_embeddings()). Set config.return_dict=True if it is a tuple; "
+                "else use loss.fused_linear_cross_entropy on the last hidden states."
             )
         assert isinstance(logits, LazyLogits)
-        state.seen = logits.record.as_map()
-        loss = open_loss(logits)
-        further = [open_loss(made) for made in state.logits if made is not logits]
-        if further:
-            loss = loss + torch.stack(further).mean() * state.mtp_weight
-        return {"loss": loss + self._auxiliary_loss(outputs)}
+        job.seen = logits.record.as_map()
+        found = {"values": open_values(logits)}
+        further = [made for made in job.logits if made is not logits]
+        found |= {f"value_{depth}": open_values(made) for depth, made in enumerate(further, start=1)}
+        auxiliary = self._auxiliary_loss(outputs)
+        if auxiliary is not None:
+            found["aux_loss"] = auxiliary
+        return found
 
-    def _auxiliary_loss(self, outputs: Any) -> Tensor | float:
+    def _auxiliary_loss(self, outputs: Any) -> Tensor | None:
         """Weigh a mixture of experts' balancing loss as the model itself does when it is given labels."""
         aux = getattr(outputs, "aux_loss", None)
         if not isinstance(aux, Tensor):
-            return 0.0
+            return None
         config = text_config(self.inner)
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
             coefficient = getattr(self.inner, name, getattr(config, name, None))
@@ -177,8 +173,3 @@ def _replaced(module: nn.Module, forward: Any) -> Generator[None]:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = before
-
-
-def new_state(batch: THDBatch, penalties: Penalties, mtp_weight: float) -> _State:
-    """Begin a call."""
-    return _State(batch, penalties, mtp_weight)

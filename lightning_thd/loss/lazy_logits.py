@@ -2,7 +2,7 @@
 
 T slots in a pack, V vocabulary. A model scales, caps or slices its logits after the head, each family in
 its own way. Instead of a table of families, the head returns a ``LazyLogits``: a tensor of the right shape
-whose storage is one number, the loss. Whatever the model does to it is recorded as a ``LogitMap`` or refused.
+whose storage is the loss alone. Whatever the model does to it is recorded as a ``LogitMap`` or refused.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class _Record:
 
 
 class LazyLogits(Tensor):
-    """A tensor ``[..., T, V]`` of stride 0 over one number; see the module."""
+    """A tensor ``[..., T, V]`` of stride 0 over the storage of a few values; see the module."""
 
     record: _Record
+    count: int
     placements = ()  # a tensor-parallel head's hook compares these, then calls the two below
 
     def redistribute(self, **_: object) -> LazyLogits:
-        """Stand in for DTensor's: one number has no layout."""
+        """Stand in for DTensor's: what is carried has no layout."""
         return self
 
     def to_local(self, **_: object) -> LazyLogits:
@@ -138,7 +139,8 @@ _RECORDED: dict[str, Callable[..., LazyLogits]] = {
     ),
     "__getitem__": _getitem,
 }
-# Questions about a tensor that change nothing; hooks of FSDP2 and torch.compile ask them, beside any "is_...".
+# Questions about a tensor that change nothing; hooks of FSDP2 and torch.compile ask them, beside any
+# "is_...".
 _HARMLESS = frozenset(
     {"__get__", "size", "dim", "ndimension", "numel", "stride", "storage_offset", "untyped_storage"}
     | {"data_ptr", "element_size", "get_device", "register_hook", "__repr__", "__len__", "__hash__"}
@@ -147,46 +149,52 @@ _HARMLESS = frozenset(
 
 class _Carry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, shape: tuple[int, ...]) -> Tensor:
-        data = loss.new_empty(0).set_(loss.clone().untyped_storage(), 0, shape, (0,) * len(shape))
+    def forward(ctx: Any, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.count = values.numel()
+        data = values.new_empty(0).set_(values.clone().untyped_storage(), 0, shape, (0,) * len(shape))
         return torch.Tensor._make_subclass(LazyLogits, data)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        assert not any(grad.stride()), "the logits' gradient did not come from open_loss"
-        return grad.as_strided((), ()).clone(), None
+        assert not any(grad.stride()), "the logits' gradient did not come from open_values"
+        return grad.as_strided((ctx.count,), (1,), 0).clone(), None
 
 
 class _Open(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, count: int) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             ctx.shape = logits.shape
-            return logits.as_subclass(Tensor).as_strided((), ()).clone()
+            return logits.as_subclass(Tensor).as_strided((count,), (1,), 0).clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].expand(ctx.shape)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        values = grads[0].contiguous()
+        # The gradient of logits that are not there: their shape, over a storage that holds the values'.
+        return values.new_empty(0).set_(
+            values.clone().untyped_storage(), 0, ctx.shape, (0,) * len(ctx.shape)
+        ), None
 
 
-def carry_loss(loss: Tensor, shape: tuple[int, ...]) -> LazyLogits:
-    """Wrap a scalar loss as logits of ``shape``, on the path of the gradient.
+def carry_values(values: Tensor, shape: tuple[int, ...]) -> LazyLogits:
+    """Wrap a head's results as logits of ``shape``, on the path of the gradient.
 
     The hooks that FSDP2 and DDP hang on a module's outputs then see the gradient pass, gather the weights
     again in time, and reduce their gradients.
 
     Args:
-        loss: fp32 ``[]``.
+        values: ``[n]``.
         shape: what the head would have returned, ``(1, T, V)``.
     """
-    logits = _Carry.apply(loss, shape)  # type: ignore[no-untyped-call]
+    logits = _Carry.apply(values, shape)  # type: ignore[no-untyped-call]
     assert isinstance(logits, LazyLogits)
     logits.record = _Record()
+    logits.count = values.numel()
     return logits
 
 
-def open_loss(logits: LazyLogits) -> Tensor:
-    """Take the loss out again, ``[]``; its gradient goes back through ``logits``."""
-    loss: Tensor = _Open.apply(logits)  # type: ignore[no-untyped-call]
-    return loss
+def open_values(logits: LazyLogits) -> Tensor:
+    """Take the values out again, ``[n]``; their gradient goes back through ``logits``."""
+    values: Tensor = _Open.apply(logits, logits.count)  # type: ignore[no-untyped-call]
+    return values

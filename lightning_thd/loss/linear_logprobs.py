@@ -88,7 +88,7 @@ def fused_linear_logprobs(
     Raises:
         ValueError: for shapes, dtypes, devices, targets or settings that do not fit, saying which.
     """
-    rows_, settings = prepare(
+    return linear_logprobs(
         hidden,
         weight,
         targets,
@@ -103,19 +103,47 @@ def fused_linear_logprobs(
         sequence_parallel=sequence_parallel,
         chunk=chunk,
     )
-    low_weight = None if low_rank is None else low_rank[1]
-    logp, entropy, lse, _ = row_logprobs(
-        rows_.hidden,
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None,
+    logit_map: LogitMap,
+    low_rank: tuple[Tensor, Tensor] | None,
+    ignore_index: int = -100,
+    rows: Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    partial_hidden: bool = False,
+    chunk: int | Literal["auto"] = "auto",
+    entropy: bool = True,
+) -> LogProbs:
+    """Do the work of ``fused_linear_logprobs``.
+
+    ``partial_hidden`` leaves the gradient of ``hidden`` a partial sum over ``tp_group``; without ``entropy``
+    it is zeros, without gradient.
+    """
+    selected, settings = prepare(
+        hidden,
         weight,
-        bias,
-        rows_.low_rank,
-        low_weight,
-        rows_.targets,
-        settings,
-        entropy=True,
-        mean=False,
+        targets,
+        bias=bias,
+        logit_map=logit_map,
+        low_rank=low_rank,
+        ignore_index=ignore_index,
+        rows=rows,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        partial_hidden=partial_hidden,
+        chunk=chunk,
     )
-    return LogProbs(rows_.restore(logp), rows_.restore(entropy), rows_.restore(lse))
+    low_weight = None if low_rank is None else low_rank[1]
+    operands = (selected.hidden, weight, bias, selected.low_rank, low_weight)
+    logp, spread, lse, _ = row_logprobs(*operands, selected.targets, settings, entropy=entropy, mean=False)
+    return LogProbs(selected.restore(logp), selected.restore(spread), selected.restore(lse))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

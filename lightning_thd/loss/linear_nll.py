@@ -109,15 +109,15 @@ def linear_nll(
     bias: Tensor | None,
     logit_map: LogitMap,
     low_rank: tuple[Tensor, Tensor] | None,
-    ignore_index: int,
     token_weights: Tensor | float | None,
     penalties: Penalties,
-    mean: bool,
-    tp_group: dist.ProcessGroup | None,
-    sequence_parallel: bool,
+    ignore_index: int = -100,
+    mean: bool = False,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
     partial_hidden: bool = False,
-    chunk: int | Literal["auto"],
-    backend: str,
+    chunk: int | Literal["auto"] = "auto",
+    backend: str = "auto",
 ) -> Tensor:
     """Do the work of ``fused_linear_cross_entropy``; ``token_weights`` may be one number for all.
 
