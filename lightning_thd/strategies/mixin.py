@@ -13,21 +13,23 @@ from typing import Any, cast
 
 import lightning.pytorch as L
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.strategies.context import ContextParallelMixin
 from lightning_thd.strategies.step_logs import StepLogs
 
 
-class THDStrategyMixin(Strategy):
+class THDStrategyMixin(ContextParallelMixin):
     """Runs steps of varying microbatches: put it before a Lightning strategy in the bases of your own.
 
     ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Batches of any other type go
     the base strategy's way untouched. Gradients are synchronised in the last microbatch alone,
     ``outputs["loss"]`` is the mean over the microbatches, and ``self.log`` gives one value a step.
+
+    With the attribute ``context_parallel_size`` above 1 (see ``ContextParallelMixin`` for the others) ranks
+    share packs: batches are cut after they were moved, and data is handed out to groups of ranks.
     """
 
     runs_thd_steps = True
@@ -90,9 +92,10 @@ class THDStrategyMixin(Strategy):
 
     def _synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Leave gradients to this rank until the last microbatch."""
-        if last or not isinstance(self.model, DistributedDataParallel):
+        block = getattr(self, "block_backward_sync", None)
+        if last or block is None:
             return contextlib.nullcontext()
-        return cast("contextlib.AbstractContextManager[Any]", self.model.no_sync())
+        return cast("contextlib.AbstractContextManager[Any]", block())
 
     @property
     def _trainer(self) -> L.Trainer:

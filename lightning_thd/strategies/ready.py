@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_thd.alignment import Layout
+from lightning_thd.parallel.layout import Communication
 from lightning_thd.strategies.mixin import THDStrategyMixin
 
 
@@ -45,10 +47,34 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
 class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
     """``Trainer(strategy="thd_ddp")``: replicated parameters, steps of varying microbatches on every rank.
 
-    Arguments are those of Lightning's ``DDPStrategy``.
+    Args:
+        context_parallel_size: ranks that share the slots of a pack; the others read different data.
+        context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads nothing between
+            sequences.
+        context_parallel_communication: what attention exchanges: ``all_gather`` keys and values, ``ulysses``
+            rows for heads; ``auto`` takes the latter where the heads divide.
+        broadcast_data: one rank reads for all that share its data.
+        check_plans: compare what ranks are about to run at every batch.
+        kwargs: those of Lightning's ``DDPStrategy``.
     """
 
     strategy_name = "thd_ddp"
+
+    def __init__(
+        self,
+        *,
+        context_parallel_size: int = 1,
+        context_parallel_layout: Layout = "dual_chunk",
+        context_parallel_communication: Communication = "auto",
+        broadcast_data: bool = False,
+        check_plans: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.context_parallel_size = context_parallel_size
+        self.context_parallel_layout = context_parallel_layout
+        self.context_parallel_communication = context_parallel_communication
+        self.broadcast_data, self.check_plans = broadcast_data, check_plans
 
 
 def register_strategies() -> None:

@@ -1,0 +1,74 @@
+"""What a rank is about to run -> an error on every rank when its peers are about to run something else."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.parallel.mesh import AxisSizes
+
+
+def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
+    """Hash a batch on the host.
+
+    Args:
+        batch: on the CPU.
+
+    Returns:
+        Two int63: of everything, which context- and tensor-parallel peers share; and of what all ranks share,
+        the number of microbatches and the loss scale.
+    """
+    own = batch.microbatches if isinstance(batch, THDStep) else (batch,)
+    everything = hashlib.sha256()
+    for one in own:
+        everything.update(repr((one.sequence_ids, one.lengths, one.padded_lengths)).encode())
+        everything.update(one.input_ids.cpu().numpy().tobytes())
+        everything.update(one.targets.cpu().numpy().tobytes())
+    # Evaluation scales every batch by its own tokens; a step has one scale for all.
+    shared = [len(own), *(one.loss_scale for one in own[:1])] if isinstance(batch, THDStep) else [1]
+    everything.update(repr([one.loss_scale for one in own]).encode())
+    return _int63(everything.digest()), _int63(hashlib.sha256(repr(shared).encode()).digest())
+
+
+def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.device) -> None:
+    """Compare what all ranks are about to run; one all-gather of 16 bytes a rank.
+
+    Args:
+        batch: of this rank, on the CPU.
+        sizes: of the mesh.
+        device: where the world's backend communicates.
+
+    Raises:
+        ValueError: on every rank, when peers hold different batches or ranks run different steps.
+    """
+    world = dist.get_world_size()
+    mine = torch.tensor(digests(batch), dtype=torch.int64).to(device)
+    rows = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(rows, mine)
+    found = [tuple(row.tolist()) for row in rows]
+    for data in range(sizes.data):
+        ranks = range(data * sizes.peers, (data + 1) * sizes.peers)
+        if len({found[rank][0] for rank in ranks}) > 1:
+            raise ValueError(
+                f"Ranks {_listed(ranks)} share one pack ({sizes.context} context-parallel x {sizes.tensor} "
+                "tensor-parallel ranks) but read different ones. Give samplers and datasets the rank and "
+                "size of strategy.distributed_sampler_kwargs, and the same seed everywhere."
+            )
+    if len({shared for _, shared in found}) > 1:
+        raise ValueError(
+            "Ranks are about to run steps of different numbers of microbatches or loss scales, which hangs "
+            "or changes the loss. Plan steps from the same lengths and seed on every rank, as THDDataModule "
+            "does."
+        )
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _int63(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,64 @@
+"""A module and its surroundings -> an error where context parallelism would change the numbers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+_TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
+def refuse_other_attention(module: nn.Module, cp: int) -> None:
+    """Refuse transformers models whose attention would see its own shard alone.
+
+    Args:
+        module: the LightningModule.
+        cp: context-parallel ranks, more than 1.
+    """
+    for name, child in module.named_modules():
+        config: Any = getattr(child, "config", None)
+        chosen = getattr(config, "_attn_implementation", None)
+        if chosen is not None and chosen != "thd" and hasattr(child, "set_attn_implementation"):
+            raise MisconfigurationException(
+                f"context_parallel_size={cp}, but {name or 'the model'} ({type(child).__name__}) runs "
+                f"attn_implementation={chosen!r}, which sees the shard of its own rank alone. Build it with "
+                "attn_implementation='thd', or set context_parallel_size=1."
+            )
+        if isinstance(child, nn.MultiheadAttention | nn.Transformer):
+            raise MisconfigurationException(
+                f"context_parallel_size={cp}, but {name} ({type(child).__name__}) sees the shard of its own "
+                "rank alone. Call lightning_thd.varlen_attention in its place, or set "
+                "context_parallel_size=1."
+            )
+
+
+def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None:
+    """Refuse Accelerate's and torch's own context parallelism next to ours: packs would be cut twice."""
+    torch_cp = sys.modules.get(_TORCH_CP)
+    if torch_cp is not None and getattr(torch_cp, "_replaced_functions", None):
+        raise MisconfigurationException(
+            f"context_parallel_size={cp} while torch's context_parallel() is active, which cuts sequences a "
+            "second time and knows no document boundaries. Leave its context, or set context_parallel_size=1."
+        )
+    by_environment = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true" and any(
+        int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) > 1 for axis in ("CP", "SP")
+    )
+    if by_environment or (module is not None and _has_accelerate_hooks(module)):
+        raise MisconfigurationException(
+            f"context_parallel_size={cp} while Accelerate's context parallelism is active, which drops "
+            "document boundaries and cuts sequences a second time. Prepare the model without "
+            "ParallelismConfig(cp_size, sp_size), or set context_parallel_size=1."
+        )
+
+
+def _has_accelerate_hooks(module: nn.Module) -> bool:
+    return any(
+        getattr(hook, "__module__", None) == "accelerate.big_modeling"
+        and "context_parallel" in getattr(hook, "__qualname__", "")
+        for child in module.modules()
+        for hook in child._forward_pre_hooks.values()
+    )
