@@ -135,10 +135,13 @@ def _slots(lengths: list[int], align: Alignment | None, pad_to: int | None) -> t
             "Raise pad_to or pack fewer sequences."
         )
     if align is not None and slots % align.total_multiple:
-        raise ValueError(
-            f"pad_to={pad_to} is no multiple of {align.total_multiple}, which {align} asks for. "
-            f"Use {align.padded_total(slots)}."
-        )
+        try:
+            align.check(slots)  # names the kernel that would refuse, where the alignment knows it
+        except ValueError as err:
+            raise ValueError(
+                f"pad_to={pad_to} is no multiple of {align.total_multiple}: {err} Use "
+                f"pad_to={align.padded_total(slots)}."
+            ) from err
     return (padded if slots == total else [*padded, slots - total]), slots
 
 
@@ -220,16 +223,19 @@ def _positions(
     counted = np.arange(slots, dtype=np.int64) - np.repeat(firsts, padded)
     if not any("position_ids" in sample for sample in samples):
         return torch.from_numpy(counted)
-    given = [np.asarray(sample.get("position_ids")) for sample in samples]
-    for i, (row, length) in enumerate(zip(given, lengths, strict=True)):
-        if row.ndim not in (1, 2) or row.shape[-1] != length or row.ndim != given[0].ndim:
+    given = [np.asarray(sample["position_ids"]) if "position_ids" in sample else None for sample in samples]
+    leading = next(row.shape[:-1] for row in given if row is not None)
+    # A sample without keeps what is counted, in all three rows: what M-RoPE gives to text.
+    out = np.broadcast_to(counted, (*leading, slots)).copy()
+    for i, (start, row, length) in enumerate(zip(starts, given, lengths, strict=True)):
+        if row is None:
+            continue
+        if row.ndim not in (1, 2) or row.shape != (*leading, length):
             raise ValueError(
                 f"Sample {i} has {length} input_ids but position_ids of shape {row.shape}. "
                 "Give every sample one position a token, [n], or three, [3, n]."
             )
-    out = np.broadcast_to(counted, (*given[0].shape[:-1], slots)).copy()
-    for start, row in zip(starts, given, strict=True):
-        out[..., start : start + row.shape[-1]] = row
+        out[..., start : start + length] = row
     return torch.from_numpy(out)
 
 

@@ -18,6 +18,7 @@ Training, every constructor argument settable from the command line or from YAML
 Tools:
   report      print the table of a run and draw its picture
   flops       FLOPs of a model on given sequence lengths, part by part
+  pack        pack a data set once and write ready packs
 
 `lightning-thd COMMAND --help` tells more."""
 
@@ -72,4 +73,10 @@ def _flops(arguments: list[str]) -> None:
     flops(arguments)
 
 
-_TOOLS: dict[str, Callable[[list[str]], None]] = {"report": _report, "flops": _flops}
+def _pack(arguments: list[str]) -> None:
+    from lightning_thd.data.pack import main as pack
+
+    pack(arguments)
+
+
+_TOOLS: dict[str, Callable[[list[str]], None]] = {"report": _report, "flops": _flops, "pack": _pack}

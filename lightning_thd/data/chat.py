@@ -116,9 +116,15 @@ def _marked(
 
 
 def _render(tokenizer: Any, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
-    text: str = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=prompt
-    )
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+        )
+    except Exception as err:  # templates refuse orders of roles in their own words, in jinja's exceptions
+        raise ValueError(
+            f"the chat template refuses the roles {[m['role'] for m in messages]} ({err}). Mend the "
+            "conversation, or the template."
+        ) from err
     return text
 
 
@@ -126,13 +132,9 @@ def _turn(
     tokenizer: Any, messages: list[Message], i: int, text: str, tools: list[Any] | None
 ) -> tuple[int, int]:
     """First and last character of what the assistant says in message ``i`` of the rendered ``text``."""
-    try:
-        before = _render(tokenizer, messages[:i], tools, prompt=True) if i else ""
-        after = _render(tokenizer, messages[: i + 1], tools)
-    except Exception as err:  # templates refuse orders of roles in their own words, in jinja's exceptions
-        raise ValueError(f"the chat template refuses the first {i + 1} messages ({err}).") from err
-    if not i:  # nothing can be rendered before the first message: its header counts as the assistant's
-        before = ""
+    # Nothing can be rendered before the first message: the header of one counts as the assistant's.
+    before = _render(tokenizer, messages[:i], tools, prompt=True) if i else ""
+    after = _render(tokenizer, messages[: i + 1], tools)
     if not after.startswith(before) or not text.startswith(after):
         raise ValueError(
             f"the chat template writes the turns up to message {i} otherwise when more follow, so what the "

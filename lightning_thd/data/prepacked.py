@@ -29,6 +29,7 @@ from lightning_thd.data.store import count_targets
 IntArray = NDArray[np.int64]
 
 _VERSION = 1
+_BAR_FROM = 10_000  # rows
 _LENGTHS = ("lengths", "seq_lengths")
 _BOUNDARIES = (*_LENGTHS, "cu_seqlens", "cu_seqlens_padded", "position_ids", "attention_mask")
 _UNDERSTOOD = ("input_ids", "labels", *_BOUNDARIES)
@@ -121,7 +122,7 @@ def open_packed(
 
 def _find(rows: MapDataset, num_workers: int, progress: bool) -> dict[str, IntArray]:
     loader = DataLoader(_Found(rows), batch_size=None, num_workers=num_workers, collate_fn=_as_it_is)
-    shown = tqdm(loader, desc="Finding sequences in packs", disable=not progress)
+    shown = tqdm(loader, desc="Finding sequences in packs", disable=not progress or len(rows) < _BAR_FROM)
     parts = [np.vstack([np.full((1, part.shape[1]), i), part]) for i, part in enumerate(shown)]
     row, start, lengths, loss_tokens = np.concatenate([np.empty((4, 0), np.int64), *parts], axis=1)
     return {"row": row, "start": start, "lengths": lengths, "loss_tokens": loss_tokens}

@@ -1,0 +1,124 @@
+"""Chunks cover a source once; streaming to disk, in any number of processes, gives what one pass gives."""
+
+from __future__ import annotations
+
+import gc
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_thd.data import ByteTokenizer, TokenStore
+from lightning_thd.data.records import file_chunks, row_chunks
+from lightning_thd.data.sources import open_source
+from lightning_thd.data.store import Rows, write_store
+from lightning_thd.data.tokenize import tokenize
+
+
+@given(
+    texts=st.lists(st.text(max_size=20), min_size=1, max_size=20),
+    chunk_bytes=st.integers(1, 60),
+    blank=st.booleans(),
+)
+def test_chunks_of_any_size_give_every_line_once(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], chunk_bytes: int, blank: bool
+) -> None:
+    file = tmp_path_factory.mktemp("c") / "d.jsonl"
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    file.write_text(("\n\n" if blank else "\n").join(lines), encoding="utf-8", errors="replace")
+    chunks = file_chunks(file, chunk_bytes=chunk_bytes)
+    found = [record for chunk in chunks for _, record in chunk.records()]
+    assert found == [json.loads(line.encode(errors="replace")) for line in lines]
+    places = [str(place) for chunk in chunks for place, _ in chunk.records()]
+    assert places == [f"{file}, line {1 + i * (2 if blank else 1)}" for i in range(len(texts))]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_any_number_of_processes_gives_the_same_store(tmp_path: Path, num_workers: int) -> None:
+    file = tmp_path / "d.jsonl"
+    texts = [f"document {i} " * (i % 7) for i in range(500)]
+    file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    tokenizer = ByteTokenizer()
+    parts = tokenize(file_chunks(file, chunk_bytes=1000), tokenizer, num_workers=num_workers)
+    write_store(tmp_path / "s", parts)
+    store = TokenStore.open(tmp_path / "s")
+    assert store.tokens.dtype == np.uint16
+    assert [store[i]["input_ids"].tolist() for i in range(500)] == [tokenizer(t).tolist() for t in texts]
+
+
+def test_an_error_in_a_process_names_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text('{"text": "a"}\n' * 300 + '{"text": 1}\n')
+    with pytest.raises(ValueError, match=r"d\.jsonl, line 301: no string under the key 'text'"):
+        list(tokenize(file_chunks(file, chunk_bytes=1000), ByteTokenizer(), num_workers=2))
+    with pytest.raises(ValueError, match="The source has no record"):
+        list(tokenize(row_chunks([]), ByteTokenizer()))
+
+
+def test_compressed_and_json_files_are_refused(tmp_path: Path) -> None:
+    for name in ("a.json", "a.jsonl.gz"):
+        (tmp_path / name).write_text("[]")
+        with pytest.raises(ValueError, match=r"file is no text. Give .jsonl"):
+            open_source(tmp_path / name)
+
+
+def test_labels_go_to_disk_with_their_counts(tmp_path: Path) -> None:
+    rows = [Rows(np.array([5, 6, 70_000]), np.array([2, 1]), np.array([-100, 6, 70_000])) for _ in range(3)]
+    write_store(tmp_path / "s", rows)
+    store = TokenStore.open(tmp_path / "s")
+    assert store.tokens.dtype == np.uint32
+    assert store.loss_tokens.tolist() == [1, 0] * 3
+    assert store[4]["labels"].tolist() == [-100, 6]
+    with pytest.raises(ValueError, match="Token ids start at 0, got -1"):
+        write_store(tmp_path / "bad", [Rows(np.array([-1]), np.array([1]))])
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_store_on_disk_is_sent_by_its_name(tmp_path: Path) -> None:
+    store = TokenStore(np.zeros(100_000, np.uint16), np.array([0, 100_000]))
+    store.save(tmp_path / "s")
+    opened = TokenStore.open(tmp_path / "s")
+    assert len(pickle.dumps(opened)) < 1000
+    assert pickle.loads(pickle.dumps(opened)).lengths.tolist() == [100_000]
+    assert pickle.loads(pickle.dumps(store)).lengths.tolist() == [100_000]
+    assert opened.fingerprint is not None
+
+
+def test_an_unnamed_store_goes_with_its_object(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text('{"text": "ab"}\n')
+    store = open_source(file, tokenizer=lambda text: [len(text)], cache_dir=tmp_path / "c")
+    assert store[0]["input_ids"].tolist() == [2]
+    assert len(list((tmp_path / "c").iterdir())) == 1
+    del store
+    gc.collect()
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+_MEASURE = """
+import resource, sys
+from lightning_thd.data.sources import open_source
+open_source(sys.argv[1], cache_dir=sys.argv[2])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+store = open_source(sys.argv[3], cache_dir=sys.argv[2])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, len(store))
+"""
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    small, large = tmp_path / "small.jsonl", tmp_path / "large.jsonl"
+    line = json.dumps({"text": "x" * 10_000}) + "\n"
+    small.write_text(line * 800)  # 8 MB: two chunks
+    large.write_text(line * 12_000)  # 120 MB, 240 MB of ids
+    command = [sys.executable, "-c", _MEASURE, str(small), str(tmp_path / "c"), str(large)]
+    grown, count = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert int(count) == 12_000
+    unit = 1024 if sys.platform != "darwin" else 1
+    # 8 MB: a chunk here and there; holding the ids would take 240.
+    assert int(grown) * unit < 30e6
