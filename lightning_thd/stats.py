@@ -121,7 +121,7 @@ class SeqStats:
             raise ValueError(
                 f"loss_tokens={loss_tokens} is outside 0..{slots} slots. Count targets that are >= 0."
             )
-        pairs = tuple((window, _pairs(lengths, window)) for window in windows)
+        pairs = tuple((window, int(window_pairs(lengths, window).sum())) for window in windows)
         cross_tokens, cross_pairs = (0, 0) if cross_lengths is None else _cross(lengths, cross_lengths)
         patches, squares, in_windows = _vision(image_grid_thw, video_grid_thw, tuple(vision_windows))
         return cls(
@@ -249,8 +249,16 @@ def _sums(lengths: Ints) -> tuple[int, int, int, int]:
     return int(array.sum()), int(np.count_nonzero(array)), int(array @ array), int(array.min())
 
 
-def _pairs(lengths: Ints, window: Window) -> int:
-    """Pairs (query, key) that causal queries see: length 5 through window 2 has 1 + 2 + 2 + 2 + 2."""
+def window_pairs(lengths: Ints, window: Window) -> IntArray:
+    """Pairs (query, key) that causal queries see through a window, the query's own among them.
+
+    Args:
+        lengths: real tokens of every sequence.
+        window: tokens a query sees, or ``Chunk``.
+
+    Returns:
+        int64, one number a sequence: length 5 through window 2 has 1 + 2 + 2 + 2 + 2 = 9.
+    """
     size = window.size if isinstance(window, Chunk) else window
     if size < 1:
         raise ValueError(
@@ -258,10 +266,10 @@ def _pairs(lengths: Ints, window: Window) -> int:
         )
     array = _int64(lengths, "lengths")
     if isinstance(window, Chunk):
-        whole, rest = np.divmod(array, size)
-        return int((whole * (size * (size + 1) // 2) + rest * (rest + 1) // 2).sum())
-    seen = np.minimum(array, size)
-    return int((seen * (seen + 1) // 2 + (array - seen) * size).sum())
+        whole, rest = array // size, array % size
+        return whole * (size * (size + 1) // 2) + rest * (rest + 1) // 2
+    seen: IntArray = np.minimum(array, size)
+    return seen * (seen + 1) // 2 + (array - seen) * size
 
 
 def _cross(lengths: Ints, cross_lengths: Ints) -> tuple[int, int]:

@@ -6,21 +6,24 @@ Host integers only: a microbatch costs an append, and everything else happens on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from lightning_thd.flops.ints import from_ints, num_ints, to_ints
+from lightning_thd.flops.ints import COUNTS, from_ints, num_ints
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.rates import Work, count
-from lightning_thd.stats import SeqStats, combine
+from lightning_thd.stats import IntArray, SeqStats, Window, window_pairs
 
 # what is kept of a microbatch: its stats, and its lengths for windows that the stats do not count
 Seen: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
 
+_BASE = attrgetter(*COUNTS)
 _BINS = 32  # steps whose imbalance is told apart; more in an interval are joined, to keep a gather short
 
 
@@ -72,6 +75,7 @@ class Meter:
         self.seconds = 0.0
         self.left_out_seconds = 0.0
         self._since: float | None = None
+        self._weights: tuple[FlopsModel | None, npt.NDArray[np.float64]] | None = None
 
     @property
     def empty(self) -> bool:
@@ -130,14 +134,20 @@ class Meter:
             work: what was done.
             peak: dense FLOP/s of this rank's device, None when not known.
         """
-        per_step = [summed(step, model) for step in self.steps if step]
+        sizes = [len(step) for step in self.steps if step]
+        measured = count_table(list(chain.from_iterable(self.steps)), model)
+        left_out = count_table(self.left_out, model)
+        starts = np.cumsum([0, *sizes[:-1]])
+        per_step = np.add.reduceat(measured, starts, axis=0) if sizes else measured
+        if self._weights is None or self._weights[0] is not model:
+            self._weights = model, work_weights(model, work)
         vector = [
-            *to_ints(combine(per_step), model),
-            *to_ints(summed(self.left_out, model), model),
-            sum(len(step) for step in self.steps),
-            len(self.left_out),
+            *measured.sum(axis=0).tolist(),
+            *left_out.sum(axis=0).tolist(),
+            len(measured),
+            len(left_out),
             round(peak or 0),
-            *_binned([_work(stats, model, work) for stats in per_step]),
+            *_binned(per_step @ self._weights[1]),
         ]
         self.steps, self.left_out = [[]], []
         return vector
@@ -188,38 +198,72 @@ def microbatches(batch: Any) -> list[Seen]:
     return [(SeqStats.from_lengths([length] * rows), (length,) * rows)]
 
 
-def summed(seen: list[Seen], model: FlopsModel | None) -> SeqStats:
-    """Add the stats of microbatches, counting the model's windows where the collator did not.
+def count_table(seen: list[Seen], model: FlopsModel | None) -> IntArray:
+    """Counts of microbatches, with the model's windows counted where the collator did not.
 
     Args:
-        seen: stats and lengths of each.
+        seen: stats and lengths of each microbatch.
         model: names the windows.
+
+    Returns:
+        int64 ``[microbatches, counts]``, the columns of ``flops.ints``.
     """
-    windows = model.windows if model is not None else ()
+    if not seen:
+        return np.zeros((0, num_ints(model)), dtype=np.int64)
+    columns = [np.array([_BASE(stats) for stats, _ in seen], dtype=np.int64)]
+    if model is not None and model.windows:
+        columns.append(_window_columns(seen, model.windows))
+    for edge in model.vision_windows if model is not None else ():
+        areas = [dict(stats.vision_window_pairs).get(edge, 0) for stats, _ in seen]
+        columns.append(np.array(areas, dtype=np.int64)[:, None])
+    return np.concatenate(columns, axis=1)
+
+
+def work_weights(model: FlopsModel | None, work: Work) -> npt.NDArray[np.float64]:
+    """What one of each count costs, for the imbalance: FLOPs, or slots where FLOPs are not known.
+
+    FLOPs are linear in the counts, so the cost of a step is a product with these.
+
+    Args:
+        model: counts the FLOPs.
+        work: what was done.
+    """
+    weights = np.zeros(num_ints(model))
+    if model is None:
+        weights[COUNTS.index("slots")] = 1.0
+        return weights
+    for index in range(len(weights)):
+        ints = [0] * len(weights)
+        ints[index] = 2 * model.merge  # halves and merged patches stay whole
+        try:
+            weights[index] = count(model, from_ints(ints, model), work=work).hardware / ints[index]
+        except ValueError:  # patches on a model without a vision tower
+            continue
+    return weights
+
+
+def _window_columns(seen: list[Seen], windows: tuple[Window, ...]) -> IntArray:
     if all(stats.windows == windows for stats, _ in seen):
-        return combine([stats for stats, _ in seen])
-    total = combine([replace(stats, window_pairs=()) for stats, _ in seen])
+        return np.array([[pairs for _, pairs in stats.window_pairs] for stats, _ in seen], dtype=np.int64)
     if any(lengths is None for _, lengths in seen):
         raise ValueError(
             f"A batch counts other windows than the model's {list(windows)} and carries no lengths. "
             "Give it lengths, or build its stats with windows=flops_model.windows."
         )
-    lengths = np.fromiter(chain.from_iterable(lengths or () for _, lengths in seen), dtype=np.int64)
-    return replace(total, window_pairs=SeqStats.from_lengths(lengths, windows=windows).window_pairs)
+    flat = np.fromiter(chain.from_iterable(lengths or () for _, lengths in seen), dtype=np.int64)
+    ends = np.cumsum([len(lengths or ()) for _, lengths in seen])
+    running = [np.concatenate(([0], np.cumsum(window_pairs(flat, window)))) for window in windows]
+    columns = [np.diff(total[ends], prepend=0) for total in running]
+    return np.stack(columns, axis=1)
 
 
-def _work(stats: SeqStats, model: FlopsModel | None, work: Work) -> int:
-    """What a step costs, for the imbalance: FLOPs, or slots where FLOPs are not known."""
-    return stats.slots if model is None else count(model, stats, work=work).hardware
-
-
-def _binned(values: list[int]) -> list[int]:
+def _binned(values: npt.NDArray[np.float64]) -> list[int]:
     """Join neighbours until there are at most ``_BINS``: ranks take the same number of steps.
 
     FLOPs of some steps can pass int64, so every sum crosses ranks as the 64 bits of a float.
     """
     width = -(-len(values) // _BINS) or 1
-    joined = [sum(values[start : start + width]) for start in range(0, len(values), width)]
-    floats = np.array(joined + [0] * (_BINS - len(joined)), dtype=np.float64)
+    joined = [values[start : start + width].sum() for start in range(0, len(values), width)]
+    floats = np.array(joined + [0.0] * (_BINS - len(joined)), dtype=np.float64)
     bits: list[int] = floats.view(np.int64).tolist()
     return bits

@@ -8,12 +8,12 @@ from dataclasses import fields
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.stats import SeqStats
 
-_COUNTS = tuple(field.name for field in fields(SeqStats) if not field.name.endswith("window_pairs"))
+COUNTS = tuple(field.name for field in fields(SeqStats) if not field.name.endswith("window_pairs"))
 
 
 def num_ints(model: FlopsModel | None) -> int:
     """Length of the list for the windows of ``model``."""
-    return len(_COUNTS) + (len(model.windows) + len(model.vision_windows) if model else 0)
+    return len(COUNTS) + (len(model.windows) + len(model.vision_windows) if model else 0)
 
 
 def to_ints(stats: SeqStats, model: FlopsModel | None) -> list[int]:
@@ -23,7 +23,7 @@ def to_ints(stats: SeqStats, model: FlopsModel | None) -> list[int]:
         stats: counted with the windows of ``model``, or empty.
         model: None when FLOPs are not known.
     """
-    counts = [int(getattr(stats, name)) for name in _COUNTS]
+    counts = [int(getattr(stats, name)) for name in COUNTS]
     if model is None:
         return counts
     pairs, areas = dict(stats.window_pairs), dict(stats.vision_window_pairs)
@@ -42,8 +42,8 @@ def from_ints(values: Sequence[int] | Sequence[float], model: FlopsModel | None)
             "other attention windows. Start the counter anew for this one."
         )
     whole = [int(value) for value in values]
-    rest = iter(whole[len(_COUNTS) :])
+    rest = iter(whole[len(COUNTS) :])
     windows = tuple((window, next(rest)) for window in model.windows) if model else ()
     areas = tuple((edge, next(rest)) for edge in model.vision_windows) if model else ()
-    counts = dict(zip(_COUNTS, whole, strict=False))
+    counts = dict(zip(COUNTS, whole, strict=False))
     return SeqStats(**counts, window_pairs=windows, vision_window_pairs=areas)

@@ -94,7 +94,10 @@ class FlopsModel:
     router: bool = False
     merge: int = 4
     recompute: Recompute = "none"
+    # read off the layers once: a count per step must not walk hundreds of terms
     _tables: dict[str, _Table] = field(init=False, repr=False, compare=False)
+    _windows: tuple[Window, ...] = field(init=False, repr=False, compare=False)
+    _vision_windows: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_conventions(**{name: getattr(self, name) for name in _CHOICES})
@@ -104,7 +107,13 @@ class FlopsModel:
         }
         for policy, again in _RUN_AGAIN.items():
             tables[policy] = self._table(partial(_again, again))
+        seen = {(basis, window) for _, basis, window in tables["forward"]}
+        terms = [term for layer in self.layers for term in layer.terms if (term.basis, term.window) in seen]
+        pairs = dict.fromkeys(t.window for t in terms if t.basis == "pair" and t.window is not None)
+        areas = dict.fromkeys(t.window for t in terms if isinstance(t.window, int) and t.basis != "pair")
         object.__setattr__(self, "_tables", tables)
+        object.__setattr__(self, "_windows", tuple(pairs))
+        object.__setattr__(self, "_vision_windows", tuple(areas))
 
     @classmethod
     def from_config(
@@ -174,14 +183,12 @@ class FlopsModel:
     @property
     def windows(self) -> tuple[Window, ...]:
         """Attention windows of the model, for ``SeqStats.from_lengths(windows=...)``."""
-        found = [t.window for t in self._terms() if t.basis == "pair" and t.window is not None]
-        return tuple(dict.fromkeys(found))
+        return self._windows
 
     @property
     def vision_windows(self) -> tuple[int, ...]:
         """Window edges of the vision tower in patches, for ``SeqStats.from_lengths(vision_windows=...)``."""
-        found = [t.window for t in self._terms() if t.basis == "patch_window_pair"]
-        return tuple(dict.fromkeys(edge for edge in found if isinstance(edge, int)))
+        return self._vision_windows
 
     def training_flops(self, stats: SeqStats, *, recompute: Recompute | None = None) -> FlopsBreakdown:
         """FLOPs of a forward and backward pass over ``stats``.
@@ -212,9 +219,6 @@ class FlopsModel:
         from lightning_thd.flops.trainable import for_module
 
         return for_module(self, module)
-
-    def _terms(self) -> list[Term]:
-        return [term for layer in self.layers for term in layer.terms if self._counts(term)]
 
     def _counts(self, term: Term) -> bool:
         return {"embedding": self.embedding, "router": self.router}.get(term.kind, True)
@@ -249,7 +253,7 @@ class FlopsModel:
                 f"The stats count windows {extra}, but {self.name!r} has {list(self.windows) or 'none'}. "
                 "They were made for another model: build them with windows=flops_model.windows."
             )
-        if stats.vision_patches and not any("patch" in term.basis for term in self._terms()):
+        if stats.vision_patches and not any("patch" in basis for _, basis, _ in self._tables["forward"]):
             raise ValueError(
                 f"The stats hold {stats.vision_patches} image patches, but no vision tower is known for "
                 f"{self.name!r}. Register one: FlopsModel.register({self.name!r}, builder)."
