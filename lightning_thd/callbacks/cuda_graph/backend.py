@@ -1,4 +1,4 @@
-"""A function over fixed tensors -> something that does the same work again: CUDA graphs, or a recording on CPU."""
+"""A function over fixed tensors -> something that does the same work again, such as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -83,26 +83,26 @@ class CudaBackend:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with _no_collection():
-            # "thread_local": loader threads that page-lock memory and NCCL's watchdog go on meanwhile.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._side(), capture_error_mode="thread_local"
-            ):
-                result = function()
+        # "thread_local": loader threads that page-lock memory and NCCL's watchdog go on meanwhile.
+        context = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._side(), capture_error_mode="thread_local"
+        )
+        with _no_collection(), context:
+            result = function()
         return graph, result
 
     def time_s(self, function: Callable[[], object], *, runs: int = 5) -> float:
         """Return the median of some runs, by events on the device."""
-        times = []
+        times: list[float] = []
         for _ in range(runs):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, stop = _event(), _event()
             torch.cuda.synchronize()
             start.record()
             function()
             stop.record()
             torch.cuda.synchronize()
             times.append(start.elapsed_time(stop) / 1000)
-        return statistics.median(times)
+        return float(statistics.median(times))
 
     def release(self) -> None:
         """Forget the pool; its memory is free once no graph holds it."""
@@ -112,8 +112,12 @@ class CudaBackend:
 
     def _side(self) -> torch.cuda.Stream:
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._stream
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ class Layout(NamedTuple):
     """What decides about a batch.
 
     Attributes:
-        slots: slots of the batch.
-        sequences: sequences in it, a trailing pad included, empty ones at the end left out.
+        slots: slots of its sequences, a trailing pad left out.
+        sequences: sequences in it, empty ones at the end left out.
         max_seqlen: slots of the longest.
     """
 
@@ -29,11 +29,16 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, padded_lengths: Sequence[int]) -> Layout:
-        """Describe a batch by its padded lengths. ``(3, 2, 0)`` is 5 slots in 2 sequences, longest 3."""
+        """Describe sequences by their padded lengths. ``(3, 2, 0)`` is 5 slots in 2, longest 3."""
         count = len(padded_lengths)
         while count and padded_lengths[count - 1] == 0:
             count -= 1
         return cls(sum(padded_lengths), count, max(1, max(padded_lengths, default=1)))
+
+    @classmethod
+    def of_batch(cls, batch: THDBatch) -> Layout:
+        """Describe a batch. Its trailing pad is left out: a bucket's tail takes its place."""
+        return cls.of(batch.padded_lengths[: len(batch.lengths)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -90,7 +95,7 @@ def choose(buckets: Sequence[Bucket], batch: THDBatch) -> tuple[Bucket | None, R
     """
     if batch.extras:
         return None, "extras"
-    layout = Layout.of(batch.padded_lengths)
+    layout = Layout.of_batch(batch)
     order: tuple[Reason, ...] = ("tokens", "max_seqlen", "num_sequences")
     nearest: Reason = "tokens"
     for bucket in buckets:

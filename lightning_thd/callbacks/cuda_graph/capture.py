@@ -12,8 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
+from lightning_thd.callbacks.cuda_graph.attribute_reads import constants_of, reads_of
 from lightning_thd.callbacks.cuda_graph.backend import Backend
 from lightning_thd.callbacks.cuda_graph.buckets import Bucket, Layout
+from lightning_thd.callbacks.cuda_graph.captured import CapturedStep, StepFunction
 from lightning_thd.callbacks.cuda_graph.checkpoint_rng import RandomUse, without_saved_states
 from lightning_thd.callbacks.cuda_graph.errors import CaptureError
 from lightning_thd.callbacks.cuda_graph.guards import HostValue, LoggedValue, check_numbers, guarded
@@ -27,44 +29,6 @@ from lightning_thd.callbacks.cuda_graph.module_state import (
 )
 from lightning_thd.callbacks.cuda_graph.pair import GraphPair, Turn
 from lightning_thd.callbacks.cuda_graph.static_batch import StaticBatch, StaticInputs, dummy_batch
-
-StepFunction = Callable[..., Any]
-
-
-class CapturedStep:
-    """One bucket, ready to replay.
-
-    Args:
-        inputs: static buffers.
-        leaves: parameters that gradients go to.
-        call: runs the step on what the buffers hold; replays a pair, or runs eagerly around captured layers.
-        logged: what the step logs.
-        module: what ``self.log`` is called on.
-    """
-
-    def __init__(
-        self,
-        inputs: StaticInputs,
-        leaves: list[Tensor],
-        call: Callable[..., Any],
-        logged: list[LoggedValue],
-        module: nn.Module,
-    ) -> None:
-        self.inputs, self.leaves = inputs, leaves
-        self._call, self._logged, self._module = call, logged, module
-
-    def run(self, batch: THDBatch, *rest: Any) -> Any:
-        """Fill the buffers and run the step, without logging what a pair captured."""
-        self.inputs.fill(batch)
-        return self._call(batch, *rest)
-
-    def __call__(self, batch: THDBatch, *rest: Any) -> Any:
-        """Run the step and log what it logs, with the values of this batch."""
-        output = self.run(batch, *rest)
-        log: Any = getattr(self._module, "log", None)
-        for name, value, args, kwargs in self._logged:
-            log(name, value.clone() if isinstance(value, Tensor) else value, *args, **kwargs)
-        return output
 
 
 def capture_step(
@@ -105,10 +69,10 @@ def capture_step(
     hidden = tuple(HostValue(f"argument {i + 2} of the step (batch_idx)") for i in range(len(rest)))
     with restored(module), static_shapes(), _uncached_autocast(device):
         runs = warm_up(backend, lambda b: function(module, b, *hidden), module, inputs, leaves)
-        with guarded(module) as logged, without_saved_states():
+        with guarded(module) as logged, without_saved_states(), reads_of(module) as reads:
             pair = GraphPair(backend, lambda: _checked(function(module, inputs.batch, *hidden)), leaves, turn)
     check_numbers([*runs, logged], {bucket.slots, bucket.sequences, bucket.max_seqlen})
-    return CapturedStep(inputs, leaves, lambda *_: pair(leaves), logged, module)
+    return CapturedStep(inputs, leaves, lambda *_: pair(leaves), logged, module, constants_of(module, reads))
 
 
 def warm_up(

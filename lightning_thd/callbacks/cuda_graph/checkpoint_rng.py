@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_thd.callbacks.cuda_graph.errors import CaptureError
 
 
-class RandomUse(TorchDispatchMode):
+class RandomUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether a step draws random numbers, and whether it saves random states.
 
     Attributes:
@@ -27,7 +27,7 @@ class RandomUse(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.draws = False
         self.saves = False
 

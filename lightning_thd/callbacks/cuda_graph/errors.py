@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from types import FrameType, TracebackType
 
 import lightning
@@ -31,6 +34,28 @@ class CaptureError(RuntimeError):
         super().__init__(message if where is None else f"{where}: {message}")
         self.message = message
         self.where = where
+
+
+Report = Callable[[str, str | None], None]
+_REPORT: ContextVar[Report | None] = ContextVar("lightning_thd_capture_report", default=None)
+
+
+def refuse(message: str) -> None:
+    """Raise a :class:`CaptureError` that names the calling line; in :func:`reporting_to` tell and go on."""
+    report = _REPORT.get()
+    if report is None:
+        raise CaptureError(message, calling_line())
+    report(message, calling_line())
+
+
+@contextlib.contextmanager
+def reporting_to(report: Report) -> Iterator[None]:
+    """Hear of every problem inside the body, in place of the first one raising."""
+    token = _REPORT.set(report)
+    try:
+        yield
+    finally:
+        _REPORT.reset(token)
 
 
 def calling_line() -> str | None:

@@ -20,13 +20,14 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks.cuda_graph.agree import all_agree
 from lightning_thd.callbacks.cuda_graph.backend import Backend, CudaBackend
 from lightning_thd.callbacks.cuda_graph.buckets import Bucket, Layout, choose
-from lightning_thd.callbacks.cuda_graph.capture import CapturedStep, StepFunction, capture_step
+from lightning_thd.callbacks.cuda_graph.capture import capture_step
+from lightning_thd.callbacks.cuda_graph.captured import CapturedStep, StepFunction
 from lightning_thd.callbacks.cuda_graph.errors import CaptureError, as_capture_error
 from lightning_thd.callbacks.cuda_graph.layers import GraphedLayers
 from lightning_thd.callbacks.cuda_graph.module_state import Fingerprint
 from lightning_thd.callbacks.cuda_graph.pair import Turn
 from lightning_thd.callbacks.cuda_graph.support import refuse_sharded
-from lightning_thd.callbacks.cuda_graph.timing import is_slower
+from lightning_thd.callbacks.cuda_graph.timing import compare
 
 Scope = Literal["step", "layers"]
 Context = tuple[bool, torch.dtype]
@@ -101,8 +102,8 @@ class GraphedStep:
             raise ValueError(f"scope={scope!r}: wanted 'step' or 'layers'.")
         if (scope == "layers") != bool(layers):
             raise ValueError(
-                f"scope={scope!r} with layers={tuple(layers)}: scope='layers' needs parts of names of the layers "
-                "to capture, for example layers=('self_attn',), and scope='step' takes none."
+                f"scope={scope!r} with layers={tuple(layers)}: scope='layers' needs names of the layers to "
+                "capture, for example layers=('self_attn',), and scope='step' takes none."
             )
         if not buckets:
             raise ValueError(
@@ -212,7 +213,8 @@ class GraphedStep:
         if not agreed:
             raise CaptureError("the capture failed on another rank, whose message says why.")
         self._captured[context] = captured
-        self._fingerprint = Fingerprint(self.module)
+        reads = {name for step in captured.values() for name in step.reads}
+        self._fingerprint = Fingerprint(self.module, reads)
         self._rounds += 1
         self.stats.captures += len(captured)
         self._drop_slower(captured, batch, rest)
@@ -221,9 +223,9 @@ class GraphedStep:
     def _drop_slower(
         self, captured: dict[Bucket, CapturedStep], batch: THDBatch, rest: tuple[Any, ...]
     ) -> None:
-        layout = Layout.of(batch.padded_lengths)
+        layout = Layout.of_batch(batch)
         for bucket, step in captured.items():
-            slower = is_slower(self.backend, self.function, self.module, step, layout, rest)
+            slower = compare(self.backend, self.function, self.module, step, layout, rest)
             if slower is None:
                 return
             if all_agree(not slower.slower, batch.input_ids.device):

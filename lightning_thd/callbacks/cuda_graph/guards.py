@@ -1,52 +1,58 @@
-"""What a captured step may not ask of its host: the batch index, the Trainer's progress; and its ``self.log``."""
+"""What a captured step may not ask: the batch index, the Trainer's progress. What it logs is noted."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import lightning.pytorch as L
 from torch import Tensor, nn
 
-from lightning_thd.callbacks.cuda_graph.errors import CaptureError, calling_line
+from lightning_thd.callbacks.cuda_graph.errors import CaptureError, refuse
 
 # What changes while training goes on; asking for the rest (devices, world size, precision) is fine.
 _CHANGING = frozenset(
-    "global_step current_epoch fit_loop strategy optimizers lr_scheduler_configs callback_metrics "
-    "logged_metrics progress_bar_metrics datamodule train_dataloader is_last_batch should_stop".split()
+    (
+        *("global_step", "current_epoch", "fit_loop", "strategy", "optimizers", "lr_scheduler_configs"),
+        *("callback_metrics", "logged_metrics", "progress_bar_metrics", "is_last_batch", "should_stop"),
+        *("datamodule", "train_dataloader"),
+    )
 )
+_UNARY = ("bool", "int", "float", "index", "str", "repr", "hash", "neg", "abs")
+_COMPARED = ("format", "eq", "ne", "lt", "le", "gt", "ge")
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 
 
-def refuse_host_value(name: str) -> NoReturn:
-    """Raise for a value that would stay what it was at capture."""
-    raise CaptureError(
-        f"the step uses {name}, which changes from batch to batch; a captured step would go on with the value "
-        "it was captured with. Move it to a hook, or keep it in a tensor that a hook updates in place.",
-        calling_line(),
+def _refuse_value(name: str) -> None:
+    refuse(
+        f"the step uses {name}, which changes from batch to batch; a captured step would go on with the "
+        "value it was captured with. Move it to a hook, or keep it in a tensor that a hook updates in place."
     )
 
 
 class HostValue:
-    """Stands in for a number such as ``batch_idx``; passing it on is fine, any use raises.
+    """Stands in for a number such as ``batch_idx``; passing it on is fine, any use is refused.
 
     Args:
         name: for the message.
+        value: what it stands for, for ``lint_capture``, which goes on.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, value: Any = 0) -> None:
+        self._name, self._value = name, value
 
 
-def _use(self: HostValue, *_: Any) -> NoReturn:
-    refuse_host_value(self._name)
+def _used(operator: str) -> Callable[..., Any]:
+    def use(self: HostValue, *args: Any) -> Any:
+        _refuse_value(self._name)
+        return getattr(self._value, operator)(*args)
+
+    return use
 
 
-for _method in (
-    "bool int float index str repr format hash eq ne lt le gt ge add radd sub rsub mul rmul mod rmod "
-    "truediv rtruediv floordiv rfloordiv pow rpow neg abs and or xor"
-).split():
-    setattr(HostValue, f"__{_method}__", _use)
+for _name in (*_UNARY, *_COMPARED, *_ARITHMETIC, *(f"r{name}" for name in _ARITHMETIC)):
+    setattr(HostValue, f"__{_name}__", _used(f"__{_name}__"))
 
 
 class _TrainerGuard:
@@ -57,7 +63,7 @@ class _TrainerGuard:
 
     def __getattr__(self, name: str) -> Any:
         if name in _CHANGING:
-            refuse_host_value(f"trainer.{name}")
+            _refuse_value(f"trainer.{name}")
         return getattr(self.__dict__["_guarded"], name)
 
 
@@ -96,11 +102,11 @@ def guarded(module: nn.Module) -> Iterator[list[LoggedValue]]:
         if isinstance(value, Tensor):
             value = value.detach()
         elif isinstance(value, bool) or not isinstance(value, int | float):
-            raise CaptureError(
+            refuse(
                 f"the step logs {name!r}, a {type(value).__name__}, whose state a replay would not update. "
-                "Log a tensor, or update the metric in on_train_batch_end from what the step returns.",
-                calling_line(),
+                "Log a tensor, or update the metric in on_train_batch_end from what the step returns."
             )
+            return
         logged.append(LoggedValue(name, value, args, kwargs))
 
     def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
@@ -150,6 +156,6 @@ def check_numbers(runs: list[list[LoggedValue]], sizes: set[int]) -> None:
         if numbers and (len(set(numbers)) > 1 or numbers[0] in sizes):
             raise CaptureError(
                 f"the step logs {values[0].name!r} as the Python number {numbers[0]}, which depends on the "
-                "batch or changes by itself; a replay would log the same number always. Log a tensor, or log it in "
-                "on_train_batch_end."
+                "batch or changes by itself; a replay would log the same number always. Log a tensor, or log "
+                "it in on_train_batch_end."
             )

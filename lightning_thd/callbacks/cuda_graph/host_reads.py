@@ -73,7 +73,8 @@ def operator_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         target = kwargs.get("device")
         source = args[0].device.type
         if target is not None and torch.device(target).type != source:
-            return f"a copy from {source} to {torch.device(target).type} {_READ if source != 'cpu' else _CONSTANT}"
+            why = _CONSTANT if source == "cpu" else _READ
+            return f"a copy from {source} to {torch.device(target).type} {why}"
     return None
 
 

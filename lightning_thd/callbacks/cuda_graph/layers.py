@@ -17,12 +17,14 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks.cuda_graph.backend import Backend
+from lightning_thd.callbacks.cuda_graph.captured import CapturedStep
 from lightning_thd.callbacks.cuda_graph.checkpoint_rng import RandomUse, without_saved_states
 from lightning_thd.callbacks.cuda_graph.errors import CaptureError
 from lightning_thd.callbacks.cuda_graph.guards import guarded
 from lightning_thd.callbacks.cuda_graph.module_state import restored
 from lightning_thd.callbacks.cuda_graph.pair import GraphPair, Turn
 from lightning_thd.callbacks.cuda_graph.static_batch import StaticInputs, pad_batch
+from lightning_thd.models.pack import current_pack
 
 
 class GraphedLayers:
@@ -48,14 +50,8 @@ class GraphedLayers:
         rest: tuple[Any, ...],
         turn: Turn,
         leaves: list[Tensor],
-    ) -> Any:
-        """Run the step once on a dummy batch and capture every chosen layer as it is called.
-
-        Returns:
-            A ``CapturedStep``.
-        """
-        from lightning_thd.callbacks.cuda_graph.capture import CapturedStep
-
+    ) -> CapturedStep:
+        """Run the step once on a dummy batch and capture every chosen layer as it is called."""
         self._install(module)
         calls = {layer: _GraphedCall(self.backend, layer) for layer, _ in self._chosen}
         batch = self._static(dummy, inputs)
@@ -72,7 +68,7 @@ class GraphedLayers:
             with self._using(calls), static_shapes():
                 return function(module, self._static(batch, inputs), *rest)
 
-        return CapturedStep(inputs, leaves, run, [], module)
+        return CapturedStep(inputs, leaves, run, [], module, set())
 
     def remove(self) -> None:
         """Give the layers their forward back."""
@@ -111,8 +107,8 @@ class GraphedLayers:
             raise CaptureError(f"no submodule is named {self.names}. Names here: {', '.join(some)}.")
         if any(getattr(child, "gradient_checkpointing", False) for child in module.modules()):
             raise CaptureError(
-                "scope='layers' cannot capture layers under activation checkpointing, which runs them twice a "
-                "step. Use scope='step', or switch checkpointing off."
+                "scope='layers' cannot capture layers under activation checkpointing, which runs them twice "
+                "a step. Use scope='step', or switch checkpointing off."
             )
         for layer in found:
             self._chosen.append((layer, layer.__dict__.get("forward")))
@@ -168,10 +164,11 @@ class _GraphedCall:
         leaves = [*(x for x in self._statics if x.requires_grad), *self._parameters]
         for _ in range(self._backend.warm_ups):
             use = RandomUse()
-            with without_saved_states(use), use:
+            with without_saved_states(use), use, _fresh_pack():
                 self._backend.warm_up(lambda: _forward_backward(forward(*args, **kwargs), leaves))
             use.refuse()
-        self.pair = GraphPair(self._backend, lambda: forward(*args, **kwargs), leaves, self._turn)
+        with _fresh_pack():
+            self.pair = GraphPair(self._backend, lambda: forward(*args, **kwargs), leaves, self._turn)
 
     def _fits(self, flat: list[Any], spec: TreeSpec) -> bool:
         if spec != self._spec:
@@ -188,3 +185,17 @@ class _GraphedCall:
 def _forward_backward(output: Any, leaves: list[Tensor]) -> None:
     found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     torch.autograd.grad(found, leaves, [torch.ones_like(x) for x in found], allow_unused=True)
+
+
+@contextlib.contextmanager
+def _fresh_pack() -> Iterator[None]:
+    """Let a layer work out again, inside its graph, what layers before it remembered for this batch."""
+    pack = current_pack()
+    if pack is None:
+        yield
+        return
+    pack.cache, before = {}, pack.cache
+    try:
+        yield
+    finally:
+        pack.cache = before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,16 +13,18 @@ from lightning_thd.callbacks.cuda_graph.errors import CaptureError
 
 _PLAIN = (int, float, bool, str, type(None))
 _CONTAINERS = (list, dict, set, tuple)
+_ABSENT = object()
 
 
 class Fingerprint:
-    """Addresses, flags and plain attributes that are baked into a graph; cheap to compare every step.
+    """Addresses, flags and attributes that are baked into a graph; cheap to compare every step.
 
     Args:
         module: what the step trains.
+        names: attributes of it that the step reads.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, names: Iterable[str] = ()) -> None:
         self._module = module
         self._owners: list[tuple[dict[str, Any], str, Tensor]] = []
         self._modules = list(module.modules())
@@ -31,7 +33,7 @@ class Fingerprint:
                 self._owners += [(held, name, x) for name, x in held.items() if x is not None]
         self._addresses = [(x.data_ptr(), x.requires_grad) for _, _, x in self._owners]
         self._flags = [child.training for child in self._modules]
-        self._attributes = _plain_attributes(module)
+        self._attributes = {name: getattr(module, name) for name in sorted(names)}
 
     def change(self) -> str | None:
         """Name the first thing that is not as it was, or give None."""
@@ -42,10 +44,10 @@ class Fingerprint:
                 return f"{name}.requires_grad changed"
         if [child.training for child in self._modules] != self._flags:
             return "a module changed between train() and eval()"
-        now = _plain_attributes(self._module)
-        if now != self._attributes:
-            names = sorted(n for n in {*now, *self._attributes} if now.get(n) != self._attributes.get(n))
-            return f"the attribute {names[0]} changed"
+        for name, before in self._attributes.items():
+            now = getattr(self._module, name, _ABSENT)
+            if not (now is before or (isinstance(before, _PLAIN) and now == before)):
+                return f"the attribute {name}, which the step reads, changed"
         return None
 
     @property
@@ -53,13 +55,6 @@ class Fingerprint:
         """Parameters that require a gradient, each once."""
         unique = {id(x): x for _, _, x in self._owners if isinstance(x, nn.Parameter) and x.requires_grad}
         return list(unique.values())
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Public numbers, strings and flags of the module itself, which its step may use as constants."""
-    return {
-        name: value for name, value in vars(module).items() if name[0] != "_" and isinstance(value, _PLAIN)
-    }
 
 
 def host_state(module: nn.Module) -> dict[tuple[int, str], Any]:
@@ -90,9 +85,6 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -
             f"the step changes {owner}.{name}, which a replay does not run again. Move counters, lists and "
             "metrics to on_train_batch_end."
         )
-
-
-_ABSENT = object()
 
 
 def refuse_hooked_parameters(parameters: list[Tensor]) -> None:

@@ -1,7 +1,7 @@
-"""A function with gradients over fixed tensors -> a forward and a backward graph behind one autograd.Function.
+"""A function with gradients over fixed tensors -> forward and backward graphs behind one autograd.Function.
 
-``torch.cuda.make_graphed_callables`` hands its gradient buffers out as they are, and a later replay overwrites
-what was accumulated in them (pytorch#181723). Here every gradient and output is a copy.
+``torch.cuda.make_graphed_callables`` hands its gradient buffers out as they are, and a later replay
+overwrites what was accumulated in them (pytorch#181723). Here every gradient and output is a copy.
 """
 
 from __future__ import annotations

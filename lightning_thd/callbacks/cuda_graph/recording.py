@@ -17,11 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_thd.callbacks.cuda_graph.errors import CaptureError, calling_line
+from lightning_thd.callbacks.cuda_graph.errors import CaptureError, Report, calling_line
 from lightning_thd.callbacks.cuda_graph.host_reads import function_problem, operator_problem
 
 R = TypeVar("R")
-Report = Callable[[str, str | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +145,9 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tape: Recording, busy: _Busy, report: Report) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tape, self._busy, self._report = tape, busy, report
 
     def __torch_dispatch__(

@@ -5,30 +5,32 @@ T slots and S sequences of the bucket, t and s of the batch.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.callbacks.cuda_graph.buckets import Bucket, Layout
-from lightning_thd.callbacks.cuda_graph.errors import CaptureError, calling_line
+from lightning_thd.callbacks.cuda_graph.errors import refuse
 from lightning_thd.seqlens import cu_seqlens_from_lengths, pad_cu_seqlens, position_ids_from_cu_seqlens
 
 _FIELDS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
 
 
-def _refuse(name: str) -> NoReturn:
-    raise CaptureError(
-        f"the step reads batch.{name}, which the host knows and which changes from batch to batch; a captured "
-        "step would go on with the value of the batch it was captured on. Use the tensors of the batch "
-        "(cu_seqlens, targets, loss_scale), or move this to on_train_batch_start.",
-        calling_line(),
-    )
+_ADVICE = (
+    "which the host knows and which changes from batch to batch; a captured step would go on with the value "
+    "of the batch it was captured on. Use the tensors of the batch (cu_seqlens, targets, loss_scale), or move "
+    "this to on_train_batch_start."
+)
 
 
 def _refused(name: str) -> property:
-    return property(lambda self: _refuse(name))
+    def read(self: StaticBatch) -> Any:
+        refuse(f"the step reads batch.{name}, {_ADVICE}")
+        return THDBatch.__dict__[name].__get__(self)  # only lint_capture, which stores it, comes here
+
+    return property(read)
 
 
 class StaticBatch(THDBatch):
@@ -39,11 +41,11 @@ class StaticBatch(THDBatch):
 
     __slots__ = ()
 
-    lengths = _refused("lengths")  # type: ignore[assignment]
-    padded_lengths = _refused("padded_lengths")  # type: ignore[assignment]
-    stats = _refused("stats")  # type: ignore[assignment]
-    sequence_ids = _refused("sequence_ids")  # type: ignore[assignment]
-    loss_tokens = _refused("loss_tokens")  # type: ignore[assignment]
+    lengths = _refused("lengths")
+    padded_lengths = _refused("padded_lengths")
+    stats = _refused("stats")
+    sequence_ids = _refused("sequence_ids")
+    loss_tokens = _refused("loss_tokens")
 
     @classmethod
     def build(cls, *, max_seqlen: int, loss_scale: Tensor, **tensors: Tensor) -> StaticBatch:
@@ -52,6 +54,17 @@ class StaticBatch(THDBatch):
         batch._set(**tensors, max_seqlen=max_seqlen, loss_scale=loss_scale, extras={})
         return batch
 
+    @classmethod
+    def watching(cls, batch: THDBatch) -> StaticBatch:
+        """Make one that tells of reads and answers them, from a real batch."""
+        scale = torch.full((), batch.loss_scale, device=batch.input_ids.device)
+        tensors = {name: getattr(batch, name) for name in _FIELDS}
+        watching = cls.build(max_seqlen=batch.max_seqlen, loss_scale=scale, **tensors)
+        watching._set(extras=batch.extras)
+        for name in ("lengths", "padded_lengths", "stats", "sequence_ids"):
+            THDBatch.__dict__[name].__set__(watching, getattr(batch, name))
+        return watching
+
     def replace(self, **changes: object) -> THDBatch:
         """Return a copy with some tensors changed."""
         names = (*_FIELDS, "max_seqlen", "loss_scale", "extras")
@@ -59,16 +72,6 @@ class StaticBatch(THDBatch):
         copy._set(**{name: getattr(self, name) for name in names})
         copy._set(**changes)
         return copy
-
-    def unpack(self, x: Tensor) -> list[Tensor]:
-        """Refuse: the sizes change from batch to batch."""
-        _refuse("unpack()")
-
-    def __len__(self) -> int:
-        _refuse("__len__()")
-
-    def __iter__(self) -> Any:
-        _refuse("__iter__()")
 
     def __repr__(self) -> str:
         return f"StaticBatch({self.input_ids.shape[-1]} slots, {self.cu_seqlens.shape[0] - 1} sequences)"
@@ -93,13 +96,13 @@ class StaticInputs:
         slots = bucket.slots
         shape = (slots,) if axes is None else (axes, slots)
         self._arange = torch.arange(slots, device=device)
-        offsets = {"dtype": torch.int32, "device": device}
+        offsets = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
         self.batch = StaticBatch.build(
             input_ids=torch.zeros(slots, dtype=torch.int64, device=device),
             targets=torch.full((slots,), IGNORE_INDEX, device=device),
             position_ids=torch.zeros(shape, dtype=torch.int64, device=device),
-            cu_seqlens=torch.zeros(bucket.sequences + 1, **offsets),  # type: ignore[arg-type]
-            cu_seqlens_padded=torch.zeros(bucket.sequences + 1, **offsets),  # type: ignore[arg-type]
+            cu_seqlens=offsets,
+            cu_seqlens_padded=offsets.clone(),
             max_seqlen=bucket.max_seqlen,
             loss_scale=torch.ones((), dtype=scale_dtype, device=device),
         )
@@ -109,16 +112,16 @@ class StaticInputs:
 
         Offsets are worked out from the lengths the host knows, in page-locked memory.
         """
-        static, used, total = self.batch, Layout.of(batch.padded_lengths).slots, self.bucket.slots
+        static, used, total = self.batch, Layout.of_batch(batch).slots, self.bucket.slots
         real, padded, step = pad_offsets(batch, self.bucket)
         _copy(static.cu_seqlens_padded, padded)
         _copy(static.cu_seqlens, real)
         for name, rest in (("input_ids", 0), ("targets", IGNORE_INDEX)):
             target: Tensor = getattr(static, name)
-            target[:used].copy_(getattr(batch, name), non_blocking=True)
+            target[:used].copy_(getattr(batch, name)[:used], non_blocking=True)
             target[used:].fill_(rest)
         positions = static.position_ids
-        positions[..., :used].copy_(batch.position_ids, non_blocking=True)
+        positions[..., :used].copy_(batch.position_ids[..., :used], non_blocking=True)
         if total > used:
             positions[..., used:].copy_(torch.remainder(self._arange[: total - used], step))
         static_scale: Any = static.loss_scale
@@ -136,22 +139,22 @@ def pad_offsets(batch: THDBatch, bucket: Bucket) -> tuple[Tensor, Tensor, int]:
         int32 ``[S + 1]`` real and padded offsets on the CPU, and the length of a dummy sequence. Lengths
         ``(3, 2)`` in a bucket of 9 slots and 4 sequences give ``[0, 3, 5, 7, 9]`` twice, and 2.
     """
-    layout = Layout.of(batch.padded_lengths)
+    layout = Layout.of_batch(batch)
     kept = layout.sequences
+    lengths, padded_lengths = batch.lengths[:kept], batch.padded_lengths[:kept]
     padded = pad_cu_seqlens(
-        cu_seqlens_from_lengths(batch.padded_lengths[:kept]),
+        cu_seqlens_from_lengths(padded_lengths),
         bucket.sequences,
         bucket.slots,
         max_seqlen=bucket.max_seqlen,
-        lengths=batch.padded_lengths[:kept],
+        lengths=padded_lengths,
     )
     tail, spare = bucket.slots - layout.slots, bucket.sequences - kept
-    step = -(-tail // max(spare, 1))
-    if batch.padded_lengths[: len(batch.lengths)] == batch.lengths:
-        return padded, padded, max(step, 1)
-    lengths = [*batch.lengths, *batch.padded_lengths[len(batch.lengths) :]][:kept]
+    step = max(1, -(-tail // max(spare, 1)))
+    if padded_lengths == lengths:
+        return padded, padded, step
     real = cu_seqlens_from_lengths(lengths)
-    return torch.cat([real, padded[kept + 1 :] - layout.slots + real[-1]]), padded, max(step, 1)
+    return torch.cat([real, padded[kept + 1 :] - layout.slots + real[-1]]), padded, step
 
 
 def dummy_batch(layout: Layout, device: torch.device, *, axes: int | None = None) -> THDBatch:
@@ -181,15 +184,15 @@ def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
     Returns:
         A new batch on the same device, of T slots and S + 1 offsets. The tail has no targets.
     """
-    layout, device = Layout.of(batch.padded_lengths), batch.input_ids.device
+    used, device = Layout.of_batch(batch).slots, batch.input_ids.device
     real, padded, _ = pad_offsets(batch, bucket)
-    positions = position_ids_from_cu_seqlens(padded, bucket.slots)[layout.slots :].to(device)
+    positions = position_ids_from_cu_seqlens(padded, bucket.slots)[used:].to(device)
     tail = positions.shape[0]
     positions = positions.expand(*batch.position_ids.shape[:-1], tail)
     return batch.replace(
-        input_ids=torch.nn.functional.pad(batch.input_ids, (0, tail)),
-        targets=torch.nn.functional.pad(batch.targets, (0, tail), value=IGNORE_INDEX),
-        position_ids=torch.cat([batch.position_ids, positions], dim=-1),
+        input_ids=torch.nn.functional.pad(batch.input_ids[:used], (0, tail)),
+        targets=torch.nn.functional.pad(batch.targets[:used], (0, tail), value=IGNORE_INDEX),
+        position_ids=torch.cat([batch.position_ids[..., :used], positions], dim=-1),
         cu_seqlens=real.to(device),
         cu_seqlens_padded=padded.to(device),
         padded_lengths=tuple(torch.diff(padded).tolist()),

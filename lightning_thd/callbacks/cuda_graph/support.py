@@ -25,7 +25,7 @@ def refuse_sharded(module: nn.Module) -> None:
     found = sharded_by(module)
     if found is not None:
         raise ValueError(
-            f"The module is sharded by {found}, which gathers parameters into memory of its own at every step: "
+            f"The module is sharded by {found}, which gathers parameters into its own memory at every step: "
             "a captured step would keep the addresses of the first. Use CUDA graphs with one device or DDP, "
             "or train without them."
         )

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks.cuda_graph.backend import Backend
 from lightning_thd.callbacks.cuda_graph.buckets import Layout
-from lightning_thd.callbacks.cuda_graph.capture import CapturedStep, StepFunction
+from lightning_thd.callbacks.cuda_graph.captured import CapturedStep, StepFunction
 from lightning_thd.callbacks.cuda_graph.guards import guarded
 from lightning_thd.callbacks.cuda_graph.module_state import restored
 from lightning_thd.callbacks.cuda_graph.static_batch import dummy_batch
@@ -37,7 +36,7 @@ class Comparison(NamedTuple):
         return self.replay_s > (1 - _MARGIN) * self.eager_s
 
 
-def is_slower(
+def compare(
     backend: Backend,
     function: StepFunction,
     module: nn.Module,
@@ -78,6 +77,3 @@ def loss_of(output: Any) -> Tensor:
     """Find the loss in what a step returned."""
     found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     return found[0] if len(found) == 1 else sum(x.sum() for x in found)  # type: ignore[return-value]
-
-
-__all__ = ["Comparison", "THDBatch", "is_slower", "loss_of"]
