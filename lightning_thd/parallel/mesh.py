@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DATA, CONTEXT, TENSOR = AXES = ("data_parallel", "context_parallel", "tensor_parallel")
-DATA_CONTEXT = "data_context_parallel"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,20 +75,31 @@ def resolve_sizes(
     return sizes
 
 
-def make_mesh(sizes: AxisSizes, device_type: str) -> DeviceMesh:
-    """Build the mesh and its process groups; a collective over the whole job.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meshes:
+    """The mesh of a job and what is folded from it.
 
-    Returns:
-        A mesh with the axes ``data_parallel``, ``context_parallel`` and ``tensor_parallel``, and the first
-        two flattened as ``data_context_parallel``.
+    Attributes:
+        axes: ``data_parallel`` x ``context_parallel`` x ``tensor_parallel``.
+        data_context: the first two as one axis: ranks that see different tokens.
+        peers: the last two as one axis: ranks that read the same data.
     """
+
+    axes: DeviceMesh
+    data_context: DeviceMesh
+    peers: DeviceMesh
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of this rank along one of the three axes."""
+        group: dist.ProcessGroup = self.axes.get_group(axis)
+        return group
+
+
+def make_meshes(sizes: AxisSizes, device_type: str) -> Meshes:
+    """Build the mesh and its process groups; a collective over the whole job."""
     mesh = init_device_mesh(device_type, (sizes.data, sizes.context, sizes.tensor), mesh_dim_names=AXES)
-    mesh[DATA, CONTEXT]._flatten(DATA_CONTEXT)
-    mesh[CONTEXT, TENSOR]._flatten("peers")
-    return mesh
-
-
-def axis_group(mesh: DeviceMesh, axis: str) -> dist.ProcessGroup:
-    """The process group of this rank along an axis."""
-    group: dist.ProcessGroup = mesh[axis].get_group()
-    return group
+    return Meshes(
+        axes=mesh,
+        data_context=mesh[DATA, CONTEXT]._flatten("data_context_parallel"),
+        peers=mesh[CONTEXT, TENSOR]._flatten("peers"),
+    )

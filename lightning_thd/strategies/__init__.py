@@ -1,6 +1,13 @@
 """Steps of packed batches under Lightning: a mixin, and strategies ready to name."""
 
 from lightning_thd.strategies.mixin import THDStrategyMixin
+from lightning_thd.strategies.model_parallel import THDModelParallelStrategy
 from lightning_thd.strategies.ready import THDDDPStrategy, THDSingleDeviceStrategy, register_strategies
 
-__all__ = ["THDDDPStrategy", "THDSingleDeviceStrategy", "THDStrategyMixin", "register_strategies"]
+__all__ = [
+    "THDDDPStrategy",
+    "THDModelParallelStrategy",
+    "THDSingleDeviceStrategy",
+    "THDStrategyMixin",
+    "register_strategies",
+]

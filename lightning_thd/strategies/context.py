@@ -9,7 +9,6 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
@@ -43,7 +42,7 @@ class ContextParallelMixin(Strategy):
     broadcast_data: bool = False
     check_plans: bool = False
 
-    _device_mesh: DeviceMesh | None = None
+    _meshes: axes.Meshes | None = None
     _checked_stage: object = None
     _guarded: bool = False
 
@@ -98,27 +97,26 @@ class ContextParallelMixin(Strategy):
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
         """Ranks that hold different data, one of each pack; None is all."""
-        return None if self._device_mesh is None else axes.axis_group(self._device_mesh, axes.DATA)
+        return None if self._meshes is None else self._meshes.group(axes.DATA)
 
     @property
     def context_parallel_group(self) -> dist.ProcessGroup | None:
         """Ranks that share this rank's pack."""
-        return None if self._device_mesh is None else axes.axis_group(self._device_mesh, axes.CONTEXT)
+        return None if self._meshes is None else self._meshes.group(axes.CONTEXT)
 
     def setup_environment(self) -> None:
         """Start the processes' groups, then those of the axes."""
         super().setup_environment()
         if self.sizes.peers > 1:
-            self._device_mesh = axes.make_mesh(self.sizes, self.root_device.type)
+            self._meshes = axes.make_meshes(self.sizes, self.root_device.type)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Make sure that ranks which share data read the same."""
         dataloader = super().process_dataloader(dataloader)
         sizes = self.sizes
         if self.broadcast_data and sizes.peers > 1:
-            assert self._device_mesh is not None
-            group = axes.axis_group(self._device_mesh, "peers")
-            return BroadcastLoader(dataloader, group, self._wire_device)
+            assert self._meshes is not None
+            return BroadcastLoader(dataloader, self._meshes.peers.get_group(), self._wire_device)
         set_data_rank(dataloader, self.data_rank, self.data_size, sizes.peers)
         return dataloader
 

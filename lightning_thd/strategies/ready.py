@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel.layout import Communication
 from lightning_thd.strategies.mixin import THDStrategyMixin
+from lightning_thd.strategies.model_parallel import THDModelParallelStrategy
 
 
 class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
@@ -79,6 +80,6 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
 
 def register_strategies() -> None:
     """Make the names known to ``Trainer(strategy=...)``; ``import lightning_thd`` calls it."""
-    for strategy in (THDSingleDeviceStrategy, THDDDPStrategy):
+    for strategy in (THDSingleDeviceStrategy, THDDDPStrategy, THDModelParallelStrategy):
         if strategy.strategy_name not in StrategyRegistry:
             StrategyRegistry.register(strategy.strategy_name, strategy, description=strategy.__doc__ or "")

@@ -1,0 +1,91 @@
+"""A LightningModule -> its models sharded by FSDP2 over all ranks that see different tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def shard_parameters(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+) -> list[FSDPModule]:
+    """Shard every model that a module holds, layer by layer.
+
+    Args:
+        module: the LightningModule; its children with parameters are the models it calls.
+        mesh: one axis, the ranks among which weights are shared and gradients averaged.
+        policy: dtypes of weights in products, and of gradient sums.
+        reshard_after_forward: free the gathered weights of a layer between its forward and backward pass.
+
+    Returns:
+        The sharded models.
+
+    Raises:
+        ValueError: for parameters that no model holds.
+    """
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise ValueError(
+            f"{type(module).__name__} holds the parameters {own} itself, and FSDP2 gathers weights when the "
+            "forward of a submodule is called. Move them into an nn.Module that it calls."
+        )
+    roots: list[FSDPModule] = []
+    how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
+    for root in models_of(module):
+        for layer in layers_of(root):
+            fully_shard(layer, reshard_after_forward=reshard_after_forward, **how)
+        roots.append(fully_shard(root, **how))
+    if mesh.device_type == "cpu":  # gloo has no averaging reduce-scatter
+        for sharded in roots:
+            sharded.set_force_sum_reduction_for_comms(True)
+    return roots
+
+
+def models_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield what a LightningModule calls: its children, and those inside lists and dicts of modules."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from models_of(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """List the modules that are gathered one at a time: a transformers model's layers, else list elements."""
+    names: set[str] = set(getattr(model, "_no_split_modules", None) or ())
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if type(child).__name__ in names or (not names and isinstance(module, nn.ModuleList)):
+                if any(True for _ in child.parameters()):
+                    found.append(child)
+            else:
+                walk(child)
+
+    walk(model)
+    return found
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Say whether the user, or an earlier stage, has applied FSDP2 already."""
+    return any(isinstance(child, FSDPModule) for child in module.modules())
+
+
+def local_bytes(module: nn.Module) -> int:
+    """Bytes of parameters that this rank holds."""
+    total = 0
+    for parameter in module.parameters():
+        held: Any = parameter
+        tensor: torch.Tensor = held.to_local() if hasattr(held, "to_local") else held
+        total += tensor.nbytes
+    return total

@@ -1,0 +1,271 @@
+"""A model and a plan of names -> the same model with its weights cut over the tensor-parallel ranks.
+
+Weights become DTensors, which FSDP2, checkpoints and optimizers understand; activations stay plain tensors,
+so that whatever a model does between its products works unchanged. The plan's words are transformers' own.
+
+Legend: T slots, V vocabulary, E experts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from lightning_thd.parallel.exchange import join_columns, sum_gradients, sum_ranks
+
+
+def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Cut the weights that a plan names, in place; no collective.
+
+    Args:
+        model: with the same weights on every rank.
+        plan: module name, ``*`` for any number, to ``colwise``, ``rowwise``, ``colwise_gather_output``,
+            ``embedding_rowwise``, ``replicated_with_grad_allreduce`` or ``moe_tp_experts``.
+        mesh: one axis, the tensor-parallel ranks.
+
+    Raises:
+        ValueError: when a size does not divide, a word is unknown, or nothing matches.
+    """
+    matched = _match(model, plan)
+    if not any(style != "replicated_with_grad_allreduce" for _, _, style in matched):
+        raise ValueError(
+            f"No module of {type(model).__name__} matches the tensor-parallel plan {sorted(plan)}. Name "
+            "modules as named_modules() does, '*' for a layer number."
+        )
+    for name, module, style in matched:
+        _CHECKS[style](name, module, mesh.size())
+    shards = _Shards(mesh)
+    for _, module, style in matched:
+        _STYLES[style](module, shards)
+
+
+def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Module, str]]:
+    patterns = {
+        re.compile(re.escape(name).replace(r"\*", r"\d+") + "$"): (name, style)
+        for name, style in plan.items()
+    }
+    found = []
+    for name, module in model.named_modules():
+        for pattern, (entry, style) in patterns.items():
+            if not pattern.match(name):
+                continue
+            if style not in _STYLES:
+                raise ValueError(
+                    f"The tensor-parallel plan asks for {style!r} of {entry!r}; supported are "
+                    f"{', '.join(_STYLES)}. Pass a plan of these as tensor_parallel_plan={{...}}, or set "
+                    "tensor_parallel_size=1."
+                )
+            if not isinstance(module, nn.ModuleList):
+                found.append((name, module, style))
+    return found
+
+
+class _Shards:
+    """Cuts parameters, a tied one once."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.group: dist.ProcessGroup = mesh.get_group()
+        self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def cut(self, module: nn.Module, name: str, dim: int) -> None:
+        """Replace a parameter by this rank's shard of it, as a DTensor."""
+        parameter = module._parameters.get(name)
+        if parameter is None or isinstance(parameter, DTensor):
+            return
+        if id(parameter) not in self._made:
+            shard = distribute_tensor(parameter.detach(), self.mesh, [Shard(dim)], src_data_rank=None)
+            cut = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            self._made[id(parameter)] = (parameter, cut)  # keeps the old one, so that its id stays its own
+        module._parameters[name] = self._made[id(parameter)][1]
+
+
+@contextlib.contextmanager
+def parameters_as(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Generator[None]:
+    """Let a module's own parameters read as ``change`` of them while its forward runs."""
+    own = {name: value for name, value in module._parameters.items() if value is not None}
+    parameters: dict[str, Any] = module._parameters
+    parameters.update({name: change(value) for name, value in own.items()})
+    try:
+        yield
+    finally:
+        parameters.update(own)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, as a plain tensor with gradient."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _colwise(module: Any, shards: _Shards) -> None:
+    _cut_columns(module, shards)
+    forward, group = module.forward, shards.group
+
+    def colwise_forward(x: Tensor) -> Tensor:
+        with parameters_as(module, local):
+            out: Tensor = forward(sum_gradients(x, group))
+        return out
+
+    module.forward = colwise_forward
+
+
+def _colwise_gather_output(module: Any, shards: _Shards) -> None:
+    _colwise(module, shards)
+    forward, group = module.forward, shards.group
+
+    def gathering_forward(x: Tensor) -> Tensor:
+        return join_columns(forward(x), group)
+
+    module.forward = gathering_forward
+
+
+def _cut_columns(module: nn.Module, shards: _Shards) -> None:
+    shards.cut(module, "weight", 0)
+    shards.cut(module, "bias", 0)
+
+
+def _rowwise(module: Any, shards: _Shards) -> None:
+    shards.cut(module, "weight", 1)
+    group = shards.group
+
+    def rowwise_forward(x: Tensor) -> Tensor:
+        out = sum_ranks(torch.nn.functional.linear(x, local(module.weight)), group)
+        bias = module._parameters.get("bias")
+        return out if bias is None else out + bias
+
+    module.forward = rowwise_forward
+
+
+def _embedding(module: Any, shards: _Shards) -> None:
+    rows = module.num_embeddings // shards.group.size()
+    first = shards.group.rank() * rows
+    shards.cut(module, "weight", 0)
+    if module.padding_idx is not None:  # the row without a gradient, wherever it lies
+        inside = first <= module.padding_idx < first + rows
+        module.padding_idx = module.padding_idx - first if inside else None
+    forward, group = module.forward, shards.group
+
+    def embedding_forward(ids: Tensor) -> Tensor:
+        own = ids - first
+        missing = (own < 0) | (own >= rows)
+        with parameters_as(module, local):
+            out: Tensor = forward(own.masked_fill(missing, 0))
+        return sum_ranks(out.masked_fill(missing.unsqueeze(-1), 0), group)
+
+    module.forward = embedding_forward
+
+
+def _sum_own_gradients(module: Any, shards: _Shards) -> None:
+    """Each rank uses the whole parameter on its own part of the heads."""
+    forward, group = module.forward, shards.group
+
+    def summing_forward(*args: Any, **kwargs: Any) -> Any:
+        with parameters_as(module, lambda parameter: sum_gradients(parameter, group)):
+            return forward(*args, **kwargs)
+
+    module.forward = summing_forward
+
+
+def _experts(module: nn.Module, shards: _Shards) -> None:
+    """Every rank holds some experts whole and adds up what they give for all tokens."""
+    experts: Any = module
+    count = experts.num_experts // shards.group.size()
+    first = shards.group.rank() * count
+    for name in list(module._parameters):
+        shards.cut(module, name, 0)
+    # transformers' own words for "an index of num_experts means an expert of another rank".
+    experts.num_experts, experts._is_expert_parallel = count, True
+    forward, group = module.forward, shards.group
+
+    def experts_forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        own = index - first
+        missing = (own < 0) | (own >= count)
+        weights = sum_gradients(weights, group).masked_fill(missing, 0.0)
+        with parameters_as(module, local):
+            out: Tensor = forward(sum_gradients(hidden, group), own.masked_fill(missing, count), weights)
+        return sum_ranks(out, group)
+
+    module.forward = experts_forward
+
+
+def _check_linear(dim: int) -> Callable[[str, nn.Module, int], None]:
+    def check(name: str, module: nn.Module, ranks: int) -> None:
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or not isinstance(module, nn.Linear):
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, but the tensor-parallel plan cuts it as an nn.Linear. "
+                "Take it out of the plan."
+            )
+        if weight.shape[dim] % ranks:
+            side = "output" if dim == 0 else "input"
+            raise ValueError(
+                f"{name} has {weight.shape[dim]} {side} features, which {ranks} tensor-parallel ranks do not "
+                f"divide; wanted a multiple of {ranks}. Lower tensor_parallel_size, "
+                + (
+                    f"or pad the vocabulary: model.resize_token_embeddings(pad_to_multiple_of={ranks})."
+                    if name.endswith("head")
+                    else "or take the layer out of the plan."
+                )
+            )
+
+    return check
+
+
+def _check_embedding(name: str, module: nn.Module, ranks: int) -> None:
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, but the tensor-parallel plan cuts it as an nn.Embedding "
+            "without max_norm. Take it out of the plan."
+        )
+    if module.num_embeddings % ranks:
+        raise ValueError(
+            f"{name} has {module.num_embeddings} rows, which {ranks} tensor-parallel ranks do not divide; "
+            f"wanted a multiple of {ranks}. Pad the vocabulary: model.resize_token_embeddings("
+            f"pad_to_multiple_of={ranks})."
+        )
+
+
+def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
+    count = getattr(module, "num_experts", None)
+    own = module._parameters.values()
+    whole = all(value is not None and value.ndim > 1 and value.shape[0] == count for value in own)
+    if not isinstance(count, int) or not own or not whole:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) does not keep its experts as parameters [num_experts, ...], "
+            "so tensor parallelism cannot cut it. Take it out of the plan."
+        )
+    if count % ranks:
+        raise ValueError(
+            f"{name} has {count} experts, which {ranks} tensor-parallel ranks do not divide; wanted a "
+            f"multiple of {ranks}. Lower tensor_parallel_size, or take the experts out of the plan."
+        )
+
+
+def _no_check(name: str, module: nn.Module, ranks: int) -> None:
+    """Nothing is cut."""
+
+
+_STYLES: dict[str, Callable[[nn.Module, _Shards], None]] = {
+    "colwise": _colwise,
+    "rowwise": _rowwise,
+    "colwise_gather_output": _colwise_gather_output,
+    "embedding_rowwise": _embedding,
+    "replicated_with_grad_allreduce": _sum_own_gradients,
+    "moe_tp_experts": _experts,
+}
+_CHECKS: dict[str, Callable[[str, nn.Module, int], None]] = {
+    "colwise": _check_linear(0),
+    "rowwise": _check_linear(1),
+    "colwise_gather_output": _check_linear(0),
+    "embedding_rowwise": _check_embedding,
+    "replicated_with_grad_allreduce": _no_check,
+    "moe_tp_experts": _check_experts,
+}

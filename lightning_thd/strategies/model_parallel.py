@@ -1,0 +1,234 @@
+"""``"thd_model_parallel"``: data, context and tensor parallelism of a model the user built on one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from lightning_thd.alignment import Layout
+from lightning_thd.parallel import fsdp
+from lightning_thd.parallel.clip import clip_by_norm, clip_by_value, meshes
+from lightning_thd.parallel.layout import Communication
+from lightning_thd.parallel.mesh import TENSOR, make_meshes
+from lightning_thd.parallel.plan import check_heads, model_plan
+from lightning_thd.parallel.tensor import apply_tensor_parallel
+from lightning_thd.strategies.mixin import THDStrategyMixin
+
+
+class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
+    """``Trainer(strategy="thd_model_parallel")``: the strategy shards the model that the user built.
+
+    Weights are cut over the tensor-parallel ranks by the model's own plan, and sharded by FSDP2 over all
+    others. Rank 0's initial weights are everybody's. Build the model in ``__init__`` or ``configure_model``;
+    one that is sharded there already is left as it is.
+
+    Args:
+        data_parallel_size: groups that read different data; ``auto`` takes what the others leave.
+        context_parallel_size: ranks that share the slots of a pack.
+        tensor_parallel_size: ranks that share the rows and columns of weights.
+        tensor_parallel_plan: module names below a model to styles (``parallel.tensor``), in place of the
+            model's own plan.
+        context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads nothing between
+            sequences.
+        context_parallel_communication: ``all_gather`` keys and values, ``ulysses`` trades rows for heads;
+            ``auto`` takes the latter where the heads divide.
+        reshard_after_forward: free a layer's gathered weights between its forward and backward pass.
+        broadcast_data: one rank reads for all that share its data.
+        check_plans: compare what ranks are about to run at every batch.
+        save_distributed_checkpoint: every rank writes its part into a folder that any layout can load; else
+            rank 0 writes one file of whole weights.
+        process_group_backend: of ``torch.distributed``.
+        timeout: of its collectives; a rank that dies ends the job after it at the latest.
+        pipeline_parallel_size: must be 1.
+        expert_parallel_size: must be 1; tensor-parallel ranks share out experts.
+    """
+
+    strategy_name = "thd_model_parallel"
+
+    def __init__(
+        self,
+        *,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        context_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        tensor_parallel_plan: dict[str, str] | None = None,
+        context_parallel_layout: Layout = "dual_chunk",
+        context_parallel_communication: Communication = "auto",
+        reshard_after_forward: bool = True,
+        broadcast_data: bool = False,
+        check_plans: bool = False,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        pipeline_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        for axis, size in (("pipeline", pipeline_parallel_size), ("expert", expert_parallel_size)):
+            if size != 1:
+                raise MisconfigurationException(
+                    f"{axis}_parallel_size={size}: there is no {axis} axis. Supported are "
+                    "data_parallel_size, context_parallel_size and tensor_parallel_size"
+                    + (", whose ranks share out experts." if axis == "expert" else ".")
+                )
+        self.data_parallel_size = data_parallel_size
+        self.context_parallel_size = context_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
+        self.tensor_parallel_plan = tensor_parallel_plan
+        self.context_parallel_layout = context_parallel_layout
+        self.context_parallel_communication = context_parallel_communication
+        self.reshard_after_forward = reshard_after_forward
+        self.broadcast_data, self.check_plans = broadcast_data, check_plans
+
+    def setup_environment(self) -> None:
+        """Start the process group and build the mesh, which the LightningModule sees as ``device_mesh``."""
+        self._setup_distributed()
+        self._meshes = make_meshes(self.sizes, self.root_device.type)
+        self._device_mesh = self._meshes.axes
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Shard the model, then make the optimizers of what became of its parameters."""
+        assert self.model is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if not fsdp.is_sharded(self.model):
+            self._shard_model(self.model)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self._no_foreach_over_meshes()
+        self.setup_precision_plugin()
+        plugin: Any = self.precision_plugin
+        plugin.clip_grad_by_norm = self._clip_by_norm
+        plugin.clip_grad_by_value = self._clip_by_value
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard_model(self, module: nn.Module) -> None:
+        if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+            raise MisconfigurationException(
+                "The model is wrapped in FullyShardedDataParallel (FSDP1), which knows no mesh. Give the "
+                "model as it is: thd_model_parallel applies FSDP2."
+            )
+        policy = self._policy()
+        if self.tensor_parallel_size > 1:
+            for model in fsdp.models_of(module):
+                check_heads(model, self.tensor_parallel_size)
+        assert self._meshes is not None
+        _materialize_distributed_module(module, self.root_device)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        _sync_module_states(self.model)
+        if self.tensor_parallel_size > 1:
+            for model in fsdp.models_of(self.model):
+                plan = self.tensor_parallel_plan or model_plan(model)
+                apply_tensor_parallel(model, plan, self._meshes.axes[TENSOR])
+        fsdp.shard_parameters(
+            self.model,
+            self._meshes.data_context,
+            policy=policy,
+            reshard_after_forward=self.reshard_after_forward,
+        )
+
+    def _policy(self) -> MixedPrecisionPolicy:
+        precision = self.precision_plugin.precision
+        if precision == "16-mixed":
+            raise MisconfigurationException(
+                "precision='16-mixed' scales the loss by what each rank sees of its own shards. Use "
+                "'bf16-mixed', 'bf16-true' or '32-true'."
+            )
+        if precision == "bf16-mixed":
+            return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy()
+
+    def _no_foreach_over_meshes(self) -> None:
+        """Weights cut and left whole by tensor parallelism lie on two meshes, which foreach cannot mix."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if len(meshes(group["params"])) > 1 and not group.get("fused"):
+                    group["foreach"] = False
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        clip_by_norm(self.precision_plugin.main_params(optimizer), float(clip_val))
+
+    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
+        clip_by_value(self.precision_plugin.main_params(optimizer), float(clip_val))
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Leave gradients to this rank while a step accumulates them."""
+        assert self.model is not None
+        roots = [child for child in self.model.modules() if isinstance(child, FSDPModule)]
+        for root in roots:
+            root.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for root in roots:
+                root.set_requires_gradient_sync(True, recurse=False)
+
+    def save_pretrained(self, folder: str | Path, model: nn.Module | None = None) -> None:
+        """Write whole weights as transformers does; every rank calls it, the first one writes.
+
+        Args:
+            folder: where to.
+            model: a PreTrainedModel of the LightningModule; its only one when absent.
+
+        Raises:
+            ValueError: when there is none or more than one.
+        """
+        assert self.lightning_module is not None
+        if model is None:
+            found = [m for m in fsdp.models_of(self.lightning_module) if hasattr(m, "save_pretrained")]
+            if len(found) != 1:
+                raise ValueError(
+                    f"{type(self.lightning_module).__name__} holds {len(found)} models with "
+                    "save_pretrained(), wanted one. Pass model=."
+                )
+            model = found[0]
+        state = whole_state_dict(model)
+        if self.is_global_zero:
+            exporter: Any = model
+            exporter.save_pretrained(str(folder), state_dict=state)
+        self.barrier()
+
+
+def whole_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Gather every weight whole, on the CPU of the first rank; a collective.
+
+    Args:
+        model: sharded or not.
+
+    Returns:
+        Names to tensors; empty on the other ranks.
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    state: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if first:
+            state[name] = whole.detach().cpu()
+    return state

@@ -1,0 +1,191 @@
+"""A training job of any family and layout, and the same job by hand: one process, every sequence alone."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
+from lightning_thd.alignment import Alignment
+from lightning_thd.packing import PackPlanner
+from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
+from tests.models.families import FAMILIES
+from tests.tiny import nll, sequences
+
+CAPACITY, STEPS, CLIP = 64, 5, 0.5
+# tp and ulysses over 4 ranks want 4 key-value heads; vocabulary and widths divide by 4 everywhere.
+_WIDE = {"num_key_value_heads": 4, "num_attention_heads": 8, "hidden_size": 64, "head_dim": 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What a job runs on; plain values, so that it can be sent to ranks."""
+
+    strategy: str = "thd_model_parallel"
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.cp * self.tp
+
+    @property
+    def align(self) -> Alignment | None:
+        sequence_parallel = self.options.get("sequence_parallel", False)
+        if self.cp == 1 and not sequence_parallel:
+            return None
+        return Alignment.for_(
+            cp=self.cp,
+            tp=self.tp,
+            sequence_parallel=sequence_parallel,
+            layout=self.options.get("context_parallel_layout", "dual_chunk"),
+        )
+
+    def make(self) -> Any:
+        if self.strategy == "thd_ddp":
+            return THDDDPStrategy(context_parallel_size=self.cp, **self.options)
+        return THDModelParallelStrategy(
+            context_parallel_size=self.cp, tensor_parallel_size=self.tp, **self.options
+        )
+
+
+def family_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """Two layers of a family, the same weights in every process."""
+    chosen = FAMILIES[family]
+    arguments = {**chosen.arguments, **({} if chosen.kind == "ssm" else _WIDE)}
+    config = getattr(transformers, chosen.config)(**arguments)
+    torch.manual_seed(0)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        config,
+        attn_implementation="thd",
+        experts_implementation="eager",  # grouped_mm knows no fp64
+    )
+    return model.to(dtype).train()
+
+
+class Job(L.LightningModule):
+    """AdamW with a large eps, which does not amplify rounding."""
+
+    def __init__(self, family: str = "qwen3", dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.model = family_model(family, dtype)
+        self.losses: list[float] = []
+        self.microbatches = 0
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        self.microbatches += 1
+        loss = causal_lm_loss(self.model, batch)
+        self.log("train/loss", loss.detach(), sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
+        self.log("val/loss", causal_lm_loss(self.model, batch), sync_dist=True)
+
+    def predict_step(self, batch: THDBatch, batch_idx: int) -> list[tuple[int, Tensor]]:
+        logits = self.model(**batch.hf_kwargs()).logits
+        return list(zip(batch.sequence_ids, batch.unpack(logits), strict=True))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.model)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+
+
+def make_trainer(layout: Layout, **kwargs: Any) -> L.Trainer:
+    defaults: dict[str, Any] = {
+        "max_steps": STEPS,
+        "accelerator": "cpu",
+        "devices": layout.world,
+        "logger": False,
+        "gradient_clip_val": CLIP,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    return L.Trainer(strategy=layout.make(), **{**defaults, **kwargs})
+
+
+def data(step: Packs | Sequences, **kwargs: Any) -> THDDataModule:
+    return THDDataModule(sequences(80, labels=True), capacity=CAPACITY, global_batch=step, **kwargs)
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter whole, whatever it is cut into; a collective."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        value: Any = parameter.detach()
+        found[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
+    return found
+
+
+def train(
+    family: str,
+    layout: Layout,
+    step: Packs | Sequences,
+    dtype: torch.dtype = torch.float64,
+    trainer_options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Run on this rank; returns whole parameters and the mean losses of all ranks."""
+    warnings.simplefilter("error")
+    # As in setup.cfg: Lightning's advice about tiny runs, and what it calls that torch deprecates.
+    advice = (
+        ".*does not have many workers|.*no `val_dataloader`|.*isinstance.treespec|.*exists and is not empty"
+    )
+    warnings.filterwarnings("ignore", message=advice)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|lightning\\.fabric")
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    accumulate = step.n // layout.dp if isinstance(step, Packs) else 1
+    module = Job(family, dtype)
+    trainer = make_trainer(layout, accumulate_grad_batches=accumulate, **(trainer_options or {}))
+    trainer.fit(module, data(step))
+    losses = torch.tensor(module.losses, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(losses)
+        losses /= dist.get_world_size()
+    return {
+        "params": full_parameters(module.model),
+        "losses": (losses.view(-1, accumulate).sum(1)).tolist(),
+        "steps": trainer.global_step,
+        "microbatches": module.microbatches,
+        "logged": float(trainer.callback_metrics["train/loss"]),
+    }
+
+
+def train_by_hand(
+    family: str, layout: Layout, step: Packs | Sequences, dtype: torch.dtype = torch.float64
+) -> dict[str, Any]:
+    """The oracle: no packs, no ranks, the mean over all loss tokens of a step."""
+    samples = sequences(80, labels=True)
+    planner = PackPlanner(
+        [len(s["input_ids"]) for s in samples], CAPACITY, global_batch=step, align=layout.align
+    )
+    model = family_model(family, dtype)
+    optimizer = make_optimizer(model)
+    losses = []
+    for k in range(STEPS):
+        epoch, at = divmod(k, len(planner))
+        plan = planner.step(epoch, at, layout.dp)
+        ids = [int(i) for rank in plan.indices_by_rank() for pack in rank for i in pack]
+        results = [nll(model, samples[i]) for i in ids]
+        loss = sum(total for total, _ in results) / sum(count for _, count in results)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {"params": {n: p.detach().clone() for n, p in model.named_parameters()}, "losses": losses}
