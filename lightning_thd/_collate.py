@@ -6,6 +6,7 @@ T slots in a pack, S sequences.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -43,15 +44,18 @@ def collate(
     input_ids = _lay_out(ids, starts, slots, dense, fill=0)
     if input_ids.size and input_ids.min() < 0:
         _refuse_negative(ids)
-    source = input_ids
-    if any("labels" in sample for sample in samples):
+    source, masked = input_ids, any("labels" in sample for sample in samples)
+    if masked:
         labels = [_labels(sample, ids[i], i) for i, sample in enumerate(samples)]
         source = _lay_out(labels, starts, slots, dense, fill=IGNORE_INDEX)
     targets = _shift(source, starts, lengths, dense)
+    loss_tokens = sum(lengths) - len(lengths)
     for sample, start, length in zip(samples, starts, lengths, strict=True):
         if "next_label" in sample:
             targets[start + length - 1] = sample["next_label"]
-    loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
+            loss_tokens += 1
+    if masked:  # else every token with a next one has a target
+        loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
 
     cu_seqlens_padded = _cumulative(padded)
     # A trailing pad counts as a sequence of its own in both, so its real length is its slots.
@@ -120,7 +124,7 @@ def _mean_scale(loss_tokens: int) -> float:
 
 
 def _cumulative(lengths: Sequence[int]) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return torch.from_numpy(np.array([0, *accumulate(lengths)], np.int32))
 
 
 def _slots(lengths: list[int], align: Alignment | None, pad_to: int | None) -> tuple[list[int], int]:
@@ -216,11 +220,19 @@ def _shift(
     return targets
 
 
+@lru_cache(maxsize=32)
+def _count_up(size: int) -> NDArray[np.int64]:
+    values = np.arange(size, dtype=np.int64)
+    values.flags.writeable = False
+    return values
+
+
 def _positions(
     samples: Sequence[dict[str, Any]], padded: list[int], starts: list[int], lengths: list[int], slots: int
 ) -> Tensor:
-    firsts = np.array([0, *accumulate(padded)][: len(padded)], np.int64)
-    counted = np.arange(slots, dtype=np.int64) - np.repeat(firsts, padded)
+    # One copy of each beginning of 0, 1, 2, ... takes a third of the time of arange - repeat.
+    from_zero = _count_up(1 << max(padded, default=1).bit_length())
+    counted = np.concatenate([from_zero[:n] for n in padded])
     if not any("position_ids" in sample for sample in samples):
         return torch.from_numpy(counted)
     given = [np.asarray(sample["position_ids"]) if "position_ids" in sample else None for sample in samples]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_thd._imports import require
 from lightning_thd.data.store import count_targets
 
 IntArray = NDArray[np.int64]
@@ -30,18 +31,20 @@ def visible(dataset: object, values: IntArray) -> IntArray:
     return values if indices is None else values[np.asarray(indices.column(0))]
 
 
+def _compute() -> Any:
+    return require("pyarrow.compute", feature="reading Arrow columns")
+
+
 def list_lengths(table: Any, name: str) -> IntArray:
     """Entries of every list of a column, int64 ``[rows]``; an absent list has none."""
-    import pyarrow.compute as pc
-
+    pc = _compute()
     lengths = pc.fill_null(pc.list_value_length(table.column(name)), 0)
     return np.asarray(lengths).astype(np.int64)
 
 
 def lists(table: Any, name: str) -> Iterator[tuple[NDArray[np.integer], IntArray]]:
     """Give a column of lists of ints piece by piece: all values of some rows, and their lengths."""
-    import pyarrow.compute as pc
-
+    pc = _compute()
     for chunk in table.column(name).chunks:
         lengths = np.asarray(pc.fill_null(pc.list_value_length(chunk), 0)).astype(np.int64)
         yield np.asarray(chunk.flatten()), lengths
@@ -51,7 +54,7 @@ def is_list(table: Any, name: str) -> bool:
     """Say whether a column is there and holds lists of integers."""
     if name not in table.column_names:
         return False
-    import pyarrow.types as pt
+    pt = require("pyarrow", feature="reading Arrow columns").types
 
     kind = table.schema.field(name).type
     of_lists = pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind)

@@ -38,9 +38,10 @@ class THDDataModule(L.LightningDataModule):
     Args:
         train: a map-style dataset giving ``{"input_ids": ints[, "labels": ints]}`` (labels unshifted, -100
             where ignored), or the path of a ``.jsonl`` file, a ``.parquet`` or ``.arrow`` file with a column
-            ``input_ids``, a text file, or a folder of text files. Instead of ids, rows and JSON objects may
-            hold text, ``prompt`` and ``completion``, or ``messages``: these are tokenised once, with loss on
-            what the assistant says alone where there is one.
+            ``input_ids`` or a folder of them, a text file, a folder of text or ``.jsonl`` files, or a folder
+            that ``datasets.Dataset.save_to_disk`` or ``TokenStore.save`` wrote. Instead of ids, rows and JSON
+            objects may hold text, ``prompt`` and ``completion``, or ``messages``: these are tokenised once,
+            with loss on what the assistant says alone where there is one.
         capacity: most tokens of a pack.
         global_batch: ``Packs(n)``, n packs to an optimizer step, or ``Sequences(n)``, exactly n sequences
             to a step in as many microbatches as they need (needs a strategy of ours). Default: one pack a
@@ -142,7 +143,7 @@ class THDDataModule(L.LightningDataModule):
         self._attached = (0, 1, 1)
         self._opened: dict[str, Opened] = {}
         self._indices: dict[str, SequenceIndex] = {}
-        self._planners: dict[str, PackPlanner] = {}
+        self._planners: dict[tuple[object, ...], PackPlanner] = {}
 
     def attach(self, *, rank: int = 0, ranks: int = 1, accumulate: int = 1) -> None:
         """Tell who loads, in a loop without a Lightning Trainer; call it before ``setup``.
@@ -280,10 +281,13 @@ class THDDataModule(L.LightningDataModule):
 
     def _planner(self, name: str) -> PackPlanner:
         """Plan a set when it is first asked for: by then a model built in ``configure_model`` is there."""
-        if name not in self._planners:
-            self._planners[name] = self._plan(name)
-            self._announce(name)
-        return self._planners[name]
+        # The same data module may serve Trainers of other ranks or accumulation, one after the other.
+        key = (name, self._step, link.data_rank(self.trainer)[1], link.alignment(self.trainer))
+        if key not in self._planners:
+            self._planners = {other: plan for other, plan in self._planners.items() if other[0] != name}
+            self._planners[key] = self._plan(name)
+            self._announce(name, self._planners[key])
+        return self._planners[key]
 
     def _plan(self, name: str) -> PackPlanner:
         """Plan a set: training as asked for, the others one pack a rank, with nothing lost."""
@@ -310,9 +314,9 @@ class THDDataModule(L.LightningDataModule):
             return plan()
         return plan_counted_once(plan, {**opened.key, "empty": self.empty}, self._opener.cache_dir)
 
-    def _announce(self, name: str) -> None:
+    def _announce(self, name: str, planner: PackPlanner) -> None:
         lengths = self._indices[name].lengths
-        lost = {key: count for key, count in self._planners[name].entries.counts.items() if count}
+        lost = {key: count for key, count in planner.entries.counts.items() if count}
         rank_zero_info(
             f"{name}: {len(lengths):,} sequences, {int(lengths.sum()):,} tokens"
             + "".join(f", {key.replace('_', ' ')} {count:,}" for key, count in lost.items())

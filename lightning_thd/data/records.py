@@ -13,6 +13,7 @@ from lightning_thd.data.index import MapDataset
 Record = str | dict[str, Any]
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".html", ".xml", ".csv", ".log", ".tex")
+_LINES = (".jsonl", ".ndjson")
 _NO_TEXT = (".json", ".gz", ".zst", ".bz2", ".xz", ".zip", ".npy", ".npz", ".bin", ".pt", ".safetensors")
 CHUNK_BYTES = 1 << 22  # of text in a chunk: some 4 s of a tokenizer at 1 MB/s
 _CHUNK_ROWS = 1024
@@ -118,7 +119,8 @@ def file_chunks(path: Path, *, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
 
     Args:
         path: ``*.jsonl`` holds one JSON object a line; any other file is one document; a folder gives one
-            document for every file below it with a text suffix, in sorted order.
+            document for every file below it with a text suffix, or the lines of all its ``.jsonl`` files, in
+            sorted order.
         chunk_bytes: most bytes of a chunk, unless one line or file has more.
 
     Raises:
@@ -126,8 +128,18 @@ def file_chunks(path: Path, *, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
     """
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
+        lines = sorted(file for file in path.rglob("*") if file.suffix in _LINES)
+        if lines and not files:
+            return [chunk for file in lines for chunk in file_chunks(file, chunk_bytes=chunk_bytes)]
+        if lines:
+            raise ValueError(
+                f"{path} holds {len(lines)} JSONL and {len(files)} text files, for example {lines[0].name} "
+                f"and {files[0].name}. Put the ones that are data into a folder of their own."
+            )
         if not files:
-            raise ValueError(f"No text files below {path}. Wanted suffixes: {', '.join(TEXT_SUFFIXES)}.")
+            raise ValueError(
+                f"No text files below {path}. Wanted suffixes: {', '.join((*_LINES, *TEXT_SUFFIXES))}."
+            )
         return list(_grouped(files, chunk_bytes))
     if not path.is_file():
         raise ValueError(f"{path} does not exist. Give a .jsonl file, a text file or a folder of text files.")
@@ -136,7 +148,7 @@ def file_chunks(path: Path, *, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
             f"{path}: a {path.suffix} file is no text. Give .jsonl with one JSON object a line, .parquet or "
             ".arrow with a column 'input_ids', a text file, or a dataset that you have opened."
         )
-    if path.suffix not in (".jsonl", ".ndjson"):
+    if path.suffix not in _LINES:
         return [FileChunk((path,))]
     size = path.stat().st_size
     return [JsonlChunk(path, at, min(at + chunk_bytes, size)) for at in range(0, size, chunk_bytes)]

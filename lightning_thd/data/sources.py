@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.typing import NDArray
 
 from lightning_thd._imports import require
+from lightning_thd.data.columns import arrow_table, is_list
 from lightning_thd.data.encode import Tokenizer, load_tokenizer, tokenizer_fingerprint
 from lightning_thd.data.index import MapDataset
 from lightning_thd.data.prepacked import holds_packs, open_packed
@@ -96,9 +97,9 @@ class Opener:
         if (path / "meta.json").is_file():
             store = TokenStore.open(path)
             return Opened(dataset=store, key={"store": store.fingerprint})
-        if path.suffix in (".parquet", ".arrow"):
-            dataset = _open_columns(path, self.text_key)
-            return self._open_dataset(dataset, key={"files": [_stamp(path)]})
+        if (shards := _shards(path)) is not None:
+            dataset = _open_columns(path, shards, self.text_key)
+            return self._open_dataset(dataset, key={"files": [_stamp(file) for file in shards]})
         files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []
         stamps = [_stamp(file) for file in files if file.is_file()]
         return self._tokenised(file_chunks(path), {"files": stamps}, str(path))
@@ -106,7 +107,7 @@ class Opener:
     def _open_dataset(self, dataset: MapDataset, key: dict[str, Any] | None = None) -> Opened:
         key = key or dataset_key(dataset)
         if len(dataset) == 0 or "input_ids" in (sample := dataset[0]) or not _is_raw(sample, self.text_key):
-            return Opened(dataset=dataset, key=key)
+            return Opened(dataset=as_numpy(dataset), key=key)
         return self._tokenised(row_chunks(dataset), key, f"{len(dataset):,} rows")
 
     def _tokenised(self, chunks: list[Chunk], key: dict[str, Any] | None, name: str) -> Opened:
@@ -166,6 +167,16 @@ def dataset_key(dataset: object) -> dict[str, Any] | None:
     return None
 
 
+def as_numpy(dataset: MapDataset) -> MapDataset:
+    """Let a Hugging Face dataset of ids give arrays in the place of lists of the same numbers."""
+    table = arrow_table(dataset)
+    if table is None or (getattr(dataset, "format", None) or {}).get("type") is not None:
+        return dataset
+    if not all(is_list(table, name) for name in cast("Any", dataset).column_names):
+        return dataset
+    return cast("MapDataset", cast("Any", dataset).with_format("numpy"))
+
+
 def _is_raw(sample: object, text_key: str) -> bool:
     if isinstance(sample, str):
         return True
@@ -177,14 +188,26 @@ def _stamp(file: Path) -> tuple[str, int, int]:
     return str(file.resolve()), status.st_size, status.st_mtime_ns
 
 
-def _open_columns(path: Path, text_key: str) -> MapDataset:
-    if not path.is_file():
+def _shards(path: Path) -> list[Path] | None:
+    """Files of columns behind a path; None where there are none."""
+    if path.suffix in (".parquet", ".arrow") and not path.is_dir():
+        return [path] if path.is_file() else []
+    if not path.is_dir():
+        return None
+    found = sorted(file for file in path.iterdir() if file.suffix in (".parquet", ".arrow"))
+    return found or None
+
+
+def _open_columns(path: Path, shards: list[Path], text_key: str) -> MapDataset:
+    if not shards:
         raise ValueError(f"{path} does not exist. Give a .parquet or .arrow file with a column 'input_ids'.")
-    datasets = require("datasets", feature=f"reading {path.suffix} files")
-    if path.suffix == ".arrow":
-        dataset = datasets.Dataset.from_file(str(path))
+    datasets = require("datasets", feature=f"reading {shards[0].suffix} files")
+    if (path / "state.json").is_file():
+        dataset = datasets.load_from_disk(str(path))
+    elif shards[0].suffix == ".arrow":
+        dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in shards])
     else:
-        dataset = datasets.Dataset.from_parquet(str(path))
+        dataset = datasets.Dataset.from_parquet([str(file) for file in shards])
     if "input_ids" not in dataset.column_names:
         if _is_raw(dict.fromkeys(dataset.column_names), text_key):
             return cast("MapDataset", dataset)
@@ -193,4 +216,4 @@ def _open_columns(path: Path, text_key: str) -> MapDataset:
             "Rename the column of token ids."
         )
     keep = [name for name in _COLUMNS if name in dataset.column_names]
-    return cast("MapDataset", dataset.select_columns(keep).with_format("numpy"))
+    return cast("MapDataset", dataset.select_columns(keep))
