@@ -121,7 +121,9 @@ class SeqStats:
             raise ValueError(
                 f"loss_tokens={loss_tokens} is outside 0..{slots} slots. Count targets that are >= 0."
             )
-        pairs = tuple((window, int(window_pairs(lengths, window).sum())) for window in windows)
+        pairs = tuple(
+            (window, int(window_pairs(lengths, window, ends=[len(lengths)])[0])) for window in windows
+        )
         cross_tokens, cross_pairs = (0, 0) if cross_lengths is None else _cross(lengths, cross_lengths)
         patches, squares, in_windows = _vision(image_grid_thw, video_grid_thw, tuple(vision_windows))
         return cls(
@@ -249,27 +251,34 @@ def _sums(lengths: Ints) -> tuple[int, int, int, int]:
     return int(array.sum()), int(np.count_nonzero(array)), int(array @ array), int(array.min())
 
 
-def window_pairs(lengths: Ints, window: Window) -> IntArray:
+def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
     """Pairs (query, key) that causal queries see through a window, the query's own among them.
 
     Args:
         lengths: real tokens of every sequence.
         window: tokens a query sees, or ``Chunk``.
+        ends: where runs of sequences end, to be counted apart; ``[len(lengths)]`` for one run.
 
     Returns:
-        int64, one number a sequence: length 5 through window 2 has 1 + 2 + 2 + 2 + 2 = 9.
+        int64, one number a run: ``([5, 2], 2, ends=[1, 2])`` gives 1 + 2 + 2 + 2 + 2 = 9 and 1 + 2 = 3.
     """
     size = window.size if isinstance(window, Chunk) else window
     if size < 1:
         raise ValueError(
             f"A window of {size} tokens sees nothing. Windows are 1 or more; leave out what has none."
         )
-    array = _int64(lengths, "lengths")
+    array, runs = _int64(lengths, "lengths"), _int64(ends, "ends")
+
+    def sums(values: IntArray) -> IntArray:
+        running: IntArray = np.cumsum(np.concatenate(([0], values)))[runs]
+        return np.diff(running, prepend=0)
+
     if isinstance(window, Chunk):
         whole, rest = array // size, array % size
-        return whole * (size * (size + 1) // 2) + rest * (rest + 1) // 2
+        return sums(whole) * (size * (size + 1) // 2) + (sums(rest * rest) + sums(rest)) // 2
     seen: IntArray = np.minimum(array, size)
-    return seen * (seen + 1) // 2 + (array - seen) * size
+    within = sums(seen)  # divided after the sum: numpy divides integers slowly
+    return (sums(seen * seen) + within) // 2 + (sums(array) - within) * size
 
 
 def _cross(lengths: Ints, cross_lengths: Ints) -> tuple[int, int]:

@@ -25,13 +25,18 @@ def gather_ints(
     Returns:
         One list per rank, in group order; of this rank alone where nothing is distributed.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+    if group_size(group) == 1:
         return [list(values)]
     mine = torch.tensor(values, dtype=torch.int64).to(device)
-    everyone = torch.empty(dist.get_world_size(group) * len(values), dtype=torch.int64, device=device)
+    everyone = torch.empty(group_size(group) * len(values), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(everyone, mine, group=group)
     rows: list[list[int]] = everyone.view(-1, len(values)).tolist()
     return rows
+
+
+def group_size(group: Any) -> int:
+    """Ranks in ``group``, None being the world; 1 where nothing is distributed."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def data_parallel_group(strategy: Any) -> Any:

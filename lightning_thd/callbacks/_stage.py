@@ -12,8 +12,8 @@ from lightning_thd.callbacks._gather import gather_ints
 from lightning_thd.callbacks._meter import Interval, Meter, interval
 from lightning_thd.callbacks.flops_metric import THDFlops
 from lightning_thd.flops.measure import synchronize
-from lightning_thd.flops.model import FlopsModel
-from lightning_thd.flops.rates import Work, count, packing, throughput
+from lightning_thd.flops.model import FlopsBreakdown, FlopsModel
+from lightning_thd.flops.rates import Work, count, packing, rates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +26,7 @@ class Setting:
         group: data-parallel process group, None for the world.
         device: of this rank.
         wire: where tensors of a collective must lie.
+        ranks: that hold different sequences.
         devices: of the whole job.
     """
 
@@ -34,6 +35,7 @@ class Setting:
     group: Any
     device: torch.device
     wire: torch.device
+    ranks: int
     devices: int
 
 
@@ -54,6 +56,7 @@ class Stage:
         self.totals = {"time": 0.0, "batches": 0.0, "samples": 0.0, "lengths": 0.0}
         self.rated = False
         self._open: Interval | None = None
+        self._flops = [FlopsBreakdown(), FlopsBreakdown()]  # of what was measured, and of what was left out
         self._seconds = 0.0
 
     def resume(self, setting: Setting) -> None:
@@ -77,22 +80,26 @@ class Stage:
 
     def reduce(self, setting: Setting) -> None:
         """Add up what all ranks counted since the last time: one collective, one read."""
-        vector = self.meter.flush(setting.model, work=self.work, peak=setting.peak)
+        vector = self.meter.flush(
+            setting.model, work=self.work, peak=setting.peak, per_step=setting.ranks > 1
+        )
         rows = gather_ints(vector, group=setting.group, device=setting.wire)
-        if len(rows) == 1:
+        if setting.ranks == 1:
             synchronize(setting.device)  # with several ranks the read has waited already
-        found = interval(rows, setting.model)
-        seconds = self.meter.lap()
+        found, seconds = interval(rows, setting.model), self.meter.lap()
         self._seconds += seconds
-        everything = found.measured + found.left_out
         self.totals["time"] += seconds
         self.totals["batches"] += found.microbatches + found.left_out_microbatches
-        self.totals["samples"] += everything.sequences
-        self.totals["lengths"] += everything.slots
+        self.totals["samples"] += found.measured.sequences + found.left_out.sequences
+        self.totals["lengths"] += found.measured.slots + found.left_out.slots
         self._open = found if self._open is None else self._open + found
         if setting.model is not None:
-            flops = count(setting.model, everything, work=self.work)
-            self._total_of(setting.model).add_total(flops)
+            measured = count(setting.model, found.measured, work=self.work)
+            left_out = FlopsBreakdown()
+            if found.left_out_microbatches:
+                left_out = count(setting.model, found.left_out, work=self.work)
+            self._flops = [self._flops[0] + measured, self._flops[1] + left_out]
+            self._total_of(setting.model).add_total(measured + left_out)
 
     def close(self, setting: Setting, *, last: bool = False) -> dict[str, float]:
         """Reduce, and report the interval.
@@ -107,31 +114,30 @@ class Stage:
         self.reduce(setting)
         if (found := self._open) is None or not found.microbatches + found.left_out_microbatches:
             return {}
-        everything = found.measured + found.left_out
-        seconds, measured, microbatches = self._seconds, found.measured, found.microbatches
+        measured, left_out = self._flops if setting.model is not None else (None, None)
+        everything = found.measured + found.left_out if found.left_out_microbatches else found.measured
+        all_flops = None if measured is None or left_out is None else measured + left_out
+        metrics = packing(everything, all_flops)
+        metrics["packing/imbalance"] = found.heaviest / found.mean if found.mean else 1.0
+        stats, flops, seconds, microbatches = found.measured, measured, self._seconds, found.microbatches
         if last and not self.rated and not microbatches:
+            stats, flops, microbatches = everything, all_flops, found.left_out_microbatches
             seconds = self.meter.left_out_seconds
             self.totals["time"] += seconds
-            measured, microbatches = everything, found.left_out_microbatches
-        self._open, self._seconds = None, 0.0
-        flops = None if setting.model is None else count(setting.model, everything, work=self.work)
-        metrics = packing(everything, flops)
-        if found.mean:
-            metrics["packing/imbalance"] = found.heaviest / found.mean
         if microbatches and seconds > 0:
-            metrics |= throughput(
-                measured,
+            metrics |= rates(
+                stats,
+                flops,
                 seconds=seconds,
-                model=setting.model,
-                work=self.work,
                 microbatches=microbatches,
                 devices=setting.devices,
                 peak=found.peak,
             )
             self.rated = True
+        self._open, self._seconds, self._flops = None, 0.0, [FlopsBreakdown(), FlopsBreakdown()]
         metrics |= self.totals
         if self.metric is not None:
-            metrics["total_flops"] = float(self.metric.breakdown().model)
+            metrics["total_flops"] = self.metric.folded
         return {f"{self.name}/{key}": value for key, value in metrics.items()}
 
     def state(self) -> dict[str, Any]:

@@ -63,6 +63,11 @@ class THDFlops(Metric):
         """The same by part; outside ``compute`` of this rank's counts and everybody's folded totals."""
         return self._counted() + FlopsBreakdown(**{name: int(flops) for name, flops in self.totals.items()})
 
+    @property
+    def folded(self) -> float:
+        """Model FLOPs that were folded, over all ranks."""
+        return sum(self.totals.values()) - self.totals["recompute"]
+
     def fold(self) -> None:
         """Add the counts of all ranks to the totals and start counting anew; every rank has to call it."""
         with self.sync_context(should_sync=True, should_unsync=True, dist_sync_fn=_gather):

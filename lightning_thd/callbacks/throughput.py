@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_thd.callbacks._device import compute_dtype, resolve_peak
 from lightning_thd.callbacks._discover import Policy, find_model, training_signature
 from lightning_thd.callbacks._evaluation import EvaluationHooks
-from lightning_thd.callbacks._gather import communication_device, data_parallel_group
+from lightning_thd.callbacks._gather import communication_device, data_parallel_group, group_size
 from lightning_thd.callbacks._meter import microbatches
 from lightning_thd.callbacks._saving import PausedSaving
 from lightning_thd.callbacks._stage import Setting, Stage
@@ -221,6 +221,7 @@ class THDThroughputMonitor(EvaluationHooks):
                 group=group,
                 device=device,
                 wire=communication_device(group, device),
+                ranks=group_size(group),
                 devices=trainer.world_size,
             )
             self._signature = training_signature(pl_module)

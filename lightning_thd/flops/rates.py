@@ -43,6 +43,22 @@ def throughput(
     Raises:
         ValueError: for no time, no device, or a peak that is not positive.
     """
+    flops = None if model is None else count(model, stats, work=work, recompute=recompute)
+    return rates(
+        stats, flops, seconds=seconds, microbatches=microbatches, devices=devices, peak=peak
+    ) | packing(stats, flops)
+
+
+def rates(
+    stats: SeqStats,
+    flops: FlopsBreakdown | None,
+    *,
+    seconds: float,
+    microbatches: int | None = None,
+    devices: int = 1,
+    peak: float | None = None,
+) -> dict[str, float]:
+    """The part of ``throughput`` that depends on time, of work whose FLOPs are counted already."""
     check_peak(peak)
     if not (seconds > 0 and math.isfinite(seconds)):
         raise ValueError(
@@ -57,15 +73,14 @@ def throughput(
     }
     if microbatches is not None:
         totals["batches"] = float(microbatches)
-    flops = None if model is None else count(model, stats, work=work, recompute=recompute)
     if flops is not None:
         totals["flops"] = float(flops.model)
-    rates = {f"device/{name}_per_sec": total / seconds / devices for name, total in totals.items()}
+    found = {f"device/{name}_per_sec": total / seconds / devices for name, total in totals.items()}
     if flops is not None:
-        rates |= _utilization(flops, seconds * devices, peak)
+        found |= _utilization(flops, seconds * devices, peak)
     if devices > 1:
-        rates |= {f"{name}_per_sec": total / seconds for name, total in totals.items()}
-    return rates | packing(stats, flops)
+        found |= {f"{name}_per_sec": total / seconds for name, total in totals.items()}
+    return found
 
 
 def count(
@@ -108,8 +123,8 @@ def check_peak(peak: object) -> None:
 
 
 def _utilization(flops: FlopsBreakdown, device_seconds: float, peak: float | None) -> dict[str, float]:
-    rates = {"device/tflops_per_gpu": flops.model / device_seconds / 1e12}
+    found = {"device/tflops_per_gpu": flops.model / device_seconds / 1e12}
     if peak is not None:
-        rates["device/mfu"] = flops.model / device_seconds / peak
-        rates["device/hfu"] = flops.hardware / device_seconds / peak
-    return rates
+        found["device/mfu"] = flops.model / device_seconds / peak
+        found["device/hfu"] = flops.hardware / device_seconds / peak
+    return found
