@@ -76,7 +76,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None, backend: Backend
 ) -> Tensor:
     name = choose(backend, describe(q, v, spec, sinks))
-    return _run(name, q, k, v, at, spec, sinks)
+    return run(name, q, k, v, at, spec, sinks)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -108,9 +108,14 @@ def describe(
     )
 
 
-def _run(
+def run(
     name: Kernel, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
+    """Run the kernel that ``choose`` picked on tensors that were checked; what context parallelism wraps.
+
+    Returns:
+        ``[Tq, H, E]``.
+    """
     if name == "torch":
         return torch_varlen.attend(q, k, v, at, spec, sinks)
     if name == "te":
