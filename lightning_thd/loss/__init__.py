@@ -4,14 +4,16 @@ from lightning_thd._static import static_shapes
 from lightning_thd.loss.causal_lm import causal_lm_logprobs, causal_lm_loss
 from lightning_thd.loss.linear_logprobs import LogProbs, fused_linear_logprobs
 from lightning_thd.loss.linear_nll import fused_linear_cross_entropy
-from lightning_thd.loss.logit_map import LogitMap
+from lightning_thd.loss.mtp import mtp_targets
+from lightning_thd.loss.rollouts import PackedRollouts
 
 __all__ = [
     "LogProbs",
-    "LogitMap",
+    "PackedRollouts",
     "causal_lm_logprobs",
     "causal_lm_loss",
     "fused_linear_cross_entropy",
     "fused_linear_logprobs",
+    "mtp_targets",
     "static_shapes",
 ]

@@ -18,7 +18,7 @@ Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 # What each can do besides the plain loss.
 _ABILITIES = {
-    "torch": frozenset({"label_smoothing", "bias"}),
+    "torch": frozenset({"bias"}),  # label_smoothing makes it fall back to whole logits
     "liger": frozenset({"label_smoothing", "bias", "softcap", "z_loss"}),
     "cce": frozenset({"bias", "softcap"}),
 }
@@ -80,7 +80,7 @@ def _asked(operands: Operands, weights: Tensor, settings: Settings, penalties: P
 
 
 def _torch(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, _: Settings, penalties: Penalties
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, _: Settings, __: Penalties
 ) -> Tensor:
     if not hasattr(F, "linear_cross_entropy"):
         raise ValueError(
@@ -94,7 +94,6 @@ def _torch(
         linear_bias=bias,
         reduction="sum",
         ignore_index=_IGNORE,
-        label_smoothing=penalties.label_smoothing,
         options=torch.nn.LinearCrossEntropyOptions(),
     )
     return total

@@ -13,8 +13,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# fp16 gradients of logits are probabilities below 6e-8 as often as not: lift them by 2**12 before rounding.
-_HALF_LIFT = 4096.0
+# Gradients of logits are brought to at most this before they are rounded to fp16, which ends at 65,504 above
+# and 6e-8 below: no loss scale then overflows, and probabilities down to 1e-11 survive.
+_HALF_TOP = 8192.0
 
 
 def accumulator_dtype(*operands: Tensor | None) -> torch.dtype:
@@ -84,13 +85,14 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
     if compute == total.dtype:
         total.addmm_(a.to(compute), b.to(compute), beta=0 if first else 1)
         return
-    lift = _HALF_LIFT if compute == torch.float16 else 1.0
-    lifted = a if lift == 1.0 else a * lift
-    part = _low(lifted.to(compute), b.to(compute), total.dtype)
+    lift = (_HALF_TOP / a.abs().amax().clamp_min(1e-30)) if compute == torch.float16 else None
+    part = _low((a if lift is None else a * lift).to(compute), b.to(compute), total.dtype)
+    if lift is not None:
+        part = part / lift
     if first:
-        total.copy_(part if lift == 1.0 else part / lift)
+        total.copy_(part)
     else:
-        total.add_(part, alpha=1.0 / lift)
+        total.add_(part)
 
 
 def _low(a: Tensor, b: Tensor, accumulator: torch.dtype) -> Tensor:

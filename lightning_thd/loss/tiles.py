@@ -123,15 +123,11 @@ def gradients(
     """
     sums = GradientSums(head, needs=needs, rows_outside=False)
     first, second = head.scratch(), head.scratch()
-    kept = first.to(head.compute) if head.native else None
     for columns in head.column_tiles():
         weight = head.weight_tile(columns)
         sums.open(columns)
         for rows in head.row_tiles():
-            if kept is None:
-                z = head.logits(rows, columns, weight, first)
-            else:
-                z = head.rounded_logits(rows, columns, weight, kept, first)
+            z = head.logits(rows, columns, weight, first)
             e = second[: z.numel()].view_as(z)
             local = targets[rows] - head.start - columns.start
             sums.add(logit_gradient(head.logit_map, z, e, local, lse[rows], wanted.at(rows)), rows, columns)

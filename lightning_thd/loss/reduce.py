@@ -1,0 +1,50 @@
+"""Values of slots -> sums of sequences, and of the ranks that share them; deterministic, differentiable.
+
+T slots, B segments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def segment_sums(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
+    """Add up values by segment, without atomics and without reading the device.
+
+    Args:
+        values: floats ``[T]``.
+        segment: int64 ``[T]``, never falling; entries of ``num_segments`` and above are left out.
+        num_segments: B.
+
+    Returns:
+        ``[B]``. ``([1., 2., 3.], [0, 0, 2], 3)`` becomes ``[3., 0., 3.]``.
+    """
+    bounds = torch.arange(num_segments + 1, device=segment.device)
+    offsets = torch.searchsorted(segment.contiguous(), bounds)
+    sums: Tensor = torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
+    return sums
+
+
+def sum_over_group(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Add up over ranks; the gradient is that of the sum of all ranks' losses."""
+    total: Tensor = _SumOverGroup.apply(values, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _SumOverGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

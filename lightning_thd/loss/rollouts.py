@@ -1,0 +1,311 @@
+"""Padded rollouts ``[B, N]`` <-> one pack ``[T]``, by an index plan made once.
+
+B rows of N slots, T slots in the pack. Two questions a slot of the pack answers: which token it holds, and
+which token it predicts, the next one of its sequence. Values of tokens (masks, rewards) follow the first,
+values of predictions (log-probabilities, their entropy, what a policy loss weighs them with) the second:
+unpacked, ``logp[b, n]`` is the log-probability of ``input_ids[b, n]``, and nobody shifts by one by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_thd.alignment import Alignment
+from lightning_thd.batch import THDBatch
+from lightning_thd.loss.causal_lm import causal_lm_logprobs
+from lightning_thd.loss.linear_logprobs import LogProbs
+from lightning_thd.loss.reduce import segment_sums, sum_over_group
+
+Of = Literal["prediction", "token"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedRollouts:
+    """A pack of rollouts and the way back to their rows.
+
+    Attributes:
+        batch: the pack; its targets are the response tokens, all others -100.
+        held: int64 ``[T]``, where each slot's token stands in the rows laid end to end; B * N for a pad.
+        predicted: int64 ``[T]``, likewise for the token after it; B * N where there is none.
+        row: int64 ``[T]``, the row of each slot's sequence, its padding included; B for the trailing pad.
+        counts: int64 ``[B]``, response tokens of every row that can be predicted, over all ranks.
+        shape: (B, N).
+    """
+
+    batch: THDBatch
+    held: Tensor
+    predicted: Tensor
+    row: Tensor
+    counts: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def from_padded(
+        cls,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        response_mask: Tensor | None = None,
+        align: Alignment | None = None,
+        pad_to: int | None = None,
+    ) -> PackedRollouts:
+        """Pack rows by their mask, never by their pad id; reads the ids back once.
+
+        Args:
+            input_ids: ints ``[B, N]``, prompt and response.
+            attention_mask: ``[B, N]``, nonzero where a token is real; left, right or ragged padding. Rows
+                without a token keep their place.
+            response_mask: ``[B, N]``, nonzero where a token was sampled by the policy; ``attention_mask``
+                when absent.
+            align: what lengths and the total must be multiples of.
+            pad_to: slots of the pack.
+
+        Returns:
+            The pack on the device of ``input_ids``. Rows ``[[5, 6, 0], [0, 7, 8]]`` with mask
+            ``[[1, 1, 0], [0, 1, 1]]`` give ids ``[5, 6, 7, 8]`` and targets ``[6, -100, 8, -100]``.
+
+        Raises:
+            ValueError: when the shapes differ, nothing is real, or a response token is masked out.
+        """
+        mask, response = _masks(input_ids, attention_mask, response_mask)
+        lengths: list[int] = mask.sum(1).tolist()
+        rows = [row for row, length in enumerate(lengths) if length]
+        kept = [lengths[row] for row in rows]
+        ids = torch.split(input_ids[mask].cpu(), kept)
+        labels = torch.split(torch.where(response[mask], input_ids[mask], -100).cpu(), kept)
+        samples = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+        batch = THDBatch.collate(samples, align=align, pad_to=pad_to, sequence_ids=rows)
+        held, predicted, row = _index_plan(mask.cpu(), batch)
+        device = input_ids.device
+        first = torch.arange(mask.shape[1], device=device) == mask.int().argmax(1, keepdim=True)
+        return cls(
+            batch=batch.to(device),
+            held=held.to(device),
+            predicted=predicted.to(device),
+            row=row.to(device),
+            counts=(response & ~first).sum(1),
+            shape=(input_ids.shape[0], input_ids.shape[1]),
+        )
+
+    @property
+    def mask(self) -> Tensor:
+        """Bool ``[B, N]``: the attention mask again, of the tokens held here."""
+        return self.unpack(torch.ones_like(self.held, dtype=torch.bool), of="token", fill=False)
+
+    @property
+    def rows(self) -> Tensor:
+        """Int64 ``[R]``: slots that predict a response token; for ``fused_linear_logprobs(rows=...)``."""
+        return (self.batch.targets != -100).nonzero().squeeze(1)
+
+    def pack(self, values: Tensor, *, of: Of = "prediction", fill: float = 0.0) -> Tensor:
+        """Bring padded values to the pack; differentiable.
+
+        Args:
+            values: ``[B, N, ...]``, where ``values[b, n]`` belongs to ``input_ids[b, n]``: advantages, old
+                log-probabilities, rewards.
+            of: "prediction" puts it into the slot that predicts that token, "token" into its own.
+            fill: for slots that predict or hold nothing.
+
+        Returns:
+            ``[T, ...]``. For the rows of ``from_padded``, ``[[1, 2, 0], [0, 3, 4]]`` becomes
+            ``[2, fill, 4, fill]`` of predictions and ``[1, 2, 3, 4]`` of tokens.
+
+        Raises:
+            ValueError: for another shape or device.
+        """
+        rows, columns = self.shape
+        if values.shape[:2] != self.shape:
+            raise ValueError(
+                f"pack() got {list(values.shape)}, wanted [{rows}, {columns}, ...] as the ids were."
+            )
+        index = self._index(of, values)
+        flat = values.flatten(0, 1)
+        known = (index < rows * columns).view(-1, *[1] * (flat.ndim - 1))
+        return torch.where(known, flat.index_select(0, index.clamp(max=rows * columns - 1)), fill)
+
+    def unpack(
+        self,
+        values: Tensor,
+        *,
+        of: Of = "prediction",
+        fill: float = 0.0,
+        group: dist.ProcessGroup | None = None,
+    ) -> Tensor:
+        """Bring packed values back to their rows; differentiable.
+
+        Args:
+            values: ``[T, ...]`` or ``[1, T, ...]``.
+            of: "prediction" puts slot t's value where the token it predicts stands, "token" where its own.
+            fill: for everything else; the first token of a row has no prediction.
+            group: context-parallel ranks, each with other slots; every rank gets all rows, with ``fill`` 0.
+
+        Returns:
+            ``[B, N, ...]``. Slots ``[1, 2, 3, 4]`` of the rows of ``from_padded`` become
+            ``[[0, 1, 0], [0, 0, 3]]`` of predictions.
+
+        Raises:
+            ValueError: for another number of slots, another device, or a ``fill`` other than 0 over a group.
+        """
+        if values.ndim > 1 and values.shape[0] == 1 and self.held.shape[0] != 1:
+            values = values[0]
+        if values.shape[0] != self.held.shape[0]:
+            raise ValueError(
+                f"unpack() got {list(values.shape)}, but this pack has {self.held.shape[0]} slots here. Pass "
+                f"[{self.held.shape[0]}, ...], one value a slot."
+            )
+        if group is not None and fill:
+            raise ValueError(f"unpack() got fill={fill} over a group, wanted 0: ranks add up their parts.")
+        rows, columns = self.shape
+        blank = values.new_full((rows * columns + 1, *values.shape[1:]), fill)
+        padded = blank.index_copy(0, self._index(of, values), values)[:-1].view(
+            rows, columns, *values.shape[1:]
+        )
+        return padded if group is None else sum_over_group(padded, group)
+
+    def sums(self, values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+        """Add up per-prediction values over the response tokens of every row; differentiable.
+
+        Args:
+            values: ``[T]`` floats; what stands where no response token is predicted does not count.
+            group: context-parallel ranks, each with other slots of the same rows.
+
+        Returns:
+            ``[B]``, 0 for rows without a response. The gradient over a group is that of the sum of all
+            ranks' losses, so that their mean (DDP, FSDP) is right.
+        """
+        counted = torch.where(self.batch.targets != -100, values, 0.0)
+        total = segment_sums(counted, self.row, self.shape[0])
+        return total if group is None else sum_over_group(total, group)
+
+    def means(self, values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
+        """Average per-prediction values over the response tokens of every row, ``[B]``; see ``sums``."""
+        return self.sums(values, group=group) / self.counts.clamp_min(1)
+
+    def logprobs(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> LogProbs:
+        """Run a model over the pack; three tensors ``[B, N]``, 0 outside the responses.
+
+        Args:
+            model: as for ``causal_lm_loss``.
+            temperature: that of the sampling.
+            entropy: whether it is wanted.
+            group: context-parallel ranks, each with its shard.
+        """
+        packed = causal_lm_logprobs(model, self.batch, temperature=temperature, entropy=entropy)
+        return LogProbs(*(self.unpack(values, group=group) for values in packed))
+
+    def sequence_logprobs(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        mean: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> Tensor:
+        """Run a model over the pack; the log-probability of each row's response, ``[B]``.
+
+        Args:
+            model: as for ``causal_lm_loss``.
+            temperature: that of the sampling.
+            mean: divide by the response's tokens.
+            group: context-parallel ranks, each with its shard.
+        """
+        logp = causal_lm_logprobs(model, self.batch, temperature=temperature, entropy=False).logp
+        return self.means(logp, group=group) if mean else self.sums(logp, group=group)
+
+    def shard(self, slots: Tensor, batch: THDBatch | None = None) -> PackedRollouts:
+        """Keep some slots: one context-parallel rank's.
+
+        Args:
+            slots: int64, indices into the T slots, in the order in which the rank holds them; slots of one
+                sequence together, sequences in order.
+            batch: the rank's shard of ``batch``; the pack with its targets selected when absent.
+
+        Raises:
+            ValueError: for slots out of range or out of order.
+        """
+        total = self.held.shape[0]
+        row = self.row[slots.clamp(0, total - 1)]
+        if bool((slots < 0).any() | (slots >= total).any() | (row[1:] < row[:-1]).any()):
+            raise ValueError(
+                f"shard() got slots {slots.tolist()[:8]}... of {total}, wanted indices 0 to "
+                f"{total - 1} that keep "
+                "the sequences in order, as every partition of a pack does."
+            )
+        held = self.batch.targets[slots] if batch is None else batch.targets
+        return replace(
+            self,
+            batch=self.batch.replace(targets=held) if batch is None else batch,
+            held=self.held[slots],
+            predicted=self.predicted[slots],
+            row=row,
+        )
+
+    def _index(self, of: Of, values: Tensor) -> Tensor:
+        if of not in ("prediction", "token"):
+            raise ValueError(f"of is {of!r}, wanted 'prediction' or 'token'.")
+        index = self.predicted if of == "prediction" else self.held
+        if index.device != values.device:
+            raise ValueError(
+                f"values are on {values.device} and the rollouts on {index.device}, wanted one "
+                "device. Pack them "
+                "where the model runs: from_padded keeps the device of input_ids."
+            )
+        return index
+
+
+def _masks(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    given = (input_ids, attention_mask, response_mask)
+    shapes = [list(x.shape) for x in given if x is not None]
+    if input_ids.ndim != 2 or any(shape != shapes[0] for shape in shapes):
+        raise ValueError(
+            f"from_padded() got shapes {shapes} for ids, attention mask and response mask, wanted one [B, N]."
+        )
+    mask = attention_mask.bool()
+    response = mask if response_mask is None else response_mask.bool()
+    if not bool(mask.any()):
+        raise ValueError(f"from_padded() got an attention_mask {shapes[1]} without a real token.")
+    if bool((response & ~mask).any()):
+        row = int((response & ~mask).any(1).nonzero()[0])
+        raise ValueError(
+            f"response_mask marks tokens of row {row} that attention_mask hides, wanted a part of "
+            "it. Multiply "
+            "the two."
+        )
+    return mask, response
+
+
+def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """For every slot, the token it holds, the one it predicts, and its row; on the host, no loop.
+
+    Args:
+        mask: bool ``[B, N]`` on the CPU.
+        batch: the pack of its rows that are not empty.
+    """
+    nowhere = mask.numel()
+    tokens = mask.flatten().nonzero().squeeze(1)
+    sequences = len(batch.lengths)
+    lengths = torch.tensor(batch.lengths)
+    padded = torch.tensor(batch.padded_lengths[:sequences])
+    real_starts, slot_starts = lengths.cumsum(0) - lengths, padded.cumsum(0) - padded
+    slots = torch.arange(len(tokens)) + torch.repeat_interleave(slot_starts - real_starts, lengths)
+    held = torch.full((sum(batch.padded_lengths),), nowhere)
+    held[slots] = tokens
+    following = torch.cat([tokens[1:], tokens.new_full((1,), nowhere)])
+    following[lengths.cumsum(0) - 1] = nowhere
+    predicted = torch.full_like(held, nowhere)
+    predicted[slots] = following
+    slots_of = torch.tensor(batch.padded_lengths)
+    rows = torch.tensor([*batch.sequence_ids, *[mask.shape[0]] * (len(slots_of) - sequences)])
+    return held, predicted, torch.repeat_interleave(rows, slots_of)

@@ -1,0 +1,81 @@
+"""The slow, obvious way: all logits at once, in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call's settings, and tensors to fit them."""
+
+    tokens: int = 53
+    width: int = 16
+    vocabulary: int = 101
+    dtype: torch.dtype = torch.float64
+    bias: bool = False
+    rank: int = 0
+    ignored: float = 0.0
+    softcap: float | None = None
+    temperature: float = 1.0
+    logit_scale: float = 1.0
+    valid_vocab_size: int | None = None
+    seed: int = 0
+
+    def tensors(self) -> tuple[list[Tensor], Tensor]:
+        """Leaves (hidden, weight, [bias], [x, up]) and targets."""
+        torch.manual_seed(self.seed)
+        shapes = [(self.tokens, self.width), (self.vocabulary, self.width)]
+        shapes += [(self.vocabulary,)] if self.bias else []
+        shapes += [(self.tokens, self.rank), (self.vocabulary, self.rank)] if self.rank else []
+        leaves = [torch.randn(shape).to(self.dtype).requires_grad_() for shape in shapes]
+        targets = torch.randint(0, self.valid_vocab_size or self.vocabulary, (self.tokens,))
+        targets[torch.rand(self.tokens) < self.ignored] = -100
+        return leaves, targets
+
+    def kwargs(self, leaves: list[Tensor]) -> dict[str, object]:
+        """The keyword arguments of fused_linear_logprobs."""
+        rest = list(leaves[2:])
+        return {
+            "bias": rest.pop(0) if self.bias else None,
+            "low_rank": (rest[0], rest[1]) if self.rank else None,
+            "softcap": self.softcap,
+            "temperature": self.temperature,
+            "logit_scale": self.logit_scale,
+            "valid_vocab_size": self.valid_vocab_size,
+        }
+
+    def logits(self, leaves: list[Tensor]) -> Tensor:
+        """All of them."""
+        rest = list(leaves[2:])
+        z = leaves[0] @ leaves[1].T
+        if self.bias:
+            z = z + rest.pop(0)
+        if self.rank:
+            z = z + rest[0] @ rest[1].T
+        z = z * self.logit_scale
+        if self.softcap is not None:
+            z = torch.tanh(z / self.softcap) * self.softcap
+        return (z / self.temperature)[:, : self.valid_vocab_size]
+
+    def logprobs(self, leaves: list[Tensor], targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probability, entropy, lse; zero where ignored."""
+        z = self.logits(leaves)
+        log_p = z.log_softmax(-1)
+        counts = targets != -100
+        logp = log_p.gather(1, targets.clamp_min(0)[:, None]).squeeze(1)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        return tuple(torch.where(counts, x, 0.0) for x in (logp, entropy, z.logsumexp(-1)))  # type: ignore[return-value]
+
+
+def wide(leaves: list[Tensor]) -> list[Tensor]:
+    """Copies in fp64, for the oracle."""
+    return [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """Norm of the difference over the norm; absolute below 1e-3."""
+    return ((ours.detach().double() - theirs.detach()).norm() / theirs.detach().norm().clamp_min(1e-3)).item()

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_thd.loss import fused_linear_cross_entropy, static_shapes
+from tests.loss.oracles import Case, relative, wide
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def oracle(
+    case: Case,
+    leaves: list[Tensor],
+    targets: Tensor,
+    *,
+    smoothing: float,
+    z_loss: float,
+    weights: Tensor | None,
+    mean: bool,
+) -> Tensor:
+    z = case.logits(leaves)
+    loss = F.cross_entropy(z, targets, reduction="none", label_smoothing=smoothing)
+    loss = loss + z_loss * z.logsumexp(-1).square() * (targets != -100)
+    total = (loss if weights is None else loss * weights.double()).sum()
+    return total / (targets != -100).sum().clamp_min(1) if mean else total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("mean", [False, True])
+def test_value_and_gradients(dtype: torch.dtype, softcap: float | None, mean: bool) -> None:
+    grid = itertools.product(
+        (0, 3), (0.0, 0.02, 0.5, 1.1), (None, 90), (0.0, 0.1), (0.0, 0.01), (False, True), ("auto", 7)
+    )
+    for rank, ignored, valid, smoothing, z_loss, weighted, chunk in grid:
+        case = Case(
+            dtype=dtype, bias=bool(rank), rank=rank, ignored=ignored, valid_vocab_size=valid, softcap=softcap,
+            temperature=0.7, logit_scale=1.3,
+        )  # fmt: skip
+        leaves, targets = case.tensors()
+        weights = torch.rand(case.tokens, dtype=dtype) if weighted else None
+        options: dict[str, Any] = {
+            "label_smoothing": smoothing,
+            "z_loss": z_loss,
+            "token_weights": weights,
+            "reduction": "mean" if mean else "sum",
+            "chunk": chunk,
+            **case.kwargs(leaves),
+        }
+        loss = fused_linear_cross_entropy(leaves[0], leaves[1], targets, **options)
+        ours = torch.autograd.grad(loss * 3.0, leaves)
+        leaves64 = wide(leaves)
+        kwargs: dict[str, Any] = {"smoothing": smoothing, "z_loss": z_loss, "weights": weights, "mean": mean}
+        expected = oracle(case, leaves64, targets, **kwargs)
+        theirs = torch.autograd.grad(expected * 3.0, leaves64)
+        with torch.no_grad():  # the path without gradients is another one
+            plain = fused_linear_cross_entropy(leaves[0], leaves[1], targets, **options)
+        for a, b in zip([loss, plain, *ours], [expected, expected, *theirs], strict=True):
+            assert relative(a, b) < TOLERANCE[dtype], (case, options)
+
+
+def test_worked_example() -> None:
+    loss = fused_linear_cross_entropy(torch.zeros(1, 1), torch.tensor([[1.0], [2.0]]), torch.tensor([0]))
+    assert loss.item() == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_a_frozen_weight_and_a_frozen_backbone() -> None:
+    leaves, targets = Case().tensors()
+    full = torch.autograd.grad(fused_linear_cross_entropy(leaves[0], leaves[1], targets), leaves)
+    for index in (0, 1):
+        frozen = [leaf.detach().requires_grad_(i == index) for i, leaf in enumerate(leaves)]
+        fused_linear_cross_entropy(frozen[0], frozen[1], targets).backward()
+        assert frozen[1 - index].grad is None
+        torch.testing.assert_close(frozen[index].grad, full[index])
+
+
+def test_a_retained_graph_can_be_used_again() -> None:
+    leaves, targets = Case(bias=True).tensors()
+    loss = fused_linear_cross_entropy(leaves[0], leaves[1], targets, bias=leaves[2])
+    first = torch.autograd.grad(loss * 2.0, leaves, retain_graph=True)
+    kept = [gradient.clone() for gradient in first]
+    second = torch.autograd.grad(loss * 5.0, leaves)
+    for a, b, c in zip(kept, first, second, strict=True):
+        assert torch.equal(a, b)  # what was handed out is the caller's
+        torch.testing.assert_close(a * 2.5, c)
+
+
+def test_double_backward_is_refused() -> None:
+    leaves, targets = Case().tensors()
+    loss = fused_linear_cross_entropy(leaves[0], leaves[1], targets)
+    with pytest.raises(RuntimeError, match=r"fused_linear_cross_entropy was .*create_graph=True"):
+        torch.autograd.grad(loss, leaves, create_graph=True)
+
+
+def test_nothing_of_the_caller_is_overwritten() -> None:
+    leaves, targets = Case(bias=True, rank=2, ignored=0.3).tensors()
+    held = [*leaves, targets]
+    versions = [tensor._version for tensor in held]
+    loss = fused_linear_cross_entropy(
+        leaves[0], leaves[1], targets, bias=leaves[2], low_rank=(leaves[3], leaves[4])
+    )
+    (loss * 2).backward()
+    assert [tensor._version for tensor in held] == versions
+
+
+def test_gradients_are_made_in_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_thd.loss import linear_nll
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("recomputed")
+
+    leaves, targets = Case(softcap=3.0).tensors()
+    monkeypatch.setattr(linear_nll, "row_logprobs", refuse)
+    loss = fused_linear_cross_entropy(leaves[0], leaves[1], targets, softcap=3.0)
+    monkeypatch.setattr(linear_nll, "_loss_and_gradients", refuse)
+    loss.backward()
+    assert leaves[0].grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision(dtype: torch.dtype) -> None:
+    case = Case(dtype=dtype, width=64, vocabulary=300, tokens=700, rank=2)
+    leaves, targets = case.tensors()
+    kwargs: dict[str, Any] = case.kwargs(leaves)
+    loss = fused_linear_cross_entropy(leaves[0], leaves[1], targets, reduction="mean", chunk=64, **kwargs)
+    ours = torch.autograd.grad(loss, leaves)
+    leaves64 = wide(leaves)
+    expected = F.cross_entropy(case.logits(leaves64), targets)
+    theirs = torch.autograd.grad(expected, leaves64)
+    low = F.cross_entropy((F.linear(leaves[0], leaves[1]) + F.linear(leaves[2], leaves[3])).float(), targets)
+    naive = torch.autograd.grad(low, leaves)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-3)
+    for a, b, c in zip(ours, theirs, naive, strict=True):
+        assert a.dtype == dtype
+        # eleven tiles of rows add to the weight's gradient in bf16, so twice the error of one product
+        assert relative(a, b) < max(2.0 * relative(c, b), 2e-3)
+
+
+def test_fp16_gradients_below_its_range_survive() -> None:
+    torch.manual_seed(0)
+    hidden = (torch.randn(64, 32) * 0.1).half().requires_grad_()
+    weight = (torch.randn(5000, 32) * 0.1).half().requires_grad_()
+    targets = torch.randint(0, 5000, (64,))
+    (fused_linear_cross_entropy(hidden, weight, targets) * 1024.0).backward()
+    wide_ = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    (F.cross_entropy(wide_[0] @ wide_[1].T, targets, reduction="sum") * 1024.0).backward()
+    for a, b in zip((hidden, weight), wide_, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        assert relative(a.grad, b.grad) < 5e-3
+
+
+def test_static_shapes_give_the_same() -> None:
+    leaves, targets = Case(ignored=0.6).tensors()
+    free = torch.autograd.grad(fused_linear_cross_entropy(leaves[0], leaves[1], targets), leaves)
+    with static_shapes():
+        static = torch.autograd.grad(fused_linear_cross_entropy(leaves[0], leaves[1], targets), leaves)
+    torch.testing.assert_close(free, static)
+
+
+def test_no_target_at_all_gives_zero_not_nan() -> None:
+    leaves, targets = Case(bias=True, ignored=1.1).tensors()
+    for reduction in ("sum", "mean"):
+        loss = fused_linear_cross_entropy(leaves[0], leaves[1], targets, bias=leaves[2], reduction=reduction)  # type: ignore[arg-type]
+        assert loss.item() == 0.0
+        assert all(not gradient.any() for gradient in torch.autograd.grad(loss, leaves))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reduction": "none"}, r"reduction is 'none', wanted 'sum' or 'mean'.*logp"),
+        ({"label_smoothing": 1.0}, "label_smoothing is 1.0, wanted at least 0 and below 1"),
+        ({"z_loss": -1.0}, "z_loss is -1.0"),
+        ({"token_weights": torch.ones(3)}, r"token_weights is \[3\], wanted one a token"),
+        ({"backend": "cuda"}, "backend is 'cuda', wanted 'auto', 'torch', 'liger', 'cce'"),
+        ({"temperature": 0.0}, "temperature is 0.0"),
+    ],
+)
+def test_messages(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fused_linear_cross_entropy(torch.randn(4, 16), torch.randn(101, 16), torch.arange(4), **changes)

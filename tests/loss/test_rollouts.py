@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_thd.alignment import Alignment
+from lightning_thd.loss import PackedRollouts, fused_linear_logprobs
+from lightning_thd.loss.reduce import segment_sums
+from tests.loss.families import build
+from tests.ranks import run_ranks
+
+IDS = torch.tensor([[5, 6, 0], [0, 7, 8]])
+MASK = torch.tensor([[1, 1, 0], [0, 1, 1]])
+
+
+def random_rows(seed: int, rows: int = 5, columns: int = 9) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids that may equal the pad id, a ragged mask with an empty row, and a response mask."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 90, (rows, columns), generator=generator)
+    mask = torch.rand(rows, columns, generator=generator) < 0.6
+    mask[rows // 2] = False
+    mask[0, 3] = True
+    response = mask & (torch.rand(rows, columns, generator=generator) < 0.6)
+    return ids, mask, response
+
+
+def predictable(mask: Tensor, response: Tensor) -> Tensor:
+    """Response tokens with a token before them, by a loop."""
+    out = torch.zeros_like(response)
+    for b in range(mask.shape[0]):
+        real = mask[b].nonzero().flatten().tolist()
+        for n in real[1:]:
+            out[b, n] = response[b, n]
+    return out
+
+
+def test_worked_examples() -> None:
+    packed = PackedRollouts.from_padded(IDS, MASK)
+    assert packed.batch.input_ids.tolist() == [5, 6, 7, 8]
+    assert packed.batch.targets.tolist() == [6, -100, 8, -100]
+    values = torch.tensor([[1.0, 2.0, 0.0], [0.0, 3.0, 4.0]])
+    assert packed.pack(values, fill=-1.0).tolist() == [2.0, -1.0, 4.0, -1.0]
+    assert packed.pack(values, of="token").tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert packed.unpack(torch.arange(1.0, 5.0)).tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 3.0]]
+    assert packed.mask.tolist() == MASK.bool().tolist()
+    assert packed.rows.tolist() == [0, 2]
+    assert segment_sums(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 2]), 3).tolist() == [3.0, 0.0, 3.0]
+
+
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10**6), multiple=st.sampled_from([1, 4]), total=st.sampled_from([1, 16]))
+def test_there_and_back(seed: int, multiple: int, total: int) -> None:
+    ids, mask, response = random_rows(seed)
+    align = Alignment(sequence_multiple=multiple, total_multiple=max(multiple, total))
+    packed = PackedRollouts.from_padded(ids, mask, response_mask=response, align=align)
+    assert torch.equal(packed.mask, mask)
+    counted = predictable(mask, response)
+    assert torch.equal(packed.counts, counted.sum(1))
+    # what a slot predicts is its target, wherever it has one
+    targets = packed.batch.targets
+    assert torch.equal(packed.pack(ids, fill=-100)[targets != -100], targets[targets != -100])
+    assert torch.equal(packed.unpack(packed.pack(ids, of="token"), of="token"), torch.where(mask, ids, 0))
+    values = torch.randn(ids.shape, dtype=torch.float64)
+    back = packed.unpack(packed.pack(values))
+    assert torch.equal(back[counted], values[counted])
+    torch.testing.assert_close(packed.sums(packed.pack(values)), (values * counted).sum(1))
+    means = (values * counted).sum(1) / counted.sum(1).clamp_min(1)
+    torch.testing.assert_close(packed.means(packed.pack(values)), means)
+
+
+def test_gradients() -> None:
+    ids, mask, response = random_rows(3)
+    packed = PackedRollouts.from_padded(ids, mask, response_mask=response, pad_to=40)
+    x = torch.randn(40, dtype=torch.float64, requires_grad=True)
+    for function in (packed.unpack, packed.sums, packed.means):
+        assert torch.autograd.gradcheck(function, x)
+    assert torch.autograd.gradcheck(packed.pack, torch.randn(5, 9, dtype=torch.float64, requires_grad=True))
+
+
+def test_model_in_one_call_equals_each_row_by_itself() -> None:
+    model = build("Granite")
+    ids, mask, response = random_rows(4)
+    packed = PackedRollouts.from_padded(ids, mask, response_mask=response)
+    found = packed.logprobs(model, temperature=0.7)
+    expected = torch.zeros(ids.shape, dtype=torch.float64)
+    entropy = torch.zeros_like(expected)
+    for b in range(len(ids)):
+        at = mask[b].nonzero().flatten()
+        if not len(at):
+            continue
+        logits = model(input_ids=ids[b, at][None], use_cache=False).logits[0] / 0.7
+        log_p = logits.log_softmax(-1)
+        expected[b, at[1:]] = log_p[:-1].gather(1, ids[b, at[1:]][:, None]).squeeze(1)
+        entropy[b, at[1:]] = -(log_p.exp() * log_p).sum(-1)[:-1]
+    counted = predictable(mask, response)
+    assert counted.any()
+    torch.testing.assert_close(found.logp, expected * counted)
+    torch.testing.assert_close(found.entropy, entropy * counted)
+    total = packed.sequence_logprobs(model, temperature=0.7)
+    torch.testing.assert_close(total, (expected * counted).sum(1))
+    mean = packed.sequence_logprobs(model, temperature=0.7, mean=True)
+    torch.testing.assert_close(mean, (expected * counted).sum(1) / counted.sum(1).clamp_min(1))
+    # a policy loss through the unpacked values, against the same through the oracle
+    advantages = torch.randn(ids.shape, dtype=torch.float64)
+    ours = torch.autograd.grad(
+        (found.logp * advantages - 0.1 * found.entropy).sum(), list(model.parameters())
+    )
+    theirs = torch.autograd.grad(
+        ((expected * advantages - 0.1 * entropy) * counted).sum(), list(model.parameters())
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_rows_feed_the_head_with_response_tokens_alone() -> None:
+    ids, mask, response = random_rows(5)
+    packed = PackedRollouts.from_padded(ids, mask, response_mask=response)
+    hidden, weight = torch.randn(len(packed.held), 8), torch.randn(90, 8)
+    some = fused_linear_logprobs(hidden, weight, packed.batch.targets, rows=packed.rows)
+    every = fused_linear_logprobs(hidden, weight, packed.batch.targets)
+    torch.testing.assert_close(some.logp, every.logp[packed.rows])
+
+
+def shards() -> dict[str, Any]:
+    """Two context-parallel ranks, chunks r and 3 - r of every sequence, against one."""
+    rank = dist.get_rank()
+    ids, mask, response = random_rows(6)
+    align = Alignment(sequence_multiple=4, total_multiple=4)
+    whole = PackedRollouts.from_padded(ids, mask, response_mask=response, align=align)
+    slots, start = [], 0
+    for length in whole.batch.padded_lengths:
+        chunk = length // 4
+        for part in (rank, 3 - rank):
+            slots += range(start + part * chunk, start + (part + 1) * chunk)
+        start += length
+    mine = torch.tensor(slots)
+    local = whole.shard(mine)
+    values = torch.randn(
+        start, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
+    group = dist.group.WORLD
+    assert group is not None
+    weights = torch.arange(1.0, 6.0, dtype=torch.float64)
+    padded = torch.randn(5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    part = values.detach()[mine].requires_grad_()
+    loss = (local.means(part, group=group) * weights).sum() + (local.unpack(part, group=group) * padded).sum()
+    (loss / 2).backward()  # the mean over two ranks
+    expected = (whole.means(values) * weights).sum() + (whole.unpack(values) * padded).sum()
+    expected.backward()
+    assert values.grad is not None
+    assert part.grad is not None
+    return {
+        "loss": (loss - expected).abs().item(),
+        "gradient": (part.grad - values.grad[mine]).abs().max().item(),
+        "mask": torch.equal(local.unpack(torch.ones(len(mine)), of="token", group=group).bool(), mask),
+    }
+
+
+def test_sums_means_and_rows_across_context_parallel_ranks() -> None:
+    for found in run_ranks(shards, 2):
+        assert found["loss"] < 1e-12
+        assert found["gradient"] < 1e-12
+        assert found["mask"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: p.pack(torch.zeros(3, 2)), r"pack\(\) got \[3, 2\], wanted \[2, 3, ...\]"),
+        (lambda p: p.unpack(torch.zeros(5)), r"unpack\(\) got \[5\], but this pack has 4 slots"),
+        (lambda p: p.unpack(torch.zeros(4), of="row"), "of is 'row', wanted 'prediction' or 'token'"),
+        (lambda p: p.unpack(torch.zeros(4), fill=1.0, group=object()), "fill=1.0 over a group, wanted 0"),
+        (lambda p: p.unpack(torch.zeros(4, device="meta")), "values are on meta and the rollouts on cpu"),
+        (lambda p: p.shard(torch.tensor([2, 0])), "keep the sequences in order"),
+        (lambda p: p.shard(torch.tensor([0, 4])), r"of 4, wanted indices 0 to 3"),
+        (lambda p: PackedRollouts.from_padded(IDS, MASK[:1]), r"shapes \[\[2, 3\], \[1, 3\]\]"),
+        (lambda p: PackedRollouts.from_padded(IDS, MASK * 0), "without a real token"),
+        (
+            lambda p: PackedRollouts.from_padded(IDS, MASK, response_mask=torch.ones(2, 3)),
+            "response_mask marks tokens of row 0 that attention_mask hides",
+        ),
+    ],
+)
+def test_messages(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(PackedRollouts.from_padded(IDS, MASK))
+
+
+def test_a_cross_entropy_over_the_pack_is_the_sum_of_log_probabilities() -> None:
+    ids, mask, _ = random_rows(7)
+    packed = PackedRollouts.from_padded(ids, mask)
+    logits = torch.randn(len(packed.held), 90)
+    logp = -F.cross_entropy(logits, packed.batch.targets, reduction="none")
+    total = -F.cross_entropy(logits, packed.batch.targets, reduction="sum")
+    torch.testing.assert_close(packed.sums(logp).sum(), total)
