@@ -153,10 +153,7 @@ class CUDAGraphCallback(L.Callback):
         costs: GraphCosts | None = self.costs if isinstance(self.costs, GraphCosts) else None
         if costs is None and not self.given:
             costs = measured_costs(backend, function, module, batch, rest, needs, slots, longest)
-        least = -(-slots // longest)
-        self.plan = plan_graphs(
-            needs, slots=slots, max_seqlen=longest, costs=costs, given=[max(s, least) for s in self.given]
-        )
+        self.plan = plan_graphs(needs, slots=slots, max_seqlen=longest, costs=costs, given=self.given)
         rank_zero_info(self.plan.table())
         problem = _problem(self.plan, self.given)
         if problem is not None:

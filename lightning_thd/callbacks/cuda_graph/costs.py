@@ -1,7 +1,7 @@
 """Seconds of a step, eager and replayed -> the expected speed-up of a choice of buckets.
 
 S sequences of a bucket. A replay costs ``graph + per_sequence * S``: every entry of cu_seqlens costs its
-share of every varlen kernel's grid, used or not, which is why one bucket for the rarest batch is slower than eager.
+share of every varlen kernel's grid, used or not. So one bucket for the rarest batch is slower than eager.
 """
 
 from __future__ import annotations

@@ -12,10 +12,13 @@ from types import FrameType, TracebackType
 import lightning
 import torch
 
+from lightning_thd import batch
+
 _HERE = os.path.dirname(__file__) + os.sep
 # The machinery between the user's line and ours. Model libraries are not in it: their lines are the answer.
 _MACHINERY = (
     _HERE,
+    os.path.abspath(batch.__file__),
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     os.path.dirname(os.path.abspath(lightning.__file__)) + os.sep,
     os.path.dirname(os.__file__) + os.sep + "contextlib.py",

@@ -51,10 +51,9 @@ class GraphPlan:
     chosen: Choice
 
     def buckets(self) -> list[Bucket]:
-        """The buckets of the choice, smallest first."""
-        if not self.chosen.sequences:
-            return []
-        return make_buckets(self.chosen.sequences, slots=self.slots, max_seqlen=self.max_seqlen)
+        """The buckets of the choice, smallest first; without those too small to cover every slot."""
+        usable = [s for s in self.chosen.sequences if s * self.max_seqlen >= self.slots]
+        return make_buckets(usable, slots=self.slots, max_seqlen=self.max_seqlen) if usable else []
 
     def table(self) -> str:
         """Give the table, one line a choice, the chosen one marked."""
@@ -106,7 +105,7 @@ def plan_graphs(
     costs = costs or GraphCosts()
     least = -(-slots // max_seqlen)
     choices = [
-        _judge(f"{k} bucket{'s' * (k > 1)}", best_sequences(np.maximum(needs, least), k, costs), needs, costs)
+        _judge(f"{k} bucket{'s' * (k > 1)}", best_sequences(needs, k, costs), needs, costs)
         for k in range(1, _MOST_BUCKETS + 1)
     ]
     chosen = max(choices, key=lambda c: c.speedup)

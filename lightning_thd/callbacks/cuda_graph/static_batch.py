@@ -20,8 +20,8 @@ _FIELDS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_pad
 
 _ADVICE = (
     "which the host knows and which changes from batch to batch; a captured step would go on with the value "
-    "of the batch it was captured on. Use the tensors of the batch (cu_seqlens, targets, loss_scale), or move "
-    "this to on_train_batch_start."
+    "of the batch it was captured on. Use the tensors of the batch (cu_seqlens, targets, loss_scale), or "
+    "move this to on_train_batch_start."
 )
 
 

@@ -1,0 +1,441 @@
+"""A replayed step equals the eager one: losses, gradients, and every reason to run eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd._static import static_shapes
+from lightning_thd.callbacks.cuda_graph import Bucket, CaptureError, GraphedStep, make_buckets
+from lightning_thd.callbacks.cuda_graph.buckets import choose
+from lightning_thd.callbacks.cuda_graph.recording import RecordingBackend
+from lightning_thd.callbacks.cuda_graph.static_batch import pad_batch
+from tests.callbacks.cuda_graph.support import (
+    BUCKETS,
+    gradients,
+    graphed,
+    in_graph,
+    padded_eager,
+    random_batch,
+    worst,
+)
+from tests.models.families import build
+from tests.models.matrix import relative_error, shake
+from tests.tiny import tiny_llama
+
+# Loss and gradients against the unpadded step. fp32 sums a few hundred terms in another order: 1.3e-6 at worst
+# of all gradients here (Qwen3's norms), so what 1e-6 is to show is shown in fp64 (Bamba computes in fp32 within: 5e-9).
+TOLERANCES = {torch.float32: 3e-6, torch.float64: 2e-8}
+
+
+def family(name: str, dtype: torch.dtype) -> nn.Module:
+    model = build(name, "thd").train()
+    shake(model)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "bamba"])
+def test_fifty_layouts_equal_padded_eager_bitwise_and_unpadded_to_rounding(
+    name: str, dtype: torch.dtype
+) -> None:
+    model = family(name, dtype)
+    step, used = graphed(model), set()
+    count = 50 if dtype == torch.float32 else 20
+    for seed in range(count):
+        batch = random_batch(seed)
+        bucket, reason = choose(BUCKETS, batch)
+        loss = step(batch)
+        found = gradients(model, loss)
+        eager = causal_lm_loss(model, batch)
+        assert relative_error(loss.detach(), eager.detach()) < TOLERANCES[dtype]
+        assert worst(found, gradients(model, eager)) < TOLERANCES[dtype]
+        used.add(reason if bucket is None else bucket)
+        if bucket is not None:
+            padded = padded_eager(model, batch, bucket)
+            assert torch.equal(loss, padded)
+            wanted = gradients(model, padded)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert used == {*BUCKETS, "tokens"}  # both buckets and fallbacks, interleaved
+    assert step.stats.replays + step.stats.fallbacks["tokens"] == count
+    assert step.stats.replays > count // 2
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_accumulated_gradients_are_those_of_eager(accumulate: int) -> None:
+    model, eager = tiny_llama(torch.float64), tiny_llama(torch.float64)
+    step = graphed(model)
+    for seed in range(0, 12, accumulate):
+        model.zero_grad()
+        eager.zero_grad()
+        for i in range(accumulate):
+            batch = random_batch(seed + i)
+            (step(batch) / accumulate).backward()
+            (causal_lm_loss(eager, batch) / accumulate).backward()
+        pairs = zip(model.parameters(), eager.parameters(), strict=True)
+        assert worst(*map(list, zip(*((a.grad, b.grad) for a, b in pairs), strict=True))) < 1e-13
+    assert step.stats.replays >= 7
+
+
+def test_every_gradient_is_finite_and_equal_when_unwritten_memory_is_nan() -> None:
+    model = tiny_llama(torch.float32)
+    step, poisoned = graphed(model), graphed(model, backend=RecordingBackend(poison=True))
+    for seed in range(10):
+        batch = random_batch(seed)
+        wanted, found = gradients(model, step(batch)), gradients(model, poisoned(batch))
+        assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(found, wanted, strict=True))
+    assert poisoned.stats.replays >= 5
+
+
+def test_a_tail_outside_of_every_sequence_would_show() -> None:
+    """What the tail rule is for: a kernel that leaves rows past the last offset unwritten."""
+    from lightning_thd.callbacks.cuda_graph.static_batch import StaticInputs
+
+    inputs = StaticInputs(BUCKETS[0], torch.device("cpu"), axes=None, scale_dtype=torch.float32)
+    for seed in range(20):
+        batch = random_batch(seed)
+        if choose(BUCKETS, batch)[0] != BUCKETS[0]:
+            continue
+        inputs.fill(batch)
+        offsets = inputs.batch.cu_seqlens_padded
+        assert offsets[0] == 0
+        assert offsets[-1] == BUCKETS[0].slots
+        assert int(offsets.diff().max()) <= BUCKETS[0].max_seqlen
+        assert bool((inputs.batch.targets[batch.input_ids.shape[0] :] == -100).all())
+
+
+class WithDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_llama(torch.float32)
+        self.model.model.layers[1].mlp = nn.Sequential(self.model.model.layers[1].mlp, nn.Dropout(0.3))
+
+
+def dropout_loss(module: Any, batch: THDBatch) -> Tensor:
+    return causal_lm_loss(module.model, batch)
+
+
+def test_dropout_draws_anew_in_every_replay_and_equals_eager_under_the_same_seed() -> None:
+    module = WithDropout()
+    step = GraphedStep(dropout_loss, module, buckets=BUCKETS[:1], backend=RecordingBackend(), require=True)
+    batch = random_batch(4, count=5)
+    torch.manual_seed(1)
+    losses = [step(batch) for _ in range(1)]
+    gradients(module, losses[0])
+    before = torch.get_rng_state()
+    second = step(batch)
+    found = gradients(module, second)
+    assert not torch.equal(losses[0], second)
+    torch.set_rng_state(before)
+    with static_shapes():
+        wanted = dropout_loss(module, pad_batch(batch, BUCKETS[0]))
+    assert torch.equal(second, wanted)
+    assert worst(found, gradients(module, wanted)) == 0.0
+    assert step.stats.replays == 2
+
+
+def test_capture_leaves_random_states_as_they_were() -> None:
+    module = WithDropout()
+    step = GraphedStep(dropout_loss, module, buckets=BUCKETS, backend=RecordingBackend(), require=True)
+    torch.manual_seed(3)
+    batch = random_batch(2, count=4)
+    first = step(batch)  # captures, then replays
+    torch.manual_seed(3)
+    gradients(module, first)
+    assert torch.equal(first, step(batch))
+
+
+def test_bf16_autocast_has_graphs_of_its_own() -> None:
+    model = tiny_llama(torch.float32)
+    step = graphed(model)
+    for seed in range(8):
+        batch = random_batch(seed, count=5)
+        plain = step(batch)
+        gradients(model, plain)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = step(batch)
+        found = gradients(model, loss)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            padded = in_graph(model, batch)
+        assert torch.equal(loss, padded)
+        assert not torch.equal(loss, plain)
+        assert worst(found, gradients(model, padded)) == 0.0
+    assert len(step._captured) == 2
+    assert step.stats.captures == 4
+    assert step.stats.fallbacks.total() == 0
+
+
+def test_activation_checkpointing_is_captured_without_its_saved_random_states() -> None:
+    model = build("qwen3", "thd").train()
+    model.activation_checkpointing_enable()
+    step = graphed(model)
+    for seed in range(5):
+        batch = random_batch(seed, count=6)
+        found = gradients(model, step(batch))
+        assert worst(found, gradients(model, in_graph(model, batch))) == 0.0
+    assert step.stats.replays == 5
+
+
+def test_checkpointing_with_dropout_is_refused() -> None:
+    module = WithDropout()
+    layers = module.model.model.layers
+
+    def loss(module: Any, batch: THDBatch) -> Tensor:
+        return dropout_loss(module, batch)
+
+    module.model.activation_checkpointing_enable()
+    assert layers[0].gradient_checkpointing
+    step = GraphedStep(loss, module, buckets=BUCKETS, backend=RecordingBackend(), require=True)
+    with pytest.raises(CaptureError, match="preserve_rng_state"):
+        step(random_batch(0, count=3))
+
+
+def test_an_oversize_batch_is_never_truncated() -> None:
+    model = tiny_llama(torch.float64)
+    step = graphed(model, buckets=make_buckets((4, 6), slots=64, max_seqlen=20))
+    cases = {"num_sequences": [5] * 7, "tokens": [20, 20, 20, 20], "max_seqlen": [21]}
+    for reason, lengths in cases.items():
+        batch = THDBatch.collate([{"input_ids": torch.arange(n) % 50} for n in lengths])
+        loss = step(batch)
+        assert torch.equal(loss, causal_lm_loss(model, batch))
+        assert step.stats.fallbacks[reason] == 1
+    full = THDBatch.collate([{"input_ids": torch.arange(16)} for _ in range(4)])
+    assert torch.equal(step(full), causal_lm_loss(model, full))
+    assert step.stats.replays == 1
+
+
+def test_two_forwards_before_a_backward_share_no_memory() -> None:
+    model, eager = tiny_llama(torch.float64), tiny_llama(torch.float64)
+    step = graphed(model)
+    a, b = random_batch(1, count=4), random_batch(2, count=4)
+    first, second = step(a), step(b)
+    assert step.stats.fallbacks["pending_backward"] == 1
+    found = gradients(model, first + second)
+    wanted = gradients(eager, causal_lm_loss(eager, a) + causal_lm_loss(eager, b))
+    assert worst(found, wanted) < 1e-13
+    # A forward whose backward has become impossible no longer blocks.
+    third = step(a)
+    del third
+    step(b)
+    assert step.stats.fallbacks["pending_backward"] == 1
+
+
+def test_a_second_backward_through_a_replay_is_refused() -> None:
+    model = tiny_llama(torch.float64)
+    step = graphed(model)
+    loss = step(random_batch(1, count=4))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time through a replayed step"):
+        loss.backward()
+
+
+def item_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    loss = causal_lm_loss(model, batch)
+    return loss * (1.0 if loss.item() > 0 else 2.0)  # the line to be named
+
+
+def lengths_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    return causal_lm_loss(model, batch) / len(batch)
+
+
+def tensor_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    return causal_lm_loss(model, batch) * torch.tensor(2.0)
+
+
+def mask_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    return causal_lm_loss(model, batch) + 0.0 * batch.targets[batch.targets > 0].sum()
+
+
+def branch_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    loss = causal_lm_loss(model, batch)
+    return loss if loss > 0 else -loss
+
+
+def nothing_loss(model: nn.Module, batch: THDBatch) -> None:
+    return None
+
+
+def detached_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    return causal_lm_loss(model, batch).detach()
+
+
+def number_loss(model: nn.Module, batch: THDBatch) -> Any:
+    return {"loss": causal_lm_loss(model, batch), "slots": len(batch.input_ids)}
+
+
+def repeat_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    rows = torch.repeat_interleave(batch.cu_seqlens.diff().long())
+    return causal_lm_loss(model, batch) + 0.0 * rows.sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (item_loss, r"test_graphed_step.py:\d+ in item_loss: .item\(\) reads a value back"),
+        (lengths_loss, r"test_graphed_step.py:\d+ in lengths_loss: the step reads batch.lengths"),
+        (tensor_loss, r"in tensor_loss: torch.tensor\(...\) copies host values"),
+        (mask_loss, r"in mask_loss: indexing with a boolean mask"),
+        (branch_loss, r"in branch_loss: a branch on a tensor"),
+        (repeat_loss, r"in repeat_loss: repeat_interleave without output_size"),
+        (nothing_loss, r"returned None"),
+        (detached_loss, r"no output of the step requires a gradient"),
+        (number_loss, r"returned a int beside its tensors"),
+    ],
+)
+def test_what_a_graph_cannot_hold_runs_eagerly_for_good_with_its_line_named(
+    function: Any, message: str
+) -> None:
+    model, warnings = tiny_llama(torch.float64), []
+    step = GraphedStep(function, model, buckets=BUCKETS, backend=RecordingBackend())
+    batches = [random_batch(seed, count=4) for seed in range(3)]
+    with pytest.warns(UserWarning, match=message) as caught:
+        found = [step(batch) for batch in batches]
+    warnings = [w for w in caught if "CUDA graphs are off" in str(w.message)]
+    assert len(warnings) == 1
+    wanted = [function(model, batch) for batch in batches]
+    assert str(found) == str(wanted)
+    assert step.stats.fallbacks["capture_error"] == 3
+    assert step.stats.replays == 0
+    with pytest.raises(CaptureError, match=message):
+        GraphedStep(function, model, buckets=BUCKETS, backend=RecordingBackend(), require=True)(batches[0])
+
+
+def test_moved_parameters_are_noticed_and_captured_anew() -> None:
+    model = tiny_llama(torch.float64)
+    step, batch = graphed(model), random_batch(1, count=4)
+    gradients(model, step(batch))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone() * 1.5  # a swap that graphs do not see
+    loss = step(batch)
+    assert step.stats.fallbacks["parameters_moved"] == 1
+    assert torch.equal(loss, causal_lm_loss(model, batch))
+    again = step(batch)
+    assert step.stats.replays == 2
+    assert float((again - loss).abs().detach()) < 1e-12
+    model.model.layers[0].mlp.requires_grad_(False)
+    del again
+    gradients(model, step(batch))
+    assert step.stats.fallbacks["parameters_moved"] == 2
+    gradients(model, step(batch))
+    assert model.model.layers[0].mlp.up_proj.weight.grad is None
+
+
+def test_parameters_that_keep_moving_switch_graphs_off() -> None:
+    model = tiny_llama(torch.float64)
+    step, batch = graphed(model, require=False), random_batch(1, count=4)
+    with pytest.warns(UserWarning, match=r"changed again after 4 captures \(.* moved to other memory\)"):
+        for _ in range(12):
+            step(batch)
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+    assert step.stats.captures == 8
+    assert step.off is not None
+
+
+def test_values_written_in_place_are_seen() -> None:
+    model = tiny_llama(torch.float64)
+    step, batch = graphed(model), random_batch(1, count=4)
+    gradients(model, step(batch))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    assert torch.allclose(step(batch), causal_lm_loss(model, batch), rtol=1e-13)
+    assert step.stats.replays == 2
+
+
+def test_no_gradients_no_graph() -> None:
+    model = tiny_llama(torch.float64)
+    step, batch = graphed(model), random_batch(1, count=4)
+    with torch.no_grad():
+        assert torch.equal(step(batch), causal_lm_loss(model, batch))
+    assert step.stats.captures == 0
+    assert step.stats.hit_rate == 0.0
+
+
+def test_a_batch_of_another_type_runs_eagerly() -> None:
+    model = tiny_llama(torch.float64)
+    step = GraphedStep(lambda m, b: m(b, use_cache=False).logits.sum(), model, buckets=BUCKETS)
+    step(torch.ones(1, 5, dtype=torch.int64))
+    assert step.stats.fallbacks == {"batch_type": 1}
+
+
+def test_extras_run_eagerly() -> None:
+    model = tiny_llama(torch.float64)
+    batch = random_batch(1, count=4).replace(extras={"output_attentions": torch.tensor(0)})
+    step = GraphedStep(lambda m, b: causal_lm_loss(m, b.replace(extras={})), model, buckets=BUCKETS)
+    step.backend = RecordingBackend()
+    step(batch)
+    assert step.stats.fallbacks == {"extras": 1}
+
+
+class Timed(RecordingBackend):
+    """Says that every eager step takes 1 s and every replay as long as it is told."""
+
+    def __init__(self, replay_s: float) -> None:
+        super().__init__()
+        self.times = [1.0, replay_s]
+        self.calls = 0
+
+    def time_s(self, function: Any) -> float | None:
+        function()
+        self.calls += 1
+        return self.times[(self.calls - 1) % 2]
+
+
+@pytest.mark.parametrize(("replay_s", "replays"), [(0.5, 1), (0.99, 0), (2.0, 0)])
+def test_a_replay_that_is_no_faster_is_switched_off(replay_s: float, replays: int) -> None:
+    model = tiny_llama(torch.float64)
+    step = graphed(model, backend=Timed(replay_s))
+    batch = random_batch(1, count=4)
+    assert torch.allclose(step(batch), causal_lm_loss(model, batch), rtol=1e-13)
+    assert step.stats.replays == replays
+    assert step.stats.fallbacks["slower"] == 1 - replays
+    assert step._turn.pending is False or replays == 1
+
+
+def test_batches_padded_between_sequences_keep_both_offsets() -> None:
+    from lightning_thd.alignment import Alignment
+
+    model = tiny_llama(torch.float64)
+    step = graphed(model, buckets=[Bucket(slots=128, sequences=10, max_seqlen=32)])
+    samples = [{"input_ids": torch.arange(n) % 60} for n in (5, 9, 17, 3)]
+    aligned = THDBatch.collate(samples, align=Alignment(sequence_multiple=8, total_multiple=32))
+    assert aligned.cu_seqlens is not aligned.cu_seqlens_padded
+    plain = THDBatch.collate(samples)
+    assert torch.allclose(step(aligned), causal_lm_loss(model, plain), rtol=1e-12)
+    assert step.stats.replays == 1
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"buckets": []}, "got no buckets"),
+        ({"buckets": BUCKETS, "scope": "model"}, "wanted 'step' or 'layers'"),
+        ({"buckets": BUCKETS, "scope": "layers"}, "needs names of the layers"),
+        ({"buckets": BUCKETS, "layers": ("mlp",)}, "needs names of the layers"),
+    ],
+)
+def test_messages(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GraphedStep(causal_lm_loss, tiny_llama(), **kwargs)
+
+
+def test_sharded_modules_are_refused() -> None:
+    class FSDPModule(nn.Module):
+        pass
+
+    with pytest.raises(ValueError, match="sharded by FSDPModule"):
+        GraphedStep(causal_lm_loss, FSDPModule(), buckets=BUCKETS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
+def test_without_cuda_steps_run_eagerly() -> None:
+    model, batch = tiny_llama(torch.float64), random_batch(1, count=4)
+    step = GraphedStep(causal_lm_loss, model, buckets=BUCKETS)
+    with pytest.warns(UserWarning, match="there is no CUDA device"):
+        assert torch.equal(step(batch), causal_lm_loss(model, batch))
