@@ -7,17 +7,18 @@ costs microseconds and no device read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from operator import mul
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
+_Sum = TypeVar("_Sum", int, IntArray)
 Ints: TypeAlias = Sequence[int] | IntArray | Tensor
 IntRows: TypeAlias = Sequence[Sequence[int]] | Sequence[int] | IntArray | Tensor
 
@@ -105,6 +106,7 @@ class SeqStats:
         Returns:
             ``([3, 5], windows=(2,))`` gives 8 tokens, 34 squares and 5 + 9 = 14 pairs of window 2.
         """
+        lengths = _int64(lengths, "lengths")
         real_tokens, sequences, sum_squares, lowest = _sums(lengths)
         if lowest < 0:
             raise ValueError(
@@ -121,9 +123,7 @@ class SeqStats:
             raise ValueError(
                 f"loss_tokens={loss_tokens} is outside 0..{slots} slots. Count targets that are >= 0."
             )
-        pairs = tuple(
-            (window, int(window_pairs(lengths, window, ends=[len(lengths)])[0])) for window in windows
-        )
+        pairs = tuple((window, _pairs(lengths, window, _total)) for window in windows)
         cross_tokens, cross_pairs = (0, 0) if cross_lengths is None else _cross(lengths, cross_lengths)
         patches, squares, in_windows = _vision(image_grid_thw, video_grid_thw, tuple(vision_windows))
         return cls(
@@ -238,17 +238,11 @@ def _join(
     return tuple(totals.items())
 
 
-def _sums(lengths: Ints) -> tuple[int, int, int, int]:
-    """Lengths -> (sum, number above zero, sum of squares, smallest); Python ints cannot overflow."""
-    if isinstance(lengths, (list, tuple)):
-        if not lengths:
-            return 0, 0, 0, 0
-        empty = lengths.count(0)
-        return int(sum(lengths)), len(lengths) - empty, int(sum(map(mul, lengths, lengths))), min(lengths)
-    array = _int64(lengths, "lengths")
-    if not array.size:
+def _sums(lengths: IntArray) -> tuple[int, int, int, int]:
+    """Lengths -> (sum, number above zero, sum of squares, smallest)."""
+    if not lengths.size:
         return 0, 0, 0, 0
-    return int(array.sum()), int(np.count_nonzero(array)), int(array @ array), int(array.min())
+    return int(lengths.sum()), int(np.count_nonzero(lengths)), int(lengths @ lengths), int(lengths.min())
 
 
 def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
@@ -262,23 +256,32 @@ def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
     Returns:
         int64, one number a run: ``([5, 2], 2, ends=[1, 2])`` gives 1 + 2 + 2 + 2 + 2 = 9 and 1 + 2 = 3.
     """
-    size = window.size if isinstance(window, Chunk) else window
-    if size < 1:
-        raise ValueError(
-            f"A window of {size} tokens sees nothing. Windows are 1 or more; leave out what has none."
-        )
-    array, runs = _int64(lengths, "lengths"), _int64(ends, "ends")
+    runs = _int64(ends, "ends")
 
     def sums(values: IntArray) -> IntArray:
         running: IntArray = np.cumsum(np.concatenate(([0], values)))[runs]
         return np.diff(running, prepend=0)
 
+    return _pairs(_int64(lengths, "lengths"), window, sums)
+
+
+def _pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) -> _Sum:
+    """Pairs behind a window from sums alone; divided after them, since numpy divides integers slowly."""
+    size = window.size if isinstance(window, Chunk) else window
+    if size < 1:
+        raise ValueError(
+            f"A window of {size} tokens sees nothing. Windows are 1 or more; leave out what has none."
+        )
     if isinstance(window, Chunk):
-        whole, rest = array // size, array % size
+        whole, rest = lengths // size, lengths % size
         return sums(whole) * (size * (size + 1) // 2) + (sums(rest * rest) + sums(rest)) // 2
-    seen: IntArray = np.minimum(array, size)
-    within = sums(seen)  # divided after the sum: numpy divides integers slowly
-    return (sums(seen * seen) + within) // 2 + (sums(array) - within) * size
+    seen: IntArray = np.minimum(lengths, size)
+    within = sums(seen)
+    return (sums(seen * seen) + within) // 2 + (sums(lengths) - within) * size
+
+
+def _total(values: IntArray) -> int:
+    return int(values.sum())
 
 
 def _cross(lengths: Ints, cross_lengths: Ints) -> tuple[int, int]:
@@ -321,6 +324,11 @@ def _edge(patches: IntArray, edge: int) -> IntArray:
 
 def _int64(values: IntRows, name: str) -> IntArray:
     """Host int64 array of ``values``; int32 squares would overflow above 46,340 tokens."""
+    if isinstance(values, (list, tuple)):
+        try:  # three times as fast as numpy's own way from Python integers
+            return np.frombuffer(struct.pack(f"{len(values)}q", *values), dtype=np.int64)
+        except struct.error:
+            pass  # rows, or no integers
     array: npt.NDArray[Any] = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"{name} holds {array.dtype} values. Pass integers.")

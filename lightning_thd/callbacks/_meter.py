@@ -257,7 +257,7 @@ def _window_columns(seen: list[Seen], windows: tuple[Window, ...]) -> IntArray:
             "Give it lengths, or build its stats with windows=flops_model.windows."
         )
     all_lengths = [lengths or () for _, lengths in seen]
-    # twice as fast as numpy's own ways from a tuple
+    # three times as fast as numpy's own ways from a tuple
     packed = b"".join([struct.pack(f"{len(lengths)}q", *lengths) for lengths in all_lengths])
     flat = np.frombuffer(packed, dtype=np.int64)
     ends = np.cumsum([len(lengths) for lengths in all_lengths])
