@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.loss import causal_lm_loss
+from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss
 from lightning_thd.models import register_thd
 from tests.loss.families import VOCAB, build, names
 
@@ -70,3 +70,115 @@ def test_there_are_twelve_families_and_the_caps_matter() -> None:
     capped = causal_lm_loss(model, batch)
     model.config.final_logit_softcapping = None
     assert abs(capped.item() - causal_lm_loss(model, batch).item()) > 0.1
+
+
+def test_the_sum_over_microbatches_is_the_loss_of_the_step() -> None:
+    """Law 2: the mean of the microbatches' losses is the sum over loss tokens by their number."""
+    model = build("Llama")
+    parts = [(5, 9), (1, 13), (2, 2)]
+    batches = [make_batch(lengths=lengths, ignored=0.4) for lengths in parts]
+    count = sum(batch.loss_tokens for batch in batches)
+    scaled = [batch.replace(loss_scale=len(parts) / count) for batch in batches]
+    mean = torch.stack([causal_lm_loss(model, batch) for batch in scaled]).mean()
+    total = sum(
+        F.cross_entropy(model(**batch.hf_kwargs()).logits[0], batch.targets, reduction="sum")
+        for batch in batches
+    )
+    torch.testing.assert_close(mean, total / count)
+
+
+def test_logprobs_follow_the_models_scale_then_the_temperature() -> None:
+    for name in ("Gemma2", "Cohere"):
+        model, batch = build(name), make_batch(ignored=0.4)
+        found = causal_lm_logprobs(model, batch, temperature=0.5)
+        log_p = (model(**batch.hf_kwargs()).logits[0] / 0.5).log_softmax(-1)
+        counts = batch.targets != -100
+        expected = log_p.gather(1, batch.targets.clamp_min(0)[:, None]).squeeze(1)
+        torch.testing.assert_close(found.logp, torch.where(counts, expected, 0.0))
+        entropy = torch.where(counts, -(log_p.exp() * log_p).sum(-1), 0.0)
+        torch.testing.assert_close(found.entropy, entropy)
+        plain = causal_lm_logprobs(model, batch, entropy=False)
+        assert not plain.entropy.any()
+        weights = torch.randn(len(counts), dtype=torch.float64)
+        ours = gradients(model, (found.logp * weights + 0.1 * found.entropy).sum())
+        theirs = gradients(model, (torch.where(counts, expected, 0.0) * weights + 0.1 * entropy).sum())
+        for key, gradient in theirs.items():
+            torch.testing.assert_close(ours[key], gradient)
+
+
+def test_smoothing_and_z_loss() -> None:
+    model, batch = build("Granite"), make_batch(ignored=0.4)
+    loss = causal_lm_loss(model, batch, label_smoothing=0.1, z_loss=0.01)
+    z = model(**batch.hf_kwargs()).logits[0]
+    expected = F.cross_entropy(z, batch.targets, reduction="sum", label_smoothing=0.1)
+    expected = expected + 0.01 * (z.logsumexp(-1).square() * (batch.targets != -100)).sum()
+    torch.testing.assert_close(loss, expected * batch.loss_scale)
+    model.config.z_loss_coefficient = 0.01
+    torch.testing.assert_close(causal_lm_loss(model, batch, label_smoothing=0.1), loss)
+
+
+def test_no_loss_tokens_give_zero_loss_and_zero_gradients() -> None:
+    model, batch = build("Llama"), make_batch(ignored=1.1)
+    loss = causal_lm_loss(model, batch)
+    assert loss.item() == 0.0
+    assert all(not gradient.any() for gradient in gradients(model, loss).values())
+
+
+def test_an_unforeseen_scale_is_seen_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HyperCLOVA X multiplies where Granite divides: the guess is wrong once."""
+    model, batch = build("HyperCLOVAX"), make_batch()
+    calls = []
+    model.model.register_forward_hook(lambda *_: calls.append(1))
+    expected = oracle(model, batch)
+    calls.clear()
+    torch.testing.assert_close(causal_lm_loss(model, batch), expected)
+    assert len(calls) == 2
+    torch.testing.assert_close(causal_lm_loss(model, batch), expected)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_another_attention_is_refused(implementation: str) -> None:
+    model = build("Llama")
+    model.set_attn_implementation(implementation)
+    with pytest.raises(
+        ValueError, match=rf"LlamaForCausalLM runs attn_implementation='{implementation}'.*'thd'"
+    ):
+        causal_lm_loss(model, make_batch())
+
+
+def test_models_without_a_head_and_targets_out_of_range_are_refused() -> None:
+    batch = make_batch()
+    with pytest.raises(ValueError, match=r"got a Linear, wanted a Hugging Face causal language model"):
+        causal_lm_loss(nn.Linear(2, 2), batch)
+    with pytest.raises(
+        ValueError, match=r"got a LlamaModel without a language model's head.*AutoModelForCausalLM"
+    ):
+        causal_lm_loss(build("Llama").model, batch)
+    wrong = batch.replace(targets=torch.full_like(batch.targets, VOCAB))
+    with pytest.raises(ValueError, match=rf"targets\[0\] is {VOCAB}, wanted 0 to {VOCAB - 1}"):
+        causal_lm_loss(build("Llama"), wrong)
+    with pytest.raises(ValueError, match=r"temperature is 0"):
+        causal_lm_logprobs(build("Llama"), batch, temperature=0.0)
+
+
+def test_a_model_whose_logits_bypass_its_head_is_refused() -> None:
+    model, batch = build("Llama"), make_batch()
+    original = model.forward
+
+    def forward(**kwargs: Any) -> Any:
+        outputs = original(**kwargs)
+        outputs.logits = torch.zeros(1, 28, VOCAB)
+        return outputs
+
+    model.forward = forward
+    with pytest.raises(ValueError, match=r"logits did not come from its head"):
+        causal_lm_loss(model, batch)
+
+
+def test_hidden_states_that_do_not_match_the_targets_are_refused() -> None:
+    model, batch = build("Llama"), make_batch()
+    original = model.forward
+    model.forward = lambda **kwargs: original(**kwargs, logits_to_keep=3)
+    with pytest.raises(ValueError, match=r"hidden states \[1, 3, 32\] for 28 targets.*logits_to_keep"):
+        causal_lm_loss(model, batch)

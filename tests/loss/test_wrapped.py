@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss
+from lightning_thd.loss.wrapped import head_operands
+from tests.loss.families import VOCAB, build
+from tests.loss.test_causal_lm import gradients, make_batch, oracle
+from tests.ranks import run_ranks
+
+LENGTHS = [(5, 9, 1, 13), (3, 17, 8)]
+
+
+def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(((ours[k] - v).norm() / v.norm().clamp_min(1e-9)).item() for k, v in theirs.items())
+
+
+def mean_over_ranks(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients of the mean of both ranks' losses, by the model's own logits on one rank."""
+    total = torch.stack([oracle(model, make_batch(lengths=lengths)) for lengths in LENGTHS]).mean()
+    return gradients(model, total)
+
+
+def run_fsdp(name: str, own_head: bool, reshard: bool) -> float:
+    from torch.distributed.fsdp import fully_shard
+
+    model = build(name)
+    expected = mean_over_ranks(copy.deepcopy(model))
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if own_head:
+        fully_shard(model.lm_head, reshard_after_forward=True)
+    fully_shard(model, reshard_after_forward=reshard)
+    errors = []
+    for _ in range(2):
+        model.zero_grad()
+        causal_lm_loss(model, make_batch(lengths=LENGTHS[dist.get_rank()])).backward()
+        full = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        errors.append(worst(full, expected))
+    model.zero_grad()
+    logp = causal_lm_logprobs(model, make_batch(lengths=LENGTHS[dist.get_rank()])).logp
+    (-logp.sum() * make_batch(lengths=LENGTHS[dist.get_rank()]).loss_scale).backward()
+    full = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    return max(*errors, worst(full, expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "own_head", "reshard"),
+    [("Granite", False, False), ("Granite", True, True), ("Qwen3", False, True)],
+    ids=["root holds the head", "head by itself, freed after forward", "tied, freed after forward"],
+)
+def test_fsdp2(name: str, own_head: bool, reshard: bool) -> None:
+    assert max(run_ranks(run_fsdp, 2, name, own_head, reshard)) < 1e-12
+
+
+def run_ddp() -> float:
+    model = build("Gemma2")
+    expected = mean_over_ranks(copy.deepcopy(model))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    errors = []
+    for _ in range(3):
+        wrapped.zero_grad()
+        causal_lm_loss(wrapped, make_batch(lengths=LENGTHS[dist.get_rank()])).backward()
+        errors.append(worst({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected))
+    return max(errors)
+
+
+def test_ddp() -> None:
+    assert max(run_ranks(run_ddp, 2)) < 1e-12
+
+
+def run_tensor_parallel(style: str) -> tuple[float, float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = build("Granite")
+    batch = make_batch(ignored=0.3)
+    total = oracle(model, batch)
+    expected = gradients(model, total)
+    model.zero_grad()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    if style == "replicated output":
+        parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    elif style == "sharded output":
+        parallelize_module(
+            model, mesh, {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+        )
+    else:  # transformers' own, over the whole model
+        from transformers.distributed.configuration_utils import DistributedConfig
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=2))  # type: ignore[operator]
+        apply_tensor_parallelism(model, mesh, plan)
+    loss = causal_lm_loss(model, batch)
+    loss.backward()
+    assert isinstance(model.lm_head.weight, DTensor)
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
+        found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return abs(loss.item() - total.item()), worst(found, expected)
+
+
+@pytest.mark.parametrize("style", ["replicated output", "sharded output", "transformers"])
+def test_tensor_parallel_heads(style: str) -> None:
+    if style == "transformers":
+        pytest.importorskip("transformers.distributed.tensor_parallel")
+    for loss, gradient in run_ranks(run_tensor_parallel, 2, style):
+        assert loss < 1e-12
+        assert gradient < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # peft's, about transformers 5
+@pytest.mark.parametrize("kind", ["lora", "two adapters", "modules_to_save", "dora"])
+def test_peft(kind: str) -> None:
+    peft = pytest.importorskip("peft")
+    options: dict[str, Any] = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj", "lm_head"]}
+    if kind == "modules_to_save":
+        options |= {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    elif kind == "dora":
+        options["use_dora"] = True
+    model = peft.get_peft_model(build("Granite"), peft.LoraConfig(**options)).double()
+    if kind == "two adapters":
+        model.add_adapter("other", peft.LoraConfig(**{**options, "r": 2}))
+        model = model.double()
+        model.base_model.set_adapter(["default", "other"])
+    batch = make_batch(ignored=0.3)
+    if kind == "dora":
+        with pytest.raises(ValueError, match=r"adapter 'default' is a LoRA variant"):
+            causal_lm_loss(model, batch)
+        return
+    assert (
+        worst(gradients(model, causal_lm_loss(model, batch)), gradients(model, oracle(model, batch))) < 1e-12
+    )
+    with model.disable_adapter():
+        torch.testing.assert_close(causal_lm_loss(model, batch), oracle(model, batch))
+
+
+class FakeLora(nn.Module):
+    """PEFT's layer as far as the loss looks into it, so that it is tested where peft is absent."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"a": nn.Linear(base.in_features, 3, bias=False)})
+        self.lora_B = nn.ModuleDict({"a": nn.Linear(3, base.out_features, bias=False)})
+        self.lora_dropout = nn.ModuleDict({"a": nn.Identity()})
+        self.scaling = {"a": 0.5}
+        self.active_adapters = ["a"]
+        self.disable_adapters = self.merged = False
+        self.lora_variant: dict[str, object] = {}
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["a"](self.lora_A["a"](x)) * 0.5
+
+
+def test_lora_on_the_head_without_peft() -> None:
+    model = build("Granite")
+    model.lm_head = FakeLora(model.lm_head).double()
+    model.lm_head.base_layer.weight.requires_grad_(False)
+    batch = make_batch(ignored=0.3)
+    ours = gradients(model, causal_lm_loss(model, batch))
+    assert "lm_head.lora_A.a.weight" in ours
+    assert "lm_head.base_layer.weight" not in ours
+    assert worst(ours, gradients(model, oracle(model, batch))) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # renamed in transformers 5.23, absent before
+def test_autocast_and_checkpointing() -> None:
+    model, batch = build("Granite", torch.float32), make_batch(ignored=0.3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = causal_lm_loss(model, batch)
+        logits = model(**batch.hf_kwargs()).logits[0].float()
+    assert loss.dtype == torch.float32
+    expected = F.cross_entropy(logits, batch.targets, reduction="sum") * batch.loss_scale
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
+    model = build("Llama").train()
+    expected_gradients = gradients(model, oracle(model, batch))
+    model.gradient_checkpointing_enable()
+    assert worst(gradients(model, causal_lm_loss(model, batch)), expected_gradients) < 1e-12
+
+
+def test_copies_and_pickles_of_a_used_model_work() -> None:
+    model, batch = build("Cohere"), make_batch()
+    loss = causal_lm_loss(model, batch)
+    assert "forward" not in model.__dict__
+    assert "forward" not in model.get_output_embeddings().__dict__
+    copied = copy.deepcopy(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copied, torch.load(buffer, weights_only=False)):
+        with torch.no_grad():
+            other.get_output_embeddings().weight.zero_()
+        assert causal_lm_loss(other, batch).item() == pytest.approx(torch.tensor(VOCAB).log().item())
+    torch.testing.assert_close(causal_lm_loss(model, batch), loss)
+
+
+def test_an_error_inside_the_model_leaves_it_as_it_was() -> None:
+    model, batch = build("Llama"), make_batch()
+    handle = model.model.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        causal_lm_loss(model, batch)
+    handle.remove()
+    assert model(**batch.hf_kwargs()).logits.shape == (1, 28, VOCAB)
+    causal_lm_loss(model, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.parametrize("how", ["whole", "in place", "layers"])
+def test_compiled_models(how: str) -> None:
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build("Gemma2", torch.float32)
+    plain = copy.deepcopy(model)
+    compiled: Any = model
+    if how == "whole":
+        compiled = torch.compile(model, backend="aot_eager")
+    elif how == "in place":
+        model.compile(backend="aot_eager")
+    else:
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+    for lengths in [
+        (5, 9, 1, 13),
+        (4, 10, 2, 12),
+        (3, 11, 2, 12),
+        (6, 10, 1, 11),
+        (2, 9, 8, 9),
+        (5, 9, 1, 13),
+    ]:
+        batch = make_batch(lengths=lengths)
+        found = gradients(model, causal_lm_loss(compiled, batch))
+        assert worst(found, gradients(plain, oracle(plain, batch))) < 1e-5
+    assert not torch._dynamo.utils.counters["recompile_limit"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+
+
+def test_a_head_that_does_more_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"head is a Sequential without a weight \[V, H\]"):
+        head_operands(nn.Sequential(nn.Linear(4, 8)), torch.zeros(1, 3, 4))
+
+    class Wrapper(nn.Module):
+        base_layer = nn.Linear(4, 8)
+
+    with pytest.raises(ValueError, match="wrapped in a Wrapper; causal_lm_loss follows LoRA"):
+        head_operands(Wrapper(), torch.zeros(1, 3, 4))
