@@ -45,11 +45,11 @@ def samples(capacity: int, mean: int, sigma: float, *, labels: bool, seed: int =
 def fastest(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Return the seconds of the least disturbed round of each call, the calls taking turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(rounds + 2):
+    for _ in range(rounds):
         for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            if round_ >= 2:
+            for _ in range(4):  # in a row, as a loader calls its collator: the first one warms the caches up
+                begin = time.perf_counter()
+                call()
                 times[name].append(time.perf_counter() - begin)
     return {name: min(values) for name, values in times.items()}
 

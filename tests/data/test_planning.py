@@ -1,0 +1,237 @@
+"""What a plan is made from and with: cached counts, the model's own cost, schedules and schedulers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+
+from lightning_thd import FlopsModel, Packs, Sequences, THDBatch, THDDataModule
+from lightning_thd.batch import THDStep
+from lightning_thd.data import datamodule
+from lightning_thd.data.index import build_index
+from lightning_thd.packing import Cost, balance
+from tests.data.test_datamodule import CAPACITY, make_trainer
+from tests.ranks import run_ranks
+from tests.tiny import TinyModule, sequences
+
+
+class Known(list[dict[str, Any]]):
+    """A dataset that counts how often it is read."""
+
+    def __init__(self, rows: list[dict[str, Any]], fingerprint: str = "a") -> None:
+        super().__init__(rows)
+        self.fingerprint, self.reads = fingerprint, 0
+
+    def __getitem__(self, i: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(i)
+
+
+def test_known_data_is_counted_once(tmp_path: Path) -> None:
+    key = {"fingerprint": "a"}
+    first = Known(sequences(50, labels=True))
+    expected = build_index(list(first))
+    for reads in (50, 0):
+        data = Known(first)
+        index = build_index(data, key=key, cache_dir=tmp_path)
+        assert data.reads <= reads + 1  # one look at a sample tells what it holds
+        assert index.lengths.tolist() == expected.lengths.tolist()
+        assert index.loss_tokens.tolist() == expected.loss_tokens.tolist()
+    assert isinstance(index.lengths, np.memmap)
+    [folder] = tmp_path.iterdir()
+    (folder / "lengths.npy").write_bytes(b"")
+    with pytest.warns(UserWarning, match="It is built anew now"):
+        again = build_index(first, key=key, cache_dir=tmp_path)
+    assert again.lengths.tolist() == expected.lengths.tolist()
+
+
+def test_data_that_changed_under_its_fingerprint_is_found_out(tmp_path: Path) -> None:
+    def run(rows: list[dict[str, Any]]) -> None:
+        data = THDDataModule(Known(rows), capacity=CAPACITY, cache_dir=tmp_path)
+        data.prepare_data()
+        data.setup("fit")
+        list(data.train_dataloader())
+
+    run(sequences(20))
+    with pytest.raises(ValueError, match="were counted. The lengths do not match the data.*delete the cache"):
+        run(sequences(20, seed=1))
+
+
+def test_hugging_face_labels_are_counted_in_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    samples = sequences(60, labels=True)
+    table = datasets.Dataset.from_list([{k: v.tolist() for k, v in s.items()} for s in samples])
+    expected = build_index(samples)
+
+    def never(*args: object) -> None:
+        raise AssertionError("samples were read")
+
+    monkeypatch.setattr("lightning_thd.data.index._read", never)
+    for view, order in ((table, list(range(60))), (table.select([7, 3, 9]), [7, 3, 9])):
+        index = build_index(view)
+        assert index.lengths.tolist() == expected.lengths[order].tolist()
+        assert index.loss_tokens.tolist() == expected.loss_tokens[order].tolist()
+    bad = datasets.Dataset.from_list(
+        [{"input_ids": [1], "labels": [1]}, {"input_ids": [1, 2], "labels": [1]}]
+    )
+    with pytest.raises(ValueError, match="Row 1 has 2 input_ids but 1 labels"):
+        build_index(bad)
+    with pytest.raises(AssertionError, match="samples were read"):  # a transform hides the columns
+        build_index(table.with_transform(lambda rows: {"input_ids": [[1]] * len(rows["input_ids"])}))
+
+
+def test_windows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datamodule, "_COUNTS_FROM", 1)
+
+    def order() -> list[tuple[int, ...]]:
+        data = THDDataModule(
+            Known(sequences(60)), capacity=CAPACITY, window=16, cache_dir=tmp_path, val=sequences(9)
+        )
+        data.setup("fit")
+        return [b.sequence_ids for b in data.train_dataloader() if isinstance(b, THDBatch)]
+
+    first = order()
+
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("windows were counted")
+
+    monkeypatch.setattr("lightning_thd.packing.windows.count_windows", never)
+    assert order() == first
+    [folder] = tmp_path.glob("counts-*")
+    shutil.rmtree(folder)
+    with pytest.raises(AssertionError, match="windows were counted"):
+        order()
+
+
+def test_the_cost_is_that_of_the_model() -> None:
+    seen: list[Cost] = []
+
+    def spy(lengths: Any, capacity: int, *, dp: int, cost: Cost) -> Any:
+        seen.append(cost)
+        return balance(lengths, capacity, dp=dp, cost=cost)
+
+    module = TinyModule()
+    data = THDDataModule(sequences(30), capacity=CAPACITY, global_batch=Sequences(10), scheduler=spy)
+    make_trainer(strategy="thd").fit(module, data)
+    assert seen[0] == Cost.from_flops(FlopsModel.from_config(module.model.config), longest=CAPACITY)
+    mine = Cost(linear=1, quadratic=0)
+    data = THDDataModule(
+        sequences(30), capacity=CAPACITY, global_batch=Sequences(10), scheduler=spy, cost=mine
+    )
+    make_trainer(strategy="thd").fit(TinyModule(), data)
+    assert seen[-1] == mine
+
+
+def test_a_model_built_late_is_still_found() -> None:
+    seen: list[Cost] = []
+
+    def spy(lengths: Any, capacity: int, *, dp: int, cost: Cost) -> Any:
+        seen.append(cost)
+        return balance(lengths, capacity, dp=dp, cost=cost)
+
+    class Late(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made, self.model = self.model, None  # type: ignore[assignment]
+            self._modules.pop("made")
+
+        def configure_model(self) -> None:
+            if self.model is None:
+                self.model = TinyModule().model
+
+    data = THDDataModule(sequences(30), capacity=CAPACITY, global_batch=Sequences(10), scheduler=spy)
+    make_trainer(strategy="thd").fit(Late(), data)
+    assert seen[0] == Cost.from_flops(FlopsModel.from_config(TinyModule().model.config), longest=CAPACITY)
+
+
+def test_a_scheduler_of_ones_own_places_the_sequences() -> None:
+    def one_by_one(lengths: Any, capacity: int, *, dp: int, cost: Cost) -> Any:
+        return [[[i] for i in range(len(lengths))]]
+
+    data = THDDataModule(sequences(12), capacity=CAPACITY, global_batch=Sequences(4), scheduler=one_by_one)
+    data.setup("fit")
+    for step in data.train_dataloader():
+        assert isinstance(step, THDStep)
+        assert [len(batch) for batch in step.microbatches] == [1] * 4
+
+
+def test_a_ready_made_schedule_is_followed() -> None:
+    data = THDDataModule(sequences(6, longest=5), capacity=20, schedule=[2, 0, 1, 0, 2, 1])
+    data.setup("fit")
+    found = [b.sequence_ids for b in data.train_dataloader() if isinstance(b, THDBatch)]
+    assert found == [(1, 3), (2, 5), (0, 4)]
+    data = THDDataModule(sequences(6), capacity=99, schedule=[1, 2])
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"schedule has the shape \(2,\).* for 6 sequences"):
+        data.train_dataloader()
+
+
+@pytest.mark.parametrize("step", [Packs(1), Sequences(9)])
+def test_a_step_that_fits_one_pack(step: Any) -> None:
+    module = TinyModule()
+    strategy = "thd" if isinstance(step, Sequences) else "auto"
+    trainer = make_trainer(strategy=strategy, max_epochs=2)
+    trainer.fit(module, THDDataModule(sequences(3, longest=5), capacity=CAPACITY, global_batch=step))
+    assert [sorted(ids) for ids in module.seen] == [[0, 1, 2]] * 2
+    assert trainer.global_step == 2
+
+
+def _fit_few(sequences_given: int, step: Any) -> tuple[list[tuple[int, ...]], int, list[float]]:
+    module = TinyModule()
+    trainer = L.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=2,
+        strategy="thd_ddp",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    samples = sequences(sequences_given, longest=5)
+    data = THDDataModule(samples, capacity=CAPACITY, global_batch=step, val=samples)
+    trainer.fit(module, data)
+    return module.seen, trainer.global_step, [float(p.detach().sum()) for p in module.model.parameters()]
+
+
+@pytest.mark.parametrize("step", [None, Sequences(4)])
+def test_fewer_sequences_than_ranks_give_every_rank_as_many_batches(step: Any) -> None:
+    (seen, steps, weights), (other_seen, other_steps, other_weights) = run_ranks(_fit_few, 2, 1, step)
+    assert len(seen) == len(other_seen) == steps == other_steps == 2
+    assert sorted([*seen, *other_seen]) == [(), (), (0,), (0,)]
+    assert weights == other_weights
+    assert all(torch.isfinite(torch.tensor(weights)))
+
+
+def _count_once(folder: str) -> int:
+    import torch.distributed as dist
+
+    data = Known(sequences(200))
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_train_batches=1,
+    )
+    module = THDDataModule(data, capacity=CAPACITY, cache_dir=folder)
+    trainer.fit(TinyModule(), module)
+    dist.barrier()
+    return data.reads
+
+
+def test_data_is_counted_once_a_node(tmp_path: Path) -> None:
+    first, second = run_ranks(_count_once, 2, str(tmp_path))
+    assert first >= 200
+    assert second < 100

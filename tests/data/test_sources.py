@@ -1,0 +1,82 @@
+"""Paths and datasets of every kind open as rows of ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_thd import THDBatch, THDDataModule
+from lightning_thd.data.sources import Opener, as_numpy, open_source
+from tests.tiny import sequences
+
+
+def ids_of(dataset: Any) -> list[list[int]]:
+    return [np.asarray(dataset[i]["input_ids"]).tolist() for i in range(len(dataset))]
+
+
+def test_folders_of_columns(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [s["input_ids"].tolist() for s in sequences(30)]
+    table = datasets.Dataset.from_dict({"input_ids": rows})
+    (tmp_path / "shards").mkdir()
+    for k in range(3):
+        table.shard(3, k, contiguous=True).to_parquet(str(tmp_path / "shards" / f"{k}.parquet"))
+    assert ids_of(open_source(tmp_path / "shards")) == rows
+    table.save_to_disk(str(tmp_path / "disk"))
+    assert ids_of(open_source(tmp_path / "disk")) == rows
+
+
+def test_folders_of_lines(tmp_path: Path) -> None:
+    for k in range(2):
+        (tmp_path / f"{k}.jsonl").write_text(f'{{"text": "{k}"}}\n')
+    assert ids_of(open_source(tmp_path)) == [[48, 257], [49, 257]]
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ValueError, match="holds 2 JSONL and 1 text files, for example 0.jsonl and notes.txt"):
+        open_source(tmp_path)
+
+
+def test_columns_of_text_are_tokenised(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"body": ["ab", "c"]}).to_parquet(str(tmp_path / "t.parquet"))
+    found = open_source(tmp_path / "t.parquet", text_key="body", cache_dir=tmp_path / "c")
+    assert ids_of(found) == [[97, 98, 257], [99, 257]]
+    assert len(list((tmp_path / "c").iterdir())) == 1
+
+
+def test_hugging_face_ids_come_as_arrays() -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
+    assert isinstance(as_numpy(table)[0]["input_ids"], np.ndarray)
+    named = table.add_column("name", ["a", "b"])
+    assert as_numpy(named) is named  # what is no row of ints stays as it is
+    opened = Opener().open(table)
+    assert opened.key == {"fingerprint": table._fingerprint, "type": "Dataset"}
+
+
+def test_the_module_serves_one_trainer_after_another(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    file.write_text("\n".join(json.dumps({"text": "x" * (n % 9)}) for n in range(40)))
+    data = THDDataModule(file, capacity=16, cache_dir=tmp_path / "c")
+
+    class Pretends:
+        """A Trainer of some ranks, as far as a data module looks."""
+
+        def __init__(self, ranks: int) -> None:
+            self.accumulate_grad_batches, self.callbacks, self.loggers = 1, [], []
+            self.lightning_module, self.is_global_zero, self.overfit_batches = None, True, 0
+            self.num_training_batches = float("inf")
+            self.strategy = self
+            self.distributed_sampler_kwargs = {"rank": 0, "num_replicas": ranks}
+
+    data.pin_memory = False
+    for ranks in (1, 4, 2):
+        data.trainer = Pretends(ranks)  # type: ignore[assignment]
+        data.setup("fit")
+        loader = data.train_dataloader()
+        batches = [batch for batch in loader._loader if isinstance(batch, THDBatch)]
+        tokens = sum(batch.stats.real_tokens for batch in batches)
+        assert tokens == pytest.approx(int(data._indices["train"].lengths.sum()) / ranks, rel=0.3)
