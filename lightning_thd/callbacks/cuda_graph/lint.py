@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
+from lightning_thd.callbacks.cuda_graph.autocast_meta import autocast_knows_meta
 from lightning_thd.callbacks.cuda_graph.captured import StepFunction
 from lightning_thd.callbacks.cuda_graph.checkpoint_rng import RandomUse, without_saved_states
 from lightning_thd.callbacks.cuda_graph.errors import CaptureError, as_capture_error, reporting_to
@@ -97,7 +98,8 @@ def _record(module: nn.Module, batch: THDBatch, run: StepFunction, report: Calla
     module.to("cpu")
     use = RandomUse()
     with _attempt(report), restored(module), without_saved_states(use):
-        _both_ways(module, batch, run)  # builds tables and fills caches, as the first warm-up does
+        with reporting_to(lambda *_: None):
+            _both_ways(module, batch, run)  # builds tables and fills caches, as the first warm-up does
         before = host_state(module)
         with use:
             Recorder(report).record(lambda: _both_ways(module, batch, run))
@@ -107,7 +109,7 @@ def _record(module: nn.Module, batch: THDBatch, run: StepFunction, report: Calla
 
 
 def _run_on_meta(module: nn.Module, batch: THDBatch, run: StepFunction, report: Callable[..., None]) -> None:
-    with _attempt(report), without_saved_states():
+    with _attempt(report), without_saved_states(), autocast_knows_meta():
         _both_ways(module.to("meta"), batch.to("meta"), run)
 
 

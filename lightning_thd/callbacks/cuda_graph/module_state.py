@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.callbacks.cuda_graph.errors import CaptureError
+from lightning_thd.callbacks.cuda_graph.subclasses import addresses
 
 _PLAIN = (int, float, bool, str, type(None))
 _CONTAINERS = (list, dict, set, tuple)
@@ -31,14 +32,14 @@ class Fingerprint:
         for child in self._modules:
             for held in (child._parameters, child._buffers):
                 self._owners += [(held, name, x) for name, x in held.items() if x is not None]
-        self._addresses = [(x.data_ptr(), x.requires_grad) for _, _, x in self._owners]
+        self._addresses = [(addresses(x), x.requires_grad) for _, _, x in self._owners]
         self._flags = [child.training for child in self._modules]
         self._attributes = {name: getattr(module, name) for name in sorted(names)}
 
     def change(self) -> str | None:
         """Name the first thing that is not as it was, or give None."""
         for (held, name, tensor), (address, wanted) in zip(self._owners, self._addresses, strict=True):
-            if held.get(name) is not tensor or tensor.data_ptr() != address:
+            if held.get(name) is not tensor or addresses(tensor) != address:
                 return f"{name} moved to other memory"
             if tensor.requires_grad != wanted:
                 return f"{name}.requires_grad changed"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_thd.callbacks.cuda_graph.backend import Backend, Graph
@@ -130,10 +130,15 @@ class _Replay(torch.autograd.Function):
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
     """Copy all at once: hundreds of parameters in a few launches."""
-    copies = [torch.empty_like(x) for x in tensors]
-    if copies:
-        torch._foreach_copy_(copies, tensors)
+    copies: list[Any] = [torch.empty_like(x) if _is_plain(x) else x.clone() for x in tensors]
+    plain = [i for i, x in enumerate(tensors) if _is_plain(x)]
+    if plain:
+        torch._foreach_copy_([copies[i] for i in plain], [tensors[i] for i in plain])
     return copies
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter)
 
 
 def _flatten(outputs: Any) -> tuple[list[Any], TreeSpec]:

@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_thd.callbacks.cuda_graph.errors import CaptureError, Report, calling_line
 from lightning_thd.callbacks.cuda_graph.host_reads import function_problem, operator_problem
+from lightning_thd.callbacks.cuda_graph.subclasses import plain_tensors
 
 R = TypeVar("R")
 
@@ -33,9 +35,23 @@ class _Call:
 
     def run(self) -> None:
         given = tree_leaves(self.function(*self.args, **self.kwargs))
+        _finish(self.function, given)
         for kept, new in zip(self.results, given, strict=True):
             if kept is not None:
-                kept.copy_(new)
+                for target, source in zip(plain_tensors(kept), plain_tensors(new), strict=True):
+                    target.copy_(source)
+
+
+def _finish(function: Any, results: list[Any]) -> None:
+    """Wait for collectives, whose results are not there yet."""
+    if function.namespace == "_c10d_functional":
+        for x in results:
+            if isinstance(x, Tensor):
+                torch.ops._c10d_functional.wait_tensor(x)
+    elif function.namespace == "c10d":
+        for x in results:
+            if isinstance(x, torch.ScriptObject):
+                Work.unbox(x).wait()
 
 
 class Recording:
@@ -57,7 +73,8 @@ class Recording:
                 for call in self.calls:
                     for kept in call.results:
                         if kept is not None and kept.is_floating_point():
-                            kept.fill_(torch.nan)
+                            for x in plain_tensors(kept):
+                                x.fill_(torch.nan)
             for call in self.calls:
                 if not call.fills:
                     call.run()
@@ -170,15 +187,19 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Call | None:
     """Keep an operator, but for views, which show the new values by themselves."""
-    given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    given = {s for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) for s in _storages(x)}
     results = tuple(
-        x if isinstance(x, Tensor) and x.numel() and x.untyped_storage().data_ptr() not in given else None
+        x if isinstance(x, Tensor) and x.numel() and not given & _storages(x) else None
         for x in tree_leaves(result)
     )
     if not func._schema.is_mutable and all(x is None for x in results):
         return None
     fills = func._schema.name in _UNFILLED
     return _Call(func, args, kwargs, results, fills)
+
+
+def _storages(tensor: Tensor) -> set[int]:
+    return {x.untyped_storage().data_ptr() for x in plain_tensors(tensor)} - {0}
 
 
 # What these give is written by somebody else; a second call would only bring other leftovers of memory.

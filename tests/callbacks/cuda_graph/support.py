@@ -50,7 +50,7 @@ def padded_eager(module: nn.Module, batch: THDBatch, bucket: Bucket) -> Tensor:
 
 
 def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """Return the largest difference of a tensor relative to its norm, small ones to a thousandth of the largest."""
+    """Return the largest relative difference; small tensors relative to a thousandth of the largest."""
     assert len(found) == len(wanted) > 0
     floor = max(1e-3 * max(float(w.norm()) for w in wanted), 1e-30)
     return max(

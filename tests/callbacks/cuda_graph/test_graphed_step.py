@@ -27,8 +27,9 @@ from tests.models.families import build
 from tests.models.matrix import relative_error, shake
 from tests.tiny import tiny_llama
 
-# Loss and gradients against the unpadded step. fp32 sums a few hundred terms in another order: 1.3e-6 at worst
-# of all gradients here (Qwen3's norms), so what 1e-6 is to show is shown in fp64 (Bamba computes in fp32 within: 5e-9).
+# Loss and gradients against the unpadded step. fp32 sums a few hundred terms in another order: 1.3e-6 at
+# worst of all gradients here (Qwen3's norms), so what 1e-6 is to show is shown in fp64. Bamba computes in
+# fp32 within, which leaves 5e-9.
 TOLERANCES = {torch.float32: 3e-6, torch.float64: 2e-8}
 
 
@@ -325,14 +326,18 @@ def test_moved_parameters_are_noticed_and_captured_anew() -> None:
     assert model.model.layers[0].mlp.up_proj.weight.grad is None
 
 
+def run_and_move(step: GraphedStep, model: nn.Module, batch: THDBatch) -> None:
+    for _ in range(12):
+        step(batch)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+
+
 def test_parameters_that_keep_moving_switch_graphs_off() -> None:
     model = tiny_llama(torch.float64)
     step, batch = graphed(model, require=False), random_batch(1, count=4)
     with pytest.warns(UserWarning, match=r"changed again after 4 captures \(.* moved to other memory\)"):
-        for _ in range(12):
-            step(batch)
-            for parameter in model.parameters():
-                parameter.data = parameter.data.clone()
+        run_and_move(step, model, batch)
     assert step.stats.captures == 8
     assert step.off is not None
 

@@ -1,0 +1,35 @@
+"""Autocast on the meta device, which torch (2.13) refuses to be asked about."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_NAMES = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
+
+
+@contextlib.contextmanager
+def autocast_knows_meta() -> Iterator[None]:
+    """Let the meta device have the CPU's autocast state inside the body."""
+    available: Any = torch.amp.autocast_mode
+    patched = [(torch, name) for name in _NAMES] + [(available, "is_autocast_available")]
+    before = [getattr(owner, name) for owner, name in patched]
+    for (owner, name), function in zip(patched, before, strict=True):
+        setattr(owner, name, _with_meta(function))
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(patched, before, strict=True):
+            setattr(owner, name, function)
+
+
+def _with_meta(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def known(*args: Any, **kwargs: Any) -> Any:
+        return function(*("cpu" if x == "meta" else x for x in args), **kwargs)
+
+    return known

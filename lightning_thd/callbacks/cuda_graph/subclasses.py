@@ -1,0 +1,29 @@
+"""Tensor subclasses that wrap others, DTensor above all -> the plain tensors that hold the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Give the tensor itself, or what it wraps. A DTensor gives this rank's shard."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        inner = getattr(tensor, name)
+        if isinstance(inner, Tensor):  # a DTensor names its mesh, too
+            yield from plain_tensors(inner)
+
+
+def addresses(tensor: Tensor) -> tuple[int, ...]:
+    """Where the memory of a tensor lies."""
+    if (
+        type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    ):  # most are plain, and this runs every step
+        return (tensor.data_ptr(),)
+    return tuple(x.data_ptr() for x in plain_tensors(tensor))

@@ -1,0 +1,78 @@
+"""Chosen layers from graphs, the step around them eager and free to read the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep
+from lightning_thd.callbacks.cuda_graph.recording import RecordingBackend
+from tests.callbacks.cuda_graph.support import BUCKETS, gradients, graphed, random_batch, worst
+from tests.models.families import build
+from tests.tiny import tiny_llama
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("qwen3", ("self_attn",)), ("mistral", ("self_attn", "mlp")), ("bamba", ("mamba", "self_attn"))],
+)
+def test_layers_equal_eager(name: str, layers: tuple[str, ...]) -> None:
+    model = build(name, "thd").train()
+    step = graphed(model, scope="layers", layers=layers)
+    for seed in range(15):
+        batch = random_batch(seed)
+        loss = step(batch)
+        found = gradients(model, loss)
+        eager = causal_lm_loss(model, batch)
+        assert torch.allclose(loss, eager, rtol=1e-6)
+        assert worst(found, gradients(model, eager)) < 3e-6  # fp32, sums in another order
+    assert step.stats.replays >= 8
+    step.close()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def reads_host(model: nn.Module, batch: THDBatch) -> Tensor:
+    loss = causal_lm_loss(model, batch)
+    return loss * (1.0 + len(batch)) if loss.item() > 0 else -loss
+
+
+def test_the_step_around_the_layers_may_read_the_host() -> None:
+    model = tiny_llama(torch.float64)
+    step = GraphedStep(
+        reads_host,
+        model,
+        buckets=BUCKETS,
+        scope="layers",
+        layers=("self_attn",),
+        backend=RecordingBackend(),
+        require=True,
+    )
+    for seed in range(6):
+        batch = random_batch(seed, count=6)
+        assert torch.allclose(step(batch), reads_host(model, batch), rtol=1e-12)
+    assert step.stats.replays == 6
+
+
+def test_a_layer_whose_backward_is_outstanding_runs_eagerly() -> None:
+    model = tiny_llama(torch.float64)
+    step = graphed(model, scope="layers", layers=("mlp",))
+    a, b = random_batch(1, count=5), random_batch(2, count=5)
+    found = gradients(model, step(a) + step(b))
+    assert worst(found, gradients(model, causal_lm_loss(model, a) + causal_lm_loss(model, b))) < 1e-12
+
+
+def test_a_name_that_no_layer_has_is_refused_with_the_names_there_are() -> None:
+    step = graphed(tiny_llama(), scope="layers", layers=("attention",))
+    with pytest.raises(CaptureError, match=r"no submodule is named \('attention',\).*self_attn"):
+        step(random_batch(1, count=4))
+
+
+def test_layers_under_activation_checkpointing_are_refused() -> None:
+    model = build("qwen3", "thd").train()
+    model.activation_checkpointing_enable()
+    step = graphed(model, scope="layers", layers=("mlp",))
+    with pytest.raises(CaptureError, match="cannot capture layers under activation checkpointing"):
+        step(random_batch(1, count=4))
+    assert all("forward" not in module.__dict__ for module in model.modules())
