@@ -38,6 +38,8 @@ class Interval:
         left_out: what was left out of the rates.
         left_out_microbatches: how many of those.
         peak: mean dense FLOP/s of a device; None when a rank does not know its own.
+        own_seconds: set where a rank left out steps that others measured, as when it alone compiled: the
+            seconds that give the sum of the ranks' own rates.
         heaviest: sum over steps of the work of the rank that had most.
         mean: sum over steps of the mean work of a rank.
     """
@@ -47,6 +49,7 @@ class Interval:
     left_out: SeqStats
     left_out_microbatches: int
     peak: float | None
+    own_seconds: float | None
     heaviest: float
     mean: float
 
@@ -57,6 +60,7 @@ class Interval:
             left_out=self.left_out + other.left_out,
             left_out_microbatches=self.left_out_microbatches + other.left_out_microbatches,
             peak=other.peak,
+            own_seconds=other.own_seconds,
             heaviest=self.heaviest + other.heaviest,
             mean=self.mean + other.mean,
         )
@@ -99,13 +103,15 @@ class Meter:
             self.seconds += self.clock() - self._since
             self._since = None
 
+    def elapsed(self) -> float:
+        """Seconds counted since the last lap."""
+        return self.seconds + (self.clock() - self._since if self._since is not None else 0.0)
+
     def lap(self) -> float:
         """Seconds counted since the last lap; counting goes on if it was."""
-        running = self.running
-        self.stop()
-        seconds, self.seconds = self.seconds, 0.0
-        if running:
-            self.start()
+        seconds, self.seconds = self.elapsed(), 0.0
+        if self._since is not None:
+            self._since = self.clock()
         return seconds
 
     def add(self, batch: Any) -> int:
@@ -153,6 +159,7 @@ class Meter:
             len(measured),
             len(left_out),
             round(peak or 0),
+            round(self.elapsed() * 1e9),
             *_binned(works),
         ]
         self.steps, self.left_out = [[]], []
@@ -170,16 +177,25 @@ def interval(rows: list[list[int]], model: FlopsModel | None) -> Interval:
     # Python integers: a sum over a thousand ranks may pass int64
     totals = rows[0] if len(rows) == 1 else [sum(column) for column in zip(*rows, strict=True)]
     peaks = [row[2 * counts + 2] for row in rows]
-    bins = np.array([row[2 * counts + 3 :] for row in rows], dtype=np.int64).view(np.float64)
+    bins = np.array([row[2 * counts + 4 :] for row in rows], dtype=np.int64).view(np.float64)
     return Interval(
         measured=from_ints(totals[:counts], model),
         microbatches=totals[2 * counts],
         left_out=from_ints(totals[counts : 2 * counts], model),
         left_out_microbatches=totals[2 * counts + 1],
         peak=sum(peaks) / len(rows) if all(peaks) else None,
+        own_seconds=_own_seconds(rows, counts),
         heaviest=float(bins.max(axis=0).sum()),
         mean=float(bins.sum()) / len(rows),
     )
+
+
+def _own_seconds(rows: list[list[int]], counts: int) -> float | None:
+    if len({row[2 * counts] for row in rows}) == 1:
+        return None
+    worked = [(row[COUNTS.index("slots")], row[2 * counts + 3]) for row in rows]
+    rates = [slots / nanoseconds for slots, nanoseconds in worked if slots and nanoseconds]
+    return sum(slots for slots, _ in worked) / sum(rates) / 1e9 if rates else None
 
 
 def microbatches(batch: Any) -> list[Seen]:

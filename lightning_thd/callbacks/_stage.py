@@ -87,6 +87,8 @@ class Stage:
         if setting.ranks == 1:
             synchronize(setting.device)  # with several ranks the read has waited already
         found, seconds = interval(rows, setting.model), self.meter.lap()
+        if found.own_seconds is not None:
+            seconds = found.own_seconds
         self._seconds += seconds
         self.totals["time"] += seconds
         self.totals["batches"] += found.microbatches + found.left_out_microbatches

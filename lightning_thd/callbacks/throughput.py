@@ -125,6 +125,7 @@ class THDThroughputMonitor(EvaluationHooks):
         stage = self._stages["train"] = Stage("train", "training", self._clock)
         if self._restored:
             stage.load(self._restored, setting.model)
+            self._restored = {}
         self._saving = PausedSaving(trainer, self._saved)
 
     def on_train_batch_start(

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_thd.batch import THDStep
+from lightning_thd.callbacks._meter import Meter, count_table, interval, microbatches, work_weights
+from lightning_thd.flops import Chunk, FlopsModel, SeqStats
+from lightning_thd.flops.ints import from_ints
+from lightning_thd.flops.rates import Work
+from lightning_thd.flops.terms import Layer, matmul, scores
+from tests.callbacks.fits import Clock, pack
+
+TERMS = (matmul("w", 50), scores(1, 5, 5, window=3), scores(1, 5, 5, window=Chunk(4)), scores(1, 2, 2))
+MODEL = FlopsModel(name="windows", layers=(Layer(path="", terms=TERMS),), recompute="full")
+LENGTHS = st.lists(st.lists(st.integers(0, 20), max_size=6), min_size=1, max_size=6)
+
+
+@given(batches=LENGTHS, work=st.sampled_from(["training", "forward"]), counted=st.booleans())
+def test_an_interval_is_the_sum_of_its_microbatches(
+    batches: list[list[int]], work: Work, counted: bool
+) -> None:
+    """Rank 0 has the batches, rank 1 the same twice; windows counted by the collator or by the meter."""
+    windows = MODEL.windows if counted else ()
+    rows = []
+    for rank in range(2):
+        meter = Meter(Clock())
+        for lengths in batches:
+            seen = [(SeqStats.from_lengths(lengths, windows=windows), tuple(lengths))] * (rank + 1)
+            meter.steps[-1].extend(seen)
+            meter.end_step()
+        rows.append(meter.flush(MODEL, work=work, peak=2.0 + rank))
+    found = interval(rows, MODEL)
+    expected = [SeqStats.from_lengths(lengths, windows=MODEL.windows) for lengths in batches]
+    assert found.measured == sum(expected * 3, start=SeqStats())
+    assert found.microbatches == 3 * len(batches)
+    assert found.peak == 2.5
+    costs = [MODEL.training_flops(stats).hardware for stats in expected]
+    if work == "forward":
+        costs = [MODEL.forward_flops(stats).hardware for stats in expected]
+    assert found.heaviest == pytest.approx(2 * sum(costs))
+    assert found.mean == pytest.approx(1.5 * sum(costs))
+
+
+@given(batches=LENGTHS)
+def test_the_table_equals_a_count_of_each(batches: list[list[int]]) -> None:
+    seen = [(SeqStats.from_lengths(lengths), tuple(lengths)) for lengths in batches]
+    rows = count_table(seen, MODEL).tolist()
+    for row, lengths in zip(rows, batches, strict=True):
+        assert from_ints(row, MODEL) == SeqStats.from_lengths(lengths, windows=MODEL.windows)
+
+
+def test_more_steps_than_bins_are_joined() -> None:
+    meters = [Meter(Clock()) for _ in range(2)]
+    for step in range(100):
+        for rank, meter in enumerate(meters):
+            meter.add(SeqStats.from_lengths([10 if (step + rank) % 2 else 20]))
+            meter.end_step()
+    rows = [meter.flush(None, work="training", peak=None) for meter in meters]
+    assert len(rows[0]) == len(Meter(Clock()).flush(None, work="training", peak=None))
+    found = interval(rows, None)
+    assert found.peak is None
+    assert found.mean == 1500
+    assert 1500 <= found.heaviest <= 2000
+
+
+def test_a_rank_that_left_steps_out_lends_its_own_rate() -> None:
+    """Ten steps of 8 tokens in 10 s on either rank, but one measures only the last five: 16 tokens/s."""
+    rows = []
+    for left_out in (0, 5):
+        clock = Clock()
+        meter = Meter(clock)
+        meter.start()
+        for step in range(10):
+            meter.add(pack(8))
+            clock.sleep(1.0)
+            meter.end_step()
+            if step + 1 == left_out:
+                meter.leave_out()
+        rows.append(meter.flush(None, work="training", peak=None))
+    found = interval(rows, None)
+    assert found.own_seconds is not None
+    assert found.measured.real_tokens / found.own_seconds == pytest.approx(16)
+
+
+def test_weights_are_the_derivative_of_the_flops() -> None:
+    weights = work_weights(MODEL, "training")
+    stats = SeqStats.from_lengths([3, 17], windows=MODEL.windows)
+    (row,) = count_table([(stats, None)], MODEL)
+    assert row @ weights == pytest.approx(MODEL.training_flops(stats).hardware)
+
+
+def test_what_batches_tell() -> None:
+    batch = pack(5, 3, pad_to=10)
+    (one,) = microbatches(batch)
+    assert one == (batch.stats, (5, 3))
+    assert microbatches(THDStep([batch, batch])) == [one, one]
+    assert microbatches(batch.stats) == [(batch.stats, None)]
+    ids = torch.ones(2, 4, dtype=torch.long)
+    dense = [(SeqStats.from_cu_seqlens(None, shape=(2, 4)), (4, 4))]
+    padded: list[Any] = [ids, {"input_ids": ids}, [ids, ids]]
+    assert [microbatches(kind) for kind in padded] == [dense] * 3
+    unknown: list[Any] = [None, [], {}, "text", torch.ones(3), torch.ones(2, 4), {"pixels": ids}]
+    assert [microbatches(kind) for kind in unknown] == [[]] * 7
+
+
+def test_other_windows_without_lengths_are_refused() -> None:
+    meter = Meter(Clock())
+    meter.add(SeqStats.from_lengths([8]))
+    windows = re.escape(str(list(MODEL.windows)))
+    with pytest.raises(ValueError, match=f"other windows than the model's {windows} and carries no lengths"):
+        meter.flush(MODEL, work="training", peak=None)
+
+
+def test_nothing_of_a_batch_but_integers_is_kept() -> None:
+    import gc
+    import weakref
+
+    meter = Meter(Clock())
+    batch = pack(8)
+    ids = weakref.ref(batch.input_ids)
+    meter.add(batch)
+    del batch
+    gc.collect()
+    assert ids() is None
+
+
+def test_the_clock_stops_and_goes_on() -> None:
+    clock = Clock()
+    meter = Meter(clock)
+    meter.start()
+    clock.sleep(2)
+    meter.stop()
+    clock.sleep(50)
+    meter.start()
+    clock.sleep(1)
+    assert meter.lap() == 3
+    clock.sleep(4)
+    assert meter.lap() == 4

@@ -1,0 +1,53 @@
+"""On a CUDA device: the hooks of a step wait for nothing, and MFU comes from the table or from matmuls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_thd.callbacks import THDThroughputMonitor
+from tests.callbacks.fits import CONFIG, Clock, Memory, Module, loader, pack, trainer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_steps_between_logs_never_wait_for_the_device(tmp_path: Path) -> None:
+    watched = THDThroughputMonitor(peak=1e12, warmup_steps=1)
+    for name in ("on_train_batch_start", "on_train_batch_end"):
+        original = getattr(watched, name)
+
+        def strict(run: Any, module: Any, *args: Any, original: Any = original) -> None:
+            quiet = 2 < args[-1] < 9  # after the warm-up, before the log
+            before = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error" if quiet else before)
+            try:
+                original(run, module, *args)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+
+        setattr(watched, name, strict)
+    memory = Memory()
+    run = trainer(tmp_path, watched, accelerator="gpu", logger=memory, log_every_n_steps=10)
+    run.fit(Module(Clock()), loader([pack(5, 3)] * 10))
+    assert memory.rows[-1][1]["train/device/mfu"] > 0
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_a_measured_peak_is_within_the_vendors(tmp_path: Path, precision: Any) -> None:
+    from lightning_thd.callbacks._device import compute_dtype
+    from lightning_thd.flops import measure_flops, peak_flops
+
+    run = trainer(tmp_path, accelerator="gpu", precision=precision)
+    dtype = compute_dtype(run.precision_plugin, Module(Clock(), config=CONFIG))
+    vendor = peak_flops(torch.cuda.get_device_name(), dtype)
+    if vendor is None:
+        pytest.skip(f"{torch.cuda.get_device_name()} has no row for {dtype}")
+    kind = dtype if isinstance(dtype, torch.dtype) else torch.float32
+    measured = measure_flops("cuda", dtype=kind)
+    assert 0.3 * vendor < measured < 1.1 * vendor
