@@ -4,7 +4,7 @@ python -m benchmarks.end_to_end [--batches 3] [--rounds 3]
 
 The quickstart's Qwen3 trains on the standard library's functions, forward, backward and AdamW. Every way gets
 the same documents in every round: those of a few packs of 8,192 tokens. Flattened is transformers' own packed
-batch (DataCollatorWithFlattening: position_ids, sdpa, the model's own loss). Padded is batches of 8 documents.
+batch (DataCollatorWithFlattening: position_ids, sdpa, the model's own loss). Padded: batches of 8.
 """
 
 from __future__ import annotations

@@ -18,18 +18,22 @@ from lightning_thd.data import ByteTokenizer, StdlibText
 from lightning_thd.report import show
 
 
+def make_model() -> torch.nn.Module:
+    config = Qwen3Config(
+        num_hidden_layers=4,
+        hidden_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        intermediate_size=768,
+        vocab_size=ByteTokenizer.vocab_size,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="thd").train()
+
+
 class TinyQwen3(L.LightningModule):
     def configure_model(self) -> None:
-        config = Qwen3Config(
-            num_hidden_layers=4,
-            hidden_size=256,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            intermediate_size=768,
-            vocab_size=ByteTokenizer.vocab_size,
-        )
-        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="thd").train()
+        self.model = make_model()
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
         loss = causal_lm_loss(self.model, batch)

@@ -72,6 +72,7 @@ def prepare_thd(
         log=lambda metrics, step: accelerator.log(metrics, step=step),
         device=accelerator.device,
         devices=accelerator.num_processes,
+        ranks=ranks,
         precision=_PRECISION.get(str(accelerator.mixed_precision), "32-true"),
         data_group=group,
     )

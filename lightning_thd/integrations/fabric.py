@@ -56,6 +56,7 @@ def prepare_fabric(
         log=lambda metrics, step: fabric.log_dict(metrics, step),
         device=fabric.device,
         devices=fabric.world_size,
+        ranks=fabric.world_size,
         precision=str(fabric._precision.precision),
     )
     return PackedLoop(

@@ -240,6 +240,7 @@ class _PackedTrainerMixin:
                 device=device,
                 wire=communication_device(None, device),
                 devices=self.args.world_size,
+                ranks=self.args.world_size,
             )
         return self._setting
 

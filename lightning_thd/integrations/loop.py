@@ -36,6 +36,7 @@ class Host:
         log: logs metrics at an optimizer step.
         device: of this rank.
         devices: of the whole job.
+        ranks: that hold different data.
         precision: as Lightning names it, "32-true" or "bf16-mixed".
         data_group: process group of the ranks with different data; None for the world.
     """
@@ -45,6 +46,7 @@ class Host:
     log: Callable[[dict[str, float], int], None]
     device: torch.device
     devices: int
+    ranks: int
     precision: str
     data_group: Any = None
 
@@ -95,6 +97,7 @@ class PackedLoop:
             device=host.device,
             wire=communication_device(host.data_group, host.device),
             devices=host.devices,
+            ranks=host.ranks,
         )
 
     def __iter__(self) -> Iterator[Any]:
