@@ -121,7 +121,11 @@ class PackPlanner:
             "lengths": summary.digest,
             "capacity": int(capacity),
             "global_batch": repr(global_batch),
-            "multiples": [self.slots.multiple, align.total_multiple if align else 1],
+            # Sequences(n) that all fit are the same in a step whatever they are padded to, so that a job can
+            # go on with another number of context-parallel ranks.
+            "multiples": None
+            if isinstance(global_batch, Sequences) and summary.longest <= limit
+            else [self.slots.multiple, align.total_multiple if align else 1],
             "cost": [self.cost.linear, self.cost.quadratic],
             "window": int(window),
             "oversize": oversize,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+# mesh, the axes along which a gradient is cut, dtype
+_Key: TypeAlias = tuple[Any, tuple[int, ...], torch.dtype]
 
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -23,20 +27,25 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     Returns:
         The norm before, ``[]``, the same on every rank.
     """
-    groups = list(_by_mesh(parameters).values())
+    groups = _by_mesh(parameters)
     if not groups:
         return torch.zeros(())
-    norms = []
-    for group in groups:
-        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    squares = [_sum_of_squares(grads, key) for key, grads in groups.items()]
+    total = torch.stack(squares).sum().sqrt()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's rule, its constant included
-    for group in groups:
-        for parameter in group:
-            grad: Any = parameter.grad
-            (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(factor.to(grad.dtype))
+    for grads in groups.values():
+        torch._foreach_mul_(grads, factor.to(grads[0].dtype))
     return total
+
+
+def _sum_of_squares(grads: list[Tensor], key: _Key) -> Tensor:
+    """Sum over all ranks among which gradients of one kind are cut, in fp32 or better."""
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    square = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).square().sum()
+    mesh, axes = key[0], key[1]
+    for axis in axes:
+        dist.all_reduce(square, group=mesh.get_group(axis))
+    return square
 
 
 def clip_by_value(parameters: Iterable[nn.Parameter], limit: float) -> None:
@@ -47,13 +56,18 @@ def clip_by_value(parameters: Iterable[nn.Parameter], limit: float) -> None:
             (grad.to_local() if isinstance(grad, DTensor) else grad).clamp_(-limit, limit)
 
 
-def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[Any, list[nn.Parameter]]:
-    groups: dict[Any, list[nn.Parameter]] = {}
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[_Key, list[Tensor]]:
+    """Local parts of the gradients by mesh, cut axes and dtype, in an order that is the same on every rank."""
+    groups: dict[_Key, list[Tensor]] = {}
     for parameter in parameters:
         grad: Any = parameter.grad
-        if grad is not None:
-            key = grad.device_mesh if isinstance(grad, DTensor) else None
-            groups.setdefault(key, []).append(parameter)
+        if grad is None:
+            continue
+        mesh, axes, part = None, (), grad
+        if isinstance(grad, DTensor):
+            axes = tuple(axis for axis, at in enumerate(grad.placements) if not at.is_replicate())
+            mesh, part = grad.device_mesh, grad.to_local()
+        groups.setdefault((mesh, axes, part.dtype), []).append(part)
     return groups
 
 

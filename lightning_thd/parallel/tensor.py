@@ -45,6 +45,14 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: Devic
     shards = _Shards(mesh)
     for _, module, style in matched:
         _STYLES[style](module, shards)
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if shards.was_cut(parameter):
+                raise ValueError(
+                    f"{name}.{own} is tied to a weight that the tensor-parallel plan cuts, but is not in the "
+                    f"plan itself. Add {name!r}: an embedding as 'embedding_rowwise', a head as "
+                    "'colwise_gather_output'."
+                )
 
 
 def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Module, str]]:
@@ -75,6 +83,10 @@ class _Shards:
         self.mesh = mesh
         self.group: dist.ProcessGroup = mesh.get_group()
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def was_cut(self, parameter: nn.Parameter | None) -> bool:
+        """Say whether this is a whole parameter of which a shard was made."""
+        return parameter is not None and id(parameter) in self._made
 
     def cut(self, module: nn.Module, name: str, dim: int) -> None:
         """Replace a parameter by this rank's shard of it, as a DTensor."""

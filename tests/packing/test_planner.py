@@ -247,6 +247,20 @@ def test_state_leads_back_to_the_step_on_any_number_of_ranks() -> None:
     assert sorted(planner.step(3, 7, 2).spans.index) == sorted(later.step(3, 7, 4).spans.index)
 
 
+def test_steps_of_sequences_do_not_depend_on_what_they_are_padded_to() -> None:
+    lengths = draw("chat", 400)
+    align = Alignment.for_(cp=2, tp=2, sequence_parallel=True)
+    planner = PackPlanner(lengths, 8192, global_batch=Sequences(40))
+    other = PackPlanner(lengths, 8192, global_batch=Sequences(40), align=align)
+    assert other.resume(planner.state(3, 7)) == (3, 7)
+    assert sorted(planner.step(3, 7, 4).spans.index) == sorted(other.step(3, 7, 2).spans.index)
+    tight = PackPlanner([*lengths, 8191], 8191, global_batch=Sequences(40))
+    with pytest.raises(ValueError, match="multiples was None, is"):
+        PackPlanner([*lengths, 8191], 8191, global_batch=Sequences(40), align=align, oversize="drop").resume(
+            tight.state(0, 0)
+        )
+
+
 FORTY = Sequences(40)
 CHANGES = {
     "capacity": {"capacity": 4096},
@@ -255,7 +269,7 @@ CHANGES = {
     "oversize": {"oversize": "drop"},
     "tail": {"tail": "drop"},
     "window": {"window": 10},
-    "multiples": {"align": Alignment(sequence_multiple=2, total_multiple=2)},
+    "multiples": {"align": Alignment(sequence_multiple=2, total_multiple=2), "global_batch": Packs(8)},
     "cost": {"cost": Cost(linear=1, quadratic=1)},
     "lengths": {"lengths": [10] * 399 + [11]},
     "sequences": {"lengths": [10] * 401},

@@ -21,6 +21,20 @@ from tests.tiny import nll, sequences
 
 CAPACITY, STEPS, CLIP = 64, 5, 0.5
 # tp and ulysses over 4 ranks want 4 key-value heads; vocabulary and widths divide by 4 everywhere.
+# lfm2 comes without a plan for its layers; its short convolutions stay whole.
+LFM2_PLAN = {
+    "model.embed_tokens": "embedding_rowwise",
+    "lm_head": "colwise_gather_output",
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.q_layernorm": "replicated_with_grad_allreduce",
+    "model.layers.*.self_attn.k_layernorm": "replicated_with_grad_allreduce",
+    "model.layers.*.self_attn.out_proj": "rowwise",
+    "model.layers.*.feed_forward.w1": "colwise",
+    "model.layers.*.feed_forward.w3": "colwise",
+    "model.layers.*.feed_forward.w2": "rowwise",
+}
 _WIDE = {"num_key_value_heads": 4, "num_attention_heads": 8, "hidden_size": 64, "head_dim": 8}
 
 
@@ -50,11 +64,14 @@ class Layout:
             layout=self.options.get("context_parallel_layout", "dual_chunk"),
         )
 
-    def make(self) -> Any:
+    def make(self, family: str = "qwen3") -> Any:
         if self.strategy == "thd_ddp":
             return THDDDPStrategy(context_parallel_size=self.cp, **self.options)
         return THDModelParallelStrategy(
-            context_parallel_size=self.cp, tensor_parallel_size=self.tp, **self.options
+            context_parallel_size=self.cp,
+            tensor_parallel_size=self.tp,
+            tensor_parallel_plan=LFM2_PLAN if family == "lfm2" and self.tp > 1 else None,
+            **self.options,
         )
 
 
@@ -105,7 +122,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
 
 
-def make_trainer(layout: Layout, **kwargs: Any) -> L.Trainer:
+def make_trainer(layout: Layout, family: str = "qwen3", **kwargs: Any) -> L.Trainer:
     defaults: dict[str, Any] = {
         "max_steps": STEPS,
         "accelerator": "cpu",
@@ -117,7 +134,7 @@ def make_trainer(layout: Layout, **kwargs: Any) -> L.Trainer:
         "enable_model_summary": False,
         "log_every_n_steps": 1,
     }
-    return L.Trainer(strategy=layout.make(), **{**defaults, **kwargs})
+    return L.Trainer(strategy=layout.make(family), **{**defaults, **kwargs})
 
 
 def data(step: Packs | Sequences, **kwargs: Any) -> THDDataModule:
@@ -151,7 +168,7 @@ def train(
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     accumulate = step.n // layout.dp if isinstance(step, Packs) else 1
     module = Job(family, dtype)
-    trainer = make_trainer(layout, accumulate_grad_batches=accumulate, **(trainer_options or {}))
+    trainer = make_trainer(layout, family, accumulate_grad_batches=accumulate, **(trainer_options or {}))
     trainer.fit(module, data(step))
     losses = torch.tensor(module.losses, dtype=torch.float64)
     if dist.is_initialized():

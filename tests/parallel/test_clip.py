@@ -1,0 +1,63 @@
+"""One norm over gradients on several meshes, as torch's own over the whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from lightning_thd.parallel.clip import clip_by_norm, clip_by_value, meshes
+from tests.ranks import run_ranks
+
+
+def whole() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 6), (12,), (4, 4), (3,), (8, 2)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def parameters() -> list[nn.Parameter]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    places = [(mesh, [Shard(0), Shard(1)]), (mesh["a"], [Shard(0)]), (mesh, [Shard(0), Replicate()])]
+    made = []
+    for i, gradient in enumerate(whole()):
+        grad = gradient
+        if i < len(places):
+            grad = distribute_tensor(gradient, places[i][0], places[i][1])
+        parameter = nn.Parameter(torch.zeros_like(grad))
+        parameter.grad = grad.to(torch.float32) if i == 4 else grad
+        if i == 4:
+            parameter = nn.Parameter(torch.zeros(8, 2))
+            parameter.grad = gradient.float()
+        made.append(parameter)
+    return [*made, nn.Parameter(torch.zeros(2))]  # the last has no gradient
+
+
+def clip(max_norm: float) -> tuple[float, list[torch.Tensor]]:
+    given = parameters()
+    assert len(meshes(given)) == 3
+    norm = clip_by_norm(given, max_norm)
+    grads = [p.grad for p in given if p.grad is not None]
+    return float(norm), [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_norm_over_meshes(max_norm: float) -> None:
+    wanted = [nn.Parameter(torch.zeros_like(g)) for g in whole()]
+    for parameter, grad in zip(wanted, whole(), strict=True):
+        parameter.grad = grad
+    norm = float(nn.utils.clip_grad_norm_(wanted, max_norm))
+    for found, grads in run_ranks(clip, 4, max_norm):
+        assert found == pytest.approx(norm, rel=1e-7)  # one of the gradients is fp32
+        for a, b in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(a.double(), b.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_nothing_to_clip_and_values() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    assert float(clip_by_norm([parameter], 1.0)) == 0.0
+    parameter.grad = torch.tensor([-3.0, 0.1, 3.0])
+    clip_by_value([parameter], 0.5)
+    assert parameter.grad.tolist() == pytest.approx([-0.5, 0.1, 0.5])

@@ -1,0 +1,71 @@
+"""A checkpoint of one layout goes on in another, as one process would, and leaves as plain weights."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_thd import Sequences
+from tests.ranks import run_ranks
+from tests.strategies.jobs import CLIP, Job, Layout, data, full_parameters
+from tests.tiny import largest_error
+
+STEPS, SAVED = 6, 3
+
+
+def run(layout: Layout, folder: str, resume: bool, distributed: bool) -> dict[str, Any]:
+    """Train to the end, saving in the middle; or go on from what was saved."""
+    warnings.filterwarnings("ignore")
+    at = Layout(
+        dp=layout.dp,
+        cp=layout.cp,
+        tp=layout.tp,
+        options={**layout.options, "save_distributed_checkpoint": distributed},
+    )
+    module = Job("qwen3")
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    trainer = L.Trainer(
+        strategy=at.make(),
+        max_steps=STEPS,
+        accelerator="cpu",
+        devices=layout.world,
+        logger=False,
+        gradient_clip_val=CLIP,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[saver] if not resume else [],
+        enable_checkpointing=not resume,
+    )
+    trainer.fit(module, data(Sequences(12)), ckpt_path=f"{folder}/step={SAVED}.ckpt" if resume else None)
+    losses = torch.tensor(module.losses, dtype=torch.float64)
+    dist.all_reduce(losses)
+    if not resume:
+        trainer.strategy.save_pretrained(f"{folder}/exported")
+    return {
+        "losses": (losses / dist.get_world_size()).tolist(),
+        "params": full_parameters(module.model),
+    }
+
+
+@pytest.mark.parametrize(
+    "distributed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["folder", "file"]
+)
+def test_go_on_in_another_layout(tmp_path: Path, distributed: bool) -> None:
+    folder = str(tmp_path)
+    whole = run_ranks(run, 4, Layout(dp=2, cp=2), folder, False, distributed)[0]
+    assert len(whole["losses"]) == STEPS
+    assert (tmp_path / f"step={SAVED}.ckpt").is_dir() == distributed
+    for layout in (Layout(dp=2, tp=2), Layout()):
+        rest = run_ranks(run, layout.world, layout, folder, True, distributed)[0]
+        assert rest["losses"] == pytest.approx(whole["losses"][SAVED:], rel=1e-10)
+        assert largest_error(rest["params"], whole["params"]) < 1e-10
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
+    assert largest_error(full_parameters(model), whole["params"]) == 0.0

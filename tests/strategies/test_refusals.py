@@ -1,0 +1,245 @@
+"""What would change the numbers, hang or cannot be cut is refused, and the message says what to do."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_thd import Packs, THDBatch
+from lightning_thd.parallel.mesh import AxisSizes, resolve_sizes
+from lightning_thd.strategies import THDModelParallelStrategy
+from tests.ranks import run_ranks
+from tests.strategies.jobs import Job, Layout, data, make_trainer
+from tests.tiny import sequences
+
+
+def test_sizes_make_up_the_job() -> None:
+    assert resolve_sizes(8, context=2, tensor=2) == AxisSizes(data=2, context=2, tensor=2)
+    assert [AxisSizes(data=2, context=2).data_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes", "message"),
+    [
+        (
+            6,
+            {"context": 4},
+            "context_parallel_size=4 x tensor_parallel_size=1 does not divide the 6 processes",
+        ),
+        (8, {"data": 3, "context": 2}, "is 6, but the job has 8 processes. Start 6 processes"),
+        (8, {"tensor": 0}, "tensor_parallel_size=0; wanted 1 or more"),
+        (8, {"data": -1}, "data_parallel_size=-1; wanted 1 or more ranks or 'auto'"),
+        (8, {"context": 2.0}, "context_parallel_size=2.0; wanted"),
+    ],
+)
+def test_sizes_that_do_not(world: int, sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_sizes(world, **sizes)
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "expert"])
+def test_axes_that_do_not_exist(axis: str) -> None:
+    message = f"no {axis} axis. Supported are data_parallel_size, context_parallel_size"
+    with pytest.raises(MisconfigurationException, match=message):
+        THDModelParallelStrategy(**{f"{axis}_parallel_size": 2})
+
+
+class NotThd(Job):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.set_attn_implementation("sdpa")
+
+
+class HandWritten(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        raise AssertionError("not reached")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Heads(Job):
+    """Three key-value heads, which two ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.config.num_key_value_heads = 3
+
+
+class OwnParameter(Job):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    def __iter__(self) -> Any:
+        return iter(sequences(8))
+
+
+class PlacedStream(Stream):
+    data_rank, data_size = 0, 1
+
+    def __iter__(self) -> Any:
+        return iter(sequences(64)[self.data_rank :: self.data_size])
+
+
+def collate(samples: list[dict[str, Any]]) -> THDBatch:
+    return THDBatch.collate(samples, align=Layout(cp=2).align)
+
+
+def collate_unaligned(samples: list[dict[str, Any]]) -> THDBatch:
+    return THDBatch.collate([{"input_ids": [1, 2, 3]}])
+
+
+def loader(dataset: Any, collate_fn: Any = collate) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=4, collate_fn=collate_fn)
+
+
+def refusals() -> dict[str, str]:
+    """Run jobs that must be refused on every rank; returns the messages."""
+    return {case: refused(case) for case in CASES}
+
+
+def refused(case: str) -> str:
+    ddp, mp = Layout(strategy="thd_ddp", cp=2), Layout(tp=2)
+    torch_cp = None
+    os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(case == "accelerate").lower()
+    os.environ["PARALLELISM_CONFIG_CP_SIZE"] = "2"
+    if case == "torch cp":
+        from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+
+        torch_cp._replaced_functions[len] = ("len", len)
+    jobs: dict[str, Any] = {
+        "size": (Layout(strategy="thd_ddp", cp=3), Job, None),
+        "heads": (mp, Heads, None),
+        "not thd": (ddp, NotThd, None),
+        "hand written": (ddp, HandWritten, None),
+        "accelerate": (ddp, Job, None),
+        "torch cp": (ddp, Job, None),
+        "own parameter": (Layout(cp=2), OwnParameter, None),
+        "iterable": (ddp, Job, loader(Stream())),
+        "no pack": (ddp, Job, DataLoader([torch.ones(2)] * 4)),
+        "unaligned": (ddp, Job, loader([{}] * 8, collate_unaligned)),
+    }
+    layout, module, given = jobs[case]
+    trainer = make_trainer(layout, devices=2, gradient_clip_val=None)
+    if given is None:
+        given = data(Packs(1))
+    try:
+        trainer.fit(module(), given)
+    except (MisconfigurationException, ValueError) as err:
+        return str(err)
+    finally:
+        if torch_cp is not None:
+            torch_cp._replaced_functions.clear()
+    raise AssertionError(f"{case} was not refused")
+
+
+CASES = {
+    "size": "context_parallel_size=3 x tensor_parallel_size=1 does not divide the 2 processes",
+    "heads": "num_key_value_heads=3, which 2 tensor-parallel ranks do not divide; wanted",
+    "not thd": "attn_implementation='sdpa', which sees the shard of its own rank alone. Build it",
+    "hand written": r"attention \(MultiheadAttention\) sees the shard.*Call lightning_thd.varlen",
+    "accelerate": "Accelerate's context parallelism is active.*Prepare the model without",
+    "torch cp": r"torch's context_parallel\(\) is active.*Leave its context",
+    "own parameter": r"holds the parameters \['scale'\] itself.*Move them",
+    "iterable": "Stream is iterable and does not say which part.*data_rank and data_size",
+    "no pack": "cuts THDBatch, but the dataloader gave.*align=trainer.strategy.alignment",
+    "unaligned": "Sequence 0 has 3 slots.*wants a multiple of 4.*THDBatch.collate",
+}
+
+
+@pytest.fixture(scope="module")
+def messages() -> list[dict[str, str]]:
+    return run_ranks(refusals, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_on_every_rank(case: str, messages: list[dict[str, str]]) -> None:
+    for rank in messages:
+        assert re.search(CASES[case], rank[case].replace("\n", " ")), rank[case]
+
+
+class SeedlessData(L.LightningDataModule):
+    """Every rank reads what it likes."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rank = torch.distributed.get_rank()
+        return loader(sequences(8, seed=rank))
+
+
+def different_plans() -> str:
+    trainer = make_trainer(Layout(strategy="thd_ddp", cp=2), gradient_clip_val=None)
+    try:
+        trainer.fit(Job(), SeedlessData())
+    except ValueError as err:
+        return str(err)
+    raise AssertionError("not refused")
+
+
+def test_peers_that_read_different_packs() -> None:
+    for found in run_ranks(different_plans, 2):
+        assert "Ranks 0, 1 share one pack (2 context-parallel x 1 tensor-parallel ranks) but read" in found
+
+
+def placed_stream() -> tuple[int, int, int]:
+    dataset = PlacedStream()
+    trainer = make_trainer(Layout(strategy="thd_ddp", dp=2, cp=2), gradient_clip_val=None, max_steps=2)
+    trainer.fit(Job(), loader(dataset))
+    return dataset.data_rank, dataset.data_size, trainer.global_step
+
+
+def test_iterable_data_is_told_its_part() -> None:
+    assert run_ranks(placed_stream, 4) == [(0, 2, 2), (0, 2, 2), (1, 2, 2), (1, 2, 2)]
+
+
+class OneReader(L.LightningDataModule):
+    """Only the first rank of each pair has data; batches differ in size."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        if torch.distributed.get_rank() % 2:
+            return DataLoader([0] * 6, collate_fn=self.forbidden)
+        samples = sequences(18, longest=24)
+        samples[7] = {"input_ids": [3] * 20_000}  # a message beyond the first buffer
+        return DataLoader(samples, batch_size=3, collate_fn=collate)
+
+    def forbidden(self, _: Any) -> None:
+        raise AssertionError("this rank must not read")
+
+
+class Recorder(Job):
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        self.losses.append(float(batch.stats.real_tokens))
+        return self.model.lm_head.weight.sum() * 0.0
+
+
+def one_reader() -> list[float]:
+    layout = Layout(
+        strategy="thd_ddp", cp=2, options={"broadcast_data": True, "find_unused_parameters": True}
+    )
+    module = Recorder()
+    trainer = make_trainer(
+        layout, gradient_clip_val=None, max_steps=-1, max_epochs=1, use_distributed_sampler=False
+    )
+    trainer.fit(module, OneReader())
+    return module.losses[::2]
+
+
+def test_one_rank_reads_for_its_peers() -> None:
+    first, second = run_ranks(one_reader, 2)
+    samples = sequences(18, longest=24)
+    lengths = [20_000 if i == 7 else len(s["input_ids"]) for i, s in enumerate(samples)]
+    assert first == second == [sum(lengths[i : i + 3]) for i in range(0, 18, 3)]
