@@ -22,7 +22,6 @@ _HINTS: dict[str, tuple[str, str]] = {
     "wandb": ("pip install 'lightning_thd[wandb]'", "TensorBoard and CSV need nothing more."),
     "jsonargparse": ("pip install 'lightning_thd[cli]'", "From Python nothing more is needed."),
     "matplotlib": ("pip install 'lightning_thd[plots]'", "The table needs nothing more."),
-    "numba": ("pip install 'lightning_thd[numba]'", "The numpy path gives the same result."),
     "flash_attn": (
         "pip install --no-build-isolation flash-attn",
         "backend='cpu' and 'torch' need nothing more.",

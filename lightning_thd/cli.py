@@ -18,6 +18,7 @@ Training, every constructor argument settable from the command line or from YAML
 Tools:
   report      print the table of a run and draw its picture
   flops       FLOPs of a model on given sequence lengths, part by part
+  graph-plan  buckets for CUDA graphs, chosen from the data, and what they should bring
   pack        pack a data set once and write ready packs
 
 `lightning-thd COMMAND --help` tells more."""
@@ -79,4 +80,15 @@ def _pack(arguments: list[str]) -> None:
     pack(arguments)
 
 
-_TOOLS: dict[str, Callable[[list[str]], None]] = {"report": _report, "flops": _flops, "pack": _pack}
+def _graph_plan(arguments: list[str]) -> None:
+    from lightning_thd.callbacks.cuda_graph.cli import main as graph_plan
+
+    graph_plan(arguments)
+
+
+_TOOLS: dict[str, Callable[[list[str]], None]] = {
+    "report": _report,
+    "flops": _flops,
+    "pack": _pack,
+    "graph-plan": _graph_plan,
+}
