@@ -35,10 +35,21 @@ def merge_statistics(stats: Tensor, columns: int, group: dist.ProcessGroup) -> T
     ranks = dist.get_world_size(group)
     sent = torch.cat([stats, stats.new_full((len(stats), 1), float(columns))], dim=1)
     gathered = sent.new_empty((ranks * len(sent), sent.shape[1]))
-    dist.all_gather_into_tensor(gathered, sent, group=group)
+    _all_gather(gathered, sent, group)
     every = gathered.view(ranks, *sent.shape)
     _check_equal(every[:, 0, -1], group)
     return _merge(every[:, :, :-1])
+
+
+def _all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    # torch 2.13 renamed both and warns about the old names
+    function: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(out, part, group=group)
+
+
+def _reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(out, whole, group=group)
 
 
 def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
@@ -95,7 +106,7 @@ class GatherRows(torch.autograd.Function):
         """One all-gather."""
         ctx.group = group
         out = rows.new_empty((rows.shape[0] * dist.get_world_size(group), *rows.shape[1:]))
-        dist.all_gather_into_tensor(out, rows.contiguous(), group=group)
+        _all_gather(out, rows.contiguous(), group)
         return out
 
     @staticmethod
@@ -103,5 +114,5 @@ class GatherRows(torch.autograd.Function):
         """One reduce-scatter of what every rank's columns contribute."""
         (grad,) = grads
         out = grad.new_empty((grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:]))
-        dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
+        _reduce_scatter(out, grad.contiguous(), ctx.group)
         return out, None

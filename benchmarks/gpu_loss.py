@@ -1,0 +1,115 @@
+"""The loss on a GPU: memory and time of a 152k head on 32k tokens, and fp8 products on every aligned pack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.gpu import Row, median_us, part
+from lightning_thd._imports import available
+from lightning_thd.alignment import Alignment
+from lightning_thd.loss import fused_linear_cross_entropy, fused_linear_logprobs
+
+TOKENS, WIDTH, VOCABULARY = 32_768, 4096, 151_936
+
+
+def _ways() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    def entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        results = fused_linear_logprobs(hidden, weight, targets)
+        return -results.logp.sum() - 0.01 * results.entropy.sum()
+
+    ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "scalar loss": lambda h, w, y: fused_linear_cross_entropy(h, w, y),
+        "log-probs + entropy": entropy,
+        "F.cross_entropy": lambda h, w, y: F.cross_entropy(F.linear(h, w).float(), y, reduction="sum"),
+    }
+    if hasattr(F, "linear_cross_entropy"):
+        ways["torch"] = lambda h, w, y: fused_linear_cross_entropy(h, w, y, backend="torch")
+    if available("liger_kernel"):
+        ways["liger"] = lambda h, w, y: fused_linear_cross_entropy(h, w, y, backend="liger")
+    if available("cut_cross_entropy"):
+        ways["cut-cross-entropy"] = lambda h, w, y: fused_linear_cross_entropy(h, w, y, backend="cce")
+    return ways
+
+
+@part(
+    "loss_big_head",
+    shows="32k tokens x 152k vocabulary, bf16: peak memory and time beside the peers",
+    seconds=90,
+)
+def big_head() -> Iterator[Row]:
+    """Peak above the operands, gradients included, and the median time of forward and backward."""
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(VOCABULARY, WIDTH, device="cuda") * 0.02).bfloat16().requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (TOKENS,), device="cuda")
+    losses: dict[str, float] = {}
+    for name, loss in _ways().items():
+
+        def run(loss: Callable[[Tensor, Tensor, Tensor], Tensor] = loss) -> Tensor:
+            hidden.grad = weight.grad = None
+            value = loss(hidden, weight, targets)
+            value.backward()
+            return value.detach()
+
+        hidden.grad = weight.grad = None
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            losses[name] = run().item()
+            peak = torch.cuda.max_memory_allocated() - before
+            yield Row(case=f"{name}: peak", value=peak / 2**30, unit="GiB")
+            yield Row(case=f"{name}: forward + backward", value=median_us(run, repeats=5) / 1e3, unit="ms")
+        except torch.cuda.OutOfMemoryError:
+            yield Row(case=f"{name}: out of memory", value=float("inf"), unit="GiB")
+    exact = _exact_loss(hidden.detach(), weight.detach(), targets)
+    for name in losses.keys() - {"log-probs + entropy"}:
+        error = abs(losses[name] / exact - 1.0)
+        wanted = "<= 1e-4" if name == "scalar loss" else ""
+        yield Row(case=f"{name}: error of the loss", value=error, unit="relative", goal=wanted,
+                  met=error <= 1e-4 if wanted else None)  # fmt: skip
+
+
+def _exact_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> float:
+    """fp32 products of the same operands, a thousand tokens at a time."""
+    wide, total = weight.float(), 0.0
+    for h, y in zip(hidden.split(1024), targets.split(1024), strict=True):
+        total += F.cross_entropy(h.float() @ wide.t(), y, reduction="sum").double().item()
+    return total
+
+
+@part(
+    "loss_fp8_products",
+    shows="torch._scaled_mm takes every aligned pack, forward and both gradients",
+    seconds=20,
+)
+def fp8_products() -> Iterator[Row]:
+    """Random totals, aligned for tensorwise fp8, through all three products of a linear layer."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        yield Row(case="this GPU has no fp8", value=0.0, unit="packs")
+        return
+    align = Alignment.for_(recipe="tensorwise")
+    generator = torch.Generator().manual_seed(0)
+    refused = 0
+    draws = torch.randint(1, 9000, (200,), generator=generator).tolist()
+    one = torch.ones((), device="cuda")
+    weight = torch.randn(512, 256, device="cuda").to(torch.float8_e4m3fn)
+    for total in draws:
+        slots = align.padded_total(total)
+        x = torch.randn(slots, 256, device="cuda").to(torch.float8_e4m3fn)
+        dy = torch.randn(slots, 512, device="cuda").to(torch.float8_e5m2)
+        products = (
+            (x, weight.t()),
+            (dy, weight.t().contiguous().t()),
+            (dy.t().contiguous(), x.t().contiguous().t()),
+        )
+        try:
+            for a, b in products:
+                torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        except RuntimeError:
+            refused += 1
+    yield Row(case="packs refused of 200", value=float(refused), unit="packs", goal="0", met=refused == 0)
