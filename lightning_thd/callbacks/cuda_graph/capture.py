@@ -25,6 +25,7 @@ from lightning_thd.callbacks.cuda_graph.module_state import (
     host_state,
     refuse_hooked_parameters,
     refuse_host_changes,
+    refuse_sums_over_slots,
     restored,
 )
 from lightning_thd.callbacks.cuda_graph.pair import GraphPair, Turn
@@ -60,6 +61,7 @@ def capture_step(
     axes = None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0]
     leaves = Fingerprint(module).parameters
     refuse_hooked_parameters(leaves)
+    refuse_sums_over_slots(module)
     wide = any(x.dtype == torch.float64 for x in leaves)
     inputs = StaticInputs(bucket, device, axes=axes, scale_dtype=torch.float64 if wide else torch.float32)
     dummy = dummy_batch(_full(bucket), device, axes=axes)

@@ -59,14 +59,16 @@ class Fingerprint:
 
 
 def host_state(module: nn.Module) -> dict[tuple[int, str], Any]:
-    """Describe plain attributes and sizes of containers of all submodules, private ones included."""
+    """Describe plain attributes, sizes of containers and buffers of all submodules, private ones too."""
     found: dict[tuple[int, str], Any] = {}
     for i, child in enumerate(module.modules()):
         for name, value in vars(child).items():
             if isinstance(value, _PLAIN):
                 found[i, name] = value
-            elif isinstance(value, _CONTAINERS):
+            elif isinstance(value, _CONTAINERS) and name != "_buffers":
                 found[i, name] = len(value)
+        for name, buffer in child._buffers.items():
+            found[i, name] = None if buffer is None else (id(buffer), buffer._version)
     return found
 
 
@@ -83,8 +85,9 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -
         index, name = key
         owner = type(list(module.modules())[index]).__name__
         raise CaptureError(
-            f"the step changes {owner}.{name}, which a replay does not run again. Move counters, lists and "
-            "metrics to on_train_batch_end."
+            f"the step changes {owner}.{name}, which a replay does not run again, or, if it is a buffer, "
+            "would count the dummy tokens of the tail into. Move counters, lists, metrics and running "
+            "statistics to on_train_batch_end."
         )
 
 
@@ -102,12 +105,33 @@ def refuse_hooked_parameters(parameters: list[Tensor]) -> None:
 @contextlib.contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
     """Leave random states and the values of buffers as they were, whatever the body does."""
-    buffers = [(x, x.clone()) for x in module.buffers()]
+    held = [(child._buffers, name) for child in module.modules() for name in child._buffers]
+    buffers = [(owner, name, owner[name], _cloned(owner[name])) for owner, name in held]
     devices = sorted({x.device.index or 0 for x in module.parameters() if x.is_cuda})
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+                for owner, name, buffer, value in buffers:
+                    owner[name] = buffer
+                    if buffer is not None and value is not None:
+                        buffer.copy_(value)
+
+
+def _cloned(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.clone()
+
+
+def refuse_sums_over_slots(module: nn.Module) -> None:
+    """Refuse losses that are no sums over tokens: the dummy tokens of the tail would change them.
+
+    Raises:
+        CaptureError: for the balancing loss of a mixture of experts.
+    """
+    for child in module.modules():
+        if getattr(getattr(child, "config", None), "output_router_logits", False):
+            raise CaptureError(
+                f"{type(child).__name__} has config.output_router_logits=True: its balancing loss would "
+                "count the dummy tokens of the tail. Set it to False, or train this model eagerly."
+            )

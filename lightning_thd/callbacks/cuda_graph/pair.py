@@ -76,6 +76,7 @@ class GraphPair:
                 "no output of the step requires a gradient. Return the loss, not detached, or train "
                 "something that the loss depends on."
             )
+        _refuse_foreign_leaves(differentiable, leaves)
         self.grad_outputs = [torch.zeros_like(x) for x in differentiable]
         self.backward, gradients = backend.capture(
             lambda: torch.autograd.grad(differentiable, list(leaves), self.grad_outputs, allow_unused=True)
@@ -126,6 +127,25 @@ class _Replay(torch.autograd.Function):
             static.copy_(grad)
         pair.backward.replay()
         return (None, *_copies(pair.gradients))
+
+
+def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> None:
+    """Refuse a step that trains what it was not given: a replay would leave it without gradients."""
+    known = {id(leaf) for leaf in leaves}
+    stack: list[Any] = [x.grad_fn for x in outputs]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and id(variable) not in known:
+            raise CaptureError(
+                f"the step trains a tensor of shape {tuple(variable.shape)} that is no parameter of the module, "
+                "and a replay would give it no gradient. Put it into the module as a Parameter."
+            )
+        stack += [parent for parent, _ in node.next_functions]
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:

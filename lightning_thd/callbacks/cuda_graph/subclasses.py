@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -10,12 +11,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Give the tensor itself, or what it wraps. A DTensor gives this rank's shard."""
-    if not is_traceable_wrapper_subclass(tensor):
+    wrapper: Any = tensor
+    if not is_traceable_wrapper_subclass(wrapper):
         yield tensor
         return
-    names, _ = tensor.__tensor_flatten__()
+    names, _ = wrapper.__tensor_flatten__()
     for name in names:
-        inner = getattr(tensor, name)
+        inner = getattr(wrapper, name)
         if isinstance(inner, Tensor):  # a DTensor names its mesh, too
             yield from plain_tensors(inner)
 
