@@ -1,7 +1,7 @@
 """Everything that needs a GPU, part by part, in under eight minutes: one JSON file, one table.
 
 ``python -m benchmarks.gpu --json gpu.json`` runs all parts, ``--parts attention_equal`` some; ``--list``
-names them. A part is a function that yields rows; modules named in ``MODULES`` register theirs with ``@part``.
+names them. A part is a function that yields rows; modules in ``MODULES`` register theirs with ``@part``.
 The file is written again after every part: a run that is cut short keeps what it has.
 """
 

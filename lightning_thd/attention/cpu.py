@@ -70,9 +70,10 @@ def forward(
                 k_part, v_part = (
                     rows.take(x[:, kv_heads], call.k_starts, call.keys, call.lengths) for x in by_k
                 )
-                part, part_lse = kernel.forward(q_part, k_part, v_part, call)
-                rows.put(out[q_rows, heads], part, call.q_starts, call.lengths)
-                rows.put(lse[q_rows, heads], part_lse, call.q_starts, call.lengths)
+                parts = kernel.forward(q_part, k_part, v_part, call)
+                rows.put(out[q_rows, heads], parts[0], call.q_starts, call.lengths)
+                rows.put(lse[q_rows, heads], parts[1], call.q_starts, call.lengths)
+                del q_part, k_part, v_part, parts  # before the next call makes its own: up to 8 MiB each
     return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
 
@@ -106,12 +107,14 @@ def backward(
             _piece_backward(piece.calls, kernel, by_q, by_k, grads, accumulate=False)
             continue
         q_rows, k_rows = _slice(piece.q), _slice(piece.k)
-        dq, dk, dv = grads[0][q_rows], grads[1][k_rows], grads[2][k_rows]
-        dq_sum = dq.zero_() if dq.dtype == lse.dtype else torch.zeros_like(dq, dtype=lse.dtype)
         inputs = tuple(x[q_rows] for x in by_q), tuple(x[k_rows] for x in by_k)
-        _piece_backward(piece.calls, kernel, *inputs, (dq_sum, dk, dv), accumulate=True)
-        if dq_sum is not dq:
-            dq.copy_(dq_sum)
+        own = tuple(grad[rows_] for grad, rows_ in zip(grads, (q_rows, k_rows, k_rows), strict=True))
+        precise = q_THD.dtype == lse.dtype
+        sums = tuple(x.zero_() if precise else torch.zeros_like(x, dtype=lse.dtype) for x in own)
+        _piece_backward(piece.calls, kernel, *inputs, sums, accumulate=True)
+        if not precise:
+            for grad, total in zip(own, sums, strict=True):
+                grad.copy_(total)
     return grads[0], grads[1], grads[2]
 
 
@@ -124,8 +127,8 @@ def _piece_backward(
     *,
     accumulate: bool,
 ) -> None:
-    """Run calls and write their gradients; ``accumulate`` adds to dq, whose rows lie in several tiles."""
-    (_, q, _, _), (k, _), (dq, dk, dv) = by_q, by_k, grads
+    """Run calls and write their gradients, or add them where rows lie in several tiles."""
+    (_, q, _, _), (k, _) = by_q, by_k
     for call in calls:
         for heads, kv_heads in _head_slices(call, q, k, at_least=torch.get_num_threads()):
             q_parts = [rows.take(x[:, heads], call.q_starts, call.rows, call.lengths) for x in by_q]
@@ -133,13 +136,14 @@ def _piece_backward(
                 rows.fill_padding(q_parts[0], call.lengths, 0.0)
                 rows.fill_padding(q_parts[3], call.lengths, torch.inf)
             k_parts = [rows.take(x[:, kv_heads], call.k_starts, call.keys, call.lengths) for x in by_k]
-            dq_part, dk_part, dv_part = kernel.backward(q_parts, k_parts, call)
-            if accumulate:
-                rows.add(dq[:, heads], dq_part, call.q_starts)
-            else:
-                rows.put(dq[:, heads], dq_part, call.q_starts, call.lengths)
-            rows.put(dk[:, kv_heads], dk_part, call.k_starts, call.lengths)
-            rows.put(dv[:, kv_heads], dv_part, call.k_starts, call.lengths)
+            parts = kernel.backward(q_parts, k_parts, call)
+            of = ((heads, call.q_starts), (kv_heads, call.k_starts), (kv_heads, call.k_starts))
+            for grad, part, (which, starts) in zip(grads, parts, of, strict=True):
+                if accumulate:
+                    rows.add(grad[:, which], part, starts)
+                else:
+                    rows.put(grad[:, which], part, starts, call.lengths)
+            del q_parts, k_parts, parts, part  # before the next call makes its own: up to 8 MiB each
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ WHOLE_FORWARD = 1280
 # (keys or queries in reach up to, tile height forward, tile width backward), measured on two cores of a Zen
 # 4 server.
 TILES = ((64, 32, 32), (256, 64, 64), (512, 128, 64), (1280, 128, 128), (1 << 62, 128, 256))
+# A column of a backward is cut into stretches of this many queries: 1 MiB of dq a head of 64 in fp32.
+COLUMN_ROWS = 4096
 # Masks stay below this many entries: 4 MiB in fp32.
 MASK_CELLS = 1 << 20
 
@@ -68,7 +70,7 @@ class Piece:
     """Calls whose rows no other piece touches.
 
     Attributes:
-        calls: the kernel calls.
+        calls: the kernel calls. Within a cut sequence a row may lie in several: gradients add up.
         q: query rows ``(first, one past the last)`` that a cut sequence's starts count from, else None.
         k: key rows likewise.
     """
@@ -192,8 +194,9 @@ class _Cutter:
         for start, stop in pairwise(edges):
             low = 0 if self.right < 0 else max(0, start - self.right - shift)
             high = rows if self.left < 0 else min(rows, stop + self.left - shift)
-            if low < high:
-                tiles.append((high - low, stop - start, low + shift - start, low, start))
+            for first in range(low, high, COLUMN_ROWS):
+                last = min(first + COLUMN_ROWS, high)
+                tiles.append((last - first, stop - start, first + shift - start, first, start))
         return tiles
 
     def _tile_size(self, across: int, *, forward: bool) -> int:

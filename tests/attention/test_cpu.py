@@ -68,6 +68,7 @@ def small_limits() -> Iterator[None]:
         patch.setattr(plan_module, "SHORT", 6)
         patch.setattr(plan_module, "WHOLE_FORWARD", 30)
         patch.setattr(plan_module, "CALL_ROWS", 24)
+        patch.setattr(plan_module, "COLUMN_ROWS", 12)
         patch.setattr(plan_module, "TILES", ((8, 4, 4), (1 << 62, 8, 8)))
         patch.setattr(cpu, "_CALL_ELEMENTS", 200)
         patch.setattr(cpu, "_SCORES", 256)
