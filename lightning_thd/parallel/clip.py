@@ -57,13 +57,14 @@ def clip_by_value(parameters: Iterable[nn.Parameter], limit: float) -> None:
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[_Key, list[Tensor]]:
-    """Local parts of the gradients by mesh, cut axes and dtype, in an order that is the same on every rank."""
+    """Local parts of gradients by mesh, cut axes and dtype, in an order that is the same on every rank."""
     groups: dict[_Key, list[Tensor]] = {}
     for parameter in parameters:
         grad: Any = parameter.grad
         if grad is None:
             continue
-        mesh, axes, part = None, (), grad
+        mesh, part = None, grad
+        axes: tuple[int, ...] = ()
         if isinstance(grad, DTensor):
             axes = tuple(axis for axis, at in enumerate(grad.placements) if not at.is_replicate())
             mesh, part = grad.device_mesh, grad.to_local()

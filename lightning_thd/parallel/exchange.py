@@ -106,6 +106,54 @@ class _JoinColumns(torch.autograd.Function):
         return grads[0].chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
 
 
+class _GatherSame(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _gather_dim(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _own_part(grads[0], ctx.group, ctx.dim), None, None
+
+
+class _KeepOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _own_part(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _gather_dim(grads[0], ctx.group, ctx.dim), None, None
+
+
+def _gather_dim(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    rows = x.movedim(dim, 0).contiguous()
+    out = rows.new_empty((rows.shape[0] * group.size(), *rows.shape[1:]))
+    _gather(out, rows, group=group)
+    return out.movedim(0, dim)
+
+
+def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
+
+
+def gather_same(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+    """Lay the ranks' parts end to end along ``dim`` for work that all ranks then do alike.
+
+    Each rank's gradient is its own part of theirs, which is the same everywhere.
+    """
+    out: Tensor = _GatherSame.apply(x, group, dim)  # type: ignore[no-untyped-call]
+    return out
+
+
+def keep_own(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+    """Keep this rank's part along ``dim`` of what all ranks hold alike; the gradient is gathered."""
+    out: Tensor = _KeepOwn.apply(x, group, dim)  # type: ignore[no-untyped-call]
+    return out
+
+
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Lay all ranks' rows end to end; the gradient is reduce-scattered.
 

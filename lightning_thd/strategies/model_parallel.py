@@ -28,6 +28,7 @@ from lightning_thd.parallel.clip import clip_by_norm, clip_by_value, meshes
 from lightning_thd.parallel.layout import Communication
 from lightning_thd.parallel.mesh import TENSOR, make_meshes
 from lightning_thd.parallel.plan import check_heads, model_plan
+from lightning_thd.parallel.sequence import apply_sequence_parallel
 from lightning_thd.parallel.tensor import apply_tensor_parallel
 from lightning_thd.strategies.mixin import THDStrategyMixin
 
@@ -45,6 +46,8 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         tensor_parallel_size: ranks that share the rows and columns of weights.
         tensor_parallel_plan: module names below a model to styles (``parallel.tensor``), in place of the
             model's own plan.
+        sequence_parallel: tensor-parallel ranks share the slots between blocks, which saves memory of norms
+            and residuals for two more collectives a block.
         context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads nothing between
             sequences.
         context_parallel_communication: ``all_gather`` keys and values, ``ulysses`` trades rows for heads;
@@ -69,6 +72,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         context_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
         tensor_parallel_plan: dict[str, str] | None = None,
+        sequence_parallel: bool = False,
         context_parallel_layout: Layout = "dual_chunk",
         context_parallel_communication: Communication = "auto",
         reshard_after_forward: bool = True,
@@ -96,6 +100,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         self.context_parallel_size = context_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
         self.tensor_parallel_plan = tensor_parallel_plan
+        self.sequence_parallel = sequence_parallel and tensor_parallel_size > 1
         self.context_parallel_layout = context_parallel_layout
         self.context_parallel_communication = context_parallel_communication
         self.reshard_after_forward = reshard_after_forward
@@ -146,6 +151,8 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             for model in fsdp.models_of(self.model):
                 plan = self.tensor_parallel_plan or model_plan(model)
                 apply_tensor_parallel(model, plan, self._meshes.axes[TENSOR])
+                if self.sequence_parallel:
+                    apply_sequence_parallel(model, self._meshes.group(TENSOR))
         fsdp.shard_parameters(
             self.model,
             self._meshes.data_context,

@@ -26,11 +26,9 @@ def parameters() -> list[nn.Parameter]:
         grad = gradient
         if i < len(places):
             grad = distribute_tensor(gradient, places[i][0], places[i][1])
+        grad = grad.float() if i == 4 else grad
         parameter = nn.Parameter(torch.zeros_like(grad))
-        parameter.grad = grad.to(torch.float32) if i == 4 else grad
-        if i == 4:
-            parameter = nn.Parameter(torch.zeros(8, 2))
-            parameter.grad = gradient.float()
+        parameter.grad = grad
         made.append(parameter)
     return [*made, nn.Parameter(torch.zeros(2))]  # the last has no gradient
 

@@ -49,6 +49,13 @@ def test_parameters_equal_one_process(family: str, layout: Layout, step: Packs |
     compare(family, layout, step)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe", "lfm2"])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_sequence_parallel(family: str, cp: int) -> None:
+    compare(family, Layout(cp=cp, tp=2, options={"sequence_parallel": True}), Sequences(12))
+
+
 MESHES = [
     Layout(dp=4),
     Layout(cp=4),

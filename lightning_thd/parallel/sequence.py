@@ -1,0 +1,158 @@
+"""A tensor-parallel model -> one whose ranks share the slots between attention and feed-forward blocks.
+
+Norms, residuals and dropout then work on T / tp slots, which saves their memory. Every block of a layer that
+is not a norm gathers its input and keeps its own slots of the output, so whatever it does inside is as
+without sequence parallelism.
+
+Legend: T slots of a context-parallel shard, or of the pack; N = T / tp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_thd.parallel.exchange import gather_same, keep_own, sum_gradients
+from lightning_thd.parallel.fsdp import layers_of
+from lightning_thd.parallel.tensor import parameters_as
+
+
+def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
+    """Share the slots between blocks, in place; no collective.
+
+    Args:
+        model: a PreTrainedModel that ``apply_tensor_parallel`` has cut.
+        group: the tensor-parallel ranks.
+
+    Raises:
+        ValueError: when the layers, the embedding or the last norm cannot be told.
+    """
+    layers = layers_of(model)
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    base = _holder(model, layers)
+    last = [child for child in base.children() if _is_norm(child)] if base is not None else []
+    if not layers or embedding is None or len(last) != 1:
+        raise ValueError(
+            f"sequence_parallel=True looks for layers, an embedding and one norm after the layers; "
+            f"{type(model).__name__} has {len(layers)} layers, {'an' if embedding else 'no'} embedding and "
+            f"{len(last)} norms beside them. Set sequence_parallel=False."
+        )
+    _keep_output(embedding, group)
+    for layer in layers:
+        _check_layer(layer)
+        for child in layer.children():
+            if _is_norm(child):
+                _sum_gradients_of(child, group)
+            else:
+                _gather_and_keep(child, group)
+    _sum_gradients_of(last[0], group)
+    _gather_output(last[0], group)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = list(module.parameters())
+    return "norm" in type(module).__name__.lower() and all(parameter.ndim == 1 for parameter in own)
+
+
+def _holder(model: nn.Module, layers: list[nn.Module]) -> nn.Module | None:
+    """Find the module whose list holds the layers."""
+    for module in model.modules():
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and layers and layers[0] in list(child):
+                return module
+    return None
+
+
+def _check_layer(layer: nn.Module) -> None:
+    own = [name for name, _ in layer.named_parameters(recurse=False)]
+    if own:
+        raise ValueError(
+            f"sequence_parallel=True knows norms and blocks, but {type(layer).__name__} holds {own} itself. "
+            "Set sequence_parallel=False."
+        )
+
+
+def _keep_output(module: Any, group: dist.ProcessGroup) -> None:
+    forward = module.forward
+
+    def keeping_forward(ids: Tensor) -> Tensor:
+        out: Tensor = forward(ids)
+        check_slots(out.shape[1], group.size())
+        return keep_own(out, group, dim=1)
+
+    module.forward = keeping_forward
+
+
+def check_slots(slots: int, ranks: int) -> None:
+    """Refuse slots that do not divide, before any collective.
+
+    Raises:
+        ValueError: with the multiple and who pads.
+    """
+    if slots % ranks:
+        raise ValueError(
+            f"{slots} slots over {ranks} tensor-parallel ranks; sequence_parallel=True wants a multiple of "
+            f"{ranks} on a rank. THDBatch.collate pads when it is given align=strategy.alignment, as "
+            "THDDataModule does."
+        )
+
+
+def _gather_output(module: Any, group: dist.ProcessGroup) -> None:
+    forward = module.forward
+
+    def gathering_forward(x: Tensor) -> Tensor:
+        return gather_same(forward(x), group, dim=1)
+
+    module.forward = gathering_forward
+
+
+def _sum_gradients_of(module: Any, group: dist.ProcessGroup) -> None:
+    forward = module.forward
+
+    def summing_forward(x: Tensor) -> Any:
+        with parameters_as(module, lambda parameter: sum_gradients(parameter, group)):
+            return forward(x)
+
+    module.forward = summing_forward
+
+
+def _gather_and_keep(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give a block all slots and take the own ones of what it returns."""
+    if not any(True for _ in module.parameters()):  # dropout, identity: a slot at a time
+        return
+    forward = module.forward
+
+    def gathering_forward(*args: Any, **kwargs: Any) -> Any:
+        gathered = _Gathered(group)
+        out = forward(*map(gathered, args), **{name: gathered.named(name, v) for name, v in kwargs.items()})
+        return _keep(out, gathered.slots, group)
+
+    block: Any = module
+    block.forward = gathering_forward
+
+
+class _Gathered:
+    """Gathers the stream of hidden states, which is the first tensor a block is given, and nothing else."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.slots = 0
+
+    def __call__(self, value: Any) -> Any:
+        if self.slots or not isinstance(value, Tensor) or value.ndim != 3 or not value.is_floating_point():
+            return value
+        self.slots = value.shape[1] * self.group.size()
+        return gather_same(value, self.group, dim=1)
+
+    def named(self, name: str, value: Any) -> Any:
+        return self(value) if name in ("hidden_states", "x", "input") else value
+
+
+def _keep(out: Any, slots: int, group: dist.ProcessGroup) -> Any:
+    if isinstance(out, Tensor) and out.ndim == 3 and out.shape[1] == slots:
+        return keep_own(out, group, dim=1)
+    if isinstance(out, tuple):
+        return tuple(_keep(value, slots, group) for value in out)
+    return out
