@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_thd.models.groups import plan_groups, run_grouped
+from lightning_thd.models.groups import plan_groups, plan_static_group, run_grouped
 
 LENGTHS = st.lists(st.integers(0, 200), min_size=1, max_size=30).filter(sum)
 
@@ -68,3 +68,26 @@ def test_edges(lengths: list[int]) -> None:
     x = torch.randn(1, sum(lengths), 3)
     groups = plan_groups(lengths, torch.device("cpu"))
     assert torch.equal(run_grouped(lambda x: x, (x,), {}, groups, sum(lengths)), x)
+
+
+@given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=8), spare=st.integers(0, 4))
+def test_a_group_of_fixed_size_does_what_fitted_groups_do(lengths: list[int], spare: int) -> None:
+    slots, longest = sum(lengths), max(lengths) + spare
+    if slots == 0 or len(lengths) * longest > 32 * slots:
+        return
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    groups = plan_static_group(offsets, longest, slots)
+    assert [tuple(source.shape) for source in groups.sources] == [(len(lengths), longest)]
+    x = torch.randn(1, slots, 2)
+    want = run_grouped(running_sum, (x,), {}, plan_groups(lengths, torch.device("cpu")), slots)
+    assert torch.allclose(run_grouped(running_sum, (x,), {}, groups, slots), want)
+
+
+def test_a_group_of_fixed_size_worked_example_and_limit() -> None:
+    groups = plan_static_group(torch.tensor([0, 2, 5], dtype=torch.int32), 4, 5)
+    assert groups.sources[0].tolist() == [[0, 1, 5, 5], [2, 3, 4, 5]]
+    assert groups.back.tolist() == [0, 1, 4, 5, 6]
+    with pytest.raises(
+        ValueError, match=r"would run 2 sequences padded to 100 for 5 tokens. Install the fused"
+    ):
+        plan_static_group(torch.tensor([0, 2, 5], dtype=torch.int32), 100, 5)

@@ -142,8 +142,8 @@ def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> N
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor) and id(variable) not in known:
             raise CaptureError(
-                f"the step trains a tensor of shape {tuple(variable.shape)} that is no parameter of the module, "
-                "and a replay would give it no gradient. Put it into the module as a Parameter."
+                f"the step trains a tensor of shape {tuple(variable.shape)} that is no parameter of the "
+                "module, and a replay would give it no gradient. Put it into the module as a Parameter."
             )
         stack += [parent for parent, _ in node.next_functions]
 

@@ -513,3 +513,26 @@ def test_experts_replay_where_their_tokens_are_grouped_without_reading_the_host(
         found = gradients(model, step(batch))
         assert worst(found, gradients(model, causal_lm_loss(model, batch))) < 1e-5  # fp32
     assert step.stats.replays == 6
+
+
+def test_accelerate_loops_use_the_same_object() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, eager = tiny_llama(torch.float64), tiny_llama(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    reference = torch.optim.SGD(eager.parameters(), lr=0.1)
+    step = graphed(model)
+    for seed in range(6):
+        batch = random_batch(seed, count=4)
+        with accelerator.accumulate(model):
+            accelerator.backward(step(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        (causal_lm_loss(eager, batch) / 2).backward()
+        if seed % 2:
+            reference.step()
+            reference.zero_grad()
+    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    assert worst(*map(list, zip(*((a.detach(), b.detach()) for a, b in pairs), strict=True))) < 1e-12
+    assert step.stats.replays == 6
