@@ -1,4 +1,4 @@
-"""Whether a step is being recorded for replay: shapes then depend on sizes alone, and values are never read."""
+"""Whether a step is being recorded for replay: shapes depend on sizes alone then, and values are not read."""
 
 from __future__ import annotations
 
