@@ -52,9 +52,14 @@ def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
     """
     runs = int64(ends, "ends")
 
+    starts = np.concatenate(([0], runs[:-1]))
+    full = starts < runs
+
     def sums(values: IntArray) -> IntArray:
-        running: IntArray = np.cumsum(np.concatenate(([0], values)))[runs]
-        return np.diff(running, prepend=0)
+        found: IntArray = np.zeros(len(runs), dtype=np.int64)
+        if full.any():  # reduceat gives an empty run the element after it
+            found[full] = np.add.reduceat(values, starts[full])
+        return found
 
     return pairs(int64(lengths, "lengths"), window, sums)
 

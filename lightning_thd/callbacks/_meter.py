@@ -25,6 +25,7 @@ from lightning_thd.stats import IntArray, SeqStats, Window, window_pairs
 Seen: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
 
 _BASE = attrgetter(*COUNTS)
+_GROUP = 16  # microbatches whose lengths are counted at once: arrays that stay in a cache
 _BINS = 32  # steps whose imbalance is told apart; more in an interval are joined, to keep a gather short
 
 
@@ -177,7 +178,9 @@ def interval(rows: list[list[int]], model: FlopsModel | None) -> Interval:
     # Python integers: a sum over a thousand ranks may pass int64
     totals = rows[0] if len(rows) == 1 else [sum(column) for column in zip(*rows, strict=True)]
     peaks = [row[2 * counts + 2] for row in rows]
-    bins = np.array([row[2 * counts + 4 :] for row in rows], dtype=np.int64).view(np.float64)
+    several = len(rows) > 1
+    bins = np.array([row[2 * counts + 4 :] for row in rows] if several else [[0]], dtype=np.int64)
+    works = bins.view(np.float64)
     return Interval(
         measured=from_ints(totals[:counts], model),
         microbatches=totals[2 * counts],
@@ -185,8 +188,8 @@ def interval(rows: list[list[int]], model: FlopsModel | None) -> Interval:
         left_out_microbatches=totals[2 * counts + 1],
         peak=sum(peaks) / len(rows) if all(peaks) else None,
         own_seconds=_own_seconds(rows, counts),
-        heaviest=float(bins.max(axis=0).sum()),
-        mean=float(bins.sum()) / len(rows),
+        heaviest=float(works.max(axis=0).sum()),
+        mean=float(works.sum()) / len(rows),
     )
 
 
@@ -272,6 +275,11 @@ def _window_columns(seen: list[Seen], windows: tuple[Window, ...]) -> IntArray:
             f"A batch counts other windows than the model's {list(windows)} and carries no lengths. "
             "Give it lengths, or build its stats with windows=flops_model.windows."
         )
+    groups = [seen[start : start + _GROUP] for start in range(0, len(seen), _GROUP)]
+    return np.concatenate([_group_columns(group, windows) for group in groups])
+
+
+def _group_columns(seen: list[Seen], windows: tuple[Window, ...]) -> IntArray:
     all_lengths = [lengths or () for _, lengths in seen]
     # three times as fast as numpy's own ways from a tuple
     packed = b"".join([struct.pack(f"{len(lengths)}q", *lengths) for lengths in all_lengths])

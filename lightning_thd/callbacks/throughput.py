@@ -236,8 +236,8 @@ class THDThroughputMonitor(EvaluationHooks):
             stage.pause(setting)
         metrics = stage.close(setting, last=last)
         self.latest.update(metrics)
-        as_tensors = {key: torch.tensor(value, dtype=torch.float64) for key, value in metrics.items()}
-        trainer.callback_metrics.update(as_tensors)
+        values = torch.tensor(list(metrics.values()), dtype=torch.float64)
+        trainer.callback_metrics.update(zip(metrics, values, strict=True))
         if self.progress_bar and stage.name == "train":
             found = {short: metrics[f"train/{key}"] for key, short in _BAR if f"train/{key}" in metrics}
             trainer.progress_bar_metrics.update(found)
