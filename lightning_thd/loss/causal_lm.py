@@ -16,7 +16,7 @@ from lightning_thd.loss.head_call import HeadCall, Job
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
 from lightning_thd.loss.logit_map import LogitMap
-from lightning_thd.loss.mtp import mtp_targets
+from lightning_thd.loss.mtp import targets_after
 from lightning_thd.loss.nll_tiles import Penalties
 from lightning_thd.loss.wrapped import HeadOperands, language_model, text_config
 
@@ -65,7 +65,7 @@ def causal_lm_loss(
         return linear_nll(
             operands.hidden,
             operands.weight,
-            mtp_targets(batch.targets, batch.cu_seqlens_padded, depth).view(operands.hidden.shape[:-1]),
+            targets_after(batch, depth).view(operands.hidden.shape[:-1]),
             bias=operands.bias,
             logit_map=logit_map,
             low_rank=operands.low_rank,
@@ -108,7 +108,7 @@ def causal_lm_logprobs(
         results = linear_logprobs(
             operands.hidden,
             operands.weight,
-            mtp_targets(batch.targets, batch.cu_seqlens_padded, depth).view(operands.hidden.shape[:-1]),
+            targets_after(batch, depth).view(operands.hidden.shape[:-1]),
             bias=operands.bias,
             logit_map=replace(logit_map, temperature=temperature),
             low_rank=operands.low_rank,

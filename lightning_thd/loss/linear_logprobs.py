@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_thd.loss.head import Head
 from lightning_thd.loss.logit_map import LogitMap
 from lightning_thd.loss.prepare import Settings, prepare
+from lightning_thd.loss.products import without_autocast
 from lightning_thd.loss.tiles import (
     MAX,
     SUM,
@@ -216,7 +217,7 @@ class _LinearLogprobs(torch.autograd.Function):
         mean: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         head = make_head(hidden, weight, bias, low_x, low_weight, settings)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device):
             stats = softmax_statistics(head, targets, entropy=entropy, total=mean)
             if settings.tp_group is not None:
                 stats = merge_statistics(stats, weight.shape[0], settings.tp_group)
@@ -242,7 +243,7 @@ class _LinearLogprobs(torch.autograd.Function):
         head = make_head(hidden, weight, bias, low_x, low_weight, settings)
         wanted = _row_gradients(grads, entropy, settings.vocabulary)
         needs = ctx.needs_input_grad
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device):
             found = gradients(
                 head, targets, lse, wanted, needs=(needs[0], needs[1], needs[2], needs[3] or needs[4])
             )

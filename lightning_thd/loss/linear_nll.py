@@ -22,7 +22,7 @@ from lightning_thd.loss.linear_logprobs import make_head, refuse_double_backward
 from lightning_thd.loss.logit_map import LogitMap
 from lightning_thd.loss.nll_tiles import Penalties, nll_and_gradients
 from lightning_thd.loss.prepare import Settings, prepare
-from lightning_thd.loss.products import is_native
+from lightning_thd.loss.products import is_native, without_autocast
 
 
 def fused_linear_cross_entropy(
@@ -220,7 +220,7 @@ class _LinearNLL(torch.autograd.Function):
         (upstream,) = grads
         _, _, bias, _, low_weight, _, _ = ctx.saved_tensors
         parts = [found.hidden, found.weight, found.bias, *found.low_rank]
-        if upstream.is_cuda or shapes_are_static() or float(upstream) != 1.0:
+        if upstream.device.type != "cpu" or shapes_are_static() or float(upstream) != 1.0:
             parts = [None if part is None else part.mul_(upstream.to(part.dtype)) for part in parts]
         for index, like in ((2, bias), (4, low_weight)):
             part = parts[index]
@@ -248,7 +248,7 @@ def _loss_and_gradients(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadG
     )
     head = replace(make_head(hidden, weight, bias, low_x, low_weight, settings), tile=tile)
     needs = ctx.needs_input_grad
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device):
         return nll_and_gradients(
             head,
             targets,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_thd.batch import THDBatch
+from lightning_thd.parallel.shard import THDShard, gather_pack
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 
@@ -37,3 +39,20 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
         same = sequence[depth:] == sequence[:-depth]
         shifted[:-depth] = torch.where(same, targets[depth:], ignore_index)
     return shifted
+
+
+def targets_after(batch: THDBatch, depth: int) -> Tensor:
+    """Shift a batch's targets by ``depth``; those of a context-parallel shard over the whole pack.
+
+    Args:
+        batch: the microbatch.
+        depth: see ``mtp_targets``; above 0, a shard's costs one collective.
+
+    Returns:
+        int64, one a slot held here.
+    """
+    if depth == 0 or not isinstance(batch, THDShard):
+        return mtp_targets(batch.targets, batch.cu_seqlens_padded, depth)
+    layout = batch.layout
+    whole = mtp_targets(gather_pack(batch.targets, layout), layout.pack_offsets, depth)
+    return whole.index_select(0, layout.own)

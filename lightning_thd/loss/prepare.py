@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_thd.loss.budget import tile_shape
 from lightning_thd.loss.checks import check_operands, check_rows, check_target_values, check_targets
 from lightning_thd.loss.logit_map import LogitMap
-from lightning_thd.loss.products import accumulator_dtype
+from lightning_thd.loss.products import accumulator_dtype, has_autocast
 from lightning_thd.loss.rows import rows_with_target
 from lightning_thd.loss.vocab_parallel import GatherRows
 
@@ -89,7 +89,7 @@ def prepare(
     chunk: int | Literal["auto"],
 ) -> tuple[Rows, Settings]:
     """Check the arguments of ``fused_linear_logprobs`` and bring them into one form."""
-    autocast = torch.is_autocast_enabled(hidden.device.type)
+    autocast = has_autocast(hidden.device)
     check_operands(hidden, weight, bias, low_rank, autocast=autocast)
     if sequence_parallel and (tp_group is None or hidden.ndim != 2):
         raise ValueError(

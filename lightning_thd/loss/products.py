@@ -8,6 +8,7 @@ the tiles first. Products that become gradients are rounded as the model's own w
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 
 import torch
@@ -22,6 +23,18 @@ def accumulator_dtype(*operands: Tensor | None) -> torch.dtype:
     """fp64 when an operand is, else fp32."""
     wide = any(x is not None and x.dtype == torch.float64 for x in operands)
     return torch.float64 if wide else torch.float32
+
+
+def has_autocast(device: torch.device) -> bool:
+    """Say whether autocast is on for a device; some, such as meta, do not know it."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Leave dtypes alone: tiles are cast by hand, and their sums must stay wide."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 @cache

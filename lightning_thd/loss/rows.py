@@ -26,7 +26,11 @@ def rows_with_target(targets: Tensor, ignore_index: int) -> Tensor | None:
     Returns:
         int64 ``[R]``. ``[5, -100, -100, 7]`` gives ``[0, 3]``.
     """
-    if shapes_are_static() or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if (
+        shapes_are_static()
+        or targets.is_meta
+        or (targets.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
         return None
     counts = targets != ignore_index
     kept = int(counts.sum())  # one read of the device

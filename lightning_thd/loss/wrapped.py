@@ -47,10 +47,9 @@ def language_model(model: nn.Module) -> Any:
 
 
 def _check_attention(inner: Any) -> None:
-    for config in {id(c): c for c in (inner.config, text_config(inner))}.values():
-        implementation = getattr(config, "_attn_implementation", None)
-        if implementation == "thd":
-            return
+    implementation = getattr(text_config(inner), "_attn_implementation", None)
+    if implementation == "thd":
+        return
     raise ValueError(
         f"{type(inner).__name__} runs attn_implementation={implementation!r}, which can let packed "
         "sequences see "

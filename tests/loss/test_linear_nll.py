@@ -187,3 +187,12 @@ def test_no_target_at_all_gives_zero_not_nan() -> None:
 def test_messages(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fused_linear_cross_entropy(torch.randn(4, 16), torch.randn(101, 16), torch.arange(4), **changes)
+
+
+def test_meta_tensors_give_shapes() -> None:
+    leaves, targets = Case(bias=True).tensors()
+    meta = [leaf.detach().to("meta").requires_grad_() for leaf in leaves]
+    loss = fused_linear_cross_entropy(meta[0], meta[1], targets.to("meta"), bias=meta[2])
+    loss.backward()
+    assert loss.shape == ()
+    assert [leaf.grad.shape for leaf in meta if leaf.grad is not None] == [leaf.shape for leaf in leaves]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.loss import causal_lm_loss, mtp_targets
 from tests.loss.families import build
 from tests.loss.test_causal_lm import make_batch
+from tests.ranks import run_ranks
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), depth=st.integers(0, 10))
@@ -57,3 +59,21 @@ def test_a_model_that_calls_its_head_again_predicts_further_tokens() -> None:
     expected = part(outputs.logits, 0) + 0.5 * part(second, 1)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(ours, torch.autograd.grad(expected, parameters))
+
+
+def sharded_targets(layout: str) -> bool:
+    from lightning_thd.alignment import Alignment
+    from lightning_thd.loss.mtp import targets_after
+    from lightning_thd.parallel import shard_batch
+
+    align = Alignment.for_(cp=2)
+    batch = THDBatch.collate([{"input_ids": list(range(n))} for n in (5, 9, 1, 13)], align=align)
+    shard = shard_batch(batch, group=dist.group.WORLD, layout=layout)  # type: ignore[arg-type]
+    whole = mtp_targets(batch.targets, batch.cu_seqlens_padded, 2)
+    assert (whole != -100).sum() == 3 + 7 + 11 - 3
+    return torch.equal(targets_after(shard, 2), whole[shard.layout.own])
+
+
+@pytest.mark.parametrize("layout", ["dual_chunk", "contiguous"])
+def test_context_parallel_shards(layout: str) -> None:
+    assert all(run_ranks(sharded_targets, 2, layout))
