@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -18,6 +19,21 @@ _OWN_ATTENTION = ("bloom", "falcon", "gptj", "codegen", "mamba", "mamba2", "falc
 _ALL_EXPERTS = "llama4_text"
 
 
+# one of every kind runs always; the rest, which differ from these in sizes alone, with -m slow
+_ALWAYS = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma2", "gemma3_text"),
+    *("phi3", "gpt2", "gpt_neox", "falcon", "bloom", "olmo2", "granitemoeshared", "glm4_moe", "deepseek_v3"),
+    *("gpt_oss", "llama4_text", "qwen3_next", "mamba", "mamba2", "bamba", "granitemoehybrid", "falcon_h1"),
+    *("nemotron_h", "jamba", "zamba2", "lfm2", "ernie4_5_moe"),
+)
+
+
+def marked(families: Iterable[str]) -> list[Any]:
+    return [
+        family if family in _ALWAYS else pytest.param(family, marks=pytest.mark.slow) for family in families
+    ]
+
+
 def forward_by_name(model: FlopsModel, total: int) -> dict[str, int]:
     names: dict[str, int] = {}
     for layer in model.layers:
@@ -30,10 +46,10 @@ def forward_by_name(model: FlopsModel, total: int) -> dict[str, int]:
 def test_every_family_that_is_known_is_tested() -> None:
     elsewhere = {"mllama_text_model", *(f"{name}_text" for name in VISION)}
     assert set(hf._FAMILIES) - set(FAMILIES) - elsewhere == set()
-    assert len(FAMILIES) >= 20
+    assert len(FAMILIES) >= len(_ALWAYS) >= 20
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", marked(FAMILIES))
 def test_projections_and_logits_equal_torchs_counter(family: str) -> None:
     config = small_config(family)
     by_op = counted(meta_model(config), TOTAL)
@@ -47,16 +63,7 @@ def test_projections_and_logits_equal_torchs_counter(family: str) -> None:
         assert expert_flops == by_op["bmm"] - model.forward_flops(stats).attention
 
 
-def _masked() -> list[Any]:
-    slow = ("phi4_multimodal",)  # builds image and speech encoders of full size
-    return [
-        pytest.param(family, marks=pytest.mark.slow) if family in slow else family
-        for family in FAMILIES
-        if family not in _OWN_ATTENTION
-    ]
-
-
-@pytest.mark.parametrize("family", _masked())
+@pytest.mark.parametrize("family", marked(family for family in FAMILIES if family not in _OWN_ATTENTION))
 def test_attention_pairs_equal_the_models_own_masks(family: str) -> None:
     config = small_config(family)
     model = FlopsModel.from_config(config, causal="exact")
