@@ -1,0 +1,42 @@
+"""Every example runs, for a step or two."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+ARGUMENTS = {
+    "quickstart.py": None,  # tests/test_quickstart.py
+    "parallel.py": None,  # tests/strategies
+    "accelerate_loop.py": ["--steps", "1", "--out", "{out}"],
+    "fabric_loop.py": ["--steps", "1", "--out", "{out}"],
+    "hf_trainer.py": ["--steps", "1", "--out", "{out}"],
+    "hybrid_mamba.py": ["--steps", "2"],
+    "own_module.py": ["--steps", "2"],
+    "rl_logprobs.py": [],
+}
+
+
+def test_every_example_is_listed_and_short() -> None:
+    files = {file.name for file in EXAMPLES.glob("*.py")}
+    assert files <= set(ARGUMENTS)
+    for name in files:
+        assert len((EXAMPLES / name).read_text().splitlines()) < 100
+
+
+@pytest.mark.parametrize("name", [name for name, arguments in ARGUMENTS.items() if arguments is not None])
+def test_example_runs(name: str, tmp_path: Path) -> None:
+    arguments = [text.format(out=tmp_path) for text in ARGUMENTS[name] or []]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
