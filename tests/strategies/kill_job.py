@@ -1,0 +1,60 @@
+"""A job of four ranks to be killed: python -m tests.strategies.kill_job OUT, under torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_thd import Sequences, THDBatch
+from lightning_thd.strategies import THDModelParallelStrategy
+from tests.strategies.jobs import Job, data, full_parameters
+
+STEPS = 12
+
+
+class Slow(Job):
+    """Says what it is about to run."""
+
+    ledger: Path | None = None
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        if self.ledger is not None:
+            with self.ledger.open("a") as lines:
+                lines.write(f"{os.getpid()} {self.global_step}\n")
+        return super().training_step(batch, batch_idx)
+
+
+def main() -> None:
+    out, dp, cp = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    module = Slow()
+    rank = os.environ.get("RANK", "0")
+    module.ledger = out / f"ledger-{rank}.txt"
+    trainer = L.Trainer(
+        strategy=THDModelParallelStrategy(context_parallel_size=cp, timeout=timedelta(seconds=20)),
+        max_steps=STEPS,
+        accelerator="cpu",
+        devices=dp * cp,
+        logger=False,
+        gradient_clip_val=0.5,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(out / "checkpoints", every_n_train_steps=2, save_last=True)],
+    )
+    resume = (out / "checkpoints" / "last.ckpt").exists()
+    trainer.fit(module, data(Sequences(12)), ckpt_path="last" if resume else None)
+    parameters = full_parameters(module.model)
+    if rank == "0":
+        torch.save(parameters, out / "final.pt")
+
+
+if __name__ == "__main__":
+    main()

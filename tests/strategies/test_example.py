@@ -1,0 +1,59 @@
+"""examples/parallel.py gives the same loss on one process, on four in any layout, and on two nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ["-m", "torch.distributed.run"]
+
+
+def start(launcher: list[str], arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *launcher, "examples/parallel.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def loss_of(job: subprocess.Popen[str]) -> float | None:
+    out, err = job.communicate(timeout=240)
+    assert job.returncode == 0, err[-4000:]
+    found = re.search(r"dp \d x cp \d x tp \d: step \d+, loss ([\d.]+)", out)
+    return float(found.group(1)) if found else None
+
+
+def test_one_process() -> None:
+    loss = loss_of(start([], ["--steps", "3"]))
+    assert loss is not None
+    assert loss < 6
+
+
+@pytest.mark.slow
+def test_four_processes_in_any_layout() -> None:
+    wanted = loss_of(start([], []))
+    for arguments in (["--cp", "2"], ["--cp", "2", "--tp", "2"], ["--tp", "2"]):
+        found = loss_of(start([*TORCHRUN, "--standalone", "--nproc-per-node=4"], arguments))
+        assert found == pytest.approx(wanted, abs=2e-4)  # fp32, printed to four digits
+
+
+@pytest.mark.slow
+def test_two_nodes() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    launcher = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    launcher += [f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
+    nodes = [start(launcher, ["--nodes", "2", "--cp", "2", "--steps", "5"]) for _ in range(2)]
+    losses = [loss for loss in map(loss_of, nodes) if loss is not None]
+    assert losses == [pytest.approx(loss_of(start([], ["--steps", "5"])), abs=2e-4)]
