@@ -1,4 +1,4 @@
-"""The same on a CUDA device, where products leave the tensor cores in fp32 and nothing may wait for the host."""
+"""The same on a CUDA device: products leave the tensor cores in fp32, and nothing may wait for the host."""
 
 from __future__ import annotations
 
