@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 TOTAL_S = 480.0
-MODULES = ["benchmarks.gpu_attention"]
+MODULES = ["benchmarks.gpu_attention", "benchmarks.gpu_loss", "benchmarks.gpu_cuda_graph"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,7 +51,9 @@ def train(graphs: bool, strategy: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("ddp_find_unused_parameters_true", marks=pytest.mark.slow)]
+)
 def test_a_rank_may_fall_back_while_the_other_replays(strategy: str) -> None:
     found, wanted = run_ranks(train, 2, True, strategy), run_ranks(train, 2, False, strategy)
     assert found[0]["replays"] != found[1]["replays"]  # or nothing was shown

@@ -33,14 +33,23 @@ from tests.tiny import tiny_llama
 TOLERANCES = {torch.float32: 3e-6, torch.float64: 2e-7}
 
 
+FAST = {("qwen3", torch.float32), ("bamba", torch.float32)}  # the others take minutes: -m slow
+
+
 def family(name: str, dtype: torch.dtype) -> nn.Module:
     model = build(name, "thd").train()
     shake(model)
     return model.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "bamba"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if (name, dtype) in FAST else pytest.mark.slow)
+        for name in ("qwen3", "mistral", "gemma2", "bamba")
+        for dtype in TOLERANCES
+    ],
+)
 def test_fifty_layouts_equal_padded_eager_bitwise_and_unpadded_to_rounding(
     name: str, dtype: torch.dtype
 ) -> None:
