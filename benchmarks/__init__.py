@@ -1,0 +1,1 @@
+"""Speed and memory, us and the peers in one run: ``python -m benchmarks.<name>``."""

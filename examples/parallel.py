@@ -81,7 +81,8 @@ def main() -> None:
         loss = float(trainer.callback_metrics["train/loss"])
         sizes = trainer.strategy.sizes
         print(
-            f"dp {sizes.data} x cp {sizes.context} x tp {sizes.tensor}: step {trainer.global_step}, {loss:.4f}"
+            f"dp {sizes.data} x cp {sizes.context} x tp {sizes.tensor}: "
+            f"step {trainer.global_step}, {loss:.4f}"
         )
 
 

@@ -27,7 +27,7 @@ class RefuseDeviceReads(TorchDispatchMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         kwargs = kwargs or {}
         if func in _READS:
             raise AssertionError(f"{func} reads the device back")

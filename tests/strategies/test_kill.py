@@ -1,4 +1,4 @@
-"""One rank of four is killed in the middle of a step: the job ends with an error in time, and goes on later."""
+"""One rank of four is killed in the middle of a step: the job ends with an error in time, and resumes."""
 
 from __future__ import annotations
 
