@@ -62,7 +62,7 @@ def causal_lm_loss(
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=z_loss)
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
-        return linear_nll(
+        loss: Tensor = linear_nll(
             operands.hidden,
             operands.weight,
             targets_after(batch, depth).view(operands.hidden.shape[:-1]),
@@ -73,7 +73,8 @@ def causal_lm_loss(
             penalties=penalties,
             tp_group=operands.tp_group,
             partial_hidden=operands.partial_hidden,
-        ).view(1)
+        )
+        return loss.view(1)
 
     found = HeadCall.of(inner).run(model, lambda: Job(batch, values))
     loss = found["values"].squeeze(0)

@@ -142,3 +142,17 @@ def check_rows(rows: Tensor, tokens: int, device: torch.device) -> Tensor:
             f"rows goes from {int(rows.min())} to {int(rows.max())}, wanted indices 0 to {tokens - 1}."
         )
     return rows.long()
+
+
+def refuse_double_backward(name: str) -> None:
+    """Raise inside a backward pass that is itself being recorded.
+
+    Raises:
+        RuntimeError: naming the function.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} was differentiated with create_graph=True, but it keeps no logits to "
+            "differentiate twice. "
+            "Use create_graph=False, or materialised logits for a second derivative."
+        )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_thd.loss.checks import refuse_double_backward
 from lightning_thd.loss.head import Head
 from lightning_thd.loss.logit_map import LogitMap
 from lightning_thd.loss.prepare import Settings, prepare
@@ -89,7 +90,7 @@ def fused_linear_logprobs(
     Raises:
         ValueError: for shapes, dtypes, devices, targets or settings that do not fit, saying which.
     """
-    return linear_logprobs(
+    results: LogProbs = linear_logprobs(
         hidden,
         weight,
         targets,
@@ -104,8 +105,10 @@ def fused_linear_logprobs(
         sequence_parallel=sequence_parallel,
         chunk=chunk,
     )
+    return results
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -147,7 +150,6 @@ def linear_logprobs(
     return LogProbs(selected.restore(logp), selected.restore(spread), selected.restore(lse))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def row_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -254,20 +256,6 @@ class _LinearLogprobs(torch.autograd.Function):
         d_bias = None if found.bias is None else found.bias.to(bias.dtype)
         d_low_weight = None if found.low_rank[1] is None else found.low_rank[1].to(low_weight.dtype)
         return d_hidden, found.weight, d_bias, d_low_x, d_low_weight, None, None, None, None
-
-
-def refuse_double_backward(name: str) -> None:
-    """Raise inside a backward pass that is itself being recorded.
-
-    Raises:
-        RuntimeError: naming the function.
-    """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{name} was differentiated with create_graph=True, but it keeps no logits to "
-            "differentiate twice. "
-            "Use create_graph=False, or materialised logits for a second derivative."
-        )
 
 
 def _row_gradients(grads: tuple[Tensor | None, ...], entropy: Tensor, vocabulary: int) -> RowGradients:

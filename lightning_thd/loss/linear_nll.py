@@ -17,8 +17,9 @@ from torch import Tensor
 from lightning_thd._static import shapes_are_static
 from lightning_thd.loss import backends
 from lightning_thd.loss.budget import stash_rows, tile_shape
+from lightning_thd.loss.checks import refuse_double_backward
 from lightning_thd.loss.gradient_sums import HeadGradients
-from lightning_thd.loss.linear_logprobs import make_head, refuse_double_backward, row_logprobs
+from lightning_thd.loss.linear_logprobs import make_head, row_logprobs
 from lightning_thd.loss.logit_map import LogitMap
 from lightning_thd.loss.nll_tiles import Penalties, nll_and_gradients
 from lightning_thd.loss.prepare import Settings, prepare
@@ -83,7 +84,7 @@ def fused_linear_cross_entropy(
     logit_map = LogitMap(
         scale=logit_scale, softcap=softcap, temperature=temperature, valid_vocab_size=valid_vocab_size
     )
-    return linear_nll(
+    loss: Tensor = linear_nll(
         hidden,
         weight,
         targets,
@@ -99,8 +100,10 @@ def fused_linear_cross_entropy(
         chunk=chunk,
         backend=backend,
     )
+    return loss
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def linear_nll(
     hidden: Tensor,
     weight: Tensor,
@@ -146,8 +149,7 @@ def linear_nll(
         return backends.run(backend, operands, rows.targets, weights, settings, penalties)
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
     if wants_gradient and tp_group is None and settings.compute != torch.float16:
-        loss: Tensor = _scalar_loss(operands, rows.targets, weights, settings, penalties, chunk)
-        return loss
+        return _scalar_loss(operands, rows.targets, weights, settings, penalties, chunk)
     logp, _, lse, mean_logit = row_logprobs(
         *operands, rows.targets, settings, entropy=False, mean=penalties.label_smoothing > 0
     )
@@ -175,7 +177,6 @@ def _row_weights(
     return weights if counts is None else torch.where(counts, weights, 0.0)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _scalar_loss(
     operands: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
     targets: Tensor,

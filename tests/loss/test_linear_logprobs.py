@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_thd.loss import LogProbs, fused_linear_logprobs, static_shapes
+from lightning_thd.loss import (
+    LogProbs,
+    fused_linear_cross_entropy,
+    fused_linear_logprobs,
+    static_shapes,
+)
 from tests.loss.oracles import Case, relative, wide
 
 # fp32 sums of a hundred terms; fp64 is there to find wrong formulas
@@ -264,6 +269,22 @@ def test_autocast_casts_both_and_returns_fp32() -> None:
     assert (results.logp.double() - expected[0]).abs().max() < 1e-2
     assert leaves[0].grad is not None
     assert leaves[0].grad.dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_inside_a_compiled_function() -> None:
+    def policy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        results = fused_linear_logprobs(hidden * 2.0, weight, targets)
+        return (results.logp * 1.5 - results.entropy).sum() + fused_linear_cross_entropy(
+            hidden, weight, targets
+        )
+
+    leaves, targets = Case(dtype=torch.float32, ignored=0.4).tensors()
+    compiled = torch.compile(policy, backend="aot_eager")
+    ours = torch.autograd.grad(compiled(leaves[0], leaves[1], targets), leaves)
+    theirs = torch.autograd.grad(policy(leaves[0], leaves[1], targets), leaves)
+    torch.testing.assert_close(ours, theirs)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
