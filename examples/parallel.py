@@ -78,12 +78,8 @@ def main() -> None:
     data = THDDataModule(StdlibText(max_bytes=512), capacity=2_048, global_batch=Sequences(32))
     trainer.fit(LanguageModel(), data)
     if trainer.is_global_zero:
-        loss = float(trainer.callback_metrics["train/loss"])
-        sizes = trainer.strategy.sizes
-        print(
-            f"dp {sizes.data} x cp {sizes.context} x tp {sizes.tensor}: "
-            f"step {trainer.global_step}, {loss:.4f}"
-        )
+        loss, at = float(trainer.callback_metrics["train/loss"]), trainer.strategy.sizes
+        print(f"dp {at.data} x cp {at.context} x tp {at.tensor}: step {trainer.global_step}, loss {loss:.4f}")
 
 
 if __name__ == "__main__":
