@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from lightning_thd._imports import available
 from lightning_thd._static import shapes_are_static
+from lightning_thd.models.gathered import run_on_pack
 from lightning_thd.models.groups import plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.pack import Pack, current_pack, current_scope
+from lightning_thd.parallel import layout
 
 # What must be installed for the layer's own kernels to keep sequences apart; None where they cannot.
 _SSD: Final = ("mamba_ssm", "causal_conv1d")
@@ -87,6 +89,9 @@ def _pack_aware(forward: Callable[..., Any], kernels: tuple[str, ...] | None) ->
         tokens = args[0] if args else kwargs[tokens_name]
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
         _refuse(self, tokens, pack, kwargs)
+        shard = layout.layout_of(pack.cu_seqlens_q) if layout.in_use else None
+        if shard is not None:
+            return run_on_pack(functools.partial(pack_aware_forward, self), args, kwargs, shard)
         if _fused(tokens, kernels):
             seq_idx = pack.seq_idx
             return forward(self, *args, **kwargs, seq_idx=seq_idx, cu_seq_lens_q=pack.cu_seqlens_q)
