@@ -63,9 +63,9 @@ def main() -> None:
     checkpoints = ModelCheckpoint(f"{args.out}/checkpoints", every_n_train_steps=20, save_last=True)
     trainer = L.Trainer(
         max_steps=args.steps,
-        callbacks=[THDThroughputMonitor(peak="measure"), checkpoints],
+        callbacks=[THDThroughputMonitor(peak="measure", every_n_steps=5), checkpoints],
         logger=[TensorBoardLogger(args.out, name="tensorboard"), CSVLogger(args.out, name="csv")],
-        log_every_n_steps=5,
+        log_every_n_steps=1,
         gradient_clip_val=1.0,
     )
     trainer.fit(TinyQwen3(), data, ckpt_path="last" if args.resume else None)

@@ -32,7 +32,6 @@ def test_quickstart_yaml_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     changes = {
         "runs/": f"{tmp_path}/",
         "max_steps: 100": "max_steps: 2",
-        "log_every_n_steps: 5": "log_every_n_steps: 1",
         "capacity: 8192": "capacity: 2500",
         "hidden_size: 256": "hidden_size: 32",
     }
