@@ -73,6 +73,7 @@ class ShardLayout:
         self.own = self._put(own)
         self.held = partition.held_lengths(self.padded_lengths, cp=cp, rank=rank, layout=layout)
         self.cu_seqlens = offsets_of(self.held, self.device)
+        self.used = False  # whether any attention has asked for it
         self.cache: dict[Any, Any] = {}
         _remember(self)
 
@@ -169,7 +170,10 @@ def layout_of(cu_seqlens: Tensor) -> ShardLayout | None:
     """Find the layout whose shard has these offsets; None for the offsets of a whole pack."""
     if not _BY_OFFSETS or cu_seqlens.is_meta:
         return None
-    return _BY_OFFSETS.get(cu_seqlens.data_ptr())
+    layout = _BY_OFFSETS.get(cu_seqlens.data_ptr())
+    if layout is not None:
+        layout.used = True
+    return layout
 
 
 def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:

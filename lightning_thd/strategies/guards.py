@@ -9,6 +9,8 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_thd.parallel.shard import THDShard
+
 _TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
@@ -34,6 +36,21 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
                 "rank alone. Call lightning_thd.varlen_attention in its place, or set "
                 "context_parallel_size=1."
             )
+
+
+def refuse_unused_layout(batch: object) -> None:
+    """Refuse a model that has run on a shard without any attention that knows of the other ranks.
+
+    Args:
+        batch: what ``training_step`` was given, after it ran.
+    """
+    if isinstance(batch, THDShard) and not batch.layout.used:
+        raise MisconfigurationException(
+            f"context_parallel_size={batch.layout.cp}, but the model ran without calling varlen_attention on "
+            "the batch, so nothing it did saw the slots of other ranks. Call lightning_thd.varlen_attention "
+            "with batch.cu_seqlens_padded, use a transformers model with attn_implementation='thd', or set "
+            "context_parallel_size=1."
+        )
 
 
 def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None:

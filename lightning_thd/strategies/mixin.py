@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.strategies.context import ContextParallelMixin
+from lightning_thd.strategies.guards import refuse_unused_layout
 from lightning_thd.strategies.step_logs import StepLogs
 
 
@@ -43,7 +44,9 @@ class THDStrategyMixin(ContextParallelMixin):
         self._pending, self._losses = None, None
         batch, *rest = args
         if not isinstance(batch, THDStep):
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+            refuse_unused_layout(batch)
+            return output
         trainer = self._trainer
         if not trainer.lightning_module.automatic_optimization:
             raise MisconfigurationException(
@@ -87,6 +90,7 @@ class THDStrategyMixin(ContextParallelMixin):
         before = self._logs.begin(batch)
         with self._synchronised(last=last):
             output = super().training_step(batch, *rest)
+        refuse_unused_layout(batch)
         self._logs.end(before)
         return output
 

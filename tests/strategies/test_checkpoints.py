@@ -55,9 +55,8 @@ def run(layout: Layout, folder: str, resume: bool, distributed: bool) -> dict[st
     }
 
 
-@pytest.mark.parametrize(
-    "distributed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["folder", "file"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [True, False], ids=["folder", "file"])
 def test_go_on_in_another_layout(tmp_path: Path, distributed: bool) -> None:
     folder = str(tmp_path)
     whole = run_ranks(run, 4, Layout(dp=2, cp=2), folder, False, distributed)[0]

@@ -70,6 +70,11 @@ class HandWritten(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class NoAttention(Job):
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        return self.model.get_input_embeddings()(batch.input_ids).sum()
+
+
 class Heads(Job):
     """Three key-value heads, which two ranks do not divide."""
 
@@ -127,6 +132,7 @@ def refused(case: str) -> str:
         "heads": (mp, Heads, None),
         "not thd": (ddp, NotThd, None),
         "hand written": (ddp, HandWritten, None),
+        "no attention": (ddp, NoAttention, None),
         "accelerate": (ddp, Job, None),
         "torch cp": (ddp, Job, None),
         "own parameter": (Layout(cp=2), OwnParameter, None),
@@ -153,6 +159,7 @@ CASES = {
     "heads": "num_key_value_heads=3, which 2 tensor-parallel ranks do not divide; wanted",
     "not thd": "attn_implementation='sdpa', which sees the shard of its own rank alone. Build it",
     "hand written": r"attention \(MultiheadAttention\) sees the shard.*Call lightning_thd.varlen",
+    "no attention": "ran without calling varlen_attention.*batch.cu_seqlens_padded",
     "accelerate": "Accelerate's context parallelism is active.*Prepare the model without",
     "torch cp": r"torch's context_parallel\(\) is active.*Leave its context",
     "own parameter": r"holds the parameters \['scale'\] itself.*Move them",
@@ -223,6 +230,7 @@ class OneReader(L.LightningDataModule):
 class Recorder(Job):
     def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
         self.losses.append(float(batch.stats.real_tokens))
+        batch.layout.used = True  # this one has no need of other ranks
         return self.model.lm_head.weight.sum() * 0.0
 
 
