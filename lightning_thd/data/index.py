@@ -47,8 +47,18 @@ class SequenceIndex:
     loss_tokens: NDArray[np.integer]
     media: NDArray[np.integer]
 
-    def sample(self, dataset: MapDataset, i: int, start: int, stop: int) -> dict[str, Any]:
+    def sample(
+        self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool = False
+    ) -> dict[str, Any]:
         """Read tokens ``start`` to ``stop`` of sequence ``i``.
+
+        Args:
+            dataset: the one that was counted.
+            i: index of the sequence.
+            start: first token.
+            stop: one past the last token.
+            continued: the sequence goes on in another piece, so the last token keeps its target, the token at
+                ``stop``. A truncated sequence does not go on: what was cut off is no target.
 
         Raises:
             ValueError: when the sequence has not the length that was counted, or carries images and would be
@@ -65,7 +75,7 @@ class SequenceIndex:
         if stop - start == found:
             return sample
         refuse_cut(sample, i, found)
-        if stop < found:  # a piece that goes on keeps the target of its last token
+        if continued:
             sample["next_label"] = int(sample.get("labels", sample["input_ids"])[stop])
         for name in _PER_TOKEN:
             if name in sample:

@@ -50,9 +50,10 @@ class BatchMaker:
 
     def batch(self, spans: Spans, *, loss_scale: float | None) -> THDBatch:
         """Read and collate a pack; ``loss_scale`` None means the mean over this batch."""
-        pieces = zip(spans.index.tolist(), spans.start.tolist(), spans.stop.tolist(), strict=True)
+        columns = (spans.index, spans.start, spans.stop, spans.continued)
+        pieces = zip(*(column.tolist() for column in columns), strict=True)
         batch = THDBatch.collate(
-            [self.index.sample(self.dataset, i, start, stop) for i, start, stop in pieces],
+            [self.index.sample(self.dataset, *piece) for piece in pieces],
             align=self.align,
             pad_to=self.pad_to,
             sequence_ids=spans.index.tolist(),

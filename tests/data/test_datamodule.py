@@ -207,6 +207,20 @@ def test_changed_data_is_refused_on_resume(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.parametrize("oversize", ["truncate", "split", "drop", "own_pack"])
+@pytest.mark.parametrize("labels", [False, True])
+def test_the_scale_counts_just_the_targets_that_are_there(oversize: Any, labels: bool) -> None:
+    data = THDDataModule(
+        sequences(60, labels=labels), capacity=10, global_batch=Sequences(7), oversize=oversize
+    )
+    data.setup("fit")
+    for step in data.train_dataloader():
+        assert isinstance(step, THDStep)
+        targets = sum(int((batch.targets != -100).sum()) for batch in step.microbatches)
+        assert targets == sum(batch.loss_tokens for batch in step.microbatches)
+        assert step.microbatches[0].loss_scale == (len(step) / targets if targets else 0.0)
+
+
 def test_policies_are_counted_and_logged(tmp_path: Path) -> None:
     samples: list[dict[str, Any]] = [{"input_ids": np.ones(n, int)} for n in (5, 0, 9, 2, 4, 30)]
     logger = L.loggers.CSVLogger(tmp_path)
