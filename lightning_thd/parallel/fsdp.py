@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -79,13 +78,3 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 def is_sharded(module: nn.Module) -> bool:
     """Say whether the user, or an earlier stage, has applied FSDP2 already."""
     return any(isinstance(child, FSDPModule) for child in module.modules())
-
-
-def local_bytes(module: nn.Module) -> int:
-    """Bytes of parameters that this rank holds."""
-    total = 0
-    for parameter in module.parameters():
-        held: Any = parameter
-        tensor: torch.Tensor = held.to_local() if hasattr(held, "to_local") else held
-        total += tensor.nbytes
-    return total

@@ -1,0 +1,108 @@
+"""A shard holds its slots of every field, finds its layout again, and says what cannot be cut."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+
+from lightning_thd.alignment import Alignment
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.parallel import THDShard, shard_batch, shard_step
+from lightning_thd.parallel.layout import ShardLayout, layout_of
+from lightning_thd.parallel.partition import rank_indices
+from tests.tiny import sequences
+
+LAYOUTS = ["dual_chunk", "contiguous"]
+
+
+def pack(layout: str = "dual_chunk", cp: int = 2) -> THDBatch:
+    align = Alignment.for_(cp=cp, layout=layout)
+    return THDBatch.collate(
+        sequences(7, labels=True), align=align, sequence_ids=range(10, 17), loss_scale=0.25
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fields(layout: str) -> None:
+    batch = pack(layout)
+    for rank in range(2):
+        shard = shard_batch(batch, group=None, cp=2, rank=rank, layout=layout)
+        own = torch.from_numpy(rank_indices(batch.padded_lengths, cp=2, rank=rank, layout=layout))
+        for name in ("input_ids", "targets", "position_ids"):
+            assert torch.equal(getattr(shard, name), getattr(batch, name)[own])
+        assert shard.cu_seqlens_padded[-1] == len(own)
+        assert len(shard.cu_seqlens) == len(shard.cu_seqlens_padded) == len(batch.cu_seqlens)
+        assert int(shard.cu_seqlens_padded.diff().max()) == shard.max_seqlen
+        assert (shard.cu_seqlens.diff() <= shard.cu_seqlens_padded.diff()).all()
+        assert (shard.stats, shard.lengths, shard.sequence_ids) == (
+            batch.stats,
+            batch.lengths,
+            batch.sequence_ids,
+        )
+        assert shard.loss_scale == 2 * batch.loss_scale
+        assert [len(rows) for rows in shard] == [len(rows) for rows in batch]
+        assert "of 2" in repr(shard)
+
+
+def test_targets_of_all_ranks_are_those_of_the_pack() -> None:
+    batch = pack(cp=4)
+    shards = [shard_batch(batch, group=None, cp=4, rank=rank) for rank in range(4)]
+    found = sorted(int(t) for shard in shards for t in shard.targets[shard.targets != -100])
+    assert found == sorted(batch.targets[batch.targets != -100].tolist())
+    assert len(found) == batch.loss_tokens
+
+
+def test_m_rope_positions_and_extras_of_one_value_a_slot() -> None:
+    batch = pack()
+    slots = len(batch.input_ids)
+    positions, types = torch.arange(3 * slots).view(3, slots), torch.arange(slots)[None]
+    batch = batch.replace(position_ids=positions, extras={"token_type_ids": types})
+    shard = shard_batch(batch, group=None, cp=2, rank=1)
+    assert torch.equal(shard.position_ids, positions[:, shard.layout.own])
+    assert torch.equal(shard.extras["token_type_ids"], types[:, shard.layout.own])
+    assert torch.equal(shard.hf_kwargs()["token_type_ids"], types[:, shard.layout.own])
+
+
+def test_layout_lives_as_long_as_its_offsets_and_no_longer() -> None:
+    shard = shard_batch(pack(), group=None, cp=2, rank=0)
+    offsets, layout = shard.cu_seqlens_padded, weakref.ref(shard.layout)
+    assert layout_of(offsets) is shard.layout
+    assert layout_of(offsets.detach()) is shard.layout
+    assert layout_of(offsets.clone()) is None
+    gc.disable()  # no cycle: reference counts alone free a batch
+    try:
+        del shard
+        assert layout_of(offsets) is layout()
+        del offsets
+        assert layout() is None
+    finally:
+        gc.enable()
+
+
+def test_a_step_is_cut_batch_by_batch() -> None:
+    step = shard_step(THDStep([pack(), pack()]), group=None, cp=2, rank=0)
+    assert len(step) == 2
+    assert all(isinstance(batch, THDShard) for batch in step.microbatches)
+    assert isinstance(step.to("cpu").microbatches[0], THDShard)
+
+
+def test_messages() -> None:
+    batch = pack()
+    with_images = batch.replace(extras={"pixel_values": torch.zeros(5, 3)})
+    with pytest.raises(ValueError, match=r"'pixel_values' of shape \(5, 3\).*context_parallel_size=1"):
+        shard_batch(with_images, group=None, cp=2, rank=0)
+    with pytest.raises(ValueError, match="wants a multiple of 4.*align"):
+        shard_batch(THDBatch.collate([{"input_ids": [1] * 6}]), group=None, cp=2, rank=0)
+    shard = shard_batch(batch, group=None, cp=2, rank=0)
+    with pytest.raises(ValueError, match=r"unpack\(\) got a tensor of shape \(3,\), but the shard has"):
+        shard.unpack(torch.zeros(3))
+    with pytest.raises(ValueError, match="cannot move to meta. Move the THDBatch"):
+        shard.to("meta")
+    with pytest.raises(TypeError, match="Send the THDBatch"):
+        pickle.dumps(shard)
+    with pytest.raises(ValueError, match="communication='ring'; wanted one of auto, all_gather, ulysses"):
+        ShardLayout([8], cp=2, rank=0, communication="ring")

@@ -1,0 +1,125 @@
+"""Cut weights give the outputs and gradients of whole ones; what does not divide is named in time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from lightning_thd.parallel.plan import check_heads, model_plan
+from lightning_thd.parallel.sequence import check_slots
+from lightning_thd.parallel.tensor import apply_tensor_parallel
+from tests.ranks import run_ranks
+from tests.strategies.jobs import family_model
+
+
+class Net(nn.Module):
+    """One layer of each style, biases included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(12, 8, padding_idx=7)
+        self.up = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(4)  # on every head of its own rank
+        self.down = nn.Linear(16, 8)
+        self.head = nn.Linear(8, 12)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        heads = self.up(x).unflatten(-1, (-1, 4))
+        return self.head(x + self.down(self.norm(heads).flatten(-2)))
+
+
+PLAN = {
+    "embed": "embedding_rowwise",
+    "up": "colwise",
+    "norm": "replicated_with_grad_allreduce",
+    "down": "rowwise",
+    "head": "colwise_gather_output",
+}
+
+
+def outputs(net: Net) -> list[Tensor]:
+    out = net(torch.tensor([[0, 3, 7, 11, 6, 5, 3]]))
+    (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    grads: list[Any] = [parameter.grad for parameter in net.parameters()]
+    return [out.detach(), *(g.full_tensor() if isinstance(g, DTensor) else g for g in grads)]
+
+
+def cut() -> list[Tensor]:
+    net = Net()
+    apply_tensor_parallel(net, PLAN, init_device_mesh("cpu", (dist.get_world_size(),)))
+    assert isinstance(net.up.weight, DTensor)
+    return outputs(net)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_outputs_and_gradients(ranks: int) -> None:
+    wanted = outputs(Net())
+    for found in run_ranks(cut, ranks):
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def messages() -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    odd, tied, clipped = Net(), Net(), Net()
+    odd.up = nn.Linear(8, 15)
+    odd.embed = nn.Embedding(13, 8)
+    tied.head.weight = tied.embed.weight
+    clipped.embed.max_norm = 1.0
+    cases: list[tuple[nn.Module, dict[str, str]]] = [
+        (Net(), {"layer.*": "colwise"}),
+        (Net(), {"up": "diagonal"}),
+        (Net(), {"norm": "colwise"}),
+        (odd, {"up": "colwise"}),
+        (odd, {"embed": "embedding_rowwise"}),
+        (clipped, {"embed": "embedding_rowwise"}),
+        (tied, {"head": "colwise_gather_output"}),
+        (Net(), {"up": "moe_tp_experts"}),
+    ]
+    found = []
+    for model, plan in cases:
+        with pytest.raises(ValueError) as error:  # noqa: PT011  (the messages are compared by the caller)
+            apply_tensor_parallel(model, plan, mesh)
+        found.append(str(error.value))
+    return found
+
+
+def test_messages() -> None:
+    wanted = [
+        "No module of Net matches the tensor-parallel plan ['layer.*']",
+        "asks for 'diagonal' of 'up'; supported are colwise, rowwise",
+        "norm is a LayerNorm, but the tensor-parallel plan cuts it as an nn.Linear",
+        "up has 15 output features, which 2 tensor-parallel ranks do not divide; wanted a multiple of 2",
+        "embed has 13 rows, which 2 tensor-parallel ranks do not divide; wanted a multiple of 2. Pad",
+        "embed is a Embedding, but the tensor-parallel plan cuts it as an nn.Embedding without max_norm",
+        "embed.weight is tied to a weight that the tensor-parallel plan cuts, but is not in the plan",
+        "up (Linear) does not keep its experts as parameters [num_experts, ...]",
+    ]
+    for found in run_ranks(messages, 2):
+        for message, part in zip(found, wanted, strict=True):
+            assert part in message
+
+
+def test_plans_of_models() -> None:
+    assert model_plan(family_model("qwen3"))["model.layers.*.self_attn.o_proj"] == "rowwise"
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM comes without a tensor-parallel plan.*Pass one"):
+        model_plan(family_model("lfm2"))
+    with pytest.raises(
+        ValueError, match="num_attention_heads=8, which 3 tensor-parallel ranks.*multiple of 3"
+    ):
+        check_heads(family_model("qwen3"), 3)
+
+
+def test_slots_under_sequence_parallelism() -> None:
+    check_slots(12, 4)
+    with pytest.raises(ValueError, match=r"13 slots over 4.*multiple of 4.*THDBatch.collate pads.*align"):
+        check_slots(13, 4)
