@@ -1,19 +1,18 @@
 """CUDA tensors -> the flash-attn package: version 2 anywhere, 3 on Hopper, 4 (CuTe) on Hopper and Blackwell.
 
 Each is driven through its forward that returns the log-sum-exp and its backward that takes it, so that sinks
-and context parallelism work the same on all three. Signatures: flash-attn 2.8,
-hopper/flash_attn_interface.py of 3.0, and flash-attn-4 4.0.0b36.
+and context parallelism work the same on all three. Signatures: flash-attn 2.8, hopper/flash_attn_interface.py
+of 3.0, and flash-attn-4 4.0.0b36. Their imports stand in the functions, where torch.compile follows them;
+``support`` has checked that they succeed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_thd._imports import require
 from lightning_thd.attention.kernel import Offsets, RawKernel
 from lightning_thd.attention.spec import AttentionSpec
 
@@ -34,7 +33,9 @@ class Flash2:
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         """Call ``_flash_attn_varlen_forward``."""
-        out, lse, *_ = _function("flash_attn.flash_attn_interface", "_wrapped_flash_attn_varlen_forward")(
+        from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_forward
+
+        out, lse, *_ = _wrapped_flash_attn_varlen_forward(
             q,
             k,
             v,
@@ -66,8 +67,10 @@ class Flash2:
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call ``_flash_attn_varlen_backward``, which writes into the gradients it is given."""
+        from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_backward
+
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        _function("flash_attn.flash_attn_interface", "_wrapped_flash_attn_varlen_backward")(
+        _wrapped_flash_attn_varlen_backward(
             grad,
             q,
             k,
@@ -104,7 +107,9 @@ class Flash3:
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         """Call ``_flash_attn_forward`` by keywords: their order moved between builds, their names did not."""
-        out, lse, *_ = _function("flash_attn_interface", "_flash_attn_forward")(
+        from flash_attn_interface import _flash_attn_forward
+
+        out, lse, *_ = _flash_attn_forward(
             q,
             k,
             v,
@@ -133,8 +138,10 @@ class Flash3:
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call ``_flash_attn_backward``, which writes into the gradients it is given."""
+        from flash_attn_interface import _flash_attn_backward
+
         dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        _function("flash_attn_interface", "_flash_attn_backward")(
+        _flash_attn_backward(
             grad,
             q,
             k,
@@ -173,8 +180,10 @@ class Flash4:
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         """Call ``_flash_attn_fwd``."""
+        from flash_attn.cute.interface import _flash_attn_fwd
+
         with torch.no_grad():
-            out, lse, *_ = _function("flash_attn.cute.interface", "_flash_attn_fwd")(
+            out, lse, *_ = _flash_attn_fwd(
                 q, k, v, softcap=spec.softcap or None, return_lse=True, **self._options(at, spec)
             )
         return out, lse.t()
@@ -191,7 +200,9 @@ class Flash4:
         spec: AttentionSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call ``_flash_attn_bwd``."""
-        dq, dk, dv = _function("flash_attn.cute.interface", "_flash_attn_bwd")(
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        dq, dk, dv = _flash_attn_bwd(
             q,
             k,
             v,
@@ -221,8 +232,3 @@ class Flash4:
 
 KERNELS: dict[int, RawKernel] = {2: Flash2(), 3: Flash3(), 4: Flash4()}
 MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute.interface"}
-
-
-def _function(module: str, name: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(require(module, feature="backend='flash'"), name)
-    return function

@@ -154,6 +154,11 @@ def _device_type(x: Tensor) -> str:
     return "cpu" if x.is_meta else x.device.type
 
 
-@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _capability(index: int) -> int:
+    return _capability_of(index)
+
+
+@cache
+def _capability_of(index: int) -> int:
     return torch.cuda.get_device_capability(index)[0]

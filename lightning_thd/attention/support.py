@@ -222,6 +222,7 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
     return None
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def missing(kernel: Kernel) -> str | None:
     """Say what to install for a kernel, or None when it imports."""
     row = SUPPORT[kernel]

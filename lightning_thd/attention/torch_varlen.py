@@ -124,26 +124,10 @@ def public_options(spec: AttentionSpec, *, shared_heads: bool) -> dict[str, Any]
         spec: window and scale.
         shared_heads: whether key-value heads are fewer than query heads.
     """
-    known = _keywords()
-    options: dict[str, Any] = {"scale": spec.scale} if "scale" in known else {}
-    if "window_size" in known:
-        options["window_size"] = (spec.left, spec.right)
-    elif "is_causal" in known and not spec.windowed:
-        options["is_causal"] = spec.causal
-    else:
-        return None
+    options: dict[str, Any] = {"scale": spec.scale, "window_size": (spec.left, spec.right)}
     if shared_heads:
         options["enable_gqa"] = True
-    return options if "scale" in known and (not shared_heads or "enable_gqa" in known) else None
-
-
-def missing() -> str | None:
-    """Say why torch.nn.attention.varlen does not import, or None."""
-    try:
-        _varlen_attn()
-    except ImportError as err:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen ({err}); torch >= 2.11 has it"
-    return None
+    return options if all(_takes(name) for name in options) else None
 
 
 def _varlen_attn() -> Any:
@@ -152,6 +136,11 @@ def _varlen_attn() -> Any:
     return varlen_attn
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _takes(keyword: str) -> bool:
+    return keyword in _keywords_of(_varlen_attn())
+
+
 @cache
-def _keywords() -> frozenset[str]:
-    return frozenset(inspect.signature(_varlen_attn()).parameters)
+def _keywords_of(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

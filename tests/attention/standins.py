@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._imports import available
-from lightning_thd.attention import cpu, te, torch_varlen
+from lightning_thd.attention import cpu, te
 from lightning_thd.attention.cpu_op import varlen_attention_cpu
 from lightning_thd.attention.spec import AttentionSpec
 
@@ -376,11 +376,9 @@ def install_torch(monkeypatch: pytest.MonkeyPatch, varlen_attn: Any = varlen_att
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
-    torch_varlen._keywords.cache_clear()
 
 
 def forget() -> None:
     """Drop what was cached about the doubles."""
     available.cache_clear()
     te._module.cache_clear()
-    torch_varlen._keywords.cache_clear()

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_thd.attention import te, torch_varlen, varlen_attention
+from lightning_thd.attention import frontdoor, te, torch_varlen, varlen_attention
 from lightning_thd.attention.flash import Flash2, Flash3, Flash4
 from lightning_thd.attention.kernel import Offsets
 from lightning_thd.attention.spec import make_spec
+from lightning_thd.attention.support import Request, choose
 from tests.attention import standins
 from tests.attention.oracle import dense_attention
 
@@ -167,6 +168,39 @@ def test_te_knows_padding_between_sequences(on_cuda: pytest.MonkeyPatch) -> None
     rows = [0, 1, 2, 4, 5, 6, 7, 8]
     expected, _ = dense_attention(q[rows], k[rows], v[rows], [3, 5], [3, 5], right=0)
     torch.testing.assert_close(out[rows].double(), expected, **TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo's own, on any autograd.Function
+@pytest.mark.parametrize("sinks", [False, True])
+def test_torchs_path_compiles_without_breaks(monkeypatch: pytest.MonkeyPatch, sinks: bool) -> None:
+    """The choice of a kernel and torch's real operators, traced whole on meta tensors."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
+    spec = make_spec(16, window=7)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor, sink: Tensor | None) -> Tensor:
+        request = Request(
+            device="cuda",
+            dtype=q.dtype,
+            head_size=q.shape[2],
+            value_size=v.shape[2],
+            spec=spec,
+            sinks=sink is not None,
+            capability=frontdoor._capability(0),
+        )
+        return frontdoor.run(choose("auto", request), q * 2, k, v, Offsets(at, at, 6, 6), spec, sink)
+
+    torch._dynamo.reset()
+    q, k, v = (
+        torch.empty(10, h, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)
+    )
+    at = torch.empty(3, dtype=torch.int32, device="meta")
+    sink = torch.empty(4, device="meta", requires_grad=True) if sinks else None
+    out = torch.compile(attend, backend="aot_eager", fullgraph=True)(q, k, v, at, sink)
+    out.float().square().sum().backward()
+    assert out.shape == (10, 4, 16)
+    assert k.grad is not None
+    assert k.grad.shape == k.shape
+    torch._dynamo.reset()
 
 
 def test_deterministic_algorithms_reach_the_kernel(on_cuda: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,47 @@
+"""On a GPU: every backend installed against fp64 on the CPU, forward and backward, as in the benchmark."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.gpu_attention import CASES, SIZES, TOLERANCE, worst_error
+from lightning_thd.attention import SUPPORT, varlen_attention
+from lightning_thd.attention.support import missing
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this torch sees none"),
+]
+KERNELS = [kernel for kernel, row in SUPPORT.items() if row.device == "cuda"]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_equals_fp64(kernel: str, case: str, sizes: str) -> None:
+    absent = missing(kernel)
+    if absent is not None:
+        pytest.skip(absent)
+    error = worst_error(kernel, case, SIZES[sizes])
+    if error is None:
+        pytest.skip(f"{kernel} does not support {case} at head size {sizes}: the table says so")
+    assert error <= TOLERANCE
+
+
+def test_offsets_left_on_the_cpu() -> None:
+    x = torch.zeros(4, 1, 16, device="cuda", dtype=torch.bfloat16)
+    at = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seqlens_q is on cpu but q is on cuda:0"):
+        varlen_attention(x, x, x, at, at, 4, 4)
+
+
+def test_no_wait_for_the_device() -> None:
+    x = torch.randn(4, 2, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    at = torch.tensor([0, 4], dtype=torch.int32, device="cuda")
+    varlen_attention(x, x, x, at, at, 4, 4).sum().backward()  # loads kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        varlen_attention(x, x, x, at, at, 4, 4).square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
