@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.seqlens import position_ids_from_cu_seqlens
-from lightning_thd.stats import SeqStats
+from lightning_thd.stats import SeqStats, Window
 
 IGNORE_INDEX = -100
 # One value a token, so they are padded with the ids and given to the model as [1, T].
@@ -33,6 +33,7 @@ def collate(
     pad_to: int | None,
     sequence_ids: Sequence[int] | None,
     loss_scale: float | None,
+    windows: Sequence[Window] = (),
 ) -> dict[str, Any]:
     """Build the fields of ``THDBatch.collate``; the arguments are described there."""
     ids = [_ints(sample, "input_ids", i) for i, sample in enumerate(samples)]
@@ -73,6 +74,7 @@ def collate(
             lengths,
             slots=slots,
             loss_tokens=loss_tokens,
+            windows=windows,
             image_grid_thw=extras.get("image_grid_thw"),
             video_grid_thw=extras.get("video_grid_thw"),
         ),

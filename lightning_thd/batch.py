@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_thd import _collate
 from lightning_thd._collate import IGNORE_INDEX, check_modalities
 from lightning_thd.alignment import Alignment
-from lightning_thd.stats import SeqStats
+from lightning_thd.stats import SeqStats, Window
 
 _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
 _HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
@@ -124,6 +124,7 @@ class THDBatch(_Immutable):
         pad_to: int | None = None,
         sequence_ids: Sequence[int] | None = None,
         loss_scale: float | None = None,
+        windows: Sequence[Window] = (),
     ) -> THDBatch:
         """Lay samples end to end and shift the targets inside every sequence.
 
@@ -136,6 +137,7 @@ class THDBatch(_Immutable):
             pad_to: slots of the batch; a trailing sequence of token 0 without targets fills the rest.
             sequence_ids: dataset index of every sample; 0, 1, 2, ... when absent.
             loss_scale: see the class; 1 / loss tokens of this batch when absent.
+            windows: attention windows of the model, whose pairs ``stats`` is to count.
 
         Returns:
             The batch on the CPU. ``[{"input_ids": [5, 6]}, {"input_ids": [7]}]`` gives ``input_ids``
@@ -147,7 +149,12 @@ class THDBatch(_Immutable):
         """
         return cls(
             **_collate.collate(
-                samples, align=align, pad_to=pad_to, sequence_ids=sequence_ids, loss_scale=loss_scale
+                samples,
+                align=align,
+                pad_to=pad_to,
+                sequence_ids=sequence_ids,
+                loss_scale=loss_scale,
+                windows=windows,
             )
         )
 

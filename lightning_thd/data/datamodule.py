@@ -240,6 +240,7 @@ class THDDataModule(L.LightningDataModule):
             align=link.alignment(self.trainer),
             pad_to=self.pad_to,
             vocab_size=self.vocab_size or link.vocab_size(self.trainer),
+            windows=link.model_windows(self.trainer),
         )
         return THDLoader(
             planner,

@@ -13,6 +13,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.index import MapDataset, SequenceIndex
 from lightning_thd.packing import Spans, StepPlan
+from lightning_thd.stats import Window
 
 # (epoch, step, microbatch of the rank, microbatches a rank will run of this step)
 Key = tuple[int, int, int, int]
@@ -47,6 +48,7 @@ class BatchMaker:
     align: Alignment | None = None
     pad_to: int | None = None
     vocab_size: int | None = None
+    windows: tuple[Window, ...] = ()
 
     def batch(self, spans: Spans, *, loss_scale: float | None) -> THDBatch:
         """Read and collate a pack; ``loss_scale`` None means the mean over this batch."""
@@ -58,6 +60,7 @@ class BatchMaker:
             pad_to=self.pad_to,
             sequence_ids=spans.index.tolist(),
             loss_scale=loss_scale,
+            windows=self.windows,
         )
         if self.vocab_size is not None and int(batch.input_ids.max()) >= self.vocab_size:
             self._refuse(batch)

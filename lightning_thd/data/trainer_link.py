@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_thd.alignment import Alignment
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, Packs, Sequences
+from lightning_thd.stats import Window
 
 
 def data_rank(trainer: L.Trainer | None) -> tuple[int, int]:
@@ -60,6 +61,17 @@ def model_cost(trainer: L.Trainer | None, longest: int) -> Cost | None:
         return Cost.from_flops(FlopsModel.from_config(config), longest=longest)
     except ValueError:
         return None
+
+
+def model_windows(trainer: L.Trainer | None) -> tuple[Window, ...]:
+    """Attention windows of the model, counted by the collator so that the throughput monitor need not."""
+    config = model_config(trainer)
+    if config is None:
+        return ()
+    try:
+        return FlopsModel.from_config(config).windows
+    except ValueError:
+        return ()
 
 
 def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> None:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.batch import THDStep
@@ -219,6 +220,28 @@ def test_the_scale_counts_just_the_targets_that_are_there(oversize: Any, labels:
         targets = sum(int((batch.targets != -100).sum()) for batch in step.microbatches)
         assert targets == sum(batch.loss_tokens for batch in step.microbatches)
         assert step.microbatches[0].loss_scale == (len(step) / targets if targets else 0.0)
+
+
+class Windowed(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        config = MistralConfig(
+            **{**self.model.config.to_dict(), "model_type": "mistral", "sliding_window": 6}
+        )
+        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="thd").double()
+        self.pairs: list[tuple[Any, ...]] = []
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        self.pairs.append(batch.stats.window_pairs)
+        expected = sum(min(i + 1, 6) for length in batch.lengths for i in range(length))
+        assert batch.stats.window_pairs == ((6, expected),)
+        return super().training_step(batch, batch_idx)
+
+
+def test_batches_count_the_pairs_of_the_models_window() -> None:
+    module = Windowed()
+    make_trainer(limit_train_batches=2).fit(module, THDDataModule(sequences(60), capacity=CAPACITY))
+    assert len(module.pairs) == 2
 
 
 def test_policies_are_counted_and_logged(tmp_path: Path) -> None:
