@@ -68,7 +68,7 @@ MESHES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [Sequences(12), Packs(8)], ids=["sequences", "packs"])
+@pytest.mark.parametrize("step", [Sequences(24), Packs(8)], ids=["sequences", "packs"])
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe", "lfm2"])
 @pytest.mark.parametrize("layout", MESHES, ids=lambda at: f"dp{at.dp}cp{at.cp}tp{at.tp}")
 def test_every_mesh_and_family(layout: Layout, family: str, step: Packs | Sequences) -> None:
@@ -92,7 +92,7 @@ def test_every_partition_and_communication(layout: Layout, family: str, options:
 @pytest.mark.parametrize("layout", MESHES, ids=lambda at: f"dp{at.dp}cp{at.cp}tp{at.tp}")
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe", "lfm2"])
 def test_fp32(layout: Layout, family: str) -> None:
-    compare(family, layout, Sequences(12), torch.float32)
+    compare(family, layout, Sequences(24), torch.float32)
 
 
 @pytest.mark.slow
