@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -33,7 +34,8 @@ def start(out: Path, ranks: int, name: str) -> subprocess.Popen[bytes]:
 
 
 def kill(job: subprocess.Popen[bytes]) -> None:
-    os.killpg(job.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it has just finished
+        os.killpg(job.pid, signal.SIGKILL)
     job.wait()
     # torchrun's ranks lead process groups of their own.
     subprocess.run(["pkill", "-9", "-s", str(job.pid)], check=False)
