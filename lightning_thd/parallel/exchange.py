@@ -65,6 +65,33 @@ class _SumGradients(torch.autograd.Function):
         return grad, None
 
 
+class _SumAllGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        summed = [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
+        for grad in summed:
+            dist.all_reduce(grad, group=ctx.group)
+        return None, *summed
+
+
+class _KeepPath(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.shapes = [x.shape for x in inputs]
+        ctx.dtypes = [x.dtype for x in inputs]
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        zeros = [grads[0].new_zeros(s, dtype=d) for s, d in zip(ctx.shapes, ctx.dtypes, strict=True)]
+        return grads[0], *zeros
+
+
 class _SumRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -178,6 +205,21 @@ def sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Pass ``x`` on, and add up the gradients that the ranks' different uses of it give."""
     out: Tensor = _SumGradients.apply(x, group)  # type: ignore[no-untyped-call]
     return out
+
+
+def sum_all_gradients(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Do ``sum_gradients`` for several tensors at one point of the backward pass, in the same order everywhere."""
+    out: tuple[Tensor, ...] = _SumAllGradients.apply(group, *tensors)  # type: ignore[no-untyped-call]
+    return out
+
+
+def keep_path(out: Tensor, *inputs: Tensor) -> Tensor:
+    """Let gradients, of zero if need be, reach ``inputs`` on ranks where ``out`` happens not to use them.
+
+    The collectives of the backward pass that hang on ``inputs`` then run on every rank or on none.
+    """
+    kept: Tensor = _KeepPath.apply(out, *inputs)  # type: ignore[no-untyped-call]
+    return kept
 
 
 def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_thd.parallel.exchange import join_columns, sum_gradients, sum_ranks
+from lightning_thd.parallel.exchange import (
+    join_columns,
+    keep_path,
+    sum_all_gradients,
+    sum_gradients,
+    sum_ranks,
+)
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
@@ -200,10 +206,12 @@ def _experts(module: nn.Module, shards: _Shards) -> None:
     def experts_forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         own = index - first
         missing = (own < 0) | (own >= count)
-        weights = sum_gradients(weights, group).masked_fill(missing, 0.0)
+        hidden, weights = sum_all_gradients((hidden, weights), group)
+        masked = weights.masked_fill(missing, 0.0)
         with parameters_as(module, local):
-            out: Tensor = forward(sum_gradients(hidden, group), own.masked_fill(missing, count), weights)
-        return sum_ranks(out, group)
+            out: Tensor = forward(hidden, own.masked_fill(missing, count), masked)
+        # No token may have chosen an expert of this rank, whose output is then a constant.
+        return sum_ranks(keep_path(out, hidden, weights), group)
 
     module.forward = experts_forward
 

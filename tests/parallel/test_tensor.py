@@ -123,3 +123,27 @@ def test_slots_under_sequence_parallelism() -> None:
     check_slots(12, 4)
     with pytest.raises(ValueError, match=r"13 slots over 4.*multiple of 4.*THDBatch.collate pads.*align"):
         check_slots(13, 4)
+
+
+def one_busy_expert() -> list[Tensor]:
+    """Experts of which one gets every token, so that the other ranks' have no part in the output."""
+    model: Any = family_model("qwen3_moe")
+    experts = model.model.layers[0].mlp.experts
+    if dist.is_initialized():
+        apply_tensor_parallel(
+            nn.ModuleDict({"experts": experts}),
+            {"experts": "moe_tp_experts"},
+            init_device_mesh("cpu", (dist.get_world_size(),)),
+        )
+    hidden = torch.linspace(-1, 1, 5 * 64, dtype=torch.float64).view(5, 64).requires_grad_()
+    weights = torch.full((5, 1), 0.5, dtype=torch.float64).requires_grad_()
+    out = experts(hidden, torch.ones(5, 1, dtype=torch.int64), weights)
+    out.square().sum().backward()
+    return [out.detach(), hidden.grad, weights.grad]
+
+
+def test_ranks_whose_experts_get_no_token() -> None:
+    wanted = one_busy_expert()
+    for found in run_ranks(one_busy_expert, 4, timeout_s=60.0):
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
