@@ -130,7 +130,9 @@ def prepare(lengths: list[int], way: str) -> tuple[Callable[[], object], Callabl
     return forward, lambda: torch.autograd.grad(attend(*leaves), leaves, grad)
 
 
-def measure(documents: int, kind: str, ways: list[str], *, rounds: int) -> list[Row]:
+def measure(
+    documents: int, kind: str, ways: list[str], *, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> list[Row]:
     """Time every way once a round and keep the fastest: a neighbour's burst of work hits all ways alike."""
     runs = {way: prepare(draw_lengths(documents, kind), way) for way in ways}
     best: dict[tuple[str, int], float] = {}
@@ -141,9 +143,9 @@ def measure(documents: int, kind: str, ways: list[str], *, rounds: int) -> list[
             for i, run in enumerate(pair):
                 if run is None:
                     continue
-                start = time.perf_counter()
+                start = clock()
                 run()
-                took = (time.perf_counter() - start) * 1e3
+                took = (clock() - start) * 1e3
                 if turn:  # the first warms up
                     best[way, i] = min(took, best.get((way, i), took))
     return [
@@ -157,15 +159,21 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="CPU time on one thread, for a machine shared with others"
+    )
     parser.add_argument("--json", help="file to write the rows to")
     args = parser.parse_args(argv)
     rows = []
+    if args.cpu_time:
+        torch.set_num_threads(1)
+    clock = time.process_time if args.cpu_time else time.perf_counter
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
-        f"T={TOKENS}, {HEADS} heads of {SIZE}, fp32"
+        f"T={TOKENS}, {HEADS} heads of {SIZE}, fp32, {'CPU' if args.cpu_time else 'wall'} time"
     )
     for documents, kind, wanted in SHAPES:
-        here = measure(documents, kind, args.ways, rounds=args.rounds)
+        here = measure(documents, kind, args.ways, rounds=args.rounds, clock=clock)
         rows += here
         print(f"\n{documents} documents, {kind} lengths (longest {max(draw_lengths(documents, kind))})")
         print(f"{'':26s}{'forward ms':>12s}{'fwd+bwd ms':>12s}{'peer / ours':>13s}  goal")
