@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_thd.data import stdlib_documents
 from lightning_thd.packing import PackPlanner, Packs
+from tests.trackers import read_tensorboard
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,19 +26,9 @@ def quickstart(out: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def events(out: Path) -> dict[str, list[tuple[int, float]]]:
-    series: dict[str, list[tuple[int, float]]] = {}
-    for folder in sorted((out / "tensorboard").iterdir()):
-        reader = EventAccumulator(str(folder))
-        reader.Reload()
-        for tag in reader.Tags()["scalars"]:
-            series.setdefault(tag, []).extend((e.step, e.value) for e in reader.Scalars(tag))
-    return series
-
-
 def test_ten_steps_leave_what_the_readme_says(tmp_path: Path) -> None:
     shown = quickstart(tmp_path, "--steps", "10")
-    series = events(tmp_path)
+    series = read_tensorboard(tmp_path / "tensorboard")
     losses = [value for _, value in series["train/loss"]]
     assert losses[0] > losses[-1] > 0
     assert all(0 < value <= 1.2 for _, value in series["train/device/mfu"])
@@ -102,7 +92,7 @@ def rows(file: Path) -> list[list[int]]:
 @pytest.mark.slow
 def test_a_hundred_steps_halve_the_loss(tmp_path: Path) -> None:
     quickstart(tmp_path, "--steps", "100")
-    losses = [value for _, value in events(tmp_path)["train/loss"]]
+    losses = [value for _, value in read_tensorboard(tmp_path / "tensorboard")["train/loss"]]
     assert losses[-1] < losses[0] / 2
 
 

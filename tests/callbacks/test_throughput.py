@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import csv
 import itertools
 import logging
 from pathlib import Path
@@ -10,7 +9,6 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_thd.batch import THDStep
@@ -199,26 +197,6 @@ def test_nothing_is_read_from_the_device_and_little_is_launched(tmp_path: Path) 
     assert len(counts) == 12
     assert counts[:-1] == [0] * 11
     assert 0 < counts[-1] < 100  # the log of the last step
-
-
-@pytest.mark.parametrize("kind", [TensorBoardLogger, CSVLogger])
-def test_loggers_get_the_values(tmp_path: Path, kind: Any) -> None:
-    clock = Clock()
-    both = [kind(tmp_path / "logs"), Memory()]
-    run = trainer(tmp_path, monitor(clock), logger=both)
-    run.fit(Module(clock), loader(UNEQUAL))
-    wanted = [row["train/device/mfu"] for _, row in both[1].rows]
-    if kind is CSVLogger:
-        (file,) = (tmp_path / "logs").rglob("metrics.csv")
-        with file.open() as text:
-            found = [row["train/device/mfu"] for row in csv.DictReader(text)]
-    else:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = EventAccumulator(both[0].log_dir)
-        events.Reload()
-        found = [event.value for event in events.Scalars("train/device/mfu")]
-    assert [float(value) for value in found] == pytest.approx(wanted)
 
 
 def test_names_are_safe_for_every_logger(tmp_path: Path) -> None:
