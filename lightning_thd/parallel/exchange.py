@@ -208,7 +208,7 @@ def sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_all_gradients(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Do ``sum_gradients`` for several tensors at one point of the backward pass, in the same order everywhere."""
+    """Do ``sum_gradients`` for several tensors at one point of the backward pass, in one order everywhere."""
     out: tuple[Tensor, ...] = _SumAllGradients.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return out
 

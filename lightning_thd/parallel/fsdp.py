@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from lightning_thd.parallel.towers import towers_of
+
 
 def shard_parameters(
     module: nn.Module,
@@ -17,7 +19,7 @@ def shard_parameters(
     policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
 ) -> list[FSDPModule]:
-    """Shard every model that a module holds, layer by layer.
+    """Shard every model that a module holds, layer by layer; a vision tower together with the rest.
 
     Args:
         module: the LightningModule; its children with parameters are the models it calls.
@@ -40,7 +42,11 @@ def shard_parameters(
     roots: list[FSDPModule] = []
     how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
     for root in models_of(module):
+        # A tower's layers run on some ranks only, so they are gathered with the model, which all ranks run.
+        apart = {id(child) for tower in towers_of(root) for child in tower.modules()}
         for layer in layers_of(root):
+            if id(layer) in apart:
+                continue
             fully_shard(layer, reshard_after_forward=reshard_after_forward, **how)
         roots.append(fully_shard(root, **how))
     if mesh.device_type == "cpu":  # gloo has no averaging reduce-scatter

@@ -210,8 +210,11 @@ def _experts(module: nn.Module, shards: _Shards) -> None:
         masked = weights.masked_fill(missing, 0.0)
         with parameters_as(module, local):
             out: Tensor = forward(hidden, own.masked_fill(missing, count), masked)
-        # No token may have chosen an expert of this rank, whose output is then a constant.
-        return sum_ranks(keep_path(out, hidden, weights), group)
+            # No token may have chosen an expert of this rank, whose output is then a constant; FSDP2 wants
+            # gradients of the same parameters on every rank.
+            unused = () if out.requires_grad else tuple(module.parameters(recurse=False))
+            out = keep_path(out, hidden, weights, *unused)
+        return sum_ranks(out, group)
 
     module.forward = experts_forward
 

@@ -30,6 +30,7 @@ from lightning_thd.parallel.mesh import TENSOR, make_meshes
 from lightning_thd.parallel.plan import check_heads, model_plan
 from lightning_thd.parallel.sequence import apply_sequence_parallel
 from lightning_thd.parallel.tensor import apply_tensor_parallel
+from lightning_thd.parallel.towers import TowerPaths, any_rank_sees, trains_towers
 from lightning_thd.strategies.mixin import THDStrategyMixin
 
 
@@ -105,6 +106,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         self.context_parallel_communication = context_parallel_communication
         self.reshard_after_forward = reshard_after_forward
         self.broadcast_data, self.check_plans = broadcast_data, check_plans
+        self._towers: list[TowerPaths] = []
 
     def setup_environment(self) -> None:
         """Start the process group and build the mesh, which the LightningModule sees as ``device_mesh``."""
@@ -153,12 +155,23 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
                 apply_tensor_parallel(model, plan, self._meshes.axes[TENSOR])
                 if self.sequence_parallel:
                     apply_sequence_parallel(model, self._meshes.group(TENSOR))
+        self._towers = [TowerPaths(model) for model in fsdp.models_of(self.model) if trains_towers(model)]
         fsdp.shard_parameters(
             self.model,
             self._meshes.data_context,
             policy=policy,
             reshard_after_forward=self.reshard_after_forward,
         )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch; ranks first agree whether any of them has images, if the model has a tower."""
+        if self._towers:
+            assert self._meshes is not None
+            group = self._meshes.data_context.get_group()
+            seen = any_rank_sees(args[0], group, self._wire_device)
+            for paths in self._towers:
+                paths.active = seen
+        return super().training_step(*args, **kwargs)
 
     def _policy(self) -> MixedPrecisionPolicy:
         precision = self.precision_plugin.precision

@@ -9,7 +9,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd.alignment import Layout
+from lightning_thd.parallel.fsdp import models_of
 from lightning_thd.parallel.layout import Communication
+from lightning_thd.parallel.towers import trains_towers
 from lightning_thd.strategies.mixin import THDStrategyMixin
 from lightning_thd.strategies.model_parallel import THDModelParallelStrategy
 
@@ -76,6 +78,13 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         self.context_parallel_layout = context_parallel_layout
         self.context_parallel_communication = context_parallel_communication
         self.broadcast_data, self.check_plans = broadcast_data, check_plans
+
+    def configure_ddp(self) -> None:
+        """Wrap the model; one with a vision tower may leave it out on a rank whose pack is text alone."""
+        assert self.lightning_module is not None
+        if any(map(trains_towers, models_of(self.lightning_module))):
+            self._ddp_kwargs.setdefault("find_unused_parameters", True)
+        super().configure_ddp()
 
 
 def register_strategies() -> None:

@@ -139,7 +139,9 @@ def one_busy_expert() -> list[Tensor]:
     weights = torch.full((5, 1), 0.5, dtype=torch.float64).requires_grad_()
     out = experts(hidden, torch.ones(5, 1, dtype=torch.int64), weights)
     out.square().sum().backward()
-    return [out.detach(), hidden.grad, weights.grad]
+    grads = [parameter.grad for parameter in experts.parameters()]  # none of them None, for FSDP2
+    whole = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+    return [out.detach(), hidden.grad, weights.grad, *whole]
 
 
 def test_ranks_whose_experts_get_no_token() -> None:

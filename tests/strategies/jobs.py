@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import lightning.pytorch as L
 import torch
@@ -18,6 +19,8 @@ from lightning_thd.packing import PackPlanner
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
 from tests.models.families import FAMILIES
 from tests.tiny import nll, sequences
+
+Run: TypeAlias = tuple[Packs | Sequences, torch.dtype]
 
 CAPACITY, STEPS, CLIP = 64, 5, 0.5
 # tp and ulysses over 4 ranks want 4 key-value heads; vocabulary and widths divide by 4 everywhere.
@@ -97,9 +100,11 @@ class Job(L.LightningModule):
         self.model = family_model(family, dtype)
         self.losses: list[float] = []
         self.microbatches = 0
+        self.real_tokens: list[int] = []
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         self.microbatches += 1
+        self.real_tokens.append(batch.stats.real_tokens)
         loss = causal_lm_loss(self.model, batch)
         self.log("train/loss", loss.detach(), sync_dist=True)
         return loss
@@ -179,8 +184,14 @@ def train(
         "losses": (losses.view(-1, accumulate).sum(1)).tolist(),
         "steps": trainer.global_step,
         "microbatches": module.microbatches,
+        "real_tokens": module.real_tokens,
         "logged": float(trainer.callback_metrics["train/loss"]),
     }
+
+
+def train_all(family: str, layout: Layout, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Several jobs on the same ranks, which take longer to start than to train."""
+    return [train(family, layout, step, dtype) for step, dtype in runs]
 
 
 def train_by_hand(

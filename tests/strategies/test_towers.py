@@ -1,0 +1,109 @@
+"""A model with a vision tower trains on ranks of which only some have images, as one process does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd.batch import THDStep
+from lightning_thd.parallel.towers import towers_of
+from tests.models.test_vision import IMAGE, build, sample
+from tests.ranks import run_ranks
+from tests.strategies.jobs import Layout, family_model, full_parameters, make_optimizer, make_trainer
+from tests.tiny import largest_error
+
+ONE, TWO, NONE = [(1, 4, 4)], [(1, 4, 8), (1, 4, 4)], []
+# By step, rank and microbatch. The third step has no image at all: AdamW leaves the tower alone.
+GRIDS: list[list[list[list[tuple[int, int, int]]]]] = [
+    [[ONE, NONE], [NONE, NONE]],
+    [[NONE, NONE], [NONE, TWO]],
+    [[NONE, NONE], [NONE, NONE]],
+    [[ONE, TWO], [NONE, ONE]],
+]
+
+
+class Sees(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = build("qwen2_5_vl", "thd").double()
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        return causal_lm_loss(self.model, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.model)
+
+
+def steps(model: Any) -> list[list[THDStep]]:
+    """Steps, by rank."""
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for step in GRIDS:
+        ranks = [[pack_of(model, grids, generator) for grids in rank] for rank in step]
+        tokens = sum(batch.loss_tokens for rank in ranks for batch in rank)
+        made.append([THDStep([b.replace(loss_scale=4 / tokens) for b in rank]) for rank in ranks])
+    return made
+
+
+def pack_of(model: Any, grids: list[tuple[int, int, int]], generator: torch.Generator) -> THDBatch:
+    row: dict[str, Any] = sample(grids, generator)
+    kinds = (row["input_ids"][None] == IMAGE).int()
+    positions, _ = model.model.get_rope_index(
+        row["input_ids"][None], kinds, image_grid_thw=row.get("image_grid_thw")
+    )
+    row["position_ids"] = positions[:, 0]
+    if grids:
+        row["pixel_values"] = row["pixel_values"].double()
+    return THDBatch.collate([row])
+
+
+def train(layout: Layout) -> dict[str, Tensor]:
+    module = Sees()
+    rank = 0 if layout.dp == 1 else dist.get_rank() // layout.tp
+    given = [ranks[rank] for ranks in steps(module.model)]
+    trainer = make_trainer(
+        layout, gradient_clip_val=None, max_steps=len(GRIDS), use_distributed_sampler=False
+    )
+    trainer.fit(module, DataLoader(given, batch_size=None))
+    assert trainer.global_step == len(GRIDS)
+    return full_parameters(module.model)
+
+
+def by_hand() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = build("qwen2_5_vl", "thd").double()
+    before, optimizer = full_parameters(model), make_optimizer(model)
+    for ranks in steps(model):
+        optimizer.zero_grad()
+        for batch in (batch for step in ranks for batch in step.microbatches):
+            (causal_lm_loss(model, batch) / 4).backward()
+        optimizer.step()
+    return before, full_parameters(model)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2), Layout(strategy="thd_ddp", dp=2), Layout(dp=2, tp=2)],
+    ids=["fsdp", "ddp", "fsdp and tensor parallel"],
+)
+def test_ranks_without_images(layout: Layout) -> None:
+    before, wanted = by_hand()
+    assert any("visual" in name for name in wanted)
+    assert all(not torch.equal(before[name], wanted[name]) for name in before)
+    for found in run_ranks(train, layout.world, layout, timeout_s=120.0):
+        # transformers takes softmax and rotary tables of the vision tower in fp32
+        assert largest_error(found, wanted) < 1e-6
+
+
+def test_towers() -> None:
+    vision, text = build("qwen2_5_vl", "thd"), family_model("qwen3")
+    assert towers_of(vision) == [vision.model.visual]
+    assert towers_of(text) == []
+    assert towers_of(text.model) == []
+    assert towers_of(nn.Linear(2, 2)) == []
