@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.strategies.context import ContextParallelMixin
 from lightning_thd.strategies.guards import refuse_unused_layout
-from lightning_thd.strategies.step_logs import StepLogs
+from lightning_thd.strategies.step_logs import StepLogs, weigh
 
 
 class THDStrategyMixin(ContextParallelMixin):
@@ -44,6 +44,8 @@ class THDStrategyMixin(ContextParallelMixin):
         self._pending, self._losses = None, None
         batch, *rest = args
         if not isinstance(batch, THDStep):
+            if isinstance(batch, THDBatch) and self._trainer._results is not None:
+                weigh(self._trainer._results, batch)
             output = super().training_step(*args, **kwargs)
             refuse_unused_layout(batch)
             return output

@@ -18,7 +18,7 @@ class StepLogs:
 
     Values logged on_step are reduced over the microbatches of the step by their own ``reduce_fx`` (mean by
     default). That is exact for the loss, whose mean over microbatches and ranks is the step's: see
-    ``THDBatch.loss_scale``. Values logged on_epoch are weighted in the same way.
+    ``THDBatch.loss_scale``. Values logged on_epoch are weighted by loss tokens, see ``weigh``.
 
     Args:
         trainer: the running trainer.
@@ -36,7 +36,7 @@ class StepLogs:
         """
         results = self._results
         if results is not None:
-            results.batch, results.batch_size = batch, None
+            weigh(results, batch)
             for metric in self._metrics().values():
                 metric._forward_cache = None
         module = self._trainer.lightning_module
@@ -74,6 +74,16 @@ class StepLogs:
             for key, metric in results.items()
             if metric.is_tensor and metric.meta.fx == _FX and metric.meta.on_step
         }
+
+
+def weigh(results: Any, batch: THDBatch) -> None:
+    """Weigh what is logged on_epoch by the step's loss tokens over its microbatches and ranks.
+
+    Lightning would count the rows of the batch, a whole number; the mean over an epoch is exact without
+    rounding.
+    """
+    results.batch = batch
+    results.batch_size = 1.0 / batch.loss_scale if batch.loss_scale else 0
 
 
 def _reduce(values: Tensor, meta: Any) -> Tensor:

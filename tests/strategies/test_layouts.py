@@ -28,7 +28,10 @@ ALL_FAMILIES = ["qwen3", "mistral", "qwen3_moe", "lfm2"]  # dense, windowed, exp
 
 @pytest.fixture
 def compare(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """Run jobs on ranks and compare them with one process; -o junit_family=xunit1 --junit-xml=FILE keeps errors."""
+    """Run jobs on ranks and compare them with one process.
+
+    ``pytest -m slow -o junit_family=xunit1 --junit-xml=FILE`` keeps the errors found.
+    """
 
     def run(family: str, layout: Layout, *runs: Run) -> None:
         ranks = run_ranks(train_all, layout.world, family, layout, runs)
