@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_thd import Sequences
 from tests.ranks import run_ranks
@@ -66,5 +67,10 @@ def test_go_on_in_another_layout(tmp_path: Path, distributed: bool) -> None:
         rest = run_ranks(run, layout.world, layout, folder, True, distributed)[0]
         assert rest["losses"] == pytest.approx(whole["losses"][SAVED:], rel=1e-10)
         assert largest_error(rest["params"], whole["params"]) < 1e-10
+    if distributed:
+        dcp_to_torch_save(tmp_path / f"step={STEPS}.ckpt", tmp_path / "plain.pt")
+        plain = torch.load(tmp_path / "plain.pt")["state_dict"]
+        found = {name.removeprefix("model."): value for name, value in plain.items()}
+        assert largest_error(found, whole["params"]) == 0.0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
     assert largest_error(full_parameters(model), whole["params"]) == 0.0

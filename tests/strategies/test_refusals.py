@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd import Packs, THDBatch
@@ -89,6 +90,12 @@ class OwnParameter(Job):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class Wrapped(Job):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+
+
 class Stream(IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Any:
         return iter(sequences(8))
@@ -120,6 +127,7 @@ def refusals() -> dict[str, str]:
 
 def refused(case: str) -> str:
     ddp, mp = Layout(strategy="thd_ddp", cp=2), Layout(tp=2)
+    sequence_parallel = Layout(tp=2, options={"sequence_parallel": True})
     torch_cp = None
     os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(case == "accelerate").lower()
     os.environ["PARALLELISM_CONFIG_CP_SIZE"] = "2"
@@ -139,6 +147,8 @@ def refused(case: str) -> str:
         "iterable": (ddp, Job, loader(Stream())),
         "no pack": (ddp, Job, DataLoader([torch.ones(2)] * 4)),
         "unaligned": (ddp, Job, loader([{}] * 8, collate_unaligned)),
+        "slots": (sequence_parallel, Job, loader([{}] * 8, collate_unaligned)),
+        "fsdp 1": (mp, Wrapped, None),
     }
     layout, module, given = jobs[case]
     trainer = make_trainer(layout, devices=2, gradient_clip_val=None)
@@ -165,6 +175,8 @@ CASES = {
     "own parameter": r"holds the parameters \['scale'\] itself.*Move them",
     "iterable": "Stream is iterable and does not say which part.*data_rank and data_size",
     "no pack": "cuts THDBatch, but the dataloader gave.*align=trainer.strategy.alignment",
+    "slots": "3 slots over 2 tensor-parallel ranks; sequence_parallel=True wants a multiple of 2.*align=",
+    "fsdp 1": r"wrapped in FullyShardedDataParallel \(FSDP1\), which knows no mesh. Give the model as it is",
     "unaligned": "Sequence 0 has 3 slots.*wants a multiple of 4.*THDBatch.collate",
 }
 

@@ -89,7 +89,11 @@ def by_hand() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(dp=2), Layout(strategy="thd_ddp", dp=2), Layout(dp=2, tp=2)],
+    [
+        Layout(dp=2),
+        Layout(strategy="thd_ddp", dp=2),
+        pytest.param(Layout(dp=2, tp=2), marks=pytest.mark.slow),
+    ],
     ids=["fsdp", "ddp", "fsdp and tensor parallel"],
 )
 def test_ranks_without_images(layout: Layout) -> None:
