@@ -22,6 +22,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.results import less
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, balance, pack_lengths
 
@@ -187,37 +188,41 @@ def measure(
 WAYS = {"naive": naive, "Megatron": megatron, "BFD dealt": round_robin, "verl KK": verl, "ours": ours}
 
 
-def judge(row: dict[str, float]) -> str:
-    """What the goals say: the balance where a batch's own bound allows it, the cap, and the time."""
+def judge(row: dict[str, float], name: str) -> str:
+    """Record the goals and say them: balance, where a batch's own bound allows it; cap; time."""
     even, cap, quick = (
         "met" if met else "MISSED"
         for met in (row["allowed"] <= GOAL_WORK, not row["over"], row["ms"] <= GOAL_MS)
     )
+    less(f"{name}, slowest rank over even", row["allowed"], "", GOAL_WORK)
+    less(f"{name}, plan", row["ms"], "ms", GOAL_MS)
+    less(f"{name}, share of microbatches above the capacity", row["over"], "", 0)
     found = f"{row['allowed']:.4f} in {row['batches']} batches"
     return f"  {GOAL_WORK}: {found}, {even}; cap: {cap}; {GOAL_MS:.0f} ms: {quick}"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Print both tables."""
     works = {
         "Llama-3.1-8B by FlopsModel": Cost.from_flops(FlopsModel.from_config(LLAMA_8B)),
-        "hidden size 2048, as in the facts table": Cost(linear=12 * 2048, quadratic=1),
+        "2048-wide, as in the table of measured peers": Cost(linear=12 * 2048, quadratic=1),
     }
     for title, cost in works.items():
         print(f"\nWork of {title}: {cost.linear / cost.quadratic:,.0f} s + s^2")
         print(f"{BATCHES} batches of {SEQUENCES}; balance judged where a batch's own bound is below the goal")
         print(
-            f"{'column':<12}{'way':<11}{'work/even':>10}{'worst':>8}{'bound':>8}"
+            f"{'column':<16}{'way':<11}{'work/even':>10}{'worst':>8}{'bound':>8}"
             f"{'over cap':>10}{'microsteps':>11}{'ms':>8}  goals"
         )
         for column in COLUMNS:
             for name, plan in WAYS.items():
                 row = measure(name, plan, column, cost)
+                label = f"{column[0]} dp{column[1]}@{column[2] // 1024}k"
                 print(
-                    f"{column[0]} {column[1]}@{column[2] // 1024}k".ljust(12)
+                    label.ljust(16)
                     + f"{name:<11}{row['work']:>10.4f}{row['worst']:>8.3f}{row['bound']:>8.4f}"
                     + f"{row['over']:>9.1%} {row['steps']:>11.2f}{row['ms']:>8.2f}"
-                    + (judge(row) if name == "ours" else "")
+                    + (judge(row, f"{label}, {title.split(' ')[0]}") if name == "ours" else "")
                 )
 
 

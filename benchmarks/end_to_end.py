@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Qwen3Config
 
+from benchmarks.results import more
 from lightning_thd import FlopsModel, THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd.data import ByteTokenizer, StdlibText
 from lightning_thd.flops import SeqStats
@@ -121,12 +122,12 @@ def floor_seconds(batches: list[THDBatch]) -> tuple[float, float, float]:
     return flops, rate, flops / rate
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--batches", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="ours is always in")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     ways = [name for name in WAYS if name == "ours" or name in args.ways]
     batches = packs(args.batches)
     tokens = sum(batch.stats.real_tokens for batch in batches)
@@ -137,6 +138,8 @@ def main() -> None:
     for name, rate in rates.items():
         goal = f"{GOALS[name]:.1f}x" if name in GOALS else ""
         print(f"{name:12}{rate:12,.0f}{rates['ours'] / rate:11.2f}x{goal:>8}")
+        if name in GOALS:
+            more(f"training, {name}", rates["ours"], rate, "tokens/s", GOALS[name])
     flops, rate, floor = floor_seconds(batches)
     print(
         f"floor: {flops / 1e9:,.0f} GFLOP at {rate / 1e9:,.0f} GFLOP/s, the rate of the MLP's product here, "

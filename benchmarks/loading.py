@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from transformers import DataCollatorWithFlattening
 
+from benchmarks.results import faster
 from lightning_thd import THDBatch, THDDataModule
 from lightning_thd.data import TokenStore
 
@@ -68,6 +69,8 @@ def compare(name: str, rows: list[dict[str, Any]], tokens: int, rounds: int) -> 
         rounds,
     )
     ours = times["ours"]
+    for way in ("flattening", "flattening + offsets"):
+        faster(f"collate {name}, {way}", ours * 1e6, times[way] * 1e6, "us", GOAL)
     print(f"{name}: {len(rows)} sequences, {tokens:,} tokens")
     for way, seconds in times.items():
         goal = f"goal >= {GOAL:.0f}x" if way.startswith("flattening") else ""
@@ -90,10 +93,10 @@ def loader_rate(workers: int) -> float:
     return total / (time.perf_counter() - begin)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     for name, (capacity, mean, sigma) in PACKS.items():
         for labels in (False, True):

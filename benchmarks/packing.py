@@ -23,6 +23,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.results import faster, less
 from lightning_thd import _imports
 from lightning_thd.packing import LengthSummary, PackPlanner, Packs, Sequences, pack_lengths
 from lightning_thd.packing.permutation import keyed_hashes
@@ -73,6 +74,7 @@ def show_counts() -> None:
                 rooms.append(capacity - length)
         equal += len(pack_lengths(lengths, capacity)) == len(rooms)
     print(f"counts equal to item-wise best-fit decreasing: {equal} of 100, goal 100: {verdict(equal == 100)}")
+    less("pack counts unlike item-wise best-fit, of 100", 100 - equal, "", 0)
 
 
 def trl_plan(lengths: IntArray, capacity: int) -> int:
@@ -119,9 +121,11 @@ def speed_line(shape: str, capacity: int, count: int, *, with_trl: bool) -> str:
     line = f"{shape}@{capacity // 1024}k {count:>10,}: ours {ours:.4f} ({packs.fill(lengths, capacity):.4f})"
     line += f", next-fit {next_fit:.4f} ({loose.fill(lengths, capacity):.3f})"
     if count in GOAL_SECONDS:
+        less(f"plan {count:,}, {shape}@{capacity // 1024}k", ours, "s", GOAL_SECONDS[count])
         line += f"; goal {GOAL_SECONDS[count]} s: {verdict(ours <= GOAL_SECONDS[count])}"
     if with_trl:
         theirs, their_packs = best_of(1, lambda: trl_plan(lengths, capacity))
+        faster(f"plan {count:,}, {shape}@{capacity // 1024}k, TRL", ours, theirs, "s", GOAL_RATIO[count])
         line += f"; TRL {theirs:.2f}, {theirs / ours:.0f}x, goal {GOAL_RATIO[count]:.0f}x: "
         line += f"{verdict(theirs / ours >= GOAL_RATIO[count])}"
         line += f"; packs {len(packs)} and {their_packs}: {verdict(len(packs) <= their_packs)}"
@@ -177,9 +181,13 @@ def show_memory(full: bool) -> None:
             mapped[start : start + 1_000_000] = draw("long", 1_000_000, seed=start)
         mapped.flush()
         counted = "100000000" if full else "10000000"
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.packing", "--child", str(path), counted], check=True
-        )
+        command = [sys.executable, "-m", "benchmarks.packing", "--child", str(path), counted]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    *lines, figures = done.stdout.splitlines()
+    print("\n".join(lines))
+    core_s, peak = map(float, figures.split())
+    less("count the packs of 100M lengths", core_s, "core s", 120)
+    less("peak memory over 100M mapped lengths", peak, "MiB", 1024)
 
 
 def peak_mib() -> float:
@@ -207,6 +215,7 @@ def plan_mapped(path: str, counted: int) -> None:
     print(f"; goal 120: {verdict(per_100m <= 120)}")
     print(f"  peak memory {peak:.0f} MiB, {before:.0f} of them the imports, 191 the map itself", end="")
     print(f"; goal 1024: {verdict(peak < 1024)}")
+    print(per_100m, peak)  # for the parent
 
 
 def show_billion() -> None:
@@ -219,7 +228,9 @@ def show_billion() -> None:
     mean = float(np.mean(spent))
     print(f"\n1 billion virtual lengths: Sequences(512) {mean * 1e3:.2f} ms a step", end="")
     print(f"; goal 5: {verdict(mean <= 5e-3)}")
+    less("a step of Sequences(512) in 1 billion", mean * 1e3, "ms", 5)
     mean = float(np.mean([time_packs_step(lengths, *at) for at in wanted[:5]]))
+    less("a step of Packs(64) in 1 billion", mean * 1e3, "ms", 50)
     print(f"  Packs(64), another epoch each time: {mean * 1e3:.1f} ms a step", end="")
     print(f"; goal 50: {verdict(mean <= 0.05)} (windows that no step visits carry an estimated count)")
 
@@ -244,14 +255,14 @@ def time_packs_step(lengths: VirtualLengths, epoch: int, k: int) -> float:
             return time.perf_counter() - start
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Print every part."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--full", action="store_true", help="count the packs of all 100M lengths")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.child:
         plan_mapped(arguments.child[0], int(arguments.child[1]))
         return
