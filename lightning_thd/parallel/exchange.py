@@ -53,26 +53,13 @@ class _AllToAllRows(torch.autograd.Function):
 
 class _SumGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # A copy: autograd may hand the same gradient to others.
-        grad = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _SumAllGradients(torch.autograd.Function):
-    @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Copies: autograd may hand the same gradient to others.
         summed = [grad.clone(memory_format=torch.contiguous_format) for grad in grads]
         for grad in summed:
             dist.all_reduce(grad, group=ctx.group)
@@ -203,13 +190,12 @@ def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Pass ``x`` on, and add up the gradients that the ranks' different uses of it give."""
-    out: Tensor = _SumGradients.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
+    return sum_all_gradients((x,), group)[0]
 
 
 def sum_all_gradients(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """Do ``sum_gradients`` for several tensors at one point of the backward pass, in one order everywhere."""
-    out: tuple[Tensor, ...] = _SumAllGradients.apply(group, *tensors)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, ...] = _SumGradients.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -33,26 +33,26 @@ def shard_parameters(
     Raises:
         ValueError: for parameters that no model holds.
     """
-    own = [name for name, _ in module.named_parameters(recurse=False)]
-    if own:
-        raise ValueError(
-            f"{type(module).__name__} holds the parameters {own} itself, and FSDP2 gathers weights when the "
-            "forward of a submodule is called. Move them into an nn.Module that it calls."
-        )
+    _refuse_own_parameters(module)
     roots: list[FSDPModule] = []
     how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
     for root in models_of(module):
-        # A tower's layers run on some ranks only, so they are gathered with the model, which all ranks run.
-        apart = {id(child) for tower in towers_of(root) for child in tower.modules()}
         for layer in layers_of(root):
-            if id(layer) in apart:
-                continue
             fully_shard(layer, reshard_after_forward=reshard_after_forward, **how)
         roots.append(fully_shard(root, **how))
     if mesh.device_type == "cpu":  # gloo has no averaging reduce-scatter
         for sharded in roots:
             sharded.set_force_sum_reduction_for_comms(True)
     return roots
+
+
+def _refuse_own_parameters(module: nn.Module) -> None:
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise ValueError(
+            f"{type(module).__name__} holds the parameters {own} itself, and FSDP2 gathers weights when the "
+            "forward of a submodule is called. Move them into an nn.Module that it calls."
+        )
 
 
 def models_of(module: nn.Module) -> Iterator[nn.Module]:
@@ -65,12 +65,19 @@ def models_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """List the modules that are gathered one at a time: a transformers model's layers, else list elements."""
+    """List the modules that are gathered one at a time: a transformers model's layers, else list elements.
+
+    A vision tower's are not among them: they run on some ranks only, so they are gathered with the model,
+    which all ranks run.
+    """
+    towers = towers_of(model)
     names: set[str] = set(getattr(model, "_no_split_modules", None) or ())
     found: list[nn.Module] = []
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
+            if child in towers:
+                continue
             if type(child).__name__ in names or (not names and isinstance(module, nn.ModuleList)):
                 if any(True for _ in child.parameters()):
                     found.append(child)

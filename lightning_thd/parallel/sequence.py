@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lightning_thd.parallel.exchange import gather_same, keep_own, sum_gradients
 from lightning_thd.parallel.fsdp import layers_of
 from lightning_thd.parallel.tensor import parameters_as
+from lightning_thd.parallel.towers import towers_of
 
 
 def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
@@ -27,8 +28,13 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
         group: the tensor-parallel ranks.
 
     Raises:
-        ValueError: when the layers, the embedding or the last norm cannot be told.
+        ValueError: when the layers, the embedding or the last norm cannot be told, or for a vision tower.
     """
+    if towers_of(model):
+        raise ValueError(
+            f"sequence_parallel=True, but {type(model).__name__} puts what its tower sees between the "
+            "embeddings of the whole pack. Set sequence_parallel=False."
+        )
     layers = layers_of(model)
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     base = _holder(model, layers)

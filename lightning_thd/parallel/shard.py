@@ -140,7 +140,7 @@ def shard_batch(
     if cp is None or rank is None:
         assert group is not None
         cp, rank = group.size(), group.rank()
-    shard_layout = ShardLayout(
+    at = ShardLayout(
         batch.padded_lengths,
         cp=cp,
         rank=rank,
@@ -149,19 +149,23 @@ def shard_batch(
         communication=communication,
         device=batch.input_ids.device,
     )
-    real = held_real_lengths(batch.lengths, batch.padded_lengths, cp=cp, rank=rank, layout=layout)
-    own = shard_layout.own
+    return _own_part(batch, at)
+
+
+def _own_part(batch: THDBatch, at: ShardLayout) -> THDShard:
+    own = at.own
+    real = held_real_lengths(batch.lengths, batch.padded_lengths, cp=at.cp, rank=at.rank, layout=at.layout)
     return THDShard._of(
         batch,
         input_ids=batch.input_ids.index_select(-1, own),
         targets=batch.targets.index_select(-1, own),
         position_ids=batch.position_ids.index_select(-1, own),
-        cu_seqlens=offsets_of(real, shard_layout.device),
-        cu_seqlens_padded=shard_layout.offsets(),
-        max_seqlen=max(1, int(shard_layout.held.max(initial=1))),
-        loss_scale=batch.loss_scale * cp,
+        cu_seqlens=offsets_of(real, at.device),
+        cu_seqlens_padded=at.offsets(),
+        max_seqlen=max(1, int(at.held.max(initial=1))),
+        loss_scale=batch.loss_scale * at.cp,
         extras=_cut_extras(batch, own),
-        layout=shard_layout,
+        layout=at,
     )
 
 

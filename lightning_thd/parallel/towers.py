@@ -46,7 +46,10 @@ def towers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _called(model: Any, getter: str) -> nn.Module | None:
-    part = getattr(model, getter, lambda: None)()
+    try:
+        part = getattr(model, getter, lambda: None)()
+    except NotImplementedError:  # transformers' word for a model that has none
+        return None
     return part if isinstance(part, nn.Module) else None
 
 

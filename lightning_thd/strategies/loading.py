@@ -16,10 +16,11 @@ _HEADER = 16  # bytes: length of the message, whether it is the last, both littl
 
 
 def set_data_rank(dataloader: object, rank: int, size: int, peers: int) -> None:
-    """Tell iterable data which part to read, where ranks that share data must read the same.
+    """Tell iterable data which part to read.
 
-    A dataset with the attributes ``data_rank`` and ``data_size`` is given them; one cut by
-    ``datasets.distributed.split_dataset_by_node`` is checked.
+    A dataset with the attributes ``data_rank`` and ``data_size`` is given them. Where ranks share data and
+    must read the same, one cut by ``datasets.distributed.split_dataset_by_node`` is checked, and any other
+    refused.
 
     Args:
         dataloader: of the user.
@@ -31,10 +32,12 @@ def set_data_rank(dataloader: object, rank: int, size: int, peers: int) -> None:
         MisconfigurationException: when the dataset can be told nothing.
     """
     dataset: Any = getattr(dataloader, "dataset", None)
-    if not isinstance(dataset, IterableDataset) or peers == 1:
+    if not isinstance(dataset, IterableDataset):
         return
     if hasattr(dataset, "data_rank") and hasattr(dataset, "data_size"):
         dataset.data_rank, dataset.data_size = rank, size
+        return
+    if peers == 1:  # each rank its own, as under any strategy
         return
     split = getattr(dataset, "_distributed", None)  # datasets.IterableDataset
     if split is not None and (split.rank, split.world_size) == (rank, size):

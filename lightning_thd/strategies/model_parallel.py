@@ -90,13 +90,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        for axis, size in (("pipeline", pipeline_parallel_size), ("expert", expert_parallel_size)):
-            if size != 1:
-                raise MisconfigurationException(
-                    f"{axis}_parallel_size={size}: there is no {axis} axis. Supported are "
-                    "data_parallel_size, context_parallel_size and tensor_parallel_size"
-                    + (", whose ranks share out experts." if axis == "expert" else ".")
-                )
+        _refuse_other_axes(pipeline=pipeline_parallel_size, expert=expert_parallel_size)
         self.data_parallel_size = data_parallel_size
         self.context_parallel_size = context_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
@@ -234,6 +228,16 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             exporter: Any = model
             exporter.save_pretrained(str(folder), state_dict=state)
         self.barrier()
+
+
+def _refuse_other_axes(**sizes: int) -> None:
+    for axis, size in sizes.items():
+        if size != 1:
+            raise MisconfigurationException(
+                f"{axis}_parallel_size={size}: there is no {axis} axis. Supported are data_parallel_size, "
+                "context_parallel_size and tensor_parallel_size"
+                + (", whose ranks share out experts." if axis == "expert" else ".")
+            )
 
 
 def whole_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_thd.parallel.plan import check_heads, model_plan
-from lightning_thd.parallel.sequence import check_slots
+from lightning_thd.parallel.sequence import apply_sequence_parallel, check_slots
 from lightning_thd.parallel.tensor import apply_tensor_parallel
 from tests.ranks import run_ranks
 from tests.strategies.jobs import family_model
@@ -123,6 +123,16 @@ def test_slots_under_sequence_parallelism() -> None:
     check_slots(12, 4)
     with pytest.raises(ValueError, match=r"13 slots over 4.*multiple of 4.*THDBatch.collate pads.*align"):
         check_slots(13, 4)
+
+
+def test_models_that_sequence_parallelism_does_not_know() -> None:
+    group: Any = None  # not reached
+    with pytest.raises(ValueError, match="Net has 0 layers, no embedding and 0 norms.*sequence_parallel=F"):
+        apply_sequence_parallel(Net(), group)
+    model: Any = family_model("qwen3")
+    model.model.layers[0].scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match=r"Qwen3DecoderLayer holds \['scale'\] itself.*sequence_parallel=F"):
+        apply_sequence_parallel(model, group)
 
 
 def one_busy_expert() -> list[Tensor]:

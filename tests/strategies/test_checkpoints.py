@@ -15,8 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_thd import Sequences
+from lightning_thd.strategies import THDModelParallelStrategy
 from tests.ranks import run_ranks
-from tests.strategies.jobs import CLIP, Job, Layout, data, full_parameters
+from tests.strategies.jobs import CLIP, Job, Layout, data, family_model, full_parameters
 from tests.tiny import largest_error
 
 STEPS, SAVED = 6, 3
@@ -74,3 +75,11 @@ def test_go_on_in_another_layout(tmp_path: Path, distributed: bool) -> None:
         assert largest_error(found, whole["params"]) == 0.0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
     assert largest_error(full_parameters(model), whole["params"]) == 0.0
+
+
+def test_what_to_export_must_be_clear(tmp_path: Path) -> None:
+    strategy, module = THDModelParallelStrategy(), L.LightningModule()
+    module.first, module.second = family_model("qwen3"), family_model("qwen3")
+    strategy._lightning_module = module
+    with pytest.raises(ValueError, match=r"holds 2 models with save_pretrained\(\), wanted one. Pass model="):
+        strategy.save_pretrained(tmp_path)

@@ -214,15 +214,17 @@ def test_peers_that_read_different_packs() -> None:
         assert "Ranks 0, 1 share one pack (2 context-parallel x 1 tensor-parallel ranks) but read" in found
 
 
-def placed_stream() -> tuple[int, int, int]:
+def placed_stream(layout: Layout) -> tuple[int, int, int]:
     dataset = PlacedStream()
-    trainer = make_trainer(Layout(strategy="thd_ddp", dp=2, cp=2), gradient_clip_val=None, max_steps=2)
+    trainer = make_trainer(layout, gradient_clip_val=None, max_steps=2)
     trainer.fit(Job(), loader(dataset))
     return dataset.data_rank, dataset.data_size, trainer.global_step
 
 
 def test_iterable_data_is_told_its_part() -> None:
-    assert run_ranks(placed_stream, 4) == [(0, 2, 2), (0, 2, 2), (1, 2, 2), (1, 2, 2)]
+    shared = Layout(strategy="thd_ddp", dp=2, cp=2)
+    assert run_ranks(placed_stream, 4, shared) == [(0, 2, 2), (0, 2, 2), (1, 2, 2), (1, 2, 2)]
+    assert run_ranks(placed_stream, 2, Layout(strategy="thd_ddp", dp=2)) == [(0, 2, 2), (1, 2, 2)]
 
 
 class OneReader(L.LightningDataModule):

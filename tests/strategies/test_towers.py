@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.batch import THDStep
+from lightning_thd.parallel.fsdp import layers_of
+from lightning_thd.parallel.sequence import apply_sequence_parallel
 from lightning_thd.parallel.towers import towers_of
 from tests.models.test_vision import IMAGE, build, sample
 from tests.ranks import run_ranks
@@ -111,3 +113,7 @@ def test_towers() -> None:
     assert towers_of(text) == []
     assert towers_of(text.model) == []
     assert towers_of(nn.Linear(2, 2)) == []
+    assert layers_of(vision) == list(vision.model.language_model.layers)
+    group: Any = None  # not reached
+    with pytest.raises(ValueError, match="puts what its tower sees between.*Set sequence_parallel=False"):
+        apply_sequence_parallel(vision, group)
