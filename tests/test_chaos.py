@@ -2,61 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.chaos import kill, lines, run_until, start, surviving_line
 from tests.chaos_job import PER_STEP, SEQUENCES, Ledger, train
 from tests.tiny import largest_error
-
-
-def start(out: Path, ranks: int, name: str) -> subprocess.Popen[bytes]:
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    )
-    command = [sys.executable, *launcher, "-m", "tests.chaos_job", str(out), str(ranks), name]
-    with (out / f"{name}.log").open("wb") as log:
-        return subprocess.Popen(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-
-def kill(job: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has just finished
-        os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
-    # torchrun's ranks lead process groups of their own.
-    subprocess.run(["pkill", "-9", "-s", str(job.pid)], check=False)
-
-
-def lines(out: Path) -> int:
-    return sum(len(file.read_text().splitlines()) for file in out.glob("ledger-*.txt"))
-
-
-def surviving_line(out: Path, names: list[str]) -> dict[int, list[int]]:
-    """For every step, the sequences of the last run that began it."""
-    steps: dict[int, list[int]] = {}
-    for name in names:
-        of_run: dict[int, list[int]] = {}
-        for file in out.glob(f"ledger-{name}-*.txt"):
-            for line in file.read_text().splitlines():
-                step, *ids = map(int, line.split())
-                of_run.setdefault(step, []).extend(ids)
-        if of_run:
-            steps = {step: ids for step, ids in steps.items() if step < min(of_run)} | of_run
-    return steps
 
 
 def survive(out: Path, kills: int, seed: int) -> int:
@@ -66,11 +21,8 @@ def survive(out: Path, kills: int, seed: int) -> int:
     for k in range(kills):
         names.append(f"{k:03d}")
         before, ranks = lines(out), rng.choice([1, 2, 4])
-        job = start(out, ranks, names[-1])
-        goal = before + rng.randint(1, 12 * ranks)
-        deadline = time.monotonic() + 120
-        while lines(out) < goal and job.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        job = start("tests.chaos_job", out, ranks, names[-1])
+        run_until(job, out, before + rng.randint(1, 12 * ranks))
         time.sleep(rng.random() * 0.3)
         kill(job)
         assert lines(out) > before or (out / "final.pt").exists(), (out / f"{names[-1]}.log").read_text()
@@ -79,7 +31,7 @@ def survive(out: Path, kills: int, seed: int) -> int:
     done = len(names)
     if not (out / "final.pt").exists():
         names.append("last")
-        job = start(out, rng.choice([1, 2, 4]), "last")
+        job = start("tests.chaos_job", out, rng.choice([1, 2, 4]), "last")
         assert job.wait(240) == 0, (out / "last.log").read_text()
 
     steps = surviving_line(out, names)

@@ -68,10 +68,12 @@ def run_host(host: str, step: Any, accumulate: int) -> Any:
     return run(loop, STEPS)
 
 
-def by_hand(step: Packs | Sequences, dp: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+def by_hand(
+    step: Packs | Sequences, dp: int, steps: int = STEPS
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     samples = sequences(60, labels=True)
     planner = PackPlanner([len(s["input_ids"]) for s in samples], CAPACITY, global_batch=step)
-    params, losses = train_by_hand(samples, planner, STEPS, dp=dp)
+    params, losses = train_by_hand(samples, planner, steps, dp=dp)
     return {name.removeprefix("model."): p for name, p in params.items()}, losses
 
 

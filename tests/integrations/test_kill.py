@@ -1,0 +1,56 @@
+"""Kill a job with SIGKILL in every host: what survives has used every sequence as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.chaos import kill, lines, run_until, start, surviving_line
+from tests.integrations.hosts import HOSTS
+from tests.integrations.kill_job import STEPS, job_of
+from tests.ranks import run_ranks
+from tests.tiny import largest_error
+
+JOB = "tests.integrations.kill_job"
+
+
+def undisturbed(host: str, ranks: int) -> tuple[dict[str, torch.Tensor], dict[int, list[int]]]:
+    steps: dict[int, list[int]] = {}
+    job = job_of(host, ranks, None, None)
+    job.seen = lambda step, ids: steps.setdefault(step, []).extend(ids)
+    return job.run(host)[0], steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", HOSTS)
+def test_three_kills(host: str, tmp_path: Path) -> None:
+    rng = random.Random(HOSTS.index(host))
+    names = []
+    for k in range(3):
+        names.append(str(k))
+        before, ranks = lines(tmp_path), 2 if host == "trainer" else rng.choice([1, 2])
+        job = start(JOB, tmp_path, ranks, names[-1], host)
+        run_until(job, tmp_path, before + rng.randint(2, 5) * 2)
+        time.sleep(rng.random() * 0.2)
+        kill(job)
+        assert lines(tmp_path) > before, (tmp_path / f"{k}.log").read_text()
+    names.append("last")
+    job = start(JOB, tmp_path, 2, "last", host)
+    assert job.wait(240) == 0, (tmp_path / "last.log").read_text()
+
+    found = run_ranks(undisturbed, 2, host, 2)
+    wanted: dict[int, list[int]] = {}
+    for _, steps in found:
+        for step, ids in steps.items():
+            wanted.setdefault(step, []).extend(ids)
+    survived = surviving_line(tmp_path, names)
+    assert sorted(survived) == list(range(STEPS))
+    assert {step: sorted(ids) for step, ids in survived.items()} == {
+        step: sorted(ids) for step, ids in wanted.items()
+    }
+    # fp64: other ranks add the same gradients in another order, nothing else differs.
+    assert largest_error(torch.load(tmp_path / "final.pt"), found[0][0]) < 1e-10

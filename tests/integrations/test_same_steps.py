@@ -1,0 +1,73 @@
+"""The same 40 steps of the quickstart's model and data in every host: equal losses and parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_thd import Packs, Sequences
+from lightning_thd.data import StdlibText
+from tests.integrations.hosts import HOSTS, Job
+from tests.ranks import run_ranks
+from tests.tiny import largest_error, sequences, tiny_llama
+
+# fp64: what is left is the order of sums, of microbatches and of ranks.
+TOLERANCE = 1e-11
+
+
+def quickstart_model() -> nn.Module:
+    from examples.quickstart import make_model
+
+    torch.manual_seed(0)
+    return make_model().double()
+
+
+def train(host: str, step: Any, accumulate: int, ranks: int, steps: int, whole: bool) -> Any:
+    torch.set_num_threads(2 // ranks)
+    job = Job(
+        quickstart_model if whole else tiny_llama,
+        StdlibText(max_bytes=512) if whole else sequences(60, labels=True),
+        capacity=1024 if whole else 48,
+        step=step,
+        accumulate=accumulate,
+        ranks=ranks,
+        steps=steps,
+    )
+    return job.run(host)
+
+
+def same_in_all(step: Any, accumulate: int, ranks: int, *, steps: int, whole: bool) -> None:
+    hosts = [host for host in HOSTS if host != "trainer" or isinstance(step, Packs)]
+    found = {
+        host: run_ranks(train, ranks, host, step, accumulate, ranks, steps, whole, timeout_s=900)
+        for host in hosts
+    }
+    wanted, losses = found["lightning"][0]
+    assert len(losses) == steps
+    means = [sum(row) / ranks for row in zip(*(rank[1] for rank in found["lightning"]), strict=True)]
+    assert not whole or means[-1] < means[0]
+    for host in hosts[1:]:
+        for parameters, _ in found[host]:
+            assert largest_error(parameters, wanted) < TOLERANCE, host
+        shares = zip(*(rank[1] for rank in found[host]), strict=True)
+        assert [sum(row) / ranks for row in shares] == pytest.approx(means, rel=TOLERANCE), host
+
+
+@pytest.mark.parametrize(
+    ("step", "accumulate", "ranks"),
+    [(Packs(4), 2, 2), (Sequences(12), 1, 1)],
+)
+def test_six_steps_of_a_tiny_model(step: Any, accumulate: int, ranks: int) -> None:
+    same_in_all(step, accumulate, ranks, steps=6, whole=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("step", "accumulate", "ranks"),
+    [(Packs(2), 2, 1), (Sequences(8), 1, 1), (Packs(2), 1, 2), (Sequences(8), 1, 2)],
+)
+def test_forty_steps_of_the_quickstart(step: Any, accumulate: int, ranks: int) -> None:
+    same_in_all(step, accumulate, ranks, steps=40, whole=True)

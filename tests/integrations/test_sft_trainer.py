@@ -1,0 +1,99 @@
+"""TRL's SFTTrainer, packing left to us: the assistant's tokens alone, and what a hand loop gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_thd import Packs
+from lightning_thd.integrations import packed_trainer
+from lightning_thd.packing import PackPlanner
+from tests.data.chats import MARKED, PLAIN, TALKS, make_tokenizer
+from tests.ranks import run_ranks
+from tests.tiny import largest_error, nll, tiny_llama
+
+pytest.importorskip("trl")
+
+CAPACITY, STEPS = 64, 4
+
+
+def model_of(tokenizer: Any) -> Any:
+    model: Any = tiny_llama()
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    torch.manual_seed(1)
+    torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.1)
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.1)
+    return model
+
+
+def train(out: str, kind: str) -> dict[str, Any]:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = make_tokenizer(MARKED if kind == "assistant" else PLAIN)
+    rows: list[dict[str, Any]] = [{"messages": talk} for talk in TALKS]
+    if kind == "completion":
+        rows = [{"prompt": talk[:-1], "completion": talk[-1:]} for talk in TALKS]
+    model = model_of(tokenizer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    trainer = packed_trainer(SFTTrainer)(
+        model=model,
+        args=SFTConfig(
+            output_dir=out,
+            max_steps=STEPS,
+            max_grad_norm=0.5,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+            packing=False,
+            gradient_checkpointing=False,
+            assistant_only_loss=kind == "assistant",
+            seed=0,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
+        capacity=CAPACITY,
+        peak=1e9,
+    )
+    prepared = [trainer._dataset(trainer.train_dataset)[i] for i in range(len(rows))]
+    trainer.train()
+    return {
+        "params": {n: p.detach() for n, p in trainer.model.named_parameters()},
+        "logs": trainer.state.log_history,
+        "samples": prepared,
+    }
+
+
+@pytest.mark.parametrize("kind", ["assistant", "completion", "all"])
+def test_sft_trainer_equals_the_hand_loop(kind: str, tmp_path: Path) -> None:
+    [found] = run_ranks(train, 1, str(tmp_path), kind)
+    samples = found["samples"]
+    learned = [sum(int(x) != -100 for x in s.get("labels", s["input_ids"])) for s in samples]
+    whole = [len(s["input_ids"]) for s in samples]
+    assert all(0 < a < b for a, b in zip(learned, whole, strict=True)) == (kind != "all")
+
+    model = model_of(make_tokenizer(PLAIN))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    planner = PackPlanner(whole, CAPACITY, global_batch=Packs(1))
+    losses = []
+    for k in range(STEPS):
+        epoch, step = divmod(k, len(planner))
+        ids = [int(i) for i in planner.step(epoch, step, 1).indices_by_rank()[0][0]]
+        results = [nll(model, samples[i]) for i in ids]
+        loss = sum(total for total, _ in results) / sum(count for _, count in results)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    wanted = {n: p.detach() for n, p in model.named_parameters()}
+    assert largest_error(found["params"], wanted) < 1e-12
+    logged = [row["loss"] for row in found["logs"] if "loss" in row]
+    assert logged == pytest.approx(losses, rel=1e-3)  # Trainer rounds what it logs
+    assert any("train/device/mfu" in row for row in found["logs"])

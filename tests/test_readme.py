@@ -1,0 +1,156 @@
+"""The README does what it says: every Python block runs, every command and quoted message exists."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+SHELL = [line for block in re.findall(r"```\n(.*?)```", README, re.S) for line in block.splitlines()]
+
+
+def _limit_steps() -> None:
+    """Make what takes a thousand steps in the README take two, on a CPU."""
+    import lightning as L
+    from transformers import TrainingArguments
+
+    trainer, check = L.Trainer, TrainingArguments.__post_init__
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    settings = {"max_steps": 2, "accelerator": "cpu", "enable_model_summary": False, **quiet}
+    L.Trainer = lambda **kwargs: trainer(**{**kwargs, **settings})
+
+    def post_init(self: TrainingArguments) -> None:
+        self.max_steps, self.use_cpu, self.report_to, self.disable_tqdm = 2, True, [], True
+        check(self)
+
+    TrainingArguments.__post_init__ = post_init
+
+
+def _names() -> dict[str, Any]:
+    """What a reader has before a block begins: a model, data, and the imports of the blocks above it."""
+    import lightning as L
+
+    from lightning_thd import THDBatch, THDDataModule, THDThroughputMonitor
+    from tests.data.chats import PLAIN, make_tokenizer
+    from tests.tiny import TinyModule, sequences, tiny_llama
+
+    _limit_steps()
+    dataset = sequences(520)
+    model = tiny_llama()
+    ids = torch.randint(0, 64, (3, 12))
+    mask = (torch.arange(12) < torch.tensor([[12], [5], [9]])).long()
+    return {
+        "L": L,
+        "torch": torch,
+        "THDDataModule": THDDataModule,
+        "THDThroughputMonitor": THDThroughputMonitor,
+        "dataset": dataset,
+        "model": model,
+        "config": model.config,
+        "module": TinyModule(),
+        "batch": THDBatch.collate(sequences(3)),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "tokenizer": make_tokenizer(PLAIN),
+        "input_ids": ids,
+        "attention_mask": mask,
+        "response_mask": mask * (torch.arange(12) > 2),
+    }
+
+
+def run_block(block: str, folder: str) -> list[str]:
+    """Run a block, and a Trainer that it leaves unused too; the names it defines."""
+    os.chdir(folder)
+    names = _names()
+    before = set(names)
+    exec(compile(block, "README.md", "exec"), names)  # it is ours
+    trainer = names.get("trainer")
+    if trainer is not None and trainer.global_step == 0:
+        trainer.fit(names["module"], names["THDDataModule"](names["dataset"][:60], capacity=64))
+    assert trainer is None or trainer.global_step == 2
+    return sorted(set(names) - before)
+
+
+def test_there_are_blocks() -> None:
+    assert len(BLOCKS) >= 10
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[block.strip().splitlines()[-1][:40] for block in BLOCKS])
+def test_every_python_block_runs(block: str, tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "one document"}\n{"text": "and another"}\n')
+    talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello there"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    found = re.search(r"devices=(\d)", block)
+    run_ranks(run_block, int(found[1]) if found else 1, block, str(tmp_path))
+
+
+def test_every_command_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert len(SHELL) >= 6
+    for line in SHELL:
+        words = line.split("#")[0].split()
+        if words and words[0] == "make":
+            assert f"\n{words[1]}:" in makefile
+        for word in words:
+            if word.startswith(("examples/", "benchmarks/")):
+                assert (ROOT / word).exists()
+        if "examples/quickstart.py" in words:
+            source = (ROOT / "examples" / "quickstart.py").read_text()
+            assert all(f'"{word}"' in source for word in words if word.startswith("--"))
+    for name in re.findall(r"python -m (benchmarks[.a-z_]*)", README):
+        assert any((ROOT / f"{name.replace('.', '/')}{end}").exists() for end in (".py", "/__main__.py"))
+    for link in re.findall(r"\]\(([a-zA-Z_/]+\.(?:py|md))\)", README):
+        assert (ROOT / link).exists(), link
+    for file in re.findall(r"`(tests/[a-z_/]+\.py)`", README):
+        assert (ROOT / file).exists(), file
+
+
+def test_quoted_messages_are_in_the_code() -> None:
+    section = README.split("## Troubleshooting")[1].split("\n## ")[0]
+    quoted = re.findall(r"^\| `([^`]+)` \|", section, re.M)
+    assert len(quoted) >= 10
+    files = (ROOT / "lightning_thd").rglob("*.py")
+    # Adjacent strings are joined, so that a message that is split over lines is found.
+    source = "".join(re.sub(r'"\s*\n\s*f?"', "", file.read_text()) for file in files)
+    for message in quoted:
+        pattern = ".{1,40}?".join(map(re.escape, re.split(r"\d+", message)))  # numbers are filled in
+        assert re.search(pattern, source), message
+
+
+def _zeros(row: list[str]) -> list[str]:
+    return [cell if cell in ("0", "refuses") else "leaks" for cell in row]
+
+
+@pytest.mark.parametrize("name", ["llama", "stablelm", "mamba2", "bamba"])
+def test_the_leak_table_is_what_is_measured(name: str) -> None:
+    from benchmarks.leaks import measure
+
+    [row] = re.findall(rf"^\| {name} \(.*\) \| (.*) \|$", README, re.M)
+    found = ["refuses" if x is None else "0" if x == 0 else "leaks" for x in measure(name).values()]
+    assert _zeros(row.split(" | ")) == found
+
+
+def test_the_support_table_names_every_family() -> None:
+    from tests.models.families import FAMILIES
+
+    section = README.split("## Support")[1]
+    assert not [name for name in FAMILIES if not re.search(rf"\b{name}\b", section)]
+
+
+def test_the_help_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning_thd.cli import main
+
+    commands = set(re.findall(r"lightning-thd ([a-z-]+)", README))
+    main([])
+    shown = capsys.readouterr().out
+    assert commands
+    assert all(f"  {command} " in shown for command in commands)
