@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_thd.parallel.shard import THDShard
 
@@ -55,8 +56,7 @@ def refuse_unused_layout(batch: object) -> None:
 
 def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None:
     """Refuse Accelerate's and torch's own context parallelism next to ours: packs would be cut twice."""
-    torch_cp = sys.modules.get(_TORCH_CP)
-    if torch_cp is not None and getattr(torch_cp, "_replaced_functions", None):
+    if _torch_context_parallel_is_active():
         raise MisconfigurationException(
             f"context_parallel_size={cp} while torch's context_parallel() is active, which cuts sequences a "
             "second time and knows no document boundaries. Leave its context, or set context_parallel_size=1."
@@ -70,6 +70,18 @@ def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None
             "document boundaries and cuts sequences a second time. Prepare the model without "
             "ParallelismConfig(cp_size, sp_size), or set context_parallel_size=1."
         )
+
+
+def _torch_context_parallel_is_active() -> bool:
+    torch_cp: Any = sys.modules.get(_TORCH_CP)
+    if torch_cp is None:
+        return False
+    # Either of its two ways: attention replaced by a wrapper (which stays in the list of wrappers for ever),
+    # or DTensor told to handle attention's operators.
+    wrappers = getattr(torch_cp, "_replaced_functions", {})
+    operators = getattr(torch_cp, "custom_ops", {}).keys()
+    handlers = DTensor._op_dispatcher._custom_op_handlers.keys()
+    return nn.functional.scaled_dot_product_attention in wrappers or bool(operators & handlers)
 
 
 def _has_accelerate_hooks(module: nn.Module) -> bool:

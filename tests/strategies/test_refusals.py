@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from typing import Any
@@ -11,14 +12,17 @@ import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.experimental import context_parallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd import Packs, THDBatch
 from lightning_thd.parallel.mesh import AxisSizes, resolve_sizes
 from lightning_thd.strategies import THDModelParallelStrategy
+from lightning_thd.strategies.guards import refuse_second_context_parallelism
 from tests.ranks import run_ranks
-from tests.strategies.jobs import Job, Layout, data, make_trainer
+from tests.strategies.jobs import Job, Layout, data, family_model, make_trainer
 from tests.tiny import sequences
 
 
@@ -128,13 +132,8 @@ def refusals() -> dict[str, str]:
 def refused(case: str) -> str:
     ddp, mp = Layout(strategy="thd_ddp", cp=2), Layout(tp=2)
     sequence_parallel = Layout(tp=2, options={"sequence_parallel": True})
-    torch_cp = None
     os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = str(case == "accelerate").lower()
     os.environ["PARALLELISM_CONFIG_CP_SIZE"] = "2"
-    if case == "torch cp":
-        from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
-
-        torch_cp._replaced_functions[len] = ("len", len)
     jobs: dict[str, Any] = {
         "size": (Layout(strategy="thd_ddp", cp=3), Job, None),
         "heads": (mp, Heads, None),
@@ -154,13 +153,16 @@ def refused(case: str) -> str:
     trainer = make_trainer(layout, devices=2, gradient_clip_val=None)
     if given is None:
         given = data(Packs(1))
+    other: Any = contextlib.nullcontext()
+    if case == "torch cp":
+        other = context_parallel(
+            init_device_mesh("cpu", (2,)), buffers=[torch.zeros(1, 8)], buffer_seq_dims=[1]
+        )
     try:
-        trainer.fit(module(), given)
+        with other:
+            trainer.fit(module(), given)
     except (MisconfigurationException, ValueError) as err:
         return str(err)
-    finally:
-        if torch_cp is not None:
-            torch_cp._replaced_functions.clear()
     raise AssertionError(f"{case} was not refused")
 
 
@@ -190,6 +192,28 @@ def messages() -> list[dict[str, str]]:
 def test_refused_on_every_rank(case: str, messages: list[dict[str, str]]) -> None:
     for rank in messages:
         assert re.search(CASES[case], rank[case].replace("\n", " ")), rank[case]
+
+
+def test_accelerate_has_prepared_the_model() -> None:
+    big_modeling = pytest.importorskip("accelerate.big_modeling")
+    model = family_model("qwen3")
+    refuse_second_context_parallelism(model, 2)
+    big_modeling._attach_context_parallel_hooks(model)
+    with pytest.raises(MisconfigurationException, match=r"without ParallelismConfig\(cp_size, sp_size\)"):
+        refuse_second_context_parallelism(model, 2)
+
+
+def test_attention_is_refused_under_the_newer_way_of_torch() -> None:
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    refuse_second_context_parallelism(None, 2)
+    _attention._enable_context_parallel_dispatcher()
+    try:
+        with pytest.raises(MisconfigurationException, match=r"torch's context_parallel\(\) is active"):
+            refuse_second_context_parallelism(None, 2)
+    finally:
+        _attention._disable_context_parallel_dispatcher()
+    refuse_second_context_parallelism(None, 2)
 
 
 class SeedlessData(L.LightningDataModule):
