@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -36,8 +37,8 @@ class Backend(Protocol):
     def unavailable(self, device: torch.device) -> str | None:
         """Say why nothing can be captured on a device, or None."""
 
-    def warm_up(self, function: Callable[[], R]) -> R:
-        """Run once the way a capture will."""
+    def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
+        """Run once the way a capture will; the last run may refuse what a capture would."""
 
     def capture(self, function: Callable[[], R]) -> tuple[Graph, R]:
         """Run once and keep the work; the result's tensors are refilled by every replay."""
@@ -45,8 +46,11 @@ class Backend(Protocol):
     def time_s(self, function: Callable[[], object]) -> float | None:
         """Measure seconds of a run, or give None where times mean nothing."""
 
+    def separate(self) -> Backend:
+        """Give a backend whose graphs share no memory with those of this one."""
+
     def release(self) -> None:
-        """Let go of memory that graphs shared."""
+        """Let go of memory that graphs shared; all of them have been dropped."""
 
 
 class CudaBackend:
@@ -61,6 +65,7 @@ class CudaBackend:
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def unavailable(self, device: torch.device) -> str | None:
         """Say why nothing can be captured on a device, or None."""
@@ -68,27 +73,44 @@ class CudaBackend:
             return "there is no CUDA device"
         return None if device.type == "cuda" else f"the module is on {device.type}, not on a CUDA device"
 
-    def warm_up(self, function: Callable[[], R]) -> R:
-        """Run on the side stream."""
+    def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
+        """Run on the side stream; in the last run, a step that waits for the device raises at its line.
+
+        There, and not in the capture: a capture that fails leaves torch's allocator and generator half way.
+        """
         stream = self._side()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), _no_waiting() if last else contextlib.nullcontext():
             result = function()
         torch.cuda.current_stream().wait_stream(stream)
         return result
 
     def capture(self, function: Callable[[], R]) -> tuple[Graph, R]:
-        """Capture with the garbage collector off: it would free memory of earlier graphs meanwhile."""
+        """Capture with the garbage collector off: it would free memory of earlier graphs meanwhile.
+
+        Raises:
+            Exception: the step's own, where it raised; torch's complaint about the end of a broken capture
+                tells nothing.
+        """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
         # "thread_local": loader threads that page-lock memory and NCCL's watchdog go on meanwhile.
         context = torch.cuda.graph(
             graph, pool=self._pool, stream=self._side(), capture_error_mode="thread_local"
         )
-        with _no_collection(), context:
-            result = function()
+        raised: Exception | None = None
+        try:
+            # torch.cuda.graph does not give the stream back when the end of a capture raises.
+            with torch.cuda.stream(torch.cuda.current_stream()), _no_collection(), context:
+                try:
+                    result = function()
+                except Exception as error:
+                    raised = error
+                    raise
+        except Exception as error:
+            self._recover(graph)
+            raise (raised or error) from None
         return graph, result
 
     def time_s(self, function: Callable[[], object], *, runs: int = 5) -> float:
@@ -104,6 +126,12 @@ class CudaBackend:
             times.append(start.elapsed_time(stop) / 1000)
         return float(statistics.median(times))
 
+    def separate(self) -> CudaBackend:
+        """Give one with a pool of its own, on the same side stream."""
+        other = CudaBackend()
+        other._stream = self._side()
+        return other
+
     def release(self) -> None:
         """Forget the pool; its memory is free once no graph holds it."""
         self._pool = None
@@ -115,9 +143,39 @@ class CudaBackend:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return self._stream
 
+    def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Undo what torch (up to 2.13) leaves behind when a capture ends with an error (pytorch#171265).
+
+        The allocator goes on as if a capture were underway: it frees no memory that several streams used,
+        and no cached memory when the device is full. The generator refuses to draw outside of a capture.
+        """
+        device, pool = torch.cuda.current_device(), self._pool
+        try:
+            torch._C._cuda_endAllocateToPool(device, pool)
+        except RuntimeError:  # it is not recording: the capture ended as it should
+            return
+        torch._C._cuda_releasePool(device, pool)
+        self._pool = None
+        self._failed.append(graph)  # the allocator of page-locked memory may still ask it what is its own
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
+
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Make every call raise that would wait for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @contextlib.contextmanager

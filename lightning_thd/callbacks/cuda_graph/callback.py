@@ -14,11 +14,12 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks.cuda_graph.backend import Backend, CudaBackend
 from lightning_thd.callbacks.cuda_graph.buckets import Layout
 from lightning_thd.callbacks.cuda_graph.costs import GraphCosts
-from lightning_thd.callbacks.cuda_graph.graphed_step import GraphedStep, GraphStats, Scope
+from lightning_thd.callbacks.cuda_graph.graphed_step import GraphedStep, Scope
 from lightning_thd.callbacks.cuda_graph.measuring import measured_costs
 from lightning_thd.callbacks.cuda_graph.plan import GraphPlan, needed_sequences, plan_graphs
 from lightning_thd.callbacks.cuda_graph.recording import RecordingBackend
 from lightning_thd.callbacks.cuda_graph.sampling import longest_sequence, sample_layouts
+from lightning_thd.callbacks.cuda_graph.stats import GraphStats
 from lightning_thd.callbacks.cuda_graph.support import sharded_by
 from lightning_thd.packing import PackPlanner
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks.cuda_graph.attribute_reads import constants_of, reads_of
+from lightning_thd.callbacks.cuda_graph.autocast import uncached_autocast
 from lightning_thd.callbacks.cuda_graph.backend import Backend
-from lightning_thd.callbacks.cuda_graph.buckets import Bucket, Layout
+from lightning_thd.callbacks.cuda_graph.buckets import Bucket
 from lightning_thd.callbacks.cuda_graph.captured import CapturedStep, StepFunction
 from lightning_thd.callbacks.cuda_graph.checkpoint_rng import RandomUse, without_saved_states
 from lightning_thd.callbacks.cuda_graph.errors import CaptureError
@@ -23,13 +24,15 @@ from lightning_thd.callbacks.cuda_graph.layers import GraphedLayers
 from lightning_thd.callbacks.cuda_graph.module_state import (
     Fingerprint,
     host_state,
-    refuse_hooked_parameters,
+    refuse_fp8,
     refuse_host_changes,
     refuse_sums_over_slots,
     restored,
 )
 from lightning_thd.callbacks.cuda_graph.pair import GraphPair, Turn
-from lightning_thd.callbacks.cuda_graph.static_batch import StaticBatch, StaticInputs, dummy_batch
+from lightning_thd.callbacks.cuda_graph.stand_ins import StandIns
+from lightning_thd.callbacks.cuda_graph.static_batch import StaticBatch, StaticInputs
+from lightning_thd.callbacks.cuda_graph.static_shard import Cut, refuse_cut
 
 
 def capture_step(
@@ -49,7 +52,7 @@ def capture_step(
         function: the step.
         module: what it trains.
         bucket: the shape.
-        batch: a real one, looked at for its device and the axes of its positions only.
+        batch: a real one, looked at for its device, the axes of its positions and how it is cut.
         rest: further arguments of the step; a captured step gets stand-ins that raise when used.
         turn: shared by all graphs of one memory pool.
         layers: captures layers in place of the whole step.
@@ -57,24 +60,39 @@ def capture_step(
     Raises:
         CaptureError: for whatever a replay could not repeat.
     """
-    device = batch.input_ids.device
-    axes = None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0]
-    leaves = Fingerprint(module).parameters
-    refuse_hooked_parameters(leaves)
+    refuse_cut(batch, bucket)
     refuse_sums_over_slots(module)
-    wide = any(x.dtype == torch.float64 for x in leaves)
-    inputs = StaticInputs(bucket, device, axes=axes, scale_dtype=torch.float64 if wide else torch.float32)
-    dummy = dummy_batch(_full(bucket), device, axes=axes)
-    inputs.fill(dummy)
+    refuse_fp8(module)
+    parameters = Fingerprint(module).parameters
+    inputs = _inputs(batch, bucket, wide=any(x.dtype == torch.float64 for x in parameters))
     if layers is not None:
-        return layers.capture(function, module, inputs, dummy, rest, turn, leaves)
+        inputs.fill(inputs.dummy())
+        return layers.capture(function, module, inputs, inputs.dummy(), rest, parameters)
     hidden = tuple(HostValue(f"argument {i + 2} of the step (batch_idx)") for i in range(len(rest)))
-    with restored(module), static_shapes(), _uncached_autocast(device):
-        runs = warm_up(backend, lambda b: function(module, b, *hidden), module, inputs, leaves)
-        with guarded(module) as logged, without_saved_states(), reads_of(module) as reads:
-            pair = GraphPair(backend, lambda: _checked(function(module, inputs.batch, *hidden)), leaves, turn)
+    stand_ins = StandIns(module, parameters)
+
+    def run(static: StaticBatch) -> Any:
+        with stand_ins.in_place():
+            return _checked(function(module, static, *hidden))
+
+    with restored(module), static_shapes(), uncached_autocast(batch.input_ids.device):
+        runs = warm_up(backend, run, module, inputs, stand_ins.leaves)
+        refuse_fp8(module)
+        with guarded(module) as logged, without_saved_states(), reads_of(module) as reads, inputs.known():
+            pair = GraphPair(backend, lambda: run(inputs.batch), stand_ins.leaves, turn)
     check_numbers([*runs, logged], {bucket.slots, bucket.sequences, bucket.max_seqlen})
-    return CapturedStep(inputs, leaves, lambda *_: pair(leaves), logged, module, constants_of(module, reads))
+    read = constants_of(module, reads)
+    return CapturedStep(inputs, parameters, lambda *_: pair(parameters), logged, module, read)
+
+
+def _inputs(batch: THDBatch, bucket: Bucket, *, wide: bool) -> StaticInputs:
+    return StaticInputs(
+        bucket,
+        batch.input_ids.device,
+        axes=None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0],
+        scale_dtype=torch.float64 if wide else torch.float32,
+        cut=Cut.of(batch),
+    )
 
 
 def warm_up(
@@ -84,9 +102,9 @@ def warm_up(
     inputs: StaticInputs,
     leaves: list[Tensor],
 ) -> list[list[LoggedValue]]:
-    """Run forward and backward some times on copies of the buffers.
+    """Run forward and backward some times on buffers of their own, then make ``inputs`` ready.
 
-    Copies, as kernels may remember what they worked out for a tensor by its identity, and would then not
+    Their own, as kernels may remember what they worked out for a tensor by its identity, and would then not
     work it out again for the graph.
 
     Returns:
@@ -98,17 +116,22 @@ def warm_up(
         if i == 1:  # the first run may build tables and fill caches
             before = host_state(module)
         use = RandomUse()
-        copy = _copy_of(inputs.batch)
-        with guarded(module) as logged, without_saved_states(use), use:
-            backend.warm_up(lambda copy=copy: _forward_backward(run, copy, leaves))  # type: ignore[misc]
+        own = inputs.again()
+        own.fill(own.dummy())
+        last = i == backend.warm_ups - 1
+        with guarded(module) as logged, without_saved_states(use), use, own.known():
+            backend.warm_up(functools.partial(_forward_backward, run, own.batch, leaves), last=last)
         use.refuse()
+        own.learned()
         runs.append(logged)
     refuse_host_changes(module, before)
+    inputs.prepare()
+    inputs.fill(inputs.dummy())
     return runs
 
 
 def _forward_backward(run: Callable[[StaticBatch], Any], batch: StaticBatch, leaves: list[Tensor]) -> None:
-    output = _checked(run(batch))
+    output = run(batch)
     wanted = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if wanted:
         with torch.autocast(wanted[0].device.type, enabled=False):
@@ -126,23 +149,3 @@ def _checked(output: Any) -> Any:
             "unchanged always. Return tensors only."
         )
     return output
-
-
-def _copy_of(batch: StaticBatch) -> StaticBatch:
-    names = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded", "loss_scale")
-    tensors: dict[str, Any] = {name: getattr(batch, name).clone() for name in names}
-    return StaticBatch.build(max_seqlen=batch.max_seqlen, **tensors)
-
-
-def _full(bucket: Bucket) -> Layout:
-    return Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
-
-
-@contextlib.contextmanager
-def _uncached_autocast(device: torch.device) -> Iterator[None]:
-    """Switch off autocast's cache of cast weights: it would outlive the graph, or hold memory of it."""
-    kind = device.type
-    with torch.autocast(
-        kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
-    ):
-        yield

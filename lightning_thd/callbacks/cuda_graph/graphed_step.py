@@ -6,14 +6,13 @@ For raw loops and Accelerate use it directly; ``CUDAGraphCallback`` puts it arou
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_thd.batch import THDBatch
@@ -26,45 +25,15 @@ from lightning_thd.callbacks.cuda_graph.errors import CaptureError, as_capture_e
 from lightning_thd.callbacks.cuda_graph.layers import GraphedLayers
 from lightning_thd.callbacks.cuda_graph.module_state import Fingerprint
 from lightning_thd.callbacks.cuda_graph.pair import Turn
+from lightning_thd.callbacks.cuda_graph.stats import GraphStats
 from lightning_thd.callbacks.cuda_graph.support import refuse_sharded
 from lightning_thd.callbacks.cuda_graph.timing import compare
+from lightning_thd.parallel.shard import THDShard
 
 Scope = Literal["step", "layers"]
 Context = tuple[bool, torch.dtype]
 # Parameters that keep moving (a swap every few steps) make every capture worthless.
 _MOST_CAPTURES = 4
-
-
-@dataclass(slots=True)
-class GraphStats:
-    """What became of the batches so far.
-
-    Attributes:
-        replays: batches that ran from a graph.
-        fallbacks: batches that ran eagerly, by reason.
-        captures: graphs captured.
-        capture_s: seconds spent on capturing, warm-up included.
-    """
-
-    replays: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    captures: int = 0
-    capture_s: float = 0.0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of batches that were replayed; 0 before the first."""
-        total = self.replays + self.fallbacks.total()
-        return self.replays / total if total else 0.0
-
-    def metrics(self) -> dict[str, float]:
-        """What is logged."""
-        counts = {f"cuda_graph/fallback_{reason}": float(n) for reason, n in sorted(self.fallbacks.items())}
-        return {
-            "cuda_graph/hit_rate": self.hit_rate,
-            "cuda_graph/capture_time_s": self.capture_s,
-            **counts,
-        }
 
 
 class GraphedStep:
@@ -81,7 +50,7 @@ class GraphedStep:
         backend: CUDA graphs by default.
         scope: ``step`` captures forward and backward of the whole call; ``layers`` only the layers named in
             ``layers``, so that the rest of the step may read the host.
-        layers: parts of names of submodules, for ``scope="layers"``: ``("self_attn", "mamba")``.
+        layers: names of submodules, their last parts, for ``scope="layers"``: ``("self_attn", "mamba")``.
         require: raise :class:`CaptureError` where capture fails, in place of running eagerly.
         clock: seconds, for the time spent on capturing.
     """
@@ -152,6 +121,8 @@ class GraphedStep:
             return self.function(self.module, batch, *rest)
         if not isinstance(batch, THDBatch):
             return self._eager("batch_type", batch, *rest)
+        if torch._C._len_torch_dispatch_stack():  # FlopCounterMode and the like would see nothing of a replay
+            return self._eager("watched", batch, *rest)
         reason = self._prepare(batch, rest)
         if reason is not None:
             return self._eager(reason, batch, *rest)
@@ -164,10 +135,14 @@ class GraphedStep:
         captured = self._captured[self._context(batch)][bucket]
         if not captured.inputs.matches(batch):
             return self._eager("extras", batch, *rest)
-        if self._turn.pending:
+        if self._pending:
             return self._eager("pending_backward", batch, *rest)
         self.stats.replays += 1
         return captured(batch, *rest)
+
+    @property
+    def _pending(self) -> bool:
+        return self._turn.pending or (self._layers is not None and self._layers.pending)
 
     def _eager(self, reason: str, batch: Any, *rest: Any) -> Any:
         self.stats.fallbacks[reason] += 1
@@ -183,7 +158,7 @@ class GraphedStep:
             return "parameters_moved"
         context = self._context(batch)
         if context not in self._captured:
-            if self._turn.pending:
+            if self._pending:
                 return "pending_backward"
             try:
                 self._capture_all(context, batch, rest)
@@ -194,7 +169,18 @@ class GraphedStep:
 
     def _capture_all(self, context: Context, batch: THDBatch, rest: tuple[Any, ...]) -> None:
         started = self._clock()
-        problem: Exception | None = None
+        try:
+            captured = self._agreed(batch, self._try_capture(batch, rest))
+            self._captured[context] = captured
+            reads = {name for step in captured.values() for name in step.reads}
+            self._fingerprint = Fingerprint(self.module, reads)
+            self._rounds += 1
+            self.stats.captures += len(captured)
+            self._drop_slower(captured, batch, rest)
+        finally:
+            self.stats.capture_s += self._clock() - started
+
+    def _try_capture(self, batch: THDBatch, rest: tuple[Any, ...]) -> dict[Bucket, CapturedStep] | Exception:
         captured: dict[Bucket, CapturedStep] = {}
         try:
             missing = self.backend.unavailable(batch.input_ids.device)
@@ -205,20 +191,24 @@ class GraphedStep:
                     self.backend, self.function, self.module, bucket, batch, rest, self._turn, self._layers
                 )
         except Exception as error:
-            problem = error
-        # Ranks of a model-parallel group run the collectives of a step together, from a graph or not.
-        agreed = all_agree(problem is None, batch.input_ids.device)
-        if problem is not None:
-            raise problem
+            return error
+        return captured
+
+    def _agreed(
+        self, batch: THDBatch, found: dict[Bucket, CapturedStep] | Exception
+    ) -> dict[Bucket, CapturedStep]:
+        """Give what was captured, if all ranks have it: those of a model-parallel group run together.
+
+        Ranks that share no model come together here at the first capture, and may recapture alone.
+        """
+        failed = isinstance(found, Exception)
+        together = self._rounds == 0 or isinstance(batch, THDShard) or _has_shards(self.module)
+        agreed = all_agree(not failed, batch.input_ids.device) if together else not failed
+        if isinstance(found, Exception):
+            raise found
         if not agreed:
             raise CaptureError("the capture failed on another rank, whose message says why.")
-        self._captured[context] = captured
-        reads = {name for step in captured.values() for name in step.reads}
-        self._fingerprint = Fingerprint(self.module, reads)
-        self._rounds += 1
-        self.stats.captures += len(captured)
-        self._drop_slower(captured, batch, rest)
-        self.stats.capture_s += self._clock() - started
+        return found
 
     def _drop_slower(
         self, captured: dict[Bucket, CapturedStep], batch: THDBatch, rest: tuple[Any, ...]
@@ -237,10 +227,7 @@ class GraphedStep:
             )
 
     def _forget(self, change: str) -> None:
-        self._captured.clear()
-        self._fingerprint = None
-        if self._layers is not None:
-            self._layers.remove()
+        self.close()
         if self._rounds >= _MOST_CAPTURES:
             self._give_up(
                 CaptureError(
@@ -277,6 +264,10 @@ class GraphedStep:
             return self.wrapped(batch, *rest)
         finally:
             _restore_forward(inner, before)
+
+
+def _has_shards(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def _restore_forward(module: Any, before: Any) -> None:

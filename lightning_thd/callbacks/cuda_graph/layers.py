@@ -12,34 +12,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks.cuda_graph.backend import Backend
 from lightning_thd.callbacks.cuda_graph.captured import CapturedStep
-from lightning_thd.callbacks.cuda_graph.checkpoint_rng import RandomUse, without_saved_states
 from lightning_thd.callbacks.cuda_graph.errors import CaptureError
 from lightning_thd.callbacks.cuda_graph.guards import guarded
+from lightning_thd.callbacks.cuda_graph.layer_call import LayerCall
 from lightning_thd.callbacks.cuda_graph.module_state import restored
-from lightning_thd.callbacks.cuda_graph.pair import GraphPair, Turn
-from lightning_thd.callbacks.cuda_graph.static_batch import StaticInputs, pad_batch
-from lightning_thd.models.pack import current_pack
+from lightning_thd.callbacks.cuda_graph.padding import pad_batch
+from lightning_thd.callbacks.cuda_graph.pair import Turn
+from lightning_thd.callbacks.cuda_graph.static_batch import StaticInputs
 
 
 class GraphedLayers:
-    """Captures the layers whose name contains one of some parts.
+    """Captures the layers that have one of some names.
 
     Args:
         backend: captures.
-        names: parts of names of submodules.
+        names: last parts of names of submodules, ``("self_attn", "mamba")``.
     """
 
     def __init__(self, backend: Backend, names: Sequence[str]) -> None:
         self.backend = backend
         self.names = tuple(names)
+        self.active: dict[nn.Module, LayerCall] = {}
         self._chosen: list[tuple[nn.Module, Any]] = []
-        self.active: dict[nn.Module, _GraphedCall] = {}
+        self._own: dict[nn.Module, tuple[Backend, Turn]] = {}
 
     def capture(
         self,
@@ -48,12 +49,20 @@ class GraphedLayers:
         inputs: StaticInputs,
         dummy: THDBatch,
         rest: tuple[Any, ...],
-        turn: Turn,
         leaves: list[Tensor],
     ) -> CapturedStep:
         """Run the step once on a dummy batch and capture every chosen layer as it is called."""
+        if inputs.cut is not None:
+            raise CaptureError(
+                "scope='layers' pads whole packs, and context parallelism cuts them. Use scope='step', or "
+                "context_parallel_size=1."
+            )
         self._install(module)
-        calls = {layer: _GraphedCall(self.backend, layer) for layer, _ in self._chosen}
+        offsets = (inputs.batch.cu_seqlens, inputs.batch.cu_seqlens_padded)
+        fixed = frozenset(x.data_ptr() for x in offsets)
+        calls = {
+            layer: LayerCall(backend, layer, turn, fixed) for layer, (backend, turn) in self._own.items()
+        }
         batch = self._static(dummy, inputs)
         kind = inputs.batch.input_ids.device.type
         with restored(module), static_shapes(), guarded(module), self._using(calls):
@@ -78,9 +87,17 @@ class GraphedLayers:
             else:
                 layer.__dict__["forward"] = before
         self._chosen.clear()
+        for backend, _ in self._own.values():
+            backend.release()
+        self._own.clear()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a layer's backward is outstanding: eager operators have saved the static offsets, too."""
+        return any(turn.pending for _, turn in self._own.values())
 
     @contextlib.contextmanager
-    def _using(self, calls: dict[nn.Module, _GraphedCall]) -> Iterator[None]:
+    def _using(self, calls: dict[nn.Module, LayerCall]) -> Iterator[None]:
         self.active, before = calls, self.active
         try:
             yield
@@ -97,11 +114,7 @@ class GraphedLayers:
     def _install(self, module: nn.Module) -> None:
         if self._chosen:
             return
-        found = [
-            layer
-            for name, layer in module.named_modules()
-            if any(part in name.split(".") for part in self.names)
-        ]
+        found = _outermost(module, self.names)
         if not found:
             some = sorted({name.rpartition(".")[2] for name, _ in module.named_modules()} - {""})
             raise CaptureError(f"no submodule is named {self.names}. Names here: {', '.join(some)}.")
@@ -113,6 +126,7 @@ class GraphedLayers:
         for layer in found:
             self._chosen.append((layer, layer.__dict__.get("forward")))
             layer.__dict__["forward"] = self._forward_of(layer, layer.forward)
+            self._own[layer] = (self.backend.separate(), Turn())
 
     def _forward_of(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def graphed_forward(*args: Any, **kwargs: Any) -> Any:
@@ -124,78 +138,12 @@ class GraphedLayers:
         return graphed_forward
 
 
-class _GraphedCall:
-    """One layer in one bucket: the first call captures, later ones replay."""
-
-    def __init__(self, backend: Backend, layer: nn.Module) -> None:
-        self._backend, self._layer = backend, layer
-        self._turn = Turn()
-        self.pair: GraphPair | None = None
-        self._spec: TreeSpec | None = None
-        self._statics: list[Tensor] = []
-        self._constants: list[Any] = []
-        self._moving: list[int] = []
-
-    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flat, spec = tree_flatten((args, kwargs))
-        if self.pair is None:
-            self._capture(forward, flat, spec)
-        if self._turn.pending or not self._fits(flat, spec):
-            return forward(*args, **kwargs)
-        assert self.pair is not None
-        moving = [flat[i] for i in self._moving]
-        with torch.no_grad():
-            for static, new in zip(self._statics, moving, strict=True):
-                static.copy_(new)
-        wanted = [new for static, new in zip(self._statics, moving, strict=True) if static.requires_grad]
-        return self.pair([*wanted, *self._parameters])
-
-    def _capture(self, forward: Callable[..., Any], flat: list[Any], spec: TreeSpec) -> None:
-        # Offsets keep their address; what the layers before compute is copied in.
-        self._moving = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.is_floating_point()]
-        self._constants = [None if i in self._moving else x for i, x in enumerate(flat)]
-        self._spec = spec
-        self._statics = [flat[i].detach().clone().requires_grad_(flat[i].requires_grad) for i in self._moving]
-        self._parameters = [p for p in self._layer.parameters() if p.requires_grad]
-        static = list(self._constants)
-        for i, tensor in zip(self._moving, self._statics, strict=True):
-            static[i] = tensor
-        args, kwargs = tree_unflatten(static, spec)
-        leaves = [*(x for x in self._statics if x.requires_grad), *self._parameters]
-        for _ in range(self._backend.warm_ups):
-            use = RandomUse()
-            with without_saved_states(use), use, _fresh_pack():
-                self._backend.warm_up(lambda: _forward_backward(forward(*args, **kwargs), leaves))
-            use.refuse()
-        with _fresh_pack():
-            self.pair = GraphPair(self._backend, lambda: forward(*args, **kwargs), leaves, self._turn)
-
-    def _fits(self, flat: list[Any], spec: TreeSpec) -> bool:
-        if spec != self._spec:
-            return False
-        for i, (constant, x) in enumerate(zip(self._constants, flat, strict=True)):
-            if i not in self._moving and not (x is constant if isinstance(x, Tensor) else x == constant):
-                return False
-        return all(
-            flat[i].shape == static.shape and flat[i].dtype == static.dtype
-            for i, static in zip(self._moving, self._statics, strict=True)
-        )
-
-
-def _forward_backward(output: Any, leaves: list[Tensor]) -> None:
-    found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-    torch.autograd.grad(found, leaves, [torch.ones_like(x) for x in found], allow_unused=True)
-
-
-@contextlib.contextmanager
-def _fresh_pack() -> Iterator[None]:
-    """Let a layer work out again, inside its graph, what layers before it remembered for this batch."""
-    pack = current_pack()
-    if pack is None:
-        yield
-        return
-    pack.cache, before = {}, pack.cache
-    try:
-        yield
-    finally:
-        pack.cache = before
+def _outermost(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Find the submodules with one of the names, but none inside of another."""
+    found: dict[str, nn.Module] = {}
+    for path, layer in module.named_modules():
+        parts = path.split(".")
+        inside = any(".".join(parts[:i]) in found for i in range(1, len(parts)))
+        if parts[-1] in names and not inside:
+            found[path] = layer
+    return list(found.values())

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
-from lightning_thd.callbacks.cuda_graph.autocast_meta import autocast_knows_meta
+from lightning_thd.callbacks.cuda_graph.autocast import autocast_knows_meta
 from lightning_thd.callbacks.cuda_graph.captured import StepFunction
 from lightning_thd.callbacks.cuda_graph.checkpoint_rng import RandomUse, without_saved_states
 from lightning_thd.callbacks.cuda_graph.errors import CaptureError, as_capture_error, reporting_to

@@ -60,7 +60,8 @@ def measured_costs(
             found = compare(backend, function, module, step, layout, rest)
             assert found is not None
             eager_s, measured[count] = found.eager_s, found.replay_s
-            del step
+            del step  # before its pool is let go
+            backend.release()
     except Exception:
         failed = True
     backend.release()

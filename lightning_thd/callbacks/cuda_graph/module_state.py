@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -91,17 +92,6 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -
         )
 
 
-def refuse_hooked_parameters(parameters: list[Tensor]) -> None:
-    """Refuse Tensor.register_hook on parameters: it would run at capture and again at every replay."""
-    for parameter in parameters:
-        if parameter._backward_hooks:
-            raise CaptureError(
-                f"a parameter of shape {tuple(parameter.shape)} has a hook (Tensor.register_hook), which a "
-                "captured step would apply twice. Use register_post_accumulate_grad_hook, or gradient "
-                "clipping of the Trainer."
-            )
-
-
 @contextlib.contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
     """Leave random states and the values of buffers as they were, whatever the body does."""
@@ -135,3 +125,25 @@ def refuse_sums_over_slots(module: nn.Module) -> None:
                 f"{type(child).__name__} has config.output_router_logits=True: its balancing loss would "
                 "count the dummy tokens of the tail. Set it to False, or train this model eagerly."
             )
+
+
+def refuse_fp8(module: nn.Module) -> None:
+    """Refuse Transformer Engine's low precision: warm-up on dummy tokens would enter its history of scales.
+
+    Raises:
+        CaptureError: where a layer of it runs, or is about to run, in fp8 or fp4.
+    """
+    layers = [child for child in module.modules() if _is_te(child)]
+    engines = [sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("quantization", "fp8")]
+    states: list[Any] = [getattr(engine, "FP8GlobalStateManager", None) for engine in engines]
+    about_to = bool(layers) and any(state is not None and state.is_fp8_enabled() for state in states)
+    if about_to or any(getattr(layer, "fp8", False) for layer in layers):
+        raise CaptureError(
+            f"Transformer Engine runs {len(layers)} layers in fp8: their scales follow a history kept beside "
+            "the module, which warm-up on dummy tokens would change and a replay would not write. Train in "
+            "bf16 to have graphs, or in fp8 without them."
+        )
+
+
+def _is_te(module: nn.Module) -> bool:
+    return any(cls.__name__ == "TransformerEngineBaseModule" for cls in type(module).__mro__)

@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _distributed_c10d
 from torch.distributed import Work
+from torch.futures import Future
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_thd.callbacks.cuda_graph.errors import CaptureError, Report, calling_line
 from lightning_thd.callbacks.cuda_graph.host_reads import function_problem, operator_problem
@@ -52,6 +54,21 @@ def _finish(function: Any, results: list[Any]) -> None:
         for x in results:
             if isinstance(x, torch.ScriptObject):
                 Work.unbox(x).wait()
+
+
+def _finished(result: Any) -> Any:
+    """Wait for a collective here, and give its caller something that is done already.
+
+    Some of gloo's copy their result when they are waited for, an operator that would be kept as the caller's.
+    """
+    leaves, spec = tree_flatten(result)
+    for i, x in enumerate(leaves):
+        if isinstance(x, torch.ScriptObject):
+            Work.unbox(x).wait()
+            future: Any = Future()
+            future.set_result(None)
+            leaves[i] = _distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+    return tree_unflatten(leaves, spec)
 
 
 class Recording:
@@ -117,8 +134,8 @@ class RecordingBackend:
             None if device.type == "cpu" else f"the recording backend runs on the CPU, not on {device.type}"
         )
 
-    def warm_up(self, function: Callable[[], R]) -> R:
-        """Run once."""
+    def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
+        """Run once; capture itself refuses, and leaves nothing half way."""
         return function()
 
     def capture(self, function: Callable[[], R]) -> tuple[Recording, R]:
@@ -130,6 +147,10 @@ class RecordingBackend:
     def time_s(self, function: Callable[[], object]) -> float | None:
         """Give None: a recording is always slower."""
         return None
+
+    def separate(self) -> RecordingBackend:
+        """Give itself: recordings share no memory."""
+        return self
 
     def release(self) -> None:
         """Nothing is shared."""
@@ -182,7 +203,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = _call(func, args, kwargs, result)
         if call is not None:
             self._tape.calls.append(call)
-        return result
+        return _finished(result) if func.namespace == "c10d" else result
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Call | None:
@@ -192,7 +213,9 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
         x if isinstance(x, Tensor) and x.numel() and not given & _storages(x) else None
         for x in tree_leaves(result)
     )
-    if not func._schema.is_mutable and all(x is None for x in results):
+    # Collectives write into what they are given, though their schemas do not say so.
+    writes = func._schema.is_mutable or func.namespace == "c10d"
+    if not writes and all(x is None for x in results):
         return None
     fills = func._schema.name in _UNFILLED
     return _Call(func, args, kwargs, results, fills)

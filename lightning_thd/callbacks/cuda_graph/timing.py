@@ -13,7 +13,6 @@ from lightning_thd.callbacks.cuda_graph.buckets import Layout
 from lightning_thd.callbacks.cuda_graph.captured import CapturedStep, StepFunction
 from lightning_thd.callbacks.cuda_graph.guards import guarded
 from lightning_thd.callbacks.cuda_graph.module_state import restored
-from lightning_thd.callbacks.cuda_graph.static_batch import dummy_batch
 
 # A replay has to win by this much: within it, eager is as good and has no second copy of the gradients.
 _MARGIN = 0.02
@@ -57,7 +56,7 @@ def compare(
     bucket = step.inputs.bucket
     if bucket.misfit(layout) is not None:
         layout = Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
-    batch = dummy_batch(layout, step.inputs.batch.input_ids.device, axes=step.inputs.axes)
+    batch = step.inputs.dummy(layout)
     with restored(module), guarded(module):
         eager_s = backend.time_s(lambda: _both_ways(lambda: function(module, batch, *rest), step))
         if eager_s is None:

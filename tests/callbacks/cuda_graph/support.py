@@ -13,8 +13,8 @@ from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd._static import static_shapes
 from lightning_thd.callbacks.cuda_graph import Bucket, GraphedStep, make_buckets
 from lightning_thd.callbacks.cuda_graph.buckets import choose
+from lightning_thd.callbacks.cuda_graph.padding import pad_batch
 from lightning_thd.callbacks.cuda_graph.recording import RecordingBackend
-from lightning_thd.callbacks.cuda_graph.static_batch import pad_batch
 from tests.tiny import VOCAB, tiny_llama
 
 LONGEST = 24

@@ -11,7 +11,13 @@ from lightning_thd import THDBatch
 from lightning_thd.alignment import Alignment
 from lightning_thd.callbacks.cuda_graph import Bucket, CaptureError, make_buckets
 from lightning_thd.callbacks.cuda_graph.buckets import Layout, choose
-from lightning_thd.callbacks.cuda_graph.static_batch import StaticInputs, dummy_batch, pad_batch, pad_offsets
+from lightning_thd.callbacks.cuda_graph.padding import (
+    dummy_batch,
+    pad_batch,
+    padded_lengths_of,
+    real_lengths_of,
+)
+from lightning_thd.callbacks.cuda_graph.static_batch import StaticInputs
 from lightning_thd.seqlens import check_cu_seqlens
 
 CPU = torch.device("cpu")
@@ -114,10 +120,14 @@ def test_the_cheapest_bucket_is_chosen_and_the_nearest_reason_given() -> None:
     assert choose(buckets, collate([3]).replace(extras={"pixel_values": torch.ones(1)}))[1] == "extras"
 
 
-def test_pad_offsets_worked_value() -> None:
-    real, padded, step = pad_offsets(collate([3, 2]), Bucket(slots=9, sequences=4, max_seqlen=4))
-    assert real.tolist() == padded.tolist() == [0, 3, 5, 7, 9]
-    assert step == 2
+def test_worked_values_of_padded_and_real_lengths() -> None:
+    batch = collate([3, 2])
+    assert padded_lengths_of(batch, Bucket(slots=9, sequences=4, max_seqlen=4)).tolist() == [3, 2, 2, 2]
+    aligned = collate([3, 2], align=Alignment(sequence_multiple=4, total_multiple=4))
+    bucket = Bucket(slots=24, sequences=4, max_seqlen=8)
+    padded = padded_lengths_of(aligned, bucket, multiple=4)
+    assert padded.tolist() == [4, 4, 8, 8]
+    assert real_lengths_of(aligned, padded).tolist() == [3, 2, 8, 8]
 
 
 def test_dummy_batches_fill_their_layout() -> None:
@@ -135,7 +145,7 @@ def test_what_the_host_knows_is_refused_with_the_line(name: str) -> None:
         list(batch) if name == "__iter__" else len(batch) if name == "__len__" else getattr(batch, name)
     assert batch.replace(targets=batch.input_ids).targets is batch.input_ids
     assert batch.to("cpu").hf_kwargs()["max_length_q"] == 8
-    assert "8 slots, 2 sequences" in repr(batch)
+    assert repr(batch) == "StaticBatch(8 slots)"
 
 
 @pytest.mark.parametrize(

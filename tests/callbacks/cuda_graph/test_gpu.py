@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_thd import THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback, GraphedStep, make_buckets
 from lightning_thd.callbacks.cuda_graph.buckets import choose
-from lightning_thd.callbacks.cuda_graph.static_batch import pad_batch
+from lightning_thd.callbacks.cuda_graph.padding import pad_batch
 from tests.callbacks.cuda_graph.support import GraphModule, random_batch, worst
 from tests.tiny import sequences
 

@@ -12,8 +12,8 @@ from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd._static import static_shapes
 from lightning_thd.callbacks.cuda_graph import Bucket, CaptureError, GraphedStep, make_buckets
 from lightning_thd.callbacks.cuda_graph.buckets import choose
+from lightning_thd.callbacks.cuda_graph.padding import pad_batch
 from lightning_thd.callbacks.cuda_graph.recording import RecordingBackend
-from lightning_thd.callbacks.cuda_graph.static_batch import pad_batch
 from tests.callbacks.cuda_graph.support import (
     BUCKETS,
     gradients,
@@ -503,11 +503,25 @@ def loss_slots() -> int:
     return int(random_batch(1, count=4).targets.numel())  # one eager step, no warm-up left behind
 
 
-def test_hooks_on_parameters_and_balancing_losses_are_refused() -> None:
-    model = tiny_llama(torch.float64)
-    model.lm_head.weight.register_hook(lambda grad: 2 * grad)
-    with pytest.raises(CaptureError, match="has a hook"):
-        graphed(model)(random_batch(1, count=4))
+def test_hooks_on_parameters_run_once_a_step() -> None:
+    model, calls = tiny_llama(torch.float64), []
+
+    def double(grad: Tensor) -> Tensor:
+        calls.append(grad.shape)
+        return 2 * grad
+
+    step = graphed(model)
+    eager = gradients(model, causal_lm_loss(model, random_batch(1, count=4)))
+    wanted = [grad.clone() for grad in eager]
+    model.lm_head.weight.register_hook(double)
+    found = gradients(model, step(random_batch(1, count=4)))
+    assert step.stats.replays == 1
+    assert len(calls) == 1
+    assert worst(found[:-1], wanted[:-1]) < 1e-13
+    assert worst(found[-1:], [2 * wanted[-1]]) < 1e-13
+
+
+def test_balancing_losses_are_refused() -> None:
     model = build("mixtral", "thd").train()
     model.config.output_router_logits = True
     with pytest.raises(CaptureError, match="balancing loss would count the dummy tokens"):

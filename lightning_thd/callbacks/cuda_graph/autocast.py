@@ -1,4 +1,4 @@
-"""Autocast on the meta device, which torch (2.13) refuses to be asked about."""
+"""Autocast without its cache, and on the meta device, which torch (2.13) refuses to be asked about."""
 
 from __future__ import annotations
 
@@ -10,6 +10,20 @@ from typing import Any
 import torch
 
 _NAMES = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
+
+
+@contextlib.contextmanager
+def uncached_autocast(device: torch.device) -> Iterator[None]:
+    """Go on with the present autocast, but without its cache of cast weights.
+
+    A cast found there is not part of a graph, whose weights would stay those of the capture; one that a graph
+    puts there is memory of the graph.
+    """
+    kind = device.type
+    with torch.autocast(
+        kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -1,0 +1,38 @@
+"""What a graphed step did with its batches, and what of it is logged."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class GraphStats:
+    """What became of the batches so far.
+
+    Attributes:
+        replays: batches that ran from a graph.
+        fallbacks: batches that ran eagerly, by reason.
+        captures: graphs captured.
+        capture_s: seconds spent on capturing, warm-up included.
+    """
+
+    replays: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    captures: int = 0
+    capture_s: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of batches that were replayed; 0 before the first."""
+        total = self.replays + self.fallbacks.total()
+        return self.replays / total if total else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged."""
+        counts = {f"cuda_graph/fallback_{reason}": float(n) for reason, n in sorted(self.fallbacks.items())}
+        return {
+            "cuda_graph/hit_rate": self.hit_rate,
+            "cuda_graph/capture_time_s": self.capture_s,
+            **counts,
+        }
