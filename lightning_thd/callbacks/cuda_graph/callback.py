@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -11,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd.batch import THDBatch
+from lightning_thd.callbacks.cuda_graph.agree import all_agree
 from lightning_thd.callbacks.cuda_graph.backend import Backend, CudaBackend
 from lightning_thd.callbacks.cuda_graph.buckets import Layout
 from lightning_thd.callbacks.cuda_graph.costs import GraphCosts
@@ -19,8 +22,10 @@ from lightning_thd.callbacks.cuda_graph.measuring import measured_costs
 from lightning_thd.callbacks.cuda_graph.plan import GraphPlan, needed_sequences, plan_graphs
 from lightning_thd.callbacks.cuda_graph.recording import RecordingBackend
 from lightning_thd.callbacks.cuda_graph.sampling import longest_sequence, sample_layouts
+from lightning_thd.callbacks.cuda_graph.static_shard import Cut
 from lightning_thd.callbacks.cuda_graph.stats import GraphStats
 from lightning_thd.callbacks.cuda_graph.support import sharded_by
+from lightning_thd.callbacks.throughput import THDThroughputMonitor
 from lightning_thd.packing import PackPlanner
 
 # Batches looked at where no planner tells what will come.
@@ -76,6 +81,7 @@ class CUDAGraphCallback(L.Callback):
         self.plan: GraphPlan | None = None
         self.step: GraphedStep | None = None
         self._idle = False
+        self._measuring_s = 0.0
         self._seen: list[Layout] = []
         self._installed: tuple[L.LightningModule, Any] | None = None
         self._planner: tuple[PackPlanner, int] | None = None
@@ -85,10 +91,15 @@ class CUDAGraphCallback(L.Callback):
         """What became of the batches so far."""
         return GraphStats() if self.step is None else self.step.stats
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds spent on capturing and on measuring what it is worth."""
+        return self._measuring_s + self.stats.capture_s
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Put the graphs around ``training_step``, or say why not."""
         self._remove()
-        self.step, self.plan, self._seen, self._idle = None, None, [], False
+        self.step, self.plan, self._seen, self._idle, self._measuring_s = None, None, [], False, 0.0
         backend = self._make_backend()
         reason = _unsupported(trainer, pl_module, backend)
         if reason is not None:
@@ -102,9 +113,13 @@ class CUDAGraphCallback(L.Callback):
             batch = args[0] if args else None
             if self._idle or kwargs:
                 return original(*args, **kwargs)
+            spent = self.spent_s
             if self.step is None:
                 self._plan_step(backend, pl_module, original, batch, args[1:])
-            return original(*args) if self.step is None else self.step(*args)
+            output = original(*args) if self.step is None else self.step(*args)
+            if self.spent_s > spent:
+                _leave_out_of_rates(trainer)
+            return output
 
         self._installed = (pl_module, pl_module.__dict__.get("training_step"))
         pl_module.__dict__["training_step"] = training_step
@@ -153,12 +168,15 @@ class CUDAGraphCallback(L.Callback):
         needs, slots, longest = found
         costs: GraphCosts | None = self.costs if isinstance(self.costs, GraphCosts) else None
         if costs is None and not self.given:
+            started = time.perf_counter()
             costs = measured_costs(backend, function, module, batch, rest, needs, slots, longest)
+            self._measuring_s = time.perf_counter() - started
         self.plan = plan_graphs(needs, slots=slots, max_seqlen=longest, costs=costs, given=self.given)
         rank_zero_info(self.plan.table())
         problem = _problem(self.plan, self.given)
-        if problem is not None:
-            self._stay_idle(problem)
+        # Without a planner ranks have seen different batches, and capture is for all or none.
+        if not all_agree(problem is None, batch.input_ids.device):
+            self._stay_idle(problem or "another rank has no use for graphs, and says why")
             return
         self.step = GraphedStep(
             function,
@@ -179,8 +197,10 @@ class CUDAGraphCallback(L.Callback):
         self._seen.append(Layout.of_batch(batch))
         if len(self._seen) < _OBSERVED:
             return None
-        slots = -(-max(x.slots for x in self._seen) // _ROUND) * _ROUND
-        longest = min(slots, -(-max(x.max_seqlen for x in self._seen) // _ROUND) * _ROUND)
+        cut = Cut.of(batch)
+        multiple = math.lcm(_ROUND, 1 if cut is None else cut.multiple)
+        slots = -(-max(x.slots for x in self._seen) // multiple) * multiple
+        longest = min(slots, -(-max(x.max_seqlen for x in self._seen) // multiple) * multiple)
         return needed_sequences(self._seen, slots, longest), slots, longest
 
     def _stay_idle(self, reason: str) -> None:
@@ -245,6 +265,13 @@ def _unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend
     if found is not None:
         return f"the module is sharded by {found}, whose gathered parameters have no fixed address"
     return None
+
+
+def _leave_out_of_rates(trainer: L.Trainer) -> None:
+    """Tell what measures throughput that this step did more than train."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set outside __init__
+        if isinstance(callback, THDThroughputMonitor):
+            callback.exclude_step()
 
 
 def _planner_of(trainer: L.Trainer) -> tuple[PackPlanner, int] | None:
