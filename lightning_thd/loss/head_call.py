@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._static import shapes_are_static
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.lazy_logits import LazyLogits, carry_values, open_values
 from lightning_thd.loss.logit_map import LogitMap
 from lightning_thd.loss.wrapped import HeadOperands, guess_logit_map, head_operands, text_config
+from lightning_thd.models.mixers import has_mixers
+from lightning_thd.models.pack import packed
+from lightning_thd.parallel.shard import THDShard
 
 _ATTRIBUTE = "_thd_head_call"
 
@@ -50,6 +54,7 @@ class HeadCall:
         self.logit_map: LogitMap = guess_logit_map(inner)
         self.job: Job | None = None
         self.model_forward: Any = None
+        self._has_mixers = has_mixers(inner)
 
     @classmethod
     def of(cls, inner: Any) -> HeadCall:
@@ -89,12 +94,23 @@ class HeadCall:
         self.model_forward = self.inner.forward
         self.job = job
         try:
-            with _replaced(head, self.head_forward), _replaced(self.inner, self.forward):
+            replaced = _replaced(head, self.head_forward), _replaced(self.inner, self.forward)
+            with replaced[0], replaced[1], self._lengths_of(job.batch):
                 outputs: dict[str, Tensor] = model(**job.batch.hf_kwargs())
         finally:
             self.job = None
             self.model_forward = None
         return outputs
+
+    def _lengths_of(self, batch: THDBatch) -> contextlib.AbstractContextManager[None]:
+        """Tell state-space layers the lengths, which they would read back from the device without.
+
+        Those of a recorded step work with sizes alone, and a shard's with those of the whole pack, which
+        its layout knows. Other layers ask for no lengths.
+        """
+        if not self._has_mixers or shapes_are_static() or isinstance(batch, THDShard):
+            return contextlib.nullcontext()
+        return packed(batch)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Stand in for the model's forward; what it returns is what hooks of wrappers see."""
