@@ -305,7 +305,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="2,048 tokens, 32,000 columns")
-    parser.add_argument("--repeat", type=int, default=1, help="runs besides the profiled one")
+    parser.add_argument("--repeat", type=int, help="runs besides the profiled one: 1, or none at 151,936")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parts = ["errors", "ranks", "sizes"]
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
@@ -322,7 +322,8 @@ def main(argv: list[str] | None = None) -> None:
     for tokens, vocabulary, dtype in sizes(arguments.quick):
         chosen = arguments.vocabulary in (None, vocabulary) and arguments.dtype in (None, str(dtype)[6:])
         if chosen and "sizes" in arguments.parts:
-            show_size(tokens, vocabulary, dtype, arguments.repeat, ["naive", *arguments.ways])
+            repeat = int(vocabulary < 100_000) if arguments.repeat is None else arguments.repeat
+            show_size(tokens, vocabulary, dtype, repeat, ["naive", *arguments.ways])
 
 
 if __name__ == "__main__":

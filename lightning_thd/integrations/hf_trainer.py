@@ -276,6 +276,12 @@ class _PackedTrainerMixin:
                 f"packed_trainer runs data parallel, but the accelerator has {config}. Its context "
                 "parallelism would let documents see each other. Use Lightning with THDModelParallelStrategy."
             )
+        for name in ("packing", "padding_free"):
+            if getattr(self.args, name, False):
+                raise ValueError(
+                    f"{type(self.args).__name__}({name}=True) packs by itself, before packed_trainer does. "
+                    f"Set {name}=False; capacity={self._capacity} says how long a pack is."
+                )
         if isinstance(self._data_kwargs.get("global_batch"), Packs):
             return
         if self._data_kwargs.get("global_batch") is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -13,6 +14,7 @@ from accelerate import DistributedType, FullyShardedDataParallelPlugin
 
 from lightning_thd import Packs, Sequences, prepare_thd
 from lightning_thd.batch import THDBatch
+from lightning_thd.integrations.accelerate import _data_rank
 from tests.integrations.test_loops import STEPS, by_hand, make_data, run, same
 from tests.ranks import run_ranks
 from tests.tiny import TinyModule, tiny_llama
@@ -115,3 +117,28 @@ def test_fsdp2_equals_the_hand_loop(step: Any, accumulate: int) -> None:
     assert same(ranks[0][0], wanted)
     means = [(a + b) / 2 for a, b in zip(ranks[0][1], ranks[1][1], strict=True)]
     assert means == pytest.approx(losses, rel=1e-12)
+
+
+def _rank_in(sizes: dict[str, int]) -> tuple[int, int]:
+    # An Accelerator on CPUs takes no mesh; config and mesh are the real ones.
+    config = accelerate.ParallelismConfig(**sizes)
+    mesh = config.build_device_mesh("cpu")
+    rank, ranks, group = _data_rank(SimpleNamespace(parallelism_config=config, torch_device_mesh=mesh))
+    if group is not None:
+        assert torch.distributed.get_world_size(group) == ranks
+        assert torch.distributed.get_rank(group) == rank
+    return rank, ranks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ({"dp_replicate_size": 2}, [(0, 2), (1, 2)]),
+        ({"dp_shard_size": 2}, [(0, 2), (1, 2)]),
+        ({"tp_size": 2}, [(0, 1), (0, 1)]),
+        ({"dp_replicate_size": 2, "dp_shard_size": 2}, [(0, 4), (1, 4), (2, 4), (3, 4)]),
+        ({"dp_shard_size": 2, "tp_size": 2}, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+    ],
+)
+def test_the_mesh_says_who_reads_what(sizes: dict[str, int], wanted: list[tuple[int, int]]) -> None:
+    assert run_ranks(_rank_in, len(wanted), sizes) == wanted

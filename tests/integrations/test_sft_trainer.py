@@ -29,6 +29,31 @@ def model_of(tokenizer: Any) -> Any:
     return model
 
 
+def refused(out: str, option: str) -> str:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = make_tokenizer(PLAIN)
+    settings: dict[str, Any] = {option: True, "max_length": 64 if option == "packing" else None}
+    try:
+        packed_trainer(SFTTrainer)(
+            model=model_of(tokenizer),
+            args=SFTConfig(output_dir=out, use_cpu=True, bf16=False, report_to=[], **settings),
+            train_dataset=Dataset.from_list([{"messages": talk} for talk in TALKS]),
+            processing_class=tokenizer,
+            capacity=CAPACITY,
+        )
+    except ValueError as err:
+        return str(err)
+    return ""
+
+
+@pytest.mark.parametrize("option", ["packing", "padding_free"])
+def test_packing_twice_is_refused(option: str, tmp_path: Path) -> None:
+    [message] = run_ranks(refused, 1, str(tmp_path), option)
+    assert f"SFTConfig({option}=True) packs by itself" in message
+
+
 def train(out: str, kind: str) -> dict[str, Any]:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
