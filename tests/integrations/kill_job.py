@@ -13,7 +13,7 @@ from lightning_thd import Packs, Sequences
 from tests.integrations.hosts import Job
 from tests.tiny import sequences, tiny_llama
 
-SEQUENCES, STEPS = 120, 14  # more steps than an epoch has
+SEQUENCES, STEPS = 120, 40  # several epochs, and more than three killed runs get through
 
 
 def job_of(host: str, ranks: int, out: Path | None, file: Path | None) -> Job:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from transformers import Trainer, TrainingArguments
 
 from lightning_thd import Packs, Sequences
@@ -118,6 +119,14 @@ def refuse(kind: str, out: str) -> str:
             trainer = make_trainer(out, 1)
             trainer.train_dataset = iter([])
             trainer.get_train_dataloader()
+        elif kind == "nothing":
+            trainer = make_trainer(out, 1)
+            trainer.train_dataset = None
+            trainer.get_train_dataloader()
+        elif kind == "mesh":
+            trainer = make_trainer(out, 1)
+            trainer.accelerator.state.parallelism_config = ParallelismConfig(tp_size=2)
+            trainer._refuse_settings()
         elif kind == "packs":
             make_trainer(out, 2, data_kwargs={"global_batch": Packs(3)}).get_train_dataloader()
     except Exception as err:
@@ -131,6 +140,8 @@ def refuse(kind: str, out: str) -> str:
         ("collator", "would pad or stack what is packed"),
         ("sequences", "a Trainer's step is a fixed number of packs"),
         ("iterable", "has no length, so its sequences cannot be planned"),
+        ("nothing", "has no dataset to pack. Pass train_dataset"),
+        ("mesh", "packed_trainer runs data parallel, but the accelerator has ParallelismConfig"),
         ("packs", "make 2 packs a step"),
     ],
 )
