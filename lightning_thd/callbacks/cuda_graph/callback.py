@@ -24,8 +24,12 @@ from lightning_thd.callbacks.cuda_graph.recording import RecordingBackend
 from lightning_thd.callbacks.cuda_graph.sampling import longest_sequence, sample_layouts
 from lightning_thd.callbacks.cuda_graph.static_shard import Cut
 from lightning_thd.callbacks.cuda_graph.stats import GraphStats
-from lightning_thd.callbacks.cuda_graph.support import sharded_by
-from lightning_thd.callbacks.throughput import THDThroughputMonitor
+from lightning_thd.callbacks.cuda_graph.trainer_side import (
+    leave_out_of_rates,
+    planner_of,
+    problem_of,
+    unsupported,
+)
 from lightning_thd.packing import PackPlanner
 
 # Batches looked at where no planner tells what will come.
@@ -101,11 +105,11 @@ class CUDAGraphCallback(L.Callback):
         self._remove()
         self.step, self.plan, self._seen, self._idle, self._measuring_s = None, None, [], False, 0.0
         backend = self._make_backend()
-        reason = _unsupported(trainer, pl_module, backend)
+        reason = unsupported(trainer, pl_module, backend)
         if reason is not None:
             self._stay_idle(reason)
             return
-        self._planner = _planner_of(trainer)
+        self._planner = planner_of(trainer)
         original = pl_module.training_step
 
         @functools.wraps(original)
@@ -118,7 +122,7 @@ class CUDAGraphCallback(L.Callback):
                 self._plan_step(backend, pl_module, original, batch, args[1:])
             output = original(*args) if self.step is None else self.step(*args)
             if self.spent_s > spent:
-                _leave_out_of_rates(trainer)
+                leave_out_of_rates(trainer)
             return output
 
         self._installed = (pl_module, pl_module.__dict__.get("training_step"))
@@ -154,26 +158,24 @@ class CUDAGraphCallback(L.Callback):
         rest: tuple[Any, ...],
     ) -> None:
         """Choose buckets as soon as enough is known."""
-        if not isinstance(batch, THDBatch):
-            if not self._seen:
-                self._stay_idle(f"the batches are {type(batch).__name__}, and graphs are for THDBatch")
+        found = self._needs(batch)
+        if found is None:
             return
 
         def function(module: Any, *args: Any) -> Any:
             return original(*args)
 
-        found = self._needs(batch)
-        if found is None:
-            return
         needs, slots, longest = found
         costs: GraphCosts | None = self.costs if isinstance(self.costs, GraphCosts) else None
-        if costs is None and not self.given:
+        if costs is None and not self.given and self.scope == "step":
             started = time.perf_counter()
-            costs = measured_costs(backend, function, module, batch, rest, needs, slots, longest)
+            costs = measured_costs(
+                backend, function, module, batch, rest, needs=needs, slots=slots, max_seqlen=longest
+            )
             self._measuring_s = time.perf_counter() - started
         self.plan = plan_graphs(needs, slots=slots, max_seqlen=longest, costs=costs, given=self.given)
         rank_zero_info(self.plan.table())
-        problem = _problem(self.plan, self.given)
+        problem = problem_of(self.plan, self.given)
         # Without a planner ranks have seen different batches, and capture is for all or none.
         if not all_agree(problem is None, batch.input_ids.device):
             self._stay_idle(problem or "another rank has no use for graphs, and says why")
@@ -188,8 +190,12 @@ class CUDAGraphCallback(L.Callback):
             require=self.require,
         )
 
-    def _needs(self, batch: THDBatch) -> tuple[Any, int, int] | None:
+    def _needs(self, batch: Any) -> tuple[Any, int, int] | None:
         """Describe what batches need; None while there are too few."""
+        if not isinstance(batch, THDBatch):
+            if not self._seen:
+                self._stay_idle(f"the batches are {type(batch).__name__}, and graphs are for THDBatch")
+            return None
         if self._planner is not None:
             planner, dp = self._planner
             slots, longest = planner.slots.usable, longest_sequence(planner)
@@ -249,51 +255,3 @@ def _counts(max_sequences: object) -> tuple[int, ...]:
             "such as (24, 80)."
         )
     return tuple(sorted(set(counts)))
-
-
-def _unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend) -> str | None:
-    missing = backend.unavailable(trainer.strategy.root_device)
-    if missing is not None:
-        return missing
-    if not module.automatic_optimization:
-        return (
-            "the module has automatic_optimization=False, so training_step contains the optimizer. Wrap the "
-            "part that makes the loss: GraphedStep(function, module, buckets=...)"
-        )
-    wrapped = trainer.strategy.model
-    found = sharded_by(module) or (None if wrapped is None else sharded_by(wrapped))
-    if found is not None:
-        return f"the module is sharded by {found}, whose gathered parameters have no fixed address"
-    return None
-
-
-def _leave_out_of_rates(trainer: L.Trainer) -> None:
-    """Tell what measures throughput that this step did more than train."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set outside __init__
-        if isinstance(callback, THDThroughputMonitor):
-            callback.exclude_step()
-
-
-def _planner_of(trainer: L.Trainer) -> tuple[PackPlanner, int] | None:
-    planner = getattr(trainer.train_dataloader, "_planner", None)
-    if not isinstance(planner, PackPlanner):
-        return None
-    sampler: Any = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-    return planner, int(sampler.get("num_replicas", 1))
-
-
-def _problem(plan: GraphPlan, given: tuple[int, ...]) -> str | None:
-    """Say why no graph is worth capturing, and mention what is larger than it has to be."""
-    if not plan.chosen.sequences:
-        return "a replay is not expected to be faster than eager for any number of sequences"
-    if plan.chosen.coverage == 0.0:
-        return (
-            f"max_sequences={given} is smaller than any batch needs: half of them need "
-            f"{plan.quantiles[0]} or more. Use max_sequences='auto' or {plan.quantiles[2]}"
-        )
-    if given and max(given) > 2 * plan.quantiles[3]:
-        rank_zero_info(
-            f"max_sequences={max(given)} is more than any sampled batch needs ({plan.quantiles[3]}), and a "
-            "replay pays for every one. Use max_sequences='auto'."
-        )
-    return None

@@ -14,7 +14,7 @@ from lightning_thd.callbacks.cuda_graph.agree import all_agree
 from lightning_thd.callbacks.cuda_graph.backend import Backend
 from lightning_thd.callbacks.cuda_graph.buckets import Bucket, Layout
 from lightning_thd.callbacks.cuda_graph.capture import capture_step
-from lightning_thd.callbacks.cuda_graph.captured import StepFunction
+from lightning_thd.callbacks.cuda_graph.captured import CapturedStep, StepFunction
 from lightning_thd.callbacks.cuda_graph.costs import GraphCosts, IntArray
 from lightning_thd.callbacks.cuda_graph.pair import Turn
 from lightning_thd.callbacks.cuda_graph.timing import compare
@@ -26,6 +26,7 @@ def measured_costs(
     module: nn.Module,
     batch: THDBatch,
     rest: tuple[Any, ...],
+    *,
     needs: IntArray,
     slots: int,
     max_seqlen: int,
@@ -51,23 +52,36 @@ def measured_costs(
     least = -(-slots // max_seqlen)
     small = max(least, int(np.quantile(needs, 0.5)))
     large = max(2 * small, int(needs.max()))
-    layout, measured = Layout.of_batch(batch), {}
-    eager_s, failed = 1.0, False
-    try:
-        for count in (large, small):
-            bucket = Bucket(slots=slots, sequences=count, max_seqlen=max_seqlen)
-            step = capture_step(backend, function, module, bucket, batch, rest, Turn(), None)
-            found = compare(backend, function, module, step, layout, rest)
-            assert found is not None
-            eager_s, measured[count] = found.eager_s, found.replay_s
-            del step  # before its pool is let go
+    layout, device = Layout.of_batch(batch), batch.input_ids.device
+    eager_s, measured = 1.0, {}
+    for count in (large, small):
+        bucket = Bucket(slots=slots, sequences=count, max_seqlen=max_seqlen)
+        step = _try_capture(backend, function, module, bucket, batch, rest)
+        # Before it runs: ranks of a model-parallel group can only do so together.
+        if not all_agree(step is not None, device):
             backend.release()
-    except Exception:
-        failed = True
-    backend.release()
-    if not all_agree(not failed, batch.input_ids.device):
+            return None
+        assert step is not None
+        found = compare(backend, function, module, step, layout, rest)
+        assert found is not None
+        eager_s, measured[count] = found.eager_s, found.replay_s
+        del step  # before its pool is let go
+        backend.release()
+    return _from_rank_0(GraphCosts.from_replays(eager_s, measured), device)
+
+
+def _try_capture(
+    backend: Backend,
+    function: StepFunction,
+    module: nn.Module,
+    bucket: Bucket,
+    batch: THDBatch,
+    rest: tuple[Any, ...],
+) -> CapturedStep | None:
+    try:
+        return capture_step(backend, function, module, bucket, batch, rest, Turn(), None)
+    except Exception:  # the capture of the chosen buckets meets it again, and says what it is
         return None
-    return _from_rank_0(GraphCosts.from_replays(eager_s, measured), batch.input_ids.device)
 
 
 def _from_rank_0(costs: GraphCosts, device: torch.device) -> GraphCosts:

@@ -370,7 +370,8 @@ def test_where_graphs_are_not_possible_the_callback_idles_with_one_message_or_ra
 
 def test_sharded_modules_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "lightning_thd.callbacks.cuda_graph.callback.sharded_by", lambda module: "FullyShardedDataParallel"
+        "lightning_thd.callbacks.cuda_graph.trainer_side.sharded_by",
+        lambda module: "FullyShardedDataParallel",
     )
     with pytest.raises(
         MisconfigurationException, match="sharded by FullyShardedDataParallel, whose gathered"

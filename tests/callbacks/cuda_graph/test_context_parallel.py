@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import lightning as L
@@ -76,6 +77,8 @@ def compare(name: str, communication: Any, dtype: torch.dtype, count: int) -> di
             wanted = summed(model, padded)[1]
             result["bitwise"] &= all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
         model.zero_grad()
+        del shard, loss  # a whole pack of as many slots as a shard at hand would be refused
+        gc.collect()
         whole = causal_lm_loss(model, batch)  # without context parallelism
         whole.backward()
         alone = [p.grad for p in model.parameters() if p.grad is not None]
@@ -91,6 +94,8 @@ def padded_eager(model: nn.Module, shard: THDShard, bucket: Bucket) -> Tensor:
     with static_shapes(), inputs.known():
         with torch.no_grad():
             causal_lm_loss(model, inputs.batch)  # asks for all buffers there will be
+        assert inputs.layout is not None
+        inputs.layout.cache.pop("pack", None)  # groups of what the buffers held then
         inputs.fill(shard)
         return causal_lm_loss(model, inputs.batch)
 
@@ -113,8 +118,10 @@ def test_replayed_shards_equal_padded_shards_bitwise_and_the_whole_pack(
     count = 8 if (name, communication, dtype) == ("qwen3", "auto", torch.float64) else 20
     for found in run_ranks(compare, 2, name, communication, dtype, count):
         assert found["bitwise"]
-        # Bamba computes in fp32 within; fp32 sums in another order on two ranks.
-        tolerance = 3e-6 if dtype == torch.float32 else 2e-7 if name == "bamba" else 1e-12
+        # Bamba and Gemma2 compute parts in fp32 whatever the dtype: 1.9e-7. fp32 sums in another order on two
+        # ranks.
+        within = 1e-6 if name in ("bamba", "gemma2") else 1e-12
+        tolerance = 3e-6 if dtype == torch.float32 else within
         assert found["loss"] < tolerance
         assert found["gradients"] < tolerance
         assert found["replays"] >= count // 2

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_thd import THDDataModule, causal_lm_loss
-from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback
+from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback, GraphCosts
 from lightning_thd.callbacks.cuda_graph.recording import RecordingBackend
 from tests.callbacks.cuda_graph.support import BUCKETS, GraphModule, graphed, random_batch, worst
 from tests.ranks import run_ranks
@@ -118,6 +118,57 @@ def test_a_capture_that_fails_on_one_rank_is_given_up_on_all() -> None:
     assert "failed on another rank" in first
     assert "fails_on_rank_1: .item()" in second
     assert replays_0 == replays_1 == 0
+
+
+class Observed(L.LightningDataModule):
+    """No planner; the second rank's batches have so many sequences that no graph is worth it."""
+
+    def train_dataloader(self) -> Any:
+        count = 40 if dist.get_rank() else 4
+        batches = [random_batch(seed, count=count, longest=3) for seed in range(36)]
+        return torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def observe() -> tuple[int, bool, int]:
+    costs = GraphCosts(eager=1.0, graph=0.5, per_sequence=0.02)
+    graphs = CUDAGraphCallback(max_sequences="auto", costs=costs, backend="recording")
+    module = GraphModule()
+    trainer = L.Trainer(
+        strategy="ddp",
+        max_steps=36,
+        accelerator="cpu",
+        devices=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[graphs],
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, Observed())
+    assert graphs.plan is not None
+    return len(module.outputs), bool(graphs.plan.chosen.sequences), graphs.stats.replays
+
+
+def test_ranks_that_saw_different_batches_capture_all_or_none() -> None:
+    """A rank that captured alone would wait for the other's vote for ever."""
+    assert run_ranks(observe, 2) == [(36, True, 0), (36, False, 0)]
+
+
+def recapture() -> tuple[int, int]:
+    """Parameters move on one rank alone."""
+    model = tiny_llama(torch.float64)
+    step, batch = graphed(model), random_batch(1, count=4)
+    for i in range(4):
+        step(batch).backward()
+        if i == 1 and dist.get_rank():
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+    return step.stats.captures, step.stats.replays
+
+
+def test_a_rank_that_shares_no_model_captures_anew_alone() -> None:
+    assert run_ranks(recapture, 2) == [(2, 4), (4, 3)]
 
 
 def shard(model: nn.Module) -> nn.Module:

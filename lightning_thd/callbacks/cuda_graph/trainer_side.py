@@ -1,0 +1,64 @@
+"""A Trainer and its module -> whether graphs can serve them, what data is to come, and whom to tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_thd.callbacks.cuda_graph.backend import Backend
+from lightning_thd.callbacks.cuda_graph.plan import GraphPlan
+from lightning_thd.callbacks.cuda_graph.support import sharded_by
+from lightning_thd.callbacks.throughput import THDThroughputMonitor
+from lightning_thd.packing import PackPlanner
+
+
+def unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend) -> str | None:
+    """Say why a fit can have no graphs, or None."""
+    missing = backend.unavailable(trainer.strategy.root_device)
+    if missing is not None:
+        return missing
+    if not module.automatic_optimization:
+        return (
+            "the module has automatic_optimization=False, so training_step contains the optimizer. Wrap the "
+            "part that makes the loss: GraphedStep(function, module, buckets=...)"
+        )
+    wrapped = trainer.strategy.model
+    found = sharded_by(module) or (None if wrapped is None else sharded_by(wrapped))
+    if found is not None:
+        return f"the module is sharded by {found}, whose gathered parameters have no fixed address"
+    return None
+
+
+def leave_out_of_rates(trainer: L.Trainer) -> None:
+    """Tell what measures throughput that this step did more than train."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set outside __init__
+        if isinstance(callback, THDThroughputMonitor):
+            callback.exclude_step()
+
+
+def planner_of(trainer: L.Trainer) -> tuple[PackPlanner, int] | None:
+    """Find the planner of the training data, and how many ranks read different data."""
+    planner = getattr(trainer.train_dataloader, "_planner", None)
+    if not isinstance(planner, PackPlanner):
+        return None
+    sampler: Any = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return planner, int(sampler.get("num_replicas", 1))
+
+
+def problem_of(plan: GraphPlan, given: tuple[int, ...]) -> str | None:
+    """Say why no graph is worth capturing, and mention what is larger than it has to be."""
+    if not plan.chosen.sequences:
+        return "a replay is not expected to be faster than eager for any number of sequences"
+    if plan.chosen.coverage == 0.0:
+        return (
+            f"max_sequences={given} is smaller than any batch needs: half of them need "
+            f"{plan.quantiles[0]} or more. Use max_sequences='auto' or {plan.quantiles[2]}"
+        )
+    if given and max(given) > 2 * plan.quantiles[3]:
+        rank_zero_info(
+            f"max_sequences={max(given)} is more than any sampled batch needs ({plan.quantiles[3]}), and a "
+            "replay pays for every one. Use max_sequences='auto'."
+        )
+    return None
