@@ -148,6 +148,8 @@ def compare(
     """Measure the ways on one model and length."""
     case, eager_ms = f"{size} {tokens}", float("nan")
     for way, run in ways(model, batches, tokens, compiled=compiled):
+        gc.collect()
+        torch.cuda.empty_cache()  # or the memory of the way before would count
         torch.cuda.reset_peak_memory_stats()
         try:
             ms = step_ms(run, model, batches)

@@ -200,6 +200,7 @@ def tensor_parallel() -> tuple[float, float, int, int]:
     return loss_error, gradient_error, step.stats.replays, sharded
 
 
+@pytest.mark.slow  # this package's own: test_tensor_parallel.py
 def test_tensor_parallel_steps_replay_with_their_collectives() -> None:
     for loss_error, gradient_error, replays, sharded in run_ranks(tensor_parallel, 2):
         assert sharded == 14

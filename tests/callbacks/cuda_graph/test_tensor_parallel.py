@@ -96,8 +96,12 @@ def fit_sharded(require: bool) -> tuple[str, int, int]:
     return message, len(module.outputs), callback.stats.replays
 
 
+def fit_both() -> list[tuple[str, int, int]]:
+    return [fit_sharded(False), fit_sharded(True)]
+
+
 def test_fsdp_trains_without_graphs_or_raises_where_they_are_required() -> None:
-    assert run_ranks(fit_sharded, 2, False) == [("", 2, 0)] * 2
-    for message, steps, _ in run_ranks(fit_sharded, 2, True):
+    for idle, (message, steps, _) in run_ranks(fit_both, 2):
+        assert idle == ("", 2, 0)
         assert "the module is sharded by FSDPModule, whose gathered parameters have no fixed" in message
         assert steps == 0
