@@ -40,7 +40,8 @@ class GraphedStep:
     """Calls ``function(module, batch, *rest)``, from a captured graph where the batch fits a bucket.
 
     All buckets are captured in the first call with gradients, on dummy batches. Whatever cannot be replayed
-    exactly runs eagerly, and is counted in ``stats``.
+    exactly runs eagerly, and is counted in ``stats``. Shards of context parallelism are captured with their
+    collectives, if packs are cut by ``dual_chunk``; buckets are those of whole packs.
 
     Args:
         function: gives the loss, or a dict with it, for example ``causal_lm_loss``. Called with the bare

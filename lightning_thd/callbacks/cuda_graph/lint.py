@@ -24,6 +24,7 @@ from lightning_thd.callbacks.cuda_graph.module_state import host_state, refuse_h
 from lightning_thd.callbacks.cuda_graph.recording import Recorder
 from lightning_thd.callbacks.cuda_graph.static_batch import StaticBatch
 from lightning_thd.loss import causal_lm_loss
+from lightning_thd.parallel.shard import THDShard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,11 +77,16 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
         The report. ``assert lint_capture(module, batch).ok`` belongs into the CI of a model.
 
     Raises:
-        ValueError: for a batch of another type.
+        ValueError: for a batch of another type, or a shard of one.
     """
     if not isinstance(batch, THDBatch):
         raise ValueError(
             f"lint_capture got a {type(batch).__name__}; wanted a THDBatch, see THDBatch.collate."
+        )
+    if isinstance(batch, THDShard):
+        raise ValueError(
+            "lint_capture got a THDShard, whose attention needs the other ranks; wanted the whole THDBatch it "
+            "was cut from. What a step reads is the same."
         )
     found: dict[str, Finding] = {}
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import lint_capture
+from lightning_thd.parallel.shard import shard_batch
 from tests.callbacks.cuda_graph.support import GraphModule, random_batch
 from tests.models.families import build
 from tests.tiny import TinyModule, tiny_llama
@@ -100,3 +101,6 @@ def test_steps_that_raise_are_a_finding() -> None:
 def test_messages() -> None:
     with pytest.raises(ValueError, match="lint_capture got a Tensor; wanted a THDBatch"):
         lint_capture(tiny_llama(), torch.ones(1))  # type: ignore[arg-type]
+    whole = THDBatch.collate([{"input_ids": torch.ones(8)}])
+    with pytest.raises(ValueError, match="got a THDShard, whose attention needs the other ranks"):
+        lint_capture(tiny_llama(), shard_batch(whole, group=None, cp=2, rank=0))
