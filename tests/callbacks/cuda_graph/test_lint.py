@@ -101,6 +101,6 @@ def test_steps_that_raise_are_a_finding() -> None:
 def test_messages() -> None:
     with pytest.raises(ValueError, match="lint_capture got a Tensor; wanted a THDBatch"):
         lint_capture(tiny_llama(), torch.ones(1))  # type: ignore[arg-type]
-    whole = THDBatch.collate([{"input_ids": torch.ones(8)}])
+    whole = THDBatch.collate([{"input_ids": torch.ones(8, dtype=torch.int64)}])
     with pytest.raises(ValueError, match="got a THDShard, whose attention needs the other ranks"):
         lint_capture(tiny_llama(), shard_batch(whole, group=None, cp=2, rank=0))
