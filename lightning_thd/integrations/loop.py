@@ -20,7 +20,10 @@ from lightning_thd.callbacks._device import compute_dtype, resolve_peak
 from lightning_thd.callbacks._discover import find_model
 from lightning_thd.callbacks._gather import communication_device
 from lightning_thd.callbacks._stage import Setting, Stage
+from lightning_thd.callbacks.cuda_graph import GraphCosts, GraphedStep
+from lightning_thd.callbacks.cuda_graph.backend import Backend
 from lightning_thd.data.loader import THDLoader
+from lightning_thd.integrations.graphs import MaxSequences, graphed_loss
 from lightning_thd.loss import causal_lm_loss
 
 LossFn = Callable[[nn.Module, THDBatch], Tensor]
@@ -88,6 +91,8 @@ class PackedLoop:
         self._host, self._loss_fn = host, loss_fn
         self._every, self._warmup = log_every_n_steps, warmup_steps
         self._stage = Stage("train", "training", clock)
+        self._graphed: GraphedStep | None = None
+        self._captured_s = 0.0
         flops_model = find_model(model, causal="half", tokens="real", recompute="auto")
         dtype = compute_dtype(host, model)
         self._setting = Setting(
@@ -127,6 +132,45 @@ class PackedLoop:
         self._end_step()
         return torch.stack(losses).sum()
 
+    def capture(
+        self,
+        *,
+        max_sequences: MaxSequences = "auto",
+        costs: GraphCosts | None = None,
+        require: bool = False,
+        backend: Backend | None = None,
+    ) -> GraphedStep | None:
+        """Replay microbatches from CUDA graphs from now on, wherever they fit one.
+
+        What ``CUDAGraphCallback`` does under Lightning. Losses and gradients stay what they are; what fits no
+        graph runs eagerly, and hit rate and reasons are logged with the loop's other metrics.
+
+        Args:
+            max_sequences: sequences of each captured shape, one number or several; "auto" chooses them from
+                the packs the planner will make.
+            costs: what "auto" reckons with; those of a launch-bound step when absent.
+            require: raise where graphs are not possible, in place of training without them.
+            backend: CUDA graphs by default; a ``RecordingBackend`` for tests on a CPU.
+
+        Returns:
+            The graphs, with their ``stats``; None where training goes on eagerly, and a line says why.
+
+        Raises:
+            ValueError: for numbers of sequences below 1, and with ``require`` where there can be no graphs.
+        """
+        self._graphed = graphed_loss(
+            self._loss_fn,
+            self.model,
+            self.loader._planner,
+            ranks=self._host.ranks,
+            device=self._host.device,
+            max_sequences=max_sequences,
+            costs=costs,
+            require=require,
+            backend=backend,
+        )
+        return self._graphed
+
     def state_dict(self) -> dict[str, Any]:
         """Steps and throughput totals so far; the loader keeps its own."""
         return {"global_step": self.global_step, "throughput": self._stage.state()}
@@ -137,17 +181,22 @@ class PackedLoop:
         self._stage.load(state["throughput"], self._setting.model)
 
     def _run(self, batch: THDBatch, microbatches: int) -> Tensor:
-        loss = self._loss_fn(self.model, batch) / microbatches
+        loss = self._loss_fn(self.model, batch) if self._graphed is None else self._graphed(batch)
+        loss = loss / microbatches
         self._host.backward(loss)
         return loss.detach()
 
     def _end_step(self) -> None:
         self._stage.meter.end_step()
         self.global_step += 1
-        if self.global_step <= self._warmup:
+        spent_s = 0.0 if self._graphed is None else self._graphed.stats.capture_s
+        if self.global_step <= self._warmup or spent_s > self._captured_s:
             self._stage.leave_out(self._setting)
+        self._captured_s = spent_s
         if self.global_step % self._every == 0:
             self.latest = self._stage.close(self._setting)
+            if self._graphed is not None:
+                self.latest |= self._graphed.stats.metrics()
             self._host.log(self.latest, self.global_step)
 
 

@@ -19,7 +19,13 @@ from lightning_thd.callbacks.cuda_graph.buckets import Layout
 from lightning_thd.callbacks.cuda_graph.costs import GraphCosts
 from lightning_thd.callbacks.cuda_graph.graphed_step import GraphedStep, Scope
 from lightning_thd.callbacks.cuda_graph.measuring import measured_costs
-from lightning_thd.callbacks.cuda_graph.plan import GraphPlan, needed_sequences, plan_graphs
+from lightning_thd.callbacks.cuda_graph.plan import (
+    GraphPlan,
+    needed_sequences,
+    plan_graphs,
+    problem_of,
+    sequence_counts,
+)
 from lightning_thd.callbacks.cuda_graph.recording import RecordingBackend
 from lightning_thd.callbacks.cuda_graph.sampling import longest_sequence, sample_layouts
 from lightning_thd.callbacks.cuda_graph.static_shard import Cut
@@ -27,7 +33,6 @@ from lightning_thd.callbacks.cuda_graph.stats import GraphStats
 from lightning_thd.callbacks.cuda_graph.trainer_side import (
     leave_out_of_rates,
     planner_of,
-    problem_of,
     unsupported,
 )
 from lightning_thd.packing import PackPlanner
@@ -72,7 +77,7 @@ class CUDAGraphCallback(L.Callback):
         require: bool = False,
         backend: Literal["cuda", "recording"] | Backend = "cuda",
     ) -> None:
-        self.given = _counts(max_sequences)
+        self.given = sequence_counts(max_sequences)
         self.scope: Scope = scope
         self.layers = tuple(layers)
         if (scope == "layers") != bool(self.layers):
@@ -239,19 +244,3 @@ class CUDAGraphCallback(L.Callback):
             module.__dict__["training_step"] = before
         if self.step is not None:
             self.step.close()
-
-
-def _counts(max_sequences: object) -> tuple[int, ...]:
-    if max_sequences == "auto":
-        return ()
-    counts = (max_sequences,) if isinstance(max_sequences, int) else max_sequences
-    if (
-        not isinstance(counts, list | tuple)
-        or not counts
-        or any(not isinstance(s, int) or isinstance(s, bool) or s < 1 for s in counts)
-    ):
-        raise ValueError(
-            f"max_sequences={max_sequences!r}: wanted 'auto', a number of sequences such as 64, or several "
-            "such as (24, 80)."
-        )
-    return tuple(sorted(set(counts)))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd.callbacks.cuda_graph.buckets import Bucket, Layout, make_buckets
 from lightning_thd.callbacks.cuda_graph.costs import GraphCosts, IntArray, best_sequences, expected_cost
@@ -129,3 +130,41 @@ def _judge(name: str, sequences: tuple[int, ...], needs: IntArray, costs: GraphC
         coverage=float(np.mean(needs <= max(sequences, default=0))),
         speedup=costs.eager / expected_cost(needs, sequences, costs),
     )
+
+
+def problem_of(plan: GraphPlan, given: tuple[int, ...]) -> str | None:
+    """Say why no graph is worth capturing, and mention what is larger than it has to be."""
+    if not plan.chosen.sequences:
+        return "a replay is not expected to be faster than eager for any number of sequences"
+    if plan.chosen.coverage == 0.0:
+        return (
+            f"max_sequences={given} is smaller than any batch needs: half of them need "
+            f"{plan.quantiles[0]} or more. Use max_sequences='auto' or {plan.quantiles[2]}"
+        )
+    if given and max(given) > 2 * plan.quantiles[3]:
+        rank_zero_info(
+            f"max_sequences={max(given)} is more than any sampled batch needs ({plan.quantiles[3]}), and a "
+            "replay pays for every one. Use max_sequences='auto'."
+        )
+    return None
+
+
+def sequence_counts(max_sequences: object) -> tuple[int, ...]:
+    """Bring ``max_sequences`` into order; none for "auto".
+
+    Raises:
+        ValueError: for anything but "auto" and whole numbers of at least 1.
+    """
+    if max_sequences == "auto":
+        return ()
+    counts = (max_sequences,) if isinstance(max_sequences, int) else max_sequences
+    if (
+        not isinstance(counts, list | tuple)
+        or not counts
+        or any(not isinstance(s, int) or isinstance(s, bool) or s < 1 for s in counts)
+    ):
+        raise ValueError(
+            f"max_sequences={max_sequences!r}: wanted 'auto', a number of sequences such as 64, or several "
+            "such as (24, 80)."
+        )
+    return tuple(sorted(set(counts)))

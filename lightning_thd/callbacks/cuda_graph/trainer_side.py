@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as L
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd.callbacks.cuda_graph.backend import Backend
-from lightning_thd.callbacks.cuda_graph.plan import GraphPlan
 from lightning_thd.callbacks.cuda_graph.support import sharded_by
 from lightning_thd.callbacks.throughput import THDThroughputMonitor
 from lightning_thd.packing import PackPlanner
@@ -45,20 +43,3 @@ def planner_of(trainer: L.Trainer) -> tuple[PackPlanner, int] | None:
         return None
     sampler: Any = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return planner, int(sampler.get("num_replicas", 1))
-
-
-def problem_of(plan: GraphPlan, given: tuple[int, ...]) -> str | None:
-    """Say why no graph is worth capturing, and mention what is larger than it has to be."""
-    if not plan.chosen.sequences:
-        return "a replay is not expected to be faster than eager for any number of sequences"
-    if plan.chosen.coverage == 0.0:
-        return (
-            f"max_sequences={given} is smaller than any batch needs: half of them need "
-            f"{plan.quantiles[0]} or more. Use max_sequences='auto' or {plan.quantiles[2]}"
-        )
-    if given and max(given) > 2 * plan.quantiles[3]:
-        rank_zero_info(
-            f"max_sequences={max(given)} is more than any sampled batch needs ({plan.quantiles[3]}), and a "
-            "replay pays for every one. Use max_sequences='auto'."
-        )
-    return None
