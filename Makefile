@@ -24,7 +24,7 @@ lint: .venv/.installed
 	$(BIN)/lint-imports --config setup.cfg
 
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 clean:
 	rm -rf .venv runs

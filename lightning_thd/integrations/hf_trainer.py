@@ -183,7 +183,8 @@ class _PackedTrainerMixin:
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add throughput, MFU and packing to the Trainer's own logs."""
         if "loss" in logs and self._setting is not None:
-            logs = {**logs, **self._stage.close(self._setting)}
+            ours = self._stage.close(self._setting)  # reporters put "train/" before every key themselves
+            logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def evaluate(

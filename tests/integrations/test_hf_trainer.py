@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from lightning_thd.integrations import packed_trainer
 from lightning_thd.packing import PackPlanner
 from tests.ranks import run_ranks
 from tests.tiny import largest_error, nll, sequences, tiny_llama, train_by_hand
+from tests.trackers import read_tensorboard
 
 CAPACITY, STEPS = 48, 6
 
@@ -30,7 +33,7 @@ class RecordsSteps:
         return loss
 
 
-def make_trainer(out: str, accumulate: int, **kwargs: Any) -> Any:
+def make_trainer(out: str, accumulate: int, *, report_to: Sequence[str] = (), **kwargs: Any) -> Any:
     arguments = TrainingArguments(
         output_dir=out,
         max_steps=STEPS,
@@ -38,7 +41,7 @@ def make_trainer(out: str, accumulate: int, **kwargs: Any) -> Any:
         max_grad_norm=0.5,
         logging_steps=1,
         save_steps=2,
-        report_to=[],
+        report_to=list(report_to),
         use_cpu=True,
         disable_tqdm=True,
         seed=0,
@@ -90,8 +93,8 @@ def test_parameters_and_losses_equal_the_hand_loop(tmp_path: Path, world: int, a
     for found in ranks:
         assert largest_error(found["params"], wanted) < 1e-12
     assert ranks[0]["losses"] == pytest.approx(losses, rel=1e-4)  # Trainer rounds what it logs
-    logged = [row for row in ranks[0]["logs"] if "train/device/mfu" in row]
-    assert all(row["train/packing/fill"] == 1.0 for row in logged)
+    logged = [row for row in ranks[0]["logs"] if "device/mfu" in row]
+    assert all(row["packing/fill"] == 1.0 for row in logged)
     assert len(logged) >= STEPS - 1
     model = tiny_llama()
     model.load_state_dict(ranks[0]["params"], strict=False)
@@ -100,6 +103,19 @@ def test_parameters_and_losses_equal_the_hand_loop(tmp_path: Path, world: int, a
     expected = float(sum(total for total, _ in results) / sum(count for _, count in results))
     assert ranks[0]["eval"] == pytest.approx(expected, rel=1e-9)
     assert ranks[0]["flos"] > 0
+
+
+def _report(out: str) -> None:
+    os.environ["TENSORBOARD_LOGGING_DIR"] = f"{out}/board"
+    make_trainer(out, 1, report_to=["tensorboard"]).train()
+
+
+def test_reporters_get_the_keys_of_the_other_hosts(tmp_path: Path) -> None:
+    run_ranks(_report, 1, str(tmp_path))
+    board = read_tensorboard(tmp_path / "board")
+    assert len(board["train/device/mfu"]) >= STEPS - 1
+    assert all(value > 0 for _, value in board["train/device/tflops_per_gpu"])
+    assert not [key for key in board if key.startswith("train/train/")]
 
 
 def test_resume_goes_on_with_what_was_left(tmp_path: Path) -> None:
