@@ -166,11 +166,8 @@ class CUDAGraphCallback(L.Callback):
         found = self._needs(batch)
         if found is None:
             return
-
-        def function(module: Any, *args: Any) -> Any:
-            return original(*args)
-
         needs, slots, longest = found
+        function = _with_module(original)
         costs: GraphCosts | None = self.costs if isinstance(self.costs, GraphCosts) else None
         if costs is None and not self.given and self.scope == "step":
             started = time.perf_counter()
@@ -244,3 +241,8 @@ class CUDAGraphCallback(L.Callback):
             module.__dict__["training_step"] = before
         if self.step is not None:
             self.step.close()
+
+
+def _with_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Take the module, as ``GraphedStep`` hands it over, that a bound method has already."""
+    return lambda module, *args: original(*args)
