@@ -13,7 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 # Imported once by the fork server, then shared by every rank of every test: 2 s for eight ranks, not 23 s.
-_PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "lightning.pytorch", "lightning_thd", "transformers.models.llama.modeling_llama", "accelerate"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "lightning.pytorch",
+    "lightning_thd",
+    "transformers.models.llama.modeling_llama",
+    "accelerate",
+]
 
 
 class RankError(AssertionError):
