@@ -6,6 +6,7 @@ python examples/quickstart.py --data my.jsonl --text-key text    # or a folder o
 """
 
 import argparse
+from pathlib import Path
 
 import lightning as L
 import torch
@@ -48,10 +49,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data", help="a .jsonl file, a text file or a folder of text files")
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100, help="of the whole run, a resumed one included")
     parser.add_argument("--out", default="runs/quickstart")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     args = parser.parse_args()
+    if args.resume and not Path(args.out, "checkpoints", "last.ckpt").exists():
+        parser.error(f"--resume: {args.out}/checkpoints holds no last.ckpt; one is written every 20 steps")
 
     L.seed_everything(0)
     data = THDDataModule(
@@ -63,6 +66,8 @@ def main() -> None:
     checkpoints = ModelCheckpoint(f"{args.out}/checkpoints", every_n_train_steps=20, save_last=True)
     trainer = L.Trainer(
         max_steps=args.steps,
+        max_epochs=1_000,
+        enable_model_summary=False,
         callbacks=[THDThroughputMonitor(peak="measure", every_n_steps=5), checkpoints],
         logger=[TensorBoardLogger(args.out, name="tensorboard"), CSVLogger(args.out, name="csv")],
         log_every_n_steps=1,

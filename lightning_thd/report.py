@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -90,7 +91,13 @@ def show(folder: str | Path) -> None:
     print(f"\n{table(series)}\n")  # noqa: T201
     if installed("matplotlib"):
         print(f"Picture: {picture(series, Path(folder) / 'report.png')}")  # noqa: T201
-    print(f"TensorBoard: tensorboard --logdir {folder}")  # noqa: T201
+    print(f"TensorBoard, under train/device/mfu: {_tensorboard()} --logdir {folder}")  # noqa: T201
+
+
+def _tensorboard() -> str:
+    """The command beside this Python, which need not be on PATH."""
+    beside = Path(sys.executable).with_name("tensorboard")
+    return str(beside) if beside.exists() else "tensorboard"
 
 
 def _columns(points: Sequence[tuple[int, float]], factor: float) -> tuple[list[int], list[float]]:

@@ -67,7 +67,8 @@ def test_sigkill_and_resume_use_every_document_of_the_epoch_once(tmp_path: Path)
     ledgers = []
     for kill_after in (rng.randint(21, 28), None):
         ledgers.append(tmp_path / f"ledger-{len(ledgers)}")
-        arguments = ["--data", str(file), "--steps", str(steps), "--out", str(out), "--resume"]
+        arguments = ["--data", str(file), "--steps", str(steps), "--out", str(out)]
+        arguments += [] if kill_after else ["--resume"]
         code = LEDGER.format(examples=str(ROOT / "examples"), ledger=str(ledgers[-1]), arguments=arguments)
         job = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -87,6 +88,13 @@ def test_sigkill_and_resume_use_every_document_of_the_epoch_once(tmp_path: Path)
 
 def rows(file: Path) -> list[list[int]]:
     return [list(map(int, line.split())) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_resuming_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--out", str(tmp_path), "--resume"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert f"--resume: {tmp_path}/checkpoints holds no last.ckpt" in done.stderr
 
 
 @pytest.mark.slow

@@ -23,6 +23,9 @@ class ByteTokenizer:
     vocab_size = 260
     bos_token_id, eos_token_id, pad_token_id, unk_token_id = 256, 257, 258, 259
 
+    def __repr__(self) -> str:
+        return "ByteTokenizer()"
+
     def __call__(self, text: str, add_special_tokens: bool = True) -> NDArray[np.uint16]:
         """Return uint16 ids ``[bytes + 1]``, or ``[bytes]`` without special tokens."""
         ids = np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8).astype(np.uint16)

@@ -38,7 +38,12 @@ def graph_plan(arguments: Sequence[str]) -> GraphPlan:
         needs: IntArray = lengths_from_quantiles({0.5: p50, 0.9: p90, 0.99: p99}, largest)
         slots, max_seqlen = given.capacity, given.capacity
     else:
-        needs, slots, max_seqlen = _from_data(given.data, given.capacity)
+        try:
+            needs, slots, max_seqlen = _from_data(
+                given.data, given.capacity, text_key=given.text_key, tokenizer=given.tokenizer
+            )
+        except (ValueError, OSError, ModuleNotFoundError) as err:
+            parser.error(str(err))
     return plan_graphs(
         needs, slots=slots, max_seqlen=max_seqlen, costs=costs, given=given.max_sequences or ()
     )
@@ -49,8 +54,12 @@ def main(arguments: Sequence[str]) -> None:
     print(graph_plan(arguments).table())  # noqa: T201
 
 
-def _from_data(path: str, capacity: int) -> tuple[IntArray, int, int]:
-    data = THDDataModule(path, capacity=capacity, oversize="truncate", empty="drop")
+def _from_data(
+    path: str, capacity: int, *, text_key: str, tokenizer: str | None
+) -> tuple[IntArray, int, int]:
+    data = THDDataModule(
+        path, capacity=capacity, oversize="truncate", empty="drop", text_key=text_key, tokenizer=tokenizer
+    )
     data.prepare_data()
     data.setup("fit")
     loader = data.train_dataloader()
@@ -64,6 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("lightning-thd graph-plan", description=_DESCRIPTION)
     parser.add_argument("data", nargs="?", help="what THDDataModule takes: .jsonl, .parquet, text, a folder")
     parser.add_argument("--capacity", type=int, default=8192, help="slots of a pack")
+    parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
+    parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument("--quantiles", type=int, nargs=4, metavar=("P50", "P90", "P99", "MAX"))
     parser.add_argument("--max-sequences", type=int, nargs="+", help="buckets of your own, to be judged")
     parser.add_argument("--eager-ms", type=float, help="a measured eager step")

@@ -108,6 +108,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert plan.max_seqlen <= 41
     assert plan.chosen.coverage > 0.9
     with pytest.raises(SystemExit):
+        graph_plan([str(path), "--text-key", "body"])
+    assert "no string under the key 'body', found ['text']" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         main([])
     assert "give either a data set or --quantiles" in capsys.readouterr().err
 
