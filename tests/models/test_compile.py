@@ -14,6 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed, register_thd
+from lightning_thd.parallel import layout
 from tests.models import matrix
 from tests.models.families import build
 from tests.models.test_matrix import checkpoint
@@ -33,6 +34,12 @@ CUTS = (
 
 # torch.compile looks at .grad of the tensors a graph starts with; after a graph break those are no leaves.
 NON_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def no_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have cut batches for context parallelism, which breaks graphs."""
+    monkeypatch.setattr(layout, "in_use", False)
 
 
 def graphs_after_each_pack(model: Any, *, fullgraph: bool, told: bool) -> list[int]:
