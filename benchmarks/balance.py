@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> None:
     """Print both tables."""
     works = {
         "Llama-3.1-8B by FlopsModel": Cost.from_flops(FlopsModel.from_config(LLAMA_8B)),
-        "2048-wide, as in the table of measured peers": Cost(linear=12 * 2048, quadratic=1),
+        "2048-wide as in the table of measured peers": Cost(linear=12 * 2048, quadratic=1),
     }
     for title, cost in works.items():
         print(f"\nWork of {title}: {cost.linear / cost.quadratic:,.0f} s + s^2")
