@@ -29,8 +29,8 @@ def train(host: str, step: Any, accumulate: int, ranks: int, steps: int, whole: 
     torch.set_num_threads(2 // ranks)
     job = Job(
         quickstart_model if whole else tiny_llama,
-        StdlibText(max_bytes=512) if whole else sequences(60, labels=True),
-        capacity=1024 if whole else 48,
+        StdlibText(max_bytes=256) if whole else sequences(60, labels=True),
+        capacity=512 if whole else 48,
         step=step,
         accumulate=accumulate,
         ranks=ranks,
