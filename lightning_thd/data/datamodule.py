@@ -12,6 +12,7 @@ from typing import cast
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_thd.data import trainer_link as link
@@ -141,11 +142,14 @@ class THDDataModule(L.LightningDataModule):
                 hook = f"{name}_dataloader"
                 setattr(self, hook, MethodType(getattr(L.LightningDataModule, hook), self))
         self._attached = (0, 1, 1)
+        self._model: nn.Module | None = None
         self._opened: dict[str, Opened] = {}
         self._indices: dict[str, SequenceIndex] = {}
         self._planners: dict[tuple[object, ...], PackPlanner] = {}
 
-    def attach(self, *, rank: int = 0, ranks: int = 1, accumulate: int = 1) -> None:
+    def attach(
+        self, *, rank: int = 0, ranks: int = 1, accumulate: int = 1, model: nn.Module | None = None
+    ) -> None:
         """Tell who loads, in a loop without a Lightning Trainer; call it before ``setup``.
 
         Args:
@@ -153,12 +157,17 @@ class THDDataModule(L.LightningDataModule):
             ranks: number of data-parallel ranks.
             accumulate: batches a rank runs between two optimizer steps, as a Trainer's
                 ``accumulate_grad_batches``; 1 with ``Sequences(n)``.
+            model: that is trained: its FLOPs balance the ranks, its vocabulary checks the ids.
 
         Raises:
             MisconfigurationException: when ``global_batch`` contradicts them.
         """
         link.check_packs(self.global_batch, ranks=ranks, accumulate=accumulate)
-        self._attached = (rank, ranks, accumulate)
+        self._attached, self._model = (rank, ranks, accumulate), model
+
+    @property
+    def _trained(self) -> nn.Module | None:
+        return self.trainer.lightning_module if self.trainer is not None else self._model
 
     def prepare_data(self) -> None:
         """Tokenise, count and cache what can be cached; Lightning calls this on one process a node."""
@@ -239,8 +248,8 @@ class THDDataModule(L.LightningDataModule):
             index=self._indices[name],
             align=link.alignment(self.trainer),
             pad_to=self.pad_to,
-            vocab_size=self.vocab_size or link.vocab_size(self.trainer),
-            windows=link.model_windows(self.trainer),
+            vocab_size=self.vocab_size or link.vocab_size(self._trained),
+            windows=link.model_windows(self._trained),
         )
         return THDLoader(
             planner,
@@ -303,7 +312,7 @@ class THDDataModule(L.LightningDataModule):
             self.capacity,
             global_batch=self._step if training else Packs(self._data_rank[1]),
             align=link.alignment(self.trainer),
-            cost=self.cost or link.model_cost(self.trainer, self.capacity),
+            cost=self.cost or link.model_cost(self._trained, self.capacity),
             window=self.window,
             oversize=oversize,
             tail=self.tail if training else "pad",

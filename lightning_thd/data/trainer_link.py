@@ -1,4 +1,4 @@
-"""A Trainer -> what a data module must know of it: ranks, steps, the model's sizes, and how far it is."""
+"""A Trainer and its model -> what a data module must know of them: ranks, steps, sizes, and how far it is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, cast
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.flops import FlopsModel
@@ -31,9 +32,8 @@ def alignment(trainer: L.Trainer | None) -> Alignment | None:
     return getattr(trainer.strategy, "alignment", None) if trainer is not None else None
 
 
-def model_config(trainer: L.Trainer | None) -> Any | None:
+def model_config(module: nn.Module | None) -> Any | None:
     """Find the transformers config of the model that is trained."""
-    module = trainer.lightning_module if trainer is not None else None
     for child in module.modules() if module is not None else ():
         config = getattr(child, "config", None)
         if config is not None and hasattr(config, "get_text_config"):
@@ -41,20 +41,20 @@ def model_config(trainer: L.Trainer | None) -> Any | None:
     return None
 
 
-def vocab_size(trainer: L.Trainer | None) -> int | None:
+def vocab_size(module: nn.Module | None) -> int | None:
     """Entries of the model's vocabulary, if its config tells."""
-    config = model_config(trainer)
+    config = model_config(module)
     return getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
 
 
-def model_cost(trainer: L.Trainer | None, longest: int) -> Cost | None:
+def model_cost(module: nn.Module | None, longest: int) -> Cost | None:
     """Work of a sequence by the model's own FLOPs; None for a model whose FLOPs are not known.
 
     Args:
-        trainer: knows the model.
+        module: that is trained, or what holds it.
         longest: tokens at which the work is exact.
     """
-    config = model_config(trainer)
+    config = model_config(module)
     if config is None:
         return None
     try:
@@ -63,9 +63,9 @@ def model_cost(trainer: L.Trainer | None, longest: int) -> Cost | None:
         return None
 
 
-def model_windows(trainer: L.Trainer | None) -> tuple[Window, ...]:
+def model_windows(module: nn.Module | None) -> tuple[Window, ...]:
     """Attention windows of the model, counted by the collator so that the throughput monitor need not."""
-    config = model_config(trainer)
+    config = model_config(module)
     if config is None:
         return ()
     try:

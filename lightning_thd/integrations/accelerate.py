@@ -56,7 +56,7 @@ def prepare_thd(
     _refuse_parallelism(accelerator)
     rank, ranks, group = _data_rank(accelerator)
     accumulate = accelerator.gradient_accumulation_steps
-    loader = as_loader(data, rank=rank, ranks=ranks, accumulate=accumulate)
+    loader = as_loader(data, model, rank=rank, ranks=ranks, accumulate=accumulate)
     prepared = accelerator.prepare(model, optimizer)
     model, optimizer = prepared
     if scheduler is not None:

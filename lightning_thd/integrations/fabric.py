@@ -44,7 +44,7 @@ def prepare_fabric(
     Raises:
         ValueError: for data of another kind.
     """
-    loader = as_loader(data, rank=fabric.global_rank, ranks=fabric.world_size, accumulate=accumulate)
+    loader = as_loader(data, model, rank=fabric.global_rank, ranks=fabric.world_size, accumulate=accumulate)
     model, optimizer = fabric.setup(model, optimizer)
 
     def no_sync(module: nn.Module) -> AbstractContextManager[None]:

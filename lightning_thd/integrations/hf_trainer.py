@@ -141,7 +141,12 @@ class _PackedTrainerMixin:
             num_workers=self.args.dataloader_num_workers,
             **{"seed": self.args.seed, **self._data_kwargs},
         )
-        data.attach(rank=self.args.process_index, ranks=self.args.world_size, accumulate=accumulate)
+        data.attach(
+            rank=self.args.process_index,
+            ranks=self.args.world_size,
+            accumulate=accumulate,
+            model=self.model,
+        )
         data.setup("fit")
         return self._wrap(data.train_dataloader())
 

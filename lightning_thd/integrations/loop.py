@@ -200,7 +200,7 @@ class PackedLoop:
             self._host.log(self.latest, self.global_step)
 
 
-def as_loader(data: object, *, rank: int, ranks: int, accumulate: int) -> THDLoader:
+def as_loader(data: object, model: nn.Module, *, rank: int, ranks: int, accumulate: int) -> THDLoader:
     """Make a data module's loader of steps, or check one that is given.
 
     Raises:
@@ -209,7 +209,7 @@ def as_loader(data: object, *, rank: int, ranks: int, accumulate: int) -> THDLoa
     from lightning_thd.data import THDDataModule
 
     if isinstance(data, THDDataModule):
-        data.attach(rank=rank, ranks=ranks, accumulate=accumulate)
+        data.attach(rank=rank, ranks=ranks, accumulate=accumulate, model=model)
         data.prepare_data()
         data.setup("fit")
         return data.train_steps()

@@ -10,9 +10,9 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_thd import Packs, Sequences, THDDataModule
+from lightning_thd import FlopsModel, Packs, Sequences, THDDataModule
 from lightning_thd.integrations import PackedLoop, prepare_fabric, prepare_thd
-from lightning_thd.packing import PackPlanner
+from lightning_thd.packing import Cost, PackPlanner
 from tests.ranks import run_ranks
 from tests.tiny import TinyModule, largest_error, sequences, tiny_llama, train_by_hand
 
@@ -178,3 +178,16 @@ def _refused(kind: str) -> str:
 def test_what_would_leak_or_change_the_loss_is_refused(kind: str, message: str) -> None:
     [found] = run_ranks(_refused, 1, kind)
     assert message in found
+
+
+def _costs(host: str) -> tuple[Any, Any]:
+    _, loop = make_loop(host, Sequences(12))
+    wanted = Cost.from_flops(FlopsModel.from_config(tiny_llama().config), longest=CAPACITY)
+    planner: Any = loop.loader._planner
+    return planner.cost, wanted
+
+
+@pytest.mark.parametrize("host", ["accelerate", "fabric"])
+def test_ranks_are_balanced_by_the_flops_of_the_model(host: str) -> None:
+    [(found, wanted)] = run_ranks(_costs, 1, host)
+    assert found == wanted
