@@ -1,6 +1,6 @@
 """Every CPU benchmark, one after the other: one table with every goal, written to benchmarks/RESULTS.md.
 
-``python -m benchmarks`` takes about forty minutes on two cores, which must have nothing else to do.
+``python -m benchmarks`` takes about thirty minutes on two cores, which must have nothing else to do.
 ``--only packing loss`` runs some and prints their table without writing the file. What a GPU found
 (``python -m benchmarks.gpu --json benchmarks/gpu.json``) is added where that file exists.
 """
