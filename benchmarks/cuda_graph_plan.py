@@ -13,8 +13,8 @@ import argparse
 import numpy as np
 
 from benchmarks.results import keep, less
-from lightning_thd.callbacks.cuda_graph.cli import graph_plan
-from lightning_thd.callbacks.cuda_graph.costs import lengths_from_quantiles
+from lightning_thd.cli.graph_plan import graph_plan
+from lightning_thd.cuda_graph.choice.costs import lengths_from_quantiles
 
 PUBLISHED = (12, 43, 106, 358)
 COVERAGE = {64: 0.96, 106: 0.99}  # published beside the quantiles

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from benchmarks.gpu import Row, part
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import GraphedStep, make_buckets
-from lightning_thd.callbacks.cuda_graph.buckets import Layout
-from lightning_thd.callbacks.cuda_graph.plan import needed_sequences, plan_graphs
+from lightning_thd.cuda_graph.choice.plan import needed_sequences, plan_graphs
+from lightning_thd.cuda_graph.shapes.buckets import Layout
 from lightning_thd.packing import pack_lengths
 
 VOCABULARY = 32_000

@@ -13,9 +13,9 @@ import torch
 
 from lightning_thd import FlopsModel, THDBatch, THDDataModule
 from lightning_thd.callbacks.cuda_graph import Bucket
-from lightning_thd.data.arrays import open_arrays, save_arrays
-from lightning_thd.data.chat import encode_chat
 from lightning_thd.data.pack import pack_file
+from lightning_thd.data.read.chat import encode_chat
+from lightning_thd.data.store.arrays import open_arrays, save_arrays
 from lightning_thd.flops import SeqStats
 from lightning_thd.loss import PackedRollouts, fused_linear_logprobs
 from lightning_thd.module import CausalLMModule

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_thd._seqlen_checks import INT32_MAX
 from lightning_thd.seqlens import (
     check_cu_seqlens,
     cu_seqlens_from_lengths,
@@ -22,6 +21,7 @@ from lightning_thd.seqlens import (
     segment_ids_from_cu_seqlens,
     seq_idx_from_cu_seqlens,
 )
+from lightning_thd.seqlens.checks import INT32_MAX
 from tests.device_reads import RefuseDeviceReads
 
 ragged = st.lists(st.integers(0, 9), max_size=20)

@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_thd.models.packing_report import PackingReport
 from lightning_thd.models.probe import check_packing
+from lightning_thd.models.probe.report import PackingReport
 
 
 class PackingCheck(L.Callback):

@@ -1,8 +1,8 @@
 """Datasets and paths -> packed, planned, resumable loaders."""
 
 from lightning_thd.data.datamodule import THDDataModule
+from lightning_thd.data.read.text import ByteTokenizer, StdlibText, read_documents, stdlib_documents
 from lightning_thd.data.store import TokenStore
-from lightning_thd.data.text import ByteTokenizer, StdlibText, read_documents, stdlib_documents
 
 __all__ = [
     "ByteTokenizer",

@@ -16,11 +16,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lightning_thd.data import trainer_link as link
-from lightning_thd.data.encode import Tokenizer
-from lightning_thd.data.index import Empty, MapDataset, SequenceIndex, build_index, refuse_cuts
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
 from lightning_thd.data.planning import plan_counted_once
-from lightning_thd.data.sources import Opened, Opener, Packed, dataset_key
+from lightning_thd.data.read.encode import Tokenizer
+from lightning_thd.data.read.sources import Opened, Opener, Packed, dataset_key
+from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index, refuse_cuts
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.planner import Tail

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.data.index import MapDataset, SequenceIndex
+from lightning_thd.data.store.index import MapDataset, SequenceIndex
 from lightning_thd.packing import Spans, StepPlan
 from lightning_thd.stats import Window
 

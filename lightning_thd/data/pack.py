@@ -17,9 +17,9 @@ import numpy as np
 from lightning_thd._imports import require
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
-from lightning_thd.data.encode import Tokenizer
-from lightning_thd.data.index import Empty, MapDataset, SequenceIndex, build_index, media_names
-from lightning_thd.data.sources import Opener
+from lightning_thd.data.read.encode import Tokenizer
+from lightning_thd.data.read.sources import Opener
+from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index, media_names
 from lightning_thd.packing import PackPlanner, Packs, Spans
 from lightning_thd.packing.entries import Oversize
 

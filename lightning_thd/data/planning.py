@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.data.arrays import cached_arrays
+from lightning_thd.data.store.arrays import cached_arrays
 from lightning_thd.packing import PackPlanner, Sequences
 
 _VERSION = 1

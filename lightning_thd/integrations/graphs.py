@@ -12,17 +12,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.callbacks.cuda_graph import GraphCosts, GraphedStep
-from lightning_thd.callbacks.cuda_graph.backend import Backend, CudaBackend
-from lightning_thd.callbacks.cuda_graph.plan import (
+from lightning_thd.cuda_graph import GraphCosts, GraphedStep
+from lightning_thd.cuda_graph.capture.backend import Backend, CudaBackend
+from lightning_thd.cuda_graph.choice.plan import (
     GraphPlan,
     needed_sequences,
     plan_graphs,
     problem_of,
     sequence_counts,
 )
-from lightning_thd.callbacks.cuda_graph.sampling import longest_sequence, sample_layouts
-from lightning_thd.callbacks.cuda_graph.support import sharded_by
+from lightning_thd.cuda_graph.choice.sampling import longest_sequence, sample_layouts
+from lightning_thd.cuda_graph.limits.support import sharded_by
 from lightning_thd.packing import PackPlanner
 
 MaxSequences = int | Sequence[int] | Literal["auto"]

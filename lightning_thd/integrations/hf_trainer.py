@@ -20,7 +20,7 @@ from lightning_thd.callbacks._discover import find_model
 from lightning_thd.callbacks._gather import communication_device
 from lightning_thd.callbacks._stage import Setting, Stage
 from lightning_thd.data import THDDataModule
-from lightning_thd.data.index import MapDataset
+from lightning_thd.data.store.index import MapDataset
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.packing import Packs
 

@@ -20,8 +20,8 @@ from lightning_thd.callbacks._device import compute_dtype, resolve_peak
 from lightning_thd.callbacks._discover import find_model
 from lightning_thd.callbacks._gather import communication_device
 from lightning_thd.callbacks._stage import Setting, Stage
-from lightning_thd.callbacks.cuda_graph import GraphCosts, GraphedStep
-from lightning_thd.callbacks.cuda_graph.backend import Backend
+from lightning_thd.cuda_graph import GraphCosts, GraphedStep
+from lightning_thd.cuda_graph.capture.backend import Backend
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.integrations.graphs import MaxSequences, graphed_loss
 from lightning_thd.loss import causal_lm_loss

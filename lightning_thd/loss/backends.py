@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_thd._imports import require
-from lightning_thd.loss.nll_tiles import Penalties
 from lightning_thd.loss.prepare import Settings
+from lightning_thd.loss.tiles.nll import Penalties
 
 _IGNORE = -100
 Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.loss.head_call import HeadCall, Job
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
-from lightning_thd.loss.logit_map import LogitMap
+from lightning_thd.loss.model_head.head_call import HeadCall, Job
+from lightning_thd.loss.model_head.wrapped import HeadOperands, language_model, text_config
 from lightning_thd.loss.mtp import targets_after
-from lightning_thd.loss.nll_tiles import Penalties
-from lightning_thd.loss.wrapped import HeadOperands, language_model, text_config
+from lightning_thd.loss.tiles.logit_map import LogitMap
+from lightning_thd.loss.tiles.nll import Penalties
 
 # DeepSeek-V3 (arXiv:2412.19437, section 2.2): the mean loss of the further predictions times 0.3 at first.
 _MTP_WEIGHT = 0.3

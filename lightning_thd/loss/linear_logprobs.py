@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd.loss.checks import refuse_double_backward
-from lightning_thd.loss.head import Head
-from lightning_thd.loss.logit_map import LogitMap
 from lightning_thd.loss.prepare import Settings, prepare
-from lightning_thd.loss.products import without_autocast
-from lightning_thd.loss.tiles import (
+from lightning_thd.loss.tiles.logit_map import LogitMap
+from lightning_thd.loss.tiles.logits import Head
+from lightning_thd.loss.tiles.products import without_autocast
+from lightning_thd.loss.tiles.softmax import (
     MAX,
     SUM,
     TARGET,
@@ -29,7 +29,7 @@ from lightning_thd.loss.tiles import (
     gradients,
     softmax_statistics,
 )
-from lightning_thd.loss.vocab_parallel import merge_statistics, sum_over_ranks
+from lightning_thd.loss.tiles.vocab_parallel import merge_statistics, sum_over_ranks
 
 
 class LogProbs(NamedTuple):

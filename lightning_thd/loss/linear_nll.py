@@ -16,14 +16,14 @@ from torch import Tensor
 
 from lightning_thd._static import shapes_are_static
 from lightning_thd.loss import backends
-from lightning_thd.loss.budget import stash_rows, tile_shape
 from lightning_thd.loss.checks import refuse_double_backward
-from lightning_thd.loss.gradient_sums import HeadGradients
 from lightning_thd.loss.linear_logprobs import make_head, row_logprobs
-from lightning_thd.loss.logit_map import LogitMap
-from lightning_thd.loss.nll_tiles import Penalties, nll_and_gradients
 from lightning_thd.loss.prepare import Settings, prepare
-from lightning_thd.loss.products import is_native, without_autocast
+from lightning_thd.loss.tiles.budget import stash_rows, tile_shape
+from lightning_thd.loss.tiles.gradient_sums import HeadGradients
+from lightning_thd.loss.tiles.logit_map import LogitMap
+from lightning_thd.loss.tiles.nll import Penalties, nll_and_gradients
+from lightning_thd.loss.tiles.products import is_native, without_autocast
 
 
 def fused_linear_cross_entropy(

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd.loss.budget import tile_shape
 from lightning_thd.loss.checks import check_operands, check_rows, check_target_values, check_targets
-from lightning_thd.loss.logit_map import LogitMap
-from lightning_thd.loss.products import accumulator_dtype, has_autocast
-from lightning_thd.loss.rows import rows_with_target
-from lightning_thd.loss.vocab_parallel import GatherRows
+from lightning_thd.loss.tiles.budget import tile_shape
+from lightning_thd.loss.tiles.logit_map import LogitMap
+from lightning_thd.loss.tiles.products import accumulator_dtype, has_autocast
+from lightning_thd.loss.tiles.rows import rows_with_target
+from lightning_thd.loss.tiles.vocab_parallel import GatherRows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

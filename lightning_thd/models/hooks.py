@@ -16,7 +16,7 @@ from lightning_thd.models.masks import learn_window
 from lightning_thd.models.mixers import adopt_mixers
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped, set_scope
 from lightning_thd.models.positions import pack_from_positions, refuse_plain_positions
-from lightning_thd.models.survey import refuse_unknown_layers
+from lightning_thd.models.unknown_layers import refuse_unknown_layers
 
 NAME = "thd"
 PACK_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lightning_thd._imports import available
 from lightning_thd._static import shapes_are_static
-from lightning_thd.models.gathered import run_on_pack
-from lightning_thd.models.groups import plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.pack import Pack, current_pack, current_scope
+from lightning_thd.models.padded_groups import plan_groups, plan_static_group, run_grouped
+from lightning_thd.models.whole_pack import run_on_pack
 from lightning_thd.parallel import layout
 
 # What must be installed for the layer's own kernels to keep sequences apart; None where they cannot.

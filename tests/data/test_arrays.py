@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_thd.data.arrays import (
+from lightning_thd.data.store.arrays import (
     ArrayWriter,
     cached_arrays,
     load_array,

@@ -13,9 +13,9 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
 from lightning_thd import THDBatch, THDDataModule
-from lightning_thd.data.chat import encode_chat
-from lightning_thd.data.encode import Encoder, tokenizer_fingerprint
-from lightning_thd.data.sources import open_source
+from lightning_thd.data.read.chat import encode_chat
+from lightning_thd.data.read.encode import Encoder, tokenizer_fingerprint
+from lightning_thd.data.read.sources import open_source
 from tests.data.chats import GLUED, MARKED, PLAIN, TALKS, UNSTABLE, make_tokenizer
 
 

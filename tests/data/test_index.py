@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lightning_thd.data.index import build_index
+from lightning_thd.data.store.index import build_index
 from lightning_thd.packing import PackPlanner, Packs
 from lightning_thd.packing.entries import Oversize
 from tests.tiny import sequences

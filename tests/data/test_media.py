@@ -13,7 +13,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from lightning_thd import THDBatch, THDDataModule, causal_lm_loss
-from lightning_thd.data.index import build_index
+from lightning_thd.data.store.index import build_index
 from tests.models.test_vision import IMAGE, build
 from tests.models.test_vision import sample as make_sample
 

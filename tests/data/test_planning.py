@@ -14,7 +14,7 @@ import torch
 from lightning_thd import FlopsModel, Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.batch import THDStep
 from lightning_thd.data import datamodule
-from lightning_thd.data.index import build_index
+from lightning_thd.data.store.index import build_index
 from lightning_thd.packing import Cost, balance
 from tests.data.test_datamodule import CAPACITY, make_trainer
 from tests.ranks import run_ranks
@@ -72,7 +72,7 @@ def test_hugging_face_labels_are_counted_in_their_columns(monkeypatch: pytest.Mo
     def never(*args: object) -> None:
         raise AssertionError("samples were read")
 
-    monkeypatch.setattr("lightning_thd.data.index._read", never)
+    monkeypatch.setattr("lightning_thd.data.store.index._read", never)
     for view, order in ((table, list(range(60))), (table.select([7, 3, 9]), [7, 3, 9])):
         index = build_index(view)
         assert index.lengths.tolist() == expected.lengths[order].tolist()

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd import Sequences, THDBatch, THDDataModule
-from lightning_thd.data.index import build_index
 from lightning_thd.data.pack import main, pack_file
-from lightning_thd.data.prepacked import boundaries, holds_packs, open_packed
-from lightning_thd.data.sources import Opener, open_source
+from lightning_thd.data.read.prepacked import boundaries, holds_packs, open_packed
+from lightning_thd.data.read.sources import Opener, open_source
+from lightning_thd.data.store.index import build_index
 from tests.tiny import sequences
 
 FORMATS = ["lengths", "seq_lengths", "cu_seqlens", "cu_seqlens_padded", "position_ids"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lightning_thd import THDBatch, THDDataModule
-from lightning_thd.data.sources import Opener, as_numpy, open_source
+from lightning_thd.data.read.sources import Opener, as_numpy, open_source
 from tests.tiny import sequences
 
 

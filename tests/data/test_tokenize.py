@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd.data import ByteTokenizer, TokenStore
-from lightning_thd.data.records import file_chunks, row_chunks
-from lightning_thd.data.sources import open_source
+from lightning_thd.data.read.records import file_chunks, row_chunks
+from lightning_thd.data.read.sources import open_source
+from lightning_thd.data.read.tokenize import tokenize
 from lightning_thd.data.store import Rows, write_store
-from lightning_thd.data.tokenize import tokenize
 
 
 @given(
@@ -101,7 +101,7 @@ def test_an_unnamed_store_goes_with_its_object(tmp_path: Path) -> None:
 
 _MEASURE = """
 import resource, sys
-from lightning_thd.data.sources import open_source
+from lightning_thd.data.read.sources import open_source
 open_source(sys.argv[1], cache_dir=sys.argv[2])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 store = open_source(sys.argv[3], cache_dir=sys.argv[2])

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_thd.loss.budget import stash_rows, tile_shape
-from lightning_thd.loss.logit_map import LogitMap
+from lightning_thd.loss.tiles.budget import stash_rows, tile_shape
+from lightning_thd.loss.tiles.logit_map import LogitMap
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

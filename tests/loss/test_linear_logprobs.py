@@ -65,7 +65,7 @@ def test_any_shape_and_tile(
 
 
 def test_small_column_tiles_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_thd.loss import budget
+    from lightning_thd.loss.tiles import budget
 
     monkeypatch.setitem(budget._WIDEST, "cpu", 7)
     monkeypatch.setattr(budget, "_CPU_BYTES", 7 * 5 * 16)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_thd.loss import products
+from lightning_thd.loss.tiles import products
 
 
 def test_a_bf16_product_in_two_halves_keeps_what_rounding_loses() -> None:

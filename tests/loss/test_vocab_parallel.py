@@ -52,7 +52,8 @@ def _shards(case: Case, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def run_case(case: Case, chunk: Any, sequence_parallel: bool) -> tuple[float, dict[str, int]]:
     """Largest relative error of outputs and gradients on this rank, and the collectives of both passes."""
-    from lightning_thd.loss import fused_linear_logprobs, vocab_parallel
+    from lightning_thd.loss import fused_linear_logprobs
+    from lightning_thd.loss.tiles import vocab_parallel
 
     counted = _Counted()
     vocab_parallel.dist = counted  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_thd.models.groups import plan_groups, plan_static_group, run_grouped
+from lightning_thd.models.padded_groups import plan_groups, plan_static_group, run_grouped
 
 LENGTHS = st.lists(st.integers(0, 200), min_size=1, max_size=30).filter(sum)
 

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from lightning_thd.models import register_thd
-from lightning_thd.models.survey import refuse_unknown_layers
+from lightning_thd.models.unknown_layers import refuse_unknown_layers
 from tests.models import matrix
 from tests.models.families import FAMILIES, build
 

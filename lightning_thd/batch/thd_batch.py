@@ -1,0 +1,308 @@
+"""Samples of varying length -> one ``THDBatch``: rows laid end to end, with what the host knows beside them.
+
+T slots in a pack, S sequences. Nothing here reads a device: every integer a kernel or a counter asks for is
+kept on the host from the moment of collation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_thd.alignment import Alignment
+from lightning_thd.batch import collate as _collate
+from lightning_thd.stats import SeqStats, Window
+
+_TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
+_HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
+
+
+class _Immutable:
+    """Slots that are set once: Lightning rewrites dataclasses and lists, and leaves this alone."""
+
+    __slots__ = ()
+
+    def _set(self, **fields: object) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(
+            f"{type(self).__name__}.{name} cannot be assigned: batches are immutable. "
+            "Make a changed copy with .replace(...)."
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be deleted: batches are immutable.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        names: tuple[str, ...] = self.__slots__
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._set(**state)
+
+
+class THDBatch(_Immutable):
+    """One microbatch: sequences laid end to end in one row of T slots.
+
+    Attributes:
+        input_ids: int64 ``[T]``.
+        targets: int64 ``[T]``, the next token of the same sequence, else -100.
+        position_ids: int64 ``[T]``, or ``[3, T]`` for M-RoPE; restarts at 0 in every sequence.
+        cu_seqlens: int32 ``[S + 1]``, cumulative real lengths.
+        cu_seqlens_padded: int32 ``[S + 1]``, offsets in memory, last entry T; equal to ``cu_seqlens`` where
+            nothing is padded between sequences. A trailing pad is one more sequence in both.
+        lengths: real length of every sequence, on the host, without a trailing pad.
+        padded_lengths: slots of every entry of ``cu_seqlens_padded``, on the host, a trailing pad included.
+        max_seqlen: longest entry of ``padded_lengths``, at least 1.
+        stats: what the batch contains, in host integers.
+        sequence_ids: dataset index of every sequence in ``lengths``.
+        loss_scale: data-parallel ranks x microbatches / loss tokens of the whole step. For a batch collated
+            by itself 1 / its loss tokens, so that ``sum * loss_scale`` is the mean.
+        extras: further model inputs, ``pixel_values`` and the like.
+    """
+
+    __slots__ = (*_TENSORS, *_HOST)
+
+    input_ids: Tensor
+    targets: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor
+    lengths: tuple[int, ...]
+    padded_lengths: tuple[int, ...]
+    max_seqlen: int
+    stats: SeqStats
+    sequence_ids: tuple[int, ...]
+    loss_scale: float
+    extras: dict[str, Tensor]
+
+    def __init__(
+        self,
+        *,
+        input_ids: Tensor,
+        targets: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        cu_seqlens_padded: Tensor,
+        lengths: Sequence[int],
+        padded_lengths: Sequence[int],
+        stats: SeqStats,
+        sequence_ids: Sequence[int],
+        loss_scale: float,
+        extras: dict[str, Tensor] | None = None,
+    ) -> None:
+        self._set(
+            input_ids=input_ids,
+            targets=targets,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            cu_seqlens_padded=cu_seqlens_padded,
+            lengths=tuple(lengths),
+            padded_lengths=tuple(padded_lengths),
+            max_seqlen=max(1, max(padded_lengths, default=1)),
+            stats=stats,
+            sequence_ids=tuple(sequence_ids),
+            loss_scale=float(loss_scale),
+            extras=dict(extras or {}),
+        )
+
+    @classmethod
+    def collate(
+        cls,
+        samples: Sequence[dict[str, Any]],
+        *,
+        align: Alignment | None = None,
+        pad_to: int | None = None,
+        sequence_ids: Sequence[int] | None = None,
+        loss_scale: float | None = None,
+        windows: Sequence[Window] = (),
+    ) -> THDBatch:
+        """Lay samples end to end and shift the targets inside every sequence.
+
+        Args:
+            samples: dicts with ``input_ids`` (ints ``[n]``) and, if wanted, ``labels`` (ints ``[n]``,
+                unshifted, -100 where ignored), ``next_label`` (int, the target of the last token of a piece
+                that goes on elsewhere), ``position_ids``, and further tensors, which are concatenated into
+                ``extras``. No samples give a pack of one dummy slot, without a target.
+            align: an ``alignment.Alignment``; pads every sequence, and the total by a trailing sequence.
+            pad_to: slots of the batch; a trailing sequence of token 0 without targets fills the rest.
+            sequence_ids: dataset index of every sample; 0, 1, 2, ... when absent.
+            loss_scale: see the class; 1 / loss tokens of this batch when absent.
+            windows: attention windows of the model, whose pairs ``stats`` is to count.
+
+        Returns:
+            The batch on the CPU. ``[{"input_ids": [5, 6]}, {"input_ids": [7]}]`` gives ``input_ids``
+            ``[5, 6, 7]``, ``targets`` ``[6, -100, -100]``, ``cu_seqlens`` ``[0, 2, 3]``.
+
+        Raises:
+            ValueError: for a sample without ids, labels of another length, ids below 0, or more tokens than
+                ``pad_to``.
+        """
+        return cls(
+            **_collate.collate(
+                samples,
+                align=align,
+                pad_to=pad_to,
+                sequence_ids=sequence_ids,
+                loss_scale=loss_scale,
+                windows=windows,
+            )
+        )
+
+    @classmethod
+    def from_padded(cls, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> THDBatch:
+        """Pack a padded batch by its mask, never by its pad id; reads the mask back once.
+
+        Args:
+            input_ids: ints ``[B, N]``.
+            attention_mask: ``[B, N]``, nonzero where a token is real; left, right or ragged padding.
+            labels: ints ``[B, N]``, unshifted, -100 where ignored; ``input_ids`` when absent.
+
+        Returns:
+            The batch on the device of ``input_ids``. Rows without a token keep their place with length 0.
+            ``ids [[0, 5, 6]]`` with mask ``[[0, 1, 1]]`` gives ``input_ids [5, 6]``, ``targets [6, -100]``.
+
+        Raises:
+            ValueError: when the shapes differ or the mask is all zero.
+        """
+        return cls(**_collate.from_padded(input_ids, attention_mask, labels))
+
+    def replace(self, **changes: object) -> THDBatch:
+        """Return a copy with some fields changed; what derives from them is the caller's to change too."""
+        batch = object.__new__(THDBatch)
+        batch.__setstate__({**self.__getstate__(), **changes})
+        return batch
+
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
+        """Move the tensors; from pinned memory to an accelerator without blocking unless told otherwise.
+
+        Lightning passes ``non_blocking`` to tensors alone, so a batch has to choose by itself.
+        """
+        if non_blocking is None:
+            non_blocking = torch.device(device).type not in ("cpu", "mps")
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> THDBatch:
+        """Return a copy in page-locked memory."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> THDBatch:
+        moved = {name: function(getattr(self, name)) for name in _TENSORS}
+        if self.cu_seqlens_padded is self.cu_seqlens:
+            moved["cu_seqlens_padded"] = moved["cu_seqlens"]
+        extras = {name: function(value) for name, value in self.extras.items()}
+        return self.replace(**moved, extras=extras)
+
+    def hf_kwargs(self) -> dict[str, Any]:
+        """Give a transformers model its arguments: the pack as a batch of one row.
+
+        Returns:
+            ``input_ids`` ``[1, T]``, ``position_ids`` ``[1, T]`` or ``[3, 1, T]``, ``cu_seq_lens_q/k`` (the
+            offsets in memory), ``max_length_q/k`` (Python ints), ``attention_mask`` None, ``use_cache``
+            False (the default True makes transformers ignore the boundaries), and the extras.
+        """
+        position_ids = self.position_ids
+        return {
+            "input_ids": self.input_ids[None],
+            "position_ids": position_ids[None] if position_ids.ndim == 1 else position_ids[:, None],
+            "attention_mask": None,
+            "cu_seq_lens_q": self.cu_seqlens_padded,
+            "cu_seq_lens_k": self.cu_seqlens_padded,
+            "max_length_q": self.max_seqlen,
+            "max_length_k": self.max_seqlen,
+            "use_cache": False,
+            **self.extras,
+        }
+
+    def unpack(self, x: Tensor) -> list[Tensor]:
+        """Split a per-token tensor into one view a sequence, pads left out.
+
+        Args:
+            x: ``[T, ...]``, or ``[1, T, ...]`` as a transformers model returns it.
+
+        Returns:
+            ``len(lengths)`` tensors ``[length, ...]``, in the order of ``sequence_ids``.
+
+        Raises:
+            ValueError: when ``x`` has not T rows.
+        """
+        slots = sum(self.padded_lengths)
+        if x.ndim > 1 and x.shape[0] == 1 and x.shape[0] != slots:
+            x = x[0]
+        if x.shape[0] != slots:
+            raise ValueError(
+                f"unpack() got a tensor of shape {tuple(x.shape)}, but the batch has {slots} slots. "
+                f"Pass [{slots}, ...] or [1, {slots}, ...]."
+            )
+        rows = torch.split(x, list(self.padded_lengths))
+        if self.padded_lengths == self.lengths:
+            return list(rows)
+        return [row[:length] for row, length in zip(rows, self.lengths, strict=False)]
+
+    @property
+    def loss_tokens(self) -> int:
+        """Number of slots with a target."""
+        return self.stats.loss_tokens
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        # Lightning takes the rows of the first tensor it finds as the batch size of self.log. 1 / loss_scale
+        # is the weight that makes its epoch mean of causal_lm_loss the exact mean over all loss tokens.
+        rows = round(1 / self.loss_scale) if self.loss_scale else 0
+        yield torch.empty(rows, device="meta")
+
+    def __repr__(self) -> str:
+        return (
+            f"THDBatch({len(self.lengths)} sequences, {self.stats.real_tokens} real tokens in "
+            f"{self.input_ids.shape[-1]} slots, {self.loss_tokens} with a target, "
+            f"max_seqlen={self.max_seqlen}, device={self.input_ids.device})"
+        )
+
+
+class THDStep(_Immutable):
+    """All microbatches of one rank between two optimizer updates, for strategies with a step loop of ours.
+
+    Attributes:
+        microbatches: the same number on every rank; each carries the step's ``loss_scale``.
+    """
+
+    __slots__ = ("microbatches",)
+
+    microbatches: tuple[THDBatch, ...]
+
+    def __init__(self, microbatches: Sequence[THDBatch]) -> None:
+        if not microbatches:
+            raise ValueError("A THDStep needs at least one microbatch, got none.")
+        self._set(microbatches=tuple(microbatches))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDStep:
+        """Move every microbatch; see ``THDBatch.to``."""
+        return THDStep([batch.to(device, non_blocking=non_blocking) for batch in self.microbatches])
+
+    def pin_memory(self) -> THDStep:
+        """Return a copy in page-locked memory."""
+        return THDStep([batch.pin_memory() for batch in self.microbatches])
+
+    @property
+    def stats(self) -> SeqStats:
+        """The sum over the microbatches."""
+        first, *rest = (batch.stats for batch in self.microbatches)
+        return sum(rest, start=first)
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        # The rank's share of the step's loss tokens, as Lightning's weight: see THDBatch.__iter__.
+        scale = self.microbatches[0].loss_scale
+        yield torch.empty(round(len(self) / scale) if scale else 0, device="meta")
+
+    def __repr__(self) -> str:
+        return f"THDStep({len(self)} microbatches, {self.stats.real_tokens} real tokens)"

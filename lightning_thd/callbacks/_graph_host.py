@@ -1,0 +1,45 @@
+"""A Trainer and its module -> whether graphs can serve them, what data is to come, and whom to tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+
+from lightning_thd.callbacks.throughput import THDThroughputMonitor
+from lightning_thd.cuda_graph.capture.backend import Backend
+from lightning_thd.cuda_graph.limits.support import sharded_by
+from lightning_thd.packing import PackPlanner
+
+
+def unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend) -> str | None:
+    """Say why a fit can have no graphs, or None."""
+    missing = backend.unavailable(trainer.strategy.root_device)
+    if missing is not None:
+        return missing
+    if not module.automatic_optimization:
+        return (
+            "the module has automatic_optimization=False, so training_step contains the optimizer. Wrap the "
+            "part that makes the loss: GraphedStep(function, module, buckets=...)"
+        )
+    wrapped = trainer.strategy.model
+    found = sharded_by(module) or (None if wrapped is None else sharded_by(wrapped))
+    if found is not None:
+        return f"the module is sharded by {found}, whose gathered parameters have no fixed address"
+    return None
+
+
+def leave_out_of_rates(trainer: L.Trainer) -> None:
+    """Tell what measures throughput that this step did more than train."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set outside __init__
+        if isinstance(callback, THDThroughputMonitor):
+            callback.exclude_step()
+
+
+def planner_of(trainer: L.Trainer) -> tuple[PackPlanner, int] | None:
+    """Find the planner of the training data, and how many ranks read different data."""
+    planner = getattr(trainer.train_dataloader, "_planner", None)
+    if not isinstance(planner, PackPlanner):
+        return None
+    sampler: Any = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return planner, int(sampler.get("num_replicas", 1))

@@ -1,0 +1,5 @@
+"""The command ``lightning-thd``."""
+
+from lightning_thd.cli.main import main
+
+__all__ = ["main"]

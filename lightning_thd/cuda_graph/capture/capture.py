@@ -1,0 +1,151 @@
+"""A step and a bucket -> graphs of its forward and backward, captured on a dummy batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_thd._static import static_shapes
+from lightning_thd.batch import THDBatch
+from lightning_thd.cuda_graph.capture.backend import Backend
+from lightning_thd.cuda_graph.capture.captured import CapturedStep, StepFunction
+from lightning_thd.cuda_graph.capture.layers import GraphedLayers
+from lightning_thd.cuda_graph.capture.pair import GraphPair, Turn
+from lightning_thd.cuda_graph.capture.stand_ins import StandIns
+from lightning_thd.cuda_graph.errors import CaptureError
+from lightning_thd.cuda_graph.limits.attribute_reads import constants_of, reads_of
+from lightning_thd.cuda_graph.limits.autocast import uncached_autocast
+from lightning_thd.cuda_graph.limits.checkpoint_rng import RandomUse, without_saved_states
+from lightning_thd.cuda_graph.limits.guards import HostValue, LoggedValue, check_numbers, guarded
+from lightning_thd.cuda_graph.limits.module_state import (
+    Fingerprint,
+    host_state,
+    refuse_fp8,
+    refuse_host_changes,
+    refuse_sums_over_slots,
+    restored,
+)
+from lightning_thd.cuda_graph.shapes.buckets import Bucket
+from lightning_thd.cuda_graph.shapes.static_batch import StaticBatch, StaticInputs
+from lightning_thd.cuda_graph.shapes.static_shard import Cut, refuse_cut
+
+
+def capture_step(
+    backend: Backend,
+    function: StepFunction,
+    module: nn.Module,
+    bucket: Bucket,
+    batch: THDBatch,
+    rest: tuple[Any, ...],
+    turn: Turn,
+    layers: GraphedLayers | None,
+) -> CapturedStep:
+    """Warm up and capture, leaving the module, the random states and the Trainer's logs as they were.
+
+    Args:
+        backend: captures.
+        function: the step.
+        module: what it trains.
+        bucket: the shape.
+        batch: a real one, looked at for its device, the axes of its positions and how it is cut.
+        rest: further arguments of the step; a captured step gets stand-ins that raise when used.
+        turn: shared by all graphs of one memory pool.
+        layers: captures layers in place of the whole step.
+
+    Raises:
+        CaptureError: for whatever a replay could not repeat.
+    """
+    refuse_cut(batch, bucket)
+    refuse_sums_over_slots(module)
+    refuse_fp8(module)
+    parameters = Fingerprint(module).parameters
+    inputs = _inputs(batch, bucket, wide=any(x.dtype == torch.float64 for x in parameters))
+    if layers is not None:
+        inputs.fill(inputs.dummy())
+        return layers.capture(function, module, inputs, inputs.dummy(), rest, parameters)
+    hidden = tuple(HostValue(f"argument {i + 2} of the step (batch_idx)") for i in range(len(rest)))
+    stand_ins = StandIns(module, parameters)
+
+    def run(static: StaticBatch) -> Any:
+        with stand_ins.in_place():
+            return _checked(function(module, static, *hidden))
+
+    with restored(module), static_shapes(), uncached_autocast(batch.input_ids.device):
+        runs = warm_up(backend, run, module, inputs, stand_ins.leaves)
+        refuse_fp8(module)
+        with guarded(module) as logged, without_saved_states(), reads_of(module) as reads, inputs.known():
+            pair = GraphPair(backend, lambda: run(inputs.batch), stand_ins.leaves, turn)
+    check_numbers([*runs, logged], {bucket.slots, bucket.sequences, bucket.max_seqlen})
+    read = constants_of(module, reads)
+    return CapturedStep(inputs, parameters, lambda *_: pair(parameters), logged, module, read)
+
+
+def _inputs(batch: THDBatch, bucket: Bucket, *, wide: bool) -> StaticInputs:
+    return StaticInputs(
+        bucket,
+        batch.input_ids.device,
+        axes=None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0],
+        scale_dtype=torch.float64 if wide else torch.float32,
+        cut=Cut.of(batch),
+    )
+
+
+def warm_up(
+    backend: Backend,
+    run: Callable[[StaticBatch], Any],
+    module: nn.Module,
+    inputs: StaticInputs,
+    leaves: list[Tensor],
+) -> list[list[LoggedValue]]:
+    """Run forward and backward some times on buffers of their own, then make ``inputs`` ready.
+
+    Their own, as kernels may remember what they worked out for a tensor by its identity, and would then not
+    work it out again for the graph.
+
+    Returns:
+        What each run logged.
+    """
+    runs = []
+    before = host_state(module)
+    for i in range(backend.warm_ups):
+        if i == 1:  # the first run may build tables and fill caches
+            before = host_state(module)
+        use = RandomUse()
+        own = inputs.again()
+        own.fill(own.dummy())
+        last = i == backend.warm_ups - 1
+        with guarded(module) as logged, without_saved_states(use), use, own.known():
+            backend.warm_up(functools.partial(_forward_backward, run, own.batch, leaves), last=last)
+        use.refuse()
+        own.learned()
+        runs.append(logged)
+    refuse_host_changes(module, before)
+    inputs.prepare()
+    inputs.fill(inputs.dummy())
+    return runs
+
+
+def _forward_backward(run: Callable[[StaticBatch], Any], batch: StaticBatch, leaves: list[Tensor]) -> None:
+    output = run(batch)
+    wanted = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if wanted:
+        with torch.autocast(wanted[0].device.type, enabled=False):
+            torch.autograd.grad(wanted, leaves, [torch.ones_like(x) for x in wanted], allow_unused=True)
+
+
+def _checked(output: Any) -> Any:
+    """Refuse what a replay cannot give back."""
+    if output is None:
+        raise CaptureError("the step returned None, which skips a batch; a replay cannot decide that again.")
+    others = [x for x in tree_leaves(output) if x is not None and not isinstance(x, Tensor)]
+    if others:
+        raise CaptureError(
+            f"the step returned a {type(others[0]).__name__} beside its tensors, which a replay would return "
+            "unchanged always. Return tensors only."
+        )
+    return output

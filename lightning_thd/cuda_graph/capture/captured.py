@@ -1,0 +1,52 @@
+"""One bucket of a step, ready to replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.cuda_graph.limits.guards import LoggedValue
+from lightning_thd.cuda_graph.shapes.static_batch import StaticInputs
+
+StepFunction = Callable[..., Any]
+
+
+class CapturedStep:
+    """One bucket, ready to replay.
+
+    Args:
+        inputs: static buffers.
+        leaves: parameters that gradients go to.
+        call: runs the step on what the buffers hold; replays a pair, or runs eagerly around captured layers.
+        logged: what the step logs.
+        reads: attributes of the module that the step reads.
+        module: what ``self.log`` is called on.
+    """
+
+    def __init__(
+        self,
+        inputs: StaticInputs,
+        leaves: list[Tensor],
+        call: Callable[..., Any],
+        logged: list[LoggedValue],
+        module: nn.Module,
+        reads: set[str],
+    ) -> None:
+        self.inputs, self.leaves, self.reads = inputs, leaves, reads
+        self._call, self._logged, self._module = call, logged, module
+
+    def run(self, batch: THDBatch, *rest: Any) -> Any:
+        """Fill the buffers and run the step, without logging what a pair captured."""
+        self.inputs.fill(batch)
+        return self._call(batch, *rest)
+
+    def __call__(self, batch: THDBatch, *rest: Any) -> Any:
+        """Run the step and log what it logs, with the values of this batch."""
+        output = self.run(batch, *rest)
+        log: Any = getattr(self._module, "log", None)
+        for name, value, args, kwargs in self._logged:
+            log(name, value.clone() if isinstance(value, Tensor) else value, *args, **kwargs)
+        return output

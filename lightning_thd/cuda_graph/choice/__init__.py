@@ -1,0 +1,1 @@
+"""Which shapes to capture, and what that is worth."""

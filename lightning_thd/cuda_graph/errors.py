@@ -1,0 +1,104 @@
+"""What stops a capture, and the line of the user's code where it happened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from types import FrameType, TracebackType
+
+import lightning
+import torch
+
+from lightning_thd import batch
+
+_HERE = os.path.dirname(__file__) + os.sep
+# The machinery between the user's line and ours. Model libraries are not in it: their lines are the answer.
+_MACHINERY = (
+    _HERE,
+    os.path.dirname(os.path.abspath(batch.__file__)) + os.sep,
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "callbacks", "cuda_graph.py"),
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    os.path.dirname(os.path.abspath(lightning.__file__)) + os.sep,
+    os.path.dirname(os.__file__) + os.sep + "contextlib.py",
+)
+
+
+class CaptureError(RuntimeError):
+    """A step that cannot be captured, and why.
+
+    Args:
+        message: what the step does, and what to do instead.
+        where: ``file:line in function``, when the line that does it is known.
+    """
+
+    def __init__(self, message: str, where: str | None = None) -> None:
+        super().__init__(message if where is None else f"{where}: {message}")
+        self.message = message
+        self.where = where
+
+
+Report = Callable[[str, str | None], None]
+_REPORT: ContextVar[Report | None] = ContextVar("lightning_thd_capture_report", default=None)
+
+
+def refuse(message: str) -> None:
+    """Raise a :class:`CaptureError` that names the calling line; in :func:`reporting_to` tell and go on."""
+    report = _REPORT.get()
+    if report is None:
+        raise CaptureError(message, calling_line())
+    report(message, calling_line())
+
+
+@contextlib.contextmanager
+def reporting_to(report: Report) -> Iterator[None]:
+    """Hear of every problem inside the body, in place of the first one raising."""
+    token = _REPORT.set(report)
+    try:
+        yield
+    finally:
+        _REPORT.reset(token)
+
+
+def calling_line() -> str | None:
+    """Find the innermost running line that is no machinery of torch, Lightning or this package.
+
+    Returns:
+        ``"/path/model.py:12 in training_step"``, or None where there is only machinery.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_foreign(frame):
+            return _describe(frame, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def raising_line(error: BaseException) -> str | None:
+    """Find the innermost line of a traceback that is no machinery, as :func:`calling_line` does."""
+    found: str | None = None
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None:
+        if _is_foreign(trace.tb_frame):
+            found = _describe(trace.tb_frame, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
+
+
+def as_capture_error(error: Exception) -> CaptureError:
+    """Keep what is a capture error already, and give any other its line."""
+    if isinstance(error, CaptureError):
+        return error
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    return CaptureError(f"{type(error).__name__}: {first_line}", raising_line(error))
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    filename = frame.f_code.co_filename
+    return not filename.startswith(_MACHINERY) and not filename.startswith("<")
+
+
+def _describe(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"

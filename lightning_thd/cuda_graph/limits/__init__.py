@@ -1,0 +1,1 @@
+"""What a graph cannot hold, found before or while it is captured."""

@@ -1,0 +1,149 @@
+"""What a captured step takes for granted about its module, and what warm-up must leave as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd.cuda_graph.errors import CaptureError
+from lightning_thd.cuda_graph.limits.subclasses import addresses
+
+_PLAIN = (int, float, bool, str, type(None))
+_CONTAINERS = (list, dict, set, tuple)
+_ABSENT = object()
+
+
+class Fingerprint:
+    """Addresses, flags and attributes that are baked into a graph; cheap to compare every step.
+
+    Args:
+        module: what the step trains.
+        names: attributes of it that the step reads.
+    """
+
+    def __init__(self, module: nn.Module, names: Iterable[str] = ()) -> None:
+        self._module = module
+        self._owners: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._modules = list(module.modules())
+        for child in self._modules:
+            for held in (child._parameters, child._buffers):
+                self._owners += [(held, name, x) for name, x in held.items() if x is not None]
+        self._addresses = [(addresses(x), x.requires_grad) for _, _, x in self._owners]
+        self._flags = [child.training for child in self._modules]
+        self._attributes = {name: getattr(module, name) for name in sorted(names)}
+
+    def change(self) -> str | None:
+        """Name the first thing that is not as it was, or give None."""
+        for (held, name, tensor), (address, wanted) in zip(self._owners, self._addresses, strict=True):
+            if held.get(name) is not tensor or addresses(tensor) != address:
+                return f"{name} moved to other memory"
+            if tensor.requires_grad != wanted:
+                return f"{name}.requires_grad changed"
+        if [child.training for child in self._modules] != self._flags:
+            return "a module changed between train() and eval()"
+        for name, before in self._attributes.items():
+            now = getattr(self._module, name, _ABSENT)
+            if not (now is before or (isinstance(before, _PLAIN) and now == before)):
+                return f"the attribute {name}, which the step reads, changed"
+        return None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Parameters that require a gradient, each once."""
+        unique = {id(x): x for _, _, x in self._owners if isinstance(x, nn.Parameter) and x.requires_grad}
+        return list(unique.values())
+
+
+def host_state(module: nn.Module) -> dict[tuple[int, str], Any]:
+    """Describe plain attributes, sizes of containers and buffers of all submodules, private ones too."""
+    found: dict[tuple[int, str], Any] = {}
+    for i, child in enumerate(module.modules()):
+        for name, value in vars(child).items():
+            if isinstance(value, _PLAIN):
+                found[i, name] = value
+            elif isinstance(value, _CONTAINERS) and name != "_buffers":
+                found[i, name] = len(value)
+        for name, buffer in child._buffers.items():
+            found[i, name] = None if buffer is None else (id(buffer), buffer._version)
+    return found
+
+
+def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -> None:
+    """Refuse a step that changes state of Python, which a replay would not change again.
+
+    Raises:
+        CaptureError: naming the attribute.
+    """
+    after = host_state(module)
+    for key in (*before, *after):
+        if before.get(key, _ABSENT) == after.get(key, _ABSENT):
+            continue
+        index, name = key
+        owner = type(list(module.modules())[index]).__name__
+        raise CaptureError(
+            f"the step changes {owner}.{name}, which a replay does not run again, or, if it is a buffer, "
+            "would count the dummy tokens of the tail into. Move counters, lists, metrics and running "
+            "statistics to on_train_batch_end."
+        )
+
+
+@contextlib.contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """Leave random states and the values of buffers as they were, whatever the body does."""
+    held = [(child._buffers, name) for child in module.modules() for name in child._buffers]
+    buffers = [(owner, name, owner[name], _cloned(owner[name])) for owner, name in held]
+    devices = sorted({x.device.index or 0 for x in module.parameters() if x.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for owner, name, buffer, value in buffers:
+                    owner[name] = buffer
+                    if buffer is not None and value is not None:
+                        buffer.copy_(value)
+
+
+def _cloned(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.clone()
+
+
+def refuse_sums_over_slots(module: nn.Module) -> None:
+    """Refuse losses that are no sums over tokens: the dummy tokens of the tail would change them.
+
+    Raises:
+        CaptureError: for the balancing loss of a mixture of experts.
+    """
+    for child in module.modules():
+        if getattr(getattr(child, "config", None), "output_router_logits", False):
+            raise CaptureError(
+                f"{type(child).__name__} has config.output_router_logits=True: its balancing loss would "
+                "count the dummy tokens of the tail. Set it to False, or train this model eagerly."
+            )
+
+
+def refuse_fp8(module: nn.Module) -> None:
+    """Refuse Transformer Engine's low precision: warm-up on dummy tokens would enter its history of scales.
+
+    Raises:
+        CaptureError: where a layer of it runs, or is about to run, in fp8 or fp4.
+    """
+    layers = [child for child in module.modules() if _is_te(child)]
+    engines = [sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("quantization", "fp8")]
+    states: list[Any] = [getattr(engine, "FP8GlobalStateManager", None) for engine in engines]
+    about_to = bool(layers) and any(state is not None and state.is_fp8_enabled() for state in states)
+    if about_to or any(getattr(layer, "fp8", False) for layer in layers):
+        raise CaptureError(
+            f"Transformer Engine runs {len(layers)} layers in fp8: their scales follow a history kept beside "
+            "the module, which warm-up on dummy tokens would change and a replay would not write. Train in "
+            "bf16 to have graphs, or in fp8 without them."
+        )
+
+
+def _is_te(module: nn.Module) -> bool:
+    return any(cls.__name__ == "TransformerEngineBaseModule" for cls in type(module).__mro__)

@@ -1,0 +1,163 @@
+"""A module and a batch -> every line of its step that a CUDA graph cannot hold, found without a GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_thd._static import static_shapes
+from lightning_thd.batch import THDBatch
+from lightning_thd.cuda_graph.capture.captured import StepFunction
+from lightning_thd.cuda_graph.capture.recording import Recorder
+from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error, reporting_to
+from lightning_thd.cuda_graph.limits.autocast import autocast_knows_meta
+from lightning_thd.cuda_graph.limits.checkpoint_rng import RandomUse, without_saved_states
+from lightning_thd.cuda_graph.limits.guards import HostValue, guarded
+from lightning_thd.cuda_graph.limits.module_state import host_state, refuse_host_changes, restored
+from lightning_thd.cuda_graph.shapes.static_batch import StaticBatch
+from lightning_thd.loss import causal_lm_loss
+from lightning_thd.parallel.shard import THDShard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that cannot be captured.
+
+    Attributes:
+        where: ``file:line in function``; None where no line of a file does it.
+        message: what it is, and what to do instead.
+    """
+
+    where: str | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class LintReport:
+    """What :func:`lint_capture` found.
+
+    Attributes:
+        findings: in the order of the step.
+    """
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the step can be captured as far as can be seen without a GPU."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        if self.ok:
+            return "The step can be captured."
+        lines = [f"{x.where or 'the step'}: {x.message}" for x in self.findings]
+        return "\n".join([f"{len(lines)} reason(s) why the step cannot be captured:", *lines])
+
+
+def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | None = None) -> LintReport:
+    """Run the step once on the CPU and once on the meta device, forward and backward, and note what breaks.
+
+    Both run on copies: the module, its gradients and the random states stay as they are.
+
+    Args:
+        module: a LightningModule, or any module together with ``step``.
+        batch: a real batch, on any device.
+        step: ``step(module, batch)`` giving the loss. By default ``training_step`` of a LightningModule, and
+            ``causal_lm_loss`` for any other module.
+
+    Returns:
+        The report. ``assert lint_capture(module, batch).ok`` belongs into the CI of a model.
+
+    Raises:
+        ValueError: for a batch of another type, or a shard of one.
+    """
+    if not isinstance(batch, THDBatch):
+        raise ValueError(
+            f"lint_capture got a {type(batch).__name__}; wanted a THDBatch, see THDBatch.collate."
+        )
+    if isinstance(batch, THDShard):
+        raise ValueError(
+            "lint_capture got a THDShard, whose attention needs the other ranks; wanted the whole THDBatch "
+            "it was cut from. What a step reads is the same."
+        )
+    found: dict[str, Finding] = {}
+
+    def report(message: str, where: str | None) -> None:
+        found.setdefault(where or message, Finding(where=where, message=message))
+
+    run = step or _default_step(module)
+    with static_shapes(), reporting_to(report):
+        _record(_copy(module), batch.to("cpu"), run, report)
+        _run_on_meta(_copy(module), batch, run, report)
+    return LintReport(tuple(found.values()))
+
+
+def _record(module: nn.Module, batch: THDBatch, run: StepFunction, report: Callable[..., None]) -> None:
+    module.to("cpu")
+    use = RandomUse()
+    with _attempt(report), restored(module), without_saved_states(use):
+        with reporting_to(lambda *_: None):
+            _both_ways(module, batch, run)  # builds tables and fills caches, as the first warm-up does
+        before = host_state(module)
+        with use:
+            Recorder(report).record(lambda: _both_ways(module, batch, run))
+        refuse_host_changes(module, before)
+    with _attempt(report):
+        use.refuse()
+
+
+def _run_on_meta(module: nn.Module, batch: THDBatch, run: StepFunction, report: Callable[..., None]) -> None:
+    with _attempt(report), without_saved_states(), autocast_knows_meta():
+        _both_ways(module.to("meta"), batch.to("meta"), run)
+
+
+def _both_ways(module: nn.Module, batch: THDBatch, run: StepFunction) -> None:
+    leaves = [p for p in module.parameters() if p.requires_grad]
+    with guarded(module):
+        output = run(module, StaticBatch.watching(batch))
+    losses = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if not losses:
+        raise CaptureError("no output of the step requires a gradient. Return the loss, not detached.")
+    torch.autograd.grad(losses, leaves, [torch.ones_like(x) for x in losses], allow_unused=True)
+
+
+@contextmanager
+def _attempt(report: Callable[[str, str | None], None]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever the step raises is a finding
+        problem = as_capture_error(error)
+        report(problem.message, problem.where)
+
+
+def _default_step(module: nn.Module) -> StepFunction:
+    if not isinstance(module, L.LightningModule):
+        return causal_lm_loss
+
+    def training_step(module: Any, batch: THDBatch) -> Any:
+        count = module.training_step.__code__.co_argcount - 1
+        rest = [HostValue(f"argument {i + 2} of training_step (batch_idx)") for i in range(count - 1)]
+        return module.training_step(batch, *rest)
+
+    return training_step
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Copy without the Trainer, of which there is one only."""
+    if not isinstance(module, L.LightningModule):
+        return copy.deepcopy(module)
+    trainer = module._trainer
+    with ExitStack() as stack:
+        module._trainer = None
+        stack.callback(setattr, module, "_trainer", trainer)
+        copied = copy.deepcopy(module)
+    copied._trainer = trainer
+    return copied

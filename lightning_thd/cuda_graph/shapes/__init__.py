@@ -1,0 +1,1 @@
+"""The shapes that are captured, and batches padded to them."""

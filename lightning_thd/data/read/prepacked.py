@@ -1,0 +1,257 @@
+"""Rows packed offline, several sequences in each -> a dataset of the sequences, and the row each is in.
+
+A row is ``input_ids`` (and ``labels``) with one of these beside it, the first that is there:
+
+- ``lengths`` or ``seq_lengths``: tokens of each sequence;
+- ``cu_seqlens``: offsets from 0, cumulative real lengths;
+- ``position_ids``: one a token, counting up from 0 in every sequence.
+
+``cu_seqlens_padded``, offsets in the row, says where each sequence begins when there is padding between them.
+What is left at the end of a row is padding; so is what ``attention_mask`` calls 0 there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+from tqdm import tqdm
+
+from lightning_thd.data.store.arrays import cached_arrays
+from lightning_thd.data.store.index import MapDataset
+from lightning_thd.data.store.tokens import count_targets
+
+IntArray = NDArray[np.int64]
+
+_VERSION = 1
+_BAR_FROM = 10_000  # rows
+_LENGTHS = ("lengths", "seq_lengths")
+_BOUNDARIES = (*_LENGTHS, "cu_seqlens", "cu_seqlens_padded", "position_ids", "attention_mask")
+_UNDERSTOOD = ("input_ids", "labels", *_BOUNDARIES)
+
+
+def holds_packs(dataset: MapDataset, *, sure: bool = False) -> bool:
+    """Say whether rows hold several sequences, by what the first one carries.
+
+    Args:
+        dataset: gives rows.
+        sure: the user says so: their absence is an error then.
+
+    Raises:
+        ValueError: when ``sure``, and nothing tells where a sequence begins.
+    """
+    row = dataset[0] if len(dataset) else {}
+    found = any(_is_row(row.get(name)) for name in (*_LENGTHS, "cu_seqlens", "position_ids"))
+    if sure and not found:
+        raise ValueError(
+            f"Rows have the keys {sorted(row)}, of which none tells where a sequence begins. Wanted one of "
+            "lengths, seq_lengths, cu_seqlens or position_ids beside input_ids; or set packed='off'."
+        )
+    return found and "input_ids" in row
+
+
+def _is_row(value: Any) -> bool:
+    return value is not None and np.ndim(value) == 1
+
+
+class PackedRows(TorchDataset[dict[str, NDArray[np.integer]]]):
+    """The sequences inside rows that were packed before.
+
+    Args:
+        rows: gives rows.
+        row: int64 ``[N]``, the row of every sequence.
+        start: int64 ``[N]``, its first slot there.
+        lengths: int64 ``[N]``, its tokens.
+        loss_tokens: int64 ``[N]``, its slots with a target.
+    """
+
+    def __init__(
+        self, rows: MapDataset, *, row: IntArray, start: IntArray, lengths: IntArray, loss_tokens: IntArray
+    ) -> None:
+        self.row, self.lengths, self.loss_tokens = row, lengths, loss_tokens
+        self._rows, self._start = rows, start
+        self._last: tuple[int, dict[str, NDArray[np.integer]]] = (-1, {})
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def __getitem__(self, i: int) -> dict[str, NDArray[np.integer]]:
+        number, start = int(self.row[i]), int(self._start[i])
+        if self._last[0] != number:  # neighbours of a row are often read together
+            row = self._rows[number]
+            names = [name for name in ("input_ids", "labels") if name in row]
+            self._last = number, {name: np.asarray(row[name]) for name in names}
+        part = slice(start, start + int(self.lengths[i]))
+        return {name: values[part] for name, values in self._last[1].items()}
+
+
+def open_packed(
+    rows: MapDataset,
+    *,
+    num_workers: int = 0,
+    progress: bool = False,
+    key: Mapping[str, Any] | None = None,
+    cache_dir: str | Path | None = None,
+) -> PackedRows:
+    """Find the sequences in rows that were packed before.
+
+    Args:
+        rows: gives rows as the module describes them; all are read once.
+        num_workers: processes that read.
+        progress: show a bar.
+        key: what the rows are known by; where every sequence lies is kept under it.
+        cache_dir: where that is kept.
+
+    Raises:
+        ValueError: for a row whose boundaries do not fit its ids; the message names the row.
+    """
+    found = cached_arrays(
+        "packed",
+        None if key is None else {**key, "rows": len(rows)},
+        lambda: _find(rows, num_workers, progress),
+        version=_VERSION,
+        cache_dir=cache_dir,
+    )
+    return PackedRows(rows, **found)
+
+
+def _find(rows: MapDataset, num_workers: int, progress: bool) -> dict[str, IntArray]:
+    loader = DataLoader(_Found(rows), batch_size=None, num_workers=num_workers, collate_fn=_as_it_is)
+    shown = tqdm(loader, desc="Finding sequences in packs", disable=not progress or len(rows) < _BAR_FROM)
+    parts = [np.vstack([np.full((1, part.shape[1]), i), part]) for i, part in enumerate(shown)]
+    row, start, lengths, loss_tokens = np.concatenate([np.empty((4, 0), np.int64), *parts], axis=1)
+    return {"row": row, "start": start, "lengths": lengths, "loss_tokens": loss_tokens}
+
+
+def _as_it_is(found: Any) -> Any:
+    return found
+
+
+class _Found(TorchDataset[IntArray]):
+    def __init__(self, rows: MapDataset) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> IntArray:
+        row = self._rows[i]
+        if other := sorted(set(row) - set(_UNDERSTOOD)):
+            raise ValueError(
+                f"Row {i} holds several sequences and carries {', '.join(other)}, of which nothing says what "
+                "belongs to which. Drop these columns, give the sequences one by one, or set packed='off'."
+            )
+        start, lengths = boundaries(row, i)
+        labels = row.get("labels")
+        if labels is None:
+            return np.stack([start, lengths, lengths - 1])
+        if len(labels) != len(row["input_ids"]):
+            raise ValueError(
+                f"Row {i} has {len(row['input_ids'])} input_ids but {len(labels)} labels. "
+                "Give one label a token, unshifted, with -100 where it is to be ignored."
+            )
+        inside = np.repeat(start - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+        return np.stack([start, lengths, count_targets(np.asarray(labels)[inside], lengths)])
+
+
+def boundaries(row: Mapping[str, Any], i: int = 0) -> tuple[IntArray, IntArray]:
+    """Find where the sequences of a row begin and how long they are; empty ones are left out.
+
+    Args:
+        row: as the module describes it.
+        i: its number, for messages.
+
+    Returns:
+        int64 first slots and lengths. ``{"input_ids": [7, 8, 9, 0], "lengths": [2, 1]}`` gives ``[0, 2]``
+        and ``[2, 1]``.
+
+    Raises:
+        ValueError: when they go beyond the row, overlap, or are no offsets or positions.
+    """
+    slots = len(row["input_ids"])
+    name = next((name for name in (*_LENGTHS, "cu_seqlens") if _is_row(row.get(name))), "position_ids")
+    if name == "position_ids":
+        start, lengths = _from_positions(row, i, slots)
+    else:
+        values = _integers(row[name], name, i)
+        lengths = values if name in _LENGTHS else _steps(values, name, i)
+        start = np.cumsum(lengths) - lengths
+        if row.get("cu_seqlens_padded") is not None:
+            padded = _integers(row["cu_seqlens_padded"], "cu_seqlens_padded", i)
+            start = _padded_starts(padded, lengths, name, i)
+    if lengths.size and (lengths.min() < 0 or int((start + lengths).max()) > slots):
+        raise ValueError(
+            f"Row {i} has {slots} input_ids, but its {name} describe {int((start + lengths).max())} slots, "
+            f"shortest {int(lengths.min())}. They must lie inside the row."
+        )
+    keep = lengths > 0
+    return start[keep], lengths[keep]
+
+
+def _integers(values: Any, name: str, i: int) -> IntArray:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"Row {i}: {name} has shape {array.shape} and type {array.dtype}. Give a row of integers."
+        )
+    return array.astype(np.int64)
+
+
+def _steps(offsets: IntArray, name: str, i: int) -> IntArray:
+    """Turn offsets into lengths; negative entries at the end fill rows of fixed size up and say nothing."""
+    if (offsets < 0).any():
+        offsets = offsets[: int(np.argmax(offsets < 0))]
+    steps = np.diff(offsets)
+    if not offsets.size or offsets[0] != 0 or (steps < 0).any():
+        raise ValueError(
+            f"Row {i}: {name} is {offsets[:8].tolist()}{'...' if len(offsets) > 8 else ''}. Offsets begin "
+            "with 0 and never fall."
+        )
+    return steps
+
+
+def _padded_starts(padded: IntArray, lengths: IntArray, name: str, i: int) -> IntArray:
+    room = _steps(padded, "cu_seqlens_padded", i)
+    if len(room) < len(lengths) or (room[: len(lengths)] < lengths).any():
+        raise ValueError(
+            f"Row {i}: cu_seqlens_padded gives the slots {room[:8].tolist()} to sequences of "
+            f"{lengths[:8].tolist()} tokens by its {name}. Each needs at least as many slots as tokens."
+        )
+    return (np.cumsum(room) - room)[: len(lengths)]
+
+
+def _from_positions(row: Mapping[str, Any], i: int, slots: int) -> tuple[IntArray, IntArray]:
+    positions = _integers(row["position_ids"], "position_ids", i)
+    if len(positions) != slots:
+        raise ValueError(
+            f"Row {i} has {slots} input_ids but {len(positions)} position_ids. Give one a token."
+        )
+    positions = positions[: _real_slots(row, i, slots)]
+    starts = np.flatnonzero(positions == 0)
+    lengths = np.diff(np.append(starts, len(positions)))
+    counted = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    if len(counted) != len(positions) or (counted != positions).any():
+        raise ValueError(
+            f"Row {i}: position_ids do not count up from 0 in every sequence, so they do not tell where one "
+            "begins. Set packed='off' to give them to the model as they are."
+        )
+    return starts, lengths
+
+
+def _real_slots(row: Mapping[str, Any], i: int, slots: int) -> int:
+    mask: Sequence[int] | None = row.get("attention_mask")
+    if mask is None:
+        return slots
+    real = np.flatnonzero(np.asarray(mask))
+    stop = int(real[-1]) + 1 if real.size else 0
+    if len(real) != stop:
+        raise ValueError(
+            f"Row {i}: attention_mask is 0 before the end of the row. Give lengths or cu_seqlens with "
+            "cu_seqlens_padded where there is padding between sequences."
+        )
+    return stop

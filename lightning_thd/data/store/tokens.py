@@ -1,0 +1,250 @@
+"""Token rows -> one flat, memory-mapped array with offsets: a map-style dataset of any size."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from lightning_thd.data.store.arrays import (
+    ArrayWriter,
+    cache_folder,
+    cached_folder,
+    new_folder,
+    open_arrays,
+    reopen,
+    save_arrays,
+)
+
+_VERSION = 2
+_IGNORE = -100
+_BLOCK = 1 << 22  # labels counted at a time
+
+
+class Rows(NamedTuple):
+    """Sequences laid end to end.
+
+    Attributes:
+        tokens: ids ``[N]``.
+        lengths: int64 ``[n]``, which add up to N.
+        labels: int64 ``[N]``, unshifted, -100 where ignored; None where every token is a label.
+    """
+
+    tokens: NDArray[np.integer]
+    lengths: NDArray[np.int64]
+    labels: NDArray[np.int64] | None = None
+
+
+class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
+    """Sequences of token ids laid end to end.
+
+    A dataset as ``THDDataModule`` takes it: ``store[i]`` is ``{"input_ids": ids[, "labels": ids]}``, and
+    ``lengths`` and ``loss_tokens`` are known without reading a token.
+
+    Args:
+        tokens: ids ``[N]``, any unsigned or signed integer dtype.
+        offsets: int64 ``[n + 1]``, from 0 to N.
+        labels: int ids ``[N]``, unshifted, -100 where ignored; the tokens themselves when absent.
+        loss_tokens: ints ``[n]``; counted when absent.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[np.integer],
+        offsets: NDArray[np.int64],
+        labels: NDArray[np.integer] | None = None,
+        loss_tokens: NDArray[np.integer] | None = None,
+    ) -> None:
+        if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(tokens):
+            raise ValueError(
+                f"TokenStore got {len(tokens)} tokens but offsets from {offsets[:1]} to {offsets[-1:]}. "
+                f"Offsets run from 0 to {len(tokens)}."
+            )
+        if labels is not None and len(labels) != len(tokens):
+            raise ValueError(
+                f"TokenStore got {len(tokens)} tokens but {len(labels)} labels. Give one a token."
+            )
+        self.tokens, self.offsets, self.labels = tokens, offsets, labels
+        self._loss_tokens = loss_tokens
+        self._folder: Path | None = None
+        self.fingerprint: str | None = None
+
+    @classmethod
+    def from_rows(cls, rows: Iterable[Sequence[int] | NDArray[np.integer]]) -> TokenStore:
+        """Lay rows of ids end to end in memory, in the smallest unsigned dtype that holds them."""
+        arrays = [np.asarray(row) for row in rows]
+        offsets = np.zeros(len(arrays) + 1, np.int64)
+        np.cumsum([len(row) for row in arrays], out=offsets[1:])
+        tokens = np.concatenate(arrays) if arrays else np.empty(0, np.uint16)
+        _refuse_negative(tokens)
+        largest = int(tokens.max()) if tokens.size else 0
+        return cls(tokens.astype(np.uint16 if largest < 2**16 else np.uint32, copy=False), offsets)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of every sequence, int64 ``[n]``."""
+        return np.diff(self.offsets)
+
+    @property
+    def loss_tokens(self) -> NDArray[np.integer]:
+        """Slots with a target of every sequence, ints ``[n]``; the first label of each is never one."""
+        if self._loss_tokens is None:
+            self._loss_tokens = (
+                np.maximum(self.lengths - 1, 0)
+                if self.labels is None
+                else _count_targets(self.labels, self.offsets)
+            )
+        return self._loss_tokens
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i: int) -> dict[str, NDArray[np.integer]]:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"Sequence {i} of a TokenStore with {len(self)}.")
+        i %= len(self)
+        part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
+        sample = {"input_ids": self.tokens[part]}
+        if self.labels is not None:
+            sample["labels"] = self.labels[part]
+        return sample
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``folder`` in one step: it is either there and whole, or not there."""
+        arrays = {"tokens": self.tokens, "offsets": self.offsets}
+        if self.labels is not None:
+            arrays |= {"labels": self.labels, "loss_tokens": self.loss_tokens}
+        save_arrays(folder, arrays, version=_VERSION)
+
+    @classmethod
+    def open(cls, folder: str | Path) -> TokenStore:
+        """Map a folder written by ``save`` or ``write_store`` into memory.
+
+        Raises:
+            ValueError: when a file is missing, or has another size or other edges than was written.
+        """
+        return cls._from_arrays(folder, open_arrays(folder, version=_VERSION))
+
+    @classmethod
+    def _from_arrays(cls, folder: str | Path, arrays: Mapping[str, NDArray[Any]]) -> TokenStore:
+        try:
+            store = cls(**arrays)
+        except (TypeError, ValueError) as err:
+            raise ValueError(f"The folder {folder} is no token store ({err}). Delete it.") from err
+        store._folder = Path(folder)
+        # meta.json holds sizes and hashes of all files, so that it stands for the content.
+        store.fingerprint = hashlib.sha256((store._folder / "meta.json").read_bytes()).hexdigest()
+        return store
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self._folder is None:
+            return super().__reduce__()
+        return type(self).open, (self._folder,)  # a worker maps the files itself and gets no copy of them
+
+
+def _count_targets(labels: NDArray[np.integer], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Count labels from the second of every sequence on, in blocks of whole sequences."""
+    counts = np.empty(len(offsets) - 1, np.int64)
+    first = 0
+    while first < len(counts):
+        last = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _BLOCK, side="right")) - 1)
+        counts[first:last] = count_targets(
+            labels[offsets[first] : offsets[last]], np.diff(offsets[first : last + 1])
+        )
+        first = last
+    return counts
+
+
+def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Count the targets of sequences laid end to end: labels that are none of -100, the first left out.
+
+    Args:
+        labels: ints ``[N]``.
+        lengths: ints ``[n]``, which add up to N.
+
+    Returns:
+        int64 ``[n]``. ``([-100, 7, 8, 9], [3, 1])`` becomes ``[2, 0]``.
+    """
+    counted = np.zeros(len(labels) + 1, np.int64)
+    np.cumsum(np.asarray(labels) != _IGNORE, out=counted[1:])
+    ends = np.cumsum(lengths)
+    firsts = np.minimum(ends - lengths + 1, ends)
+    result: NDArray[np.int64] = counted[ends] - counted[firsts]
+    return result
+
+
+def _refuse_negative(tokens: NDArray[np.integer]) -> None:
+    if tokens.size and tokens.dtype.kind == "i" and tokens.min() < 0:
+        raise ValueError(f"Token ids start at 0, got {int(tokens.min())}.")
+
+
+def write_store(folder: str | Path, parts: Iterable[Rows]) -> None:
+    """Write a store piece by piece; memory holds one piece and 8 bytes a sequence.
+
+    Args:
+        folder: as for ``TokenStore.save``; a failure leaves nothing behind.
+        parts: pieces in order, all with labels or all without.
+    """
+    with new_folder(folder, version=_VERSION) as partial, ExitStack() as files:
+        tokens = files.enter_context(ArrayWriter(partial / "tokens.npy"))
+        labels: ArrayWriter | None = None
+        lengths, loss_tokens = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for part in parts:
+            _refuse_negative(part.tokens)
+            tokens.append(part.tokens)
+            lengths.append(part.lengths)
+            if part.labels is not None:
+                labels = labels or files.enter_context(ArrayWriter(partial / "labels.npy", np.int32))
+                labels.append(part.labels)
+                loss_tokens.append(count_targets(part.labels, part.lengths))
+        files.close()  # the headers have to be there before the folder is
+        offsets = np.zeros(1 + sum(map(len, lengths)), np.int64)
+        np.cumsum(np.concatenate(lengths), out=offsets[1:])
+        np.save(partial / "offsets.npy", offsets)
+        if labels is not None:
+            np.save(partial / "loss_tokens.npy", np.concatenate(loss_tokens))
+
+
+def cached_store(
+    key: dict[str, Any] | None,
+    parts: Callable[[], Iterable[Rows]],
+    *,
+    cache_dir: str | Path | None = None,
+) -> TokenStore:
+    """Open the store that was built from the same key before, or build it on disk and open it.
+
+    Args:
+        key: everything the result depends on, JSON-serialisable; None keeps the store in a temporary folder
+            of the cache that goes with the object.
+        parts: makes the pieces of the store; called when nothing, or something unreadable, is cached.
+        cache_dir: where stores are kept; ``$XDG_CACHE_HOME/lightning_thd`` by default.
+    """
+    if key is None:
+        parent = cache_folder(cache_dir)
+        parent.mkdir(parents=True, exist_ok=True)
+        unnamed = Path(tempfile.mkdtemp(dir=parent, prefix="unnamed-"))
+        write_store(unnamed / "store", parts())
+        store = TokenStore.open(unnamed / "store")
+        weakref.finalize(store, _remove, unnamed, os.getpid())
+        return store
+    folder = cached_folder("tokens", key, cache_dir)
+    arrays = reopen(folder, version=_VERSION)
+    if arrays is None:
+        write_store(folder, parts())
+        return TokenStore.open(folder)
+    return TokenStore._from_arrays(folder, arrays)
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked worker that ends must not take the files away
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,213 @@
+"""A language model under its wrappers -> the model itself, its head's operands, its head's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_thd.loss.tiles.logit_map import LogitMap
+
+
+def language_model(model: nn.Module) -> Any:
+    """Unwrap DDP, torch.compile and PEFT down to the module that owns the head.
+
+    Raises:
+        ValueError: when there is none, or it would leak across sequences.
+    """
+    inner: Any = model
+    while True:
+        if hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        elif not hasattr(inner, "get_output_embeddings") and isinstance(
+            getattr(inner, "module", None), nn.Module
+        ):
+            inner = inner.module
+        else:
+            break
+    if not hasattr(inner, "get_output_embeddings") or not hasattr(inner, "config"):
+        raise ValueError(
+            f"causal_lm_loss got a {type(inner).__name__}, wanted a Hugging Face causal language model "
+            "(with get_output_embeddings() and config). For another model, call "
+            "loss.fused_linear_cross_entropy(hidden, weight, batch.targets) on its last hidden states."
+        )
+    if not isinstance(inner.get_output_embeddings(), nn.Module):
+        raise ValueError(
+            f"causal_lm_loss got a {type(inner).__name__} without a language model's head "
+            f"(get_output_embeddings() gives {inner.get_output_embeddings()!r}). Load it as "
+            "AutoModelForCausalLM."
+        )
+    _check_attention(inner)
+    return inner
+
+
+def _check_attention(inner: Any) -> None:
+    implementation = getattr(text_config(inner), "_attn_implementation", None)
+    if implementation == "thd":
+        return
+    raise ValueError(
+        f"{type(inner).__name__} runs attn_implementation={implementation!r}, which can let packed "
+        "sequences see "
+        "each other without an error. Load it with attn_implementation='thd', or call "
+        "model.set_attn_implementation('thd')."
+    )
+
+
+def text_config(inner: Any) -> Any:
+    """Give the config of the language model, also where it is one of several parts."""
+    return inner.config.get_text_config(decoder=True)
+
+
+def guess_logit_map(inner: Any) -> LogitMap:
+    """Read the usual scale and cap from the config; a call checks them against what the model does."""
+    config = text_config(inner)
+    scale = getattr(config, "logit_scale", None) or 1.0
+    if getattr(config, "logits_scaling", None):
+        scale /= config.logits_scaling
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return LogitMap(scale=float(scale), softcap=None if softcap is None else float(softcap))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadOperands:
+    """What a head multiplies, as plain tensors on this rank.
+
+    Attributes:
+        hidden: ``[..., T, H]``.
+        weight: ``[V, H]``, or this rank's rows of it.
+        bias: ``[V]``, likewise.
+        low_rank: a LoRA's ``(x [..., T, r], weight [V, r])``.
+        tp_group: ranks that share the vocabulary.
+        partial_hidden: the caller reduces the gradient of ``hidden`` over the group.
+        vocabulary: V over all ranks.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    low_rank: tuple[Tensor, Tensor] | None
+    tp_group: dist.ProcessGroup | None
+    partial_hidden: bool
+    vocabulary: int
+
+
+def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
+    """Look into a head in the middle of its forward call, when FSDP2 has gathered its weight.
+
+    Args:
+        head: an nn.Linear or what looks like one, perhaps wrapped by PEFT, perhaps with DTensor parameters.
+        hidden: what it was called with.
+
+    Raises:
+        ValueError: for a head that does more than multiply and add.
+    """
+    head = _active_copy(head)
+    base: Any = getattr(head, "base_layer", head)
+    weight, bias = getattr(base, "weight", None), getattr(base, "bias", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise ValueError(
+            f"The model's head is a {type(base).__name__} without a weight [V, H]; causal_lm_loss "
+            "follows nn.Linear "
+            "and its like, LoRA included. Use the model's own logits for this head."
+        )
+    low_rank = _low_rank(head, hidden) if base is not head else None
+    group, partial = None, False
+    if is_dtensor(weight):
+        group = _vocabulary_group(weight)
+        weight, bias = _plain(weight), None if bias is None else _plain(bias)
+    if is_dtensor(hidden):
+        hidden, partial = _local_hidden(hidden, group, low_rank is None)
+    if low_rank is not None:
+        low_rank = (_plain(low_rank[0]), _plain(low_rank[1]))
+    ranks = 1 if group is None else dist.get_world_size(group)
+    return HeadOperands(
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        low_rank=low_rank,
+        tp_group=group,
+        partial_hidden=partial,
+        vocabulary=weight.shape[0] * ranks,
+    )
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Say whether a tensor is distributed, without importing the distributed package for it."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def _plain(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local
+
+
+def _vocabulary_group(weight: Any) -> dist.ProcessGroup | None:
+    """Give the group over which the rows of the weight are sharded; None when every rank has all of them."""
+    sharded = [(axis, p) for axis, p in enumerate(weight.placements) if not p.is_replicate()]
+    if not sharded:
+        return None
+    axis, placement = sharded[0]
+    if len(sharded) > 1 or not placement.is_shard(0):
+        raise ValueError(
+            f"The head's weight is placed as {tuple(weight.placements)}, wanted rows of the "
+            "vocabulary over one "
+            "mesh axis (Shard(0), tensor parallel 'colwise') or replicated. Inside FSDP2, call the module "
+            "that fully_shard was applied to, so that it gathers the weight first."
+        )
+    group: dist.ProcessGroup = weight.device_mesh.get_group(axis)
+    return group
+
+
+def _local_hidden(hidden: Any, group: dist.ProcessGroup | None, may_be_partial: bool) -> tuple[Tensor, bool]:
+    from torch.distributed.tensor import Partial, Replicate
+
+    if any(not placement.is_replicate() for placement in hidden.placements):
+        hidden = hidden.redistribute(placements=[Replicate()] * len(hidden.placements))
+    if group is None or not may_be_partial or len(hidden.placements) != 1:
+        return hidden.to_local(), False
+    # The gradient stays a partial sum: DTensor reduces it, or reduce-scatters it under sequence parallel.
+    return hidden.to_local(grad_placements=[Partial()]), True
+
+
+def _active_copy(head: Any) -> nn.Module:
+    """See through PEFT's ``modules_to_save`` to the copy that is trained."""
+    if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
+        name = head.active_adapters[0] if getattr(head, "active_adapters", None) else None
+        if getattr(head, "disable_adapters", False) or name not in head.modules_to_save:
+            return _active_copy(head.original_module)
+        return _active_copy(head.modules_to_save[name])
+    module: nn.Module = head
+    return module
+
+
+def _low_rank(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Run the small half of PEFT's adapters, dropout and scaling included; the large half joins the tiles."""
+    if not hasattr(head, "lora_A"):
+        raise ValueError(
+            f"The model's head is wrapped in a {type(head).__name__}; causal_lm_loss follows LoRA and "
+            "modules_to_save. Leave lm_head out of target_modules, or use the model's own logits."
+        )
+    if head.disable_adapters and head.merged:
+        head.unmerge()
+    names = [name for name in head.active_adapters if name in head.lora_A]
+    if head.disable_adapters or head.merged or not names:
+        return None
+    parts = []
+    for name in names:
+        if name in getattr(head, "lora_variant", ()) or getattr(head.lora_B[name], "bias", None) is not None:
+            raise ValueError(
+                f"The head's adapter {name!r} is a LoRA variant (DoRA or one with a bias), wanted "
+                "plain LoRA. Leave "
+                "lm_head out of target_modules, or use the model's own logits."
+            )
+        down, up = head.lora_A[name], head.lora_B[name].weight
+        x = down(head.lora_dropout[name](hidden.to(down.weight.dtype))) * head.scaling[name]
+        parts.append((x, up))
+    x = torch.cat([x for x, _ in parts], dim=-1) if len(parts) > 1 else parts[0][0]
+    up = torch.cat([up for _, up in parts], dim=1) if len(parts) > 1 else parts[0][1]
+    return x, up

@@ -1,0 +1,100 @@
+"""A language model's head and its inputs -> the logits of one tile.
+
+R rows (tokens with a target), H hidden size, V vocabulary columns held here, c x v one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_thd.loss.tiles.logit_map import LogitMap
+from lightning_thd.loss.tiles.products import is_native, operand, product, rounded_product
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """A language model's head and what goes into it.
+
+    Attributes:
+        hidden: ``[R, H]``.
+        weight: ``[V, H]``, this rank's columns of the vocabulary.
+        bias: ``[V]``.
+        low_rank: a LoRA's ``(x [R, r], weight [V, r])``, added to the product.
+        logit_map: what happens between the product and the softmax.
+        columns: columns held here that exist; the rest pads the vocabulary.
+        start: vocabulary index of the first column.
+        compute: dtype of the products' inputs.
+        accumulator: dtype of their sums.
+        tile: rows and columns of a tile.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    low_rank: tuple[Tensor, Tensor] | None
+    logit_map: LogitMap
+    columns: int
+    start: int
+    compute: torch.dtype
+    accumulator: torch.dtype
+    tile: tuple[int, int]
+
+    def row_tiles(self) -> Iterator[slice]:
+        """Slices over R."""
+        rows = self.hidden.shape[0]
+        return (slice(i, min(i + self.tile[0], rows)) for i in range(0, rows, self.tile[0]))
+
+    def column_tiles(self) -> Iterator[slice]:
+        """Slices over the columns that exist."""
+        return (slice(j, min(j + self.tile[1], self.columns)) for j in range(0, self.columns, self.tile[1]))
+
+    def scratch(self) -> Tensor:
+        """One flat buffer a tile fits in."""
+        size = min(self.tile[0], self.hidden.shape[0]) * min(self.tile[1], self.columns)
+        return self.hidden.new_empty(size, dtype=self.accumulator)
+
+    def weight_tile(self, columns: slice) -> Tensor:
+        """``[v, H]`` as a product takes it."""
+        return operand(self.weight[columns], self.compute, self.accumulator)
+
+    def logits(self, rows: slice, columns: slice, weight: Tensor, out: Tensor) -> Tensor:
+        """Write the mapped logits of a tile over the front of the buffer ``out``; ``[c, v]``."""
+        z = out[: (rows.stop - rows.start) * weight.shape[0]].view(-1, weight.shape[0])
+        product(operand(self.hidden[rows], self.compute, self.accumulator), weight, out=z)
+        return self.finish(z, rows, columns)
+
+    @property
+    def native(self) -> bool:
+        """Whether a CPU's bf16 instructions make the products; gradients' are rounded to bf16 then."""
+        return is_native(self.compute, self.hidden.device)
+
+    def rounded_logits(
+        self, rows: slice, columns: slice, weight: Tensor, kept: Tensor, out: Tensor
+    ) -> Tensor:
+        """Like ``logits``, from products rounded to bf16, which stay in the front of the buffer ``kept``."""
+        shape = (rows.stop - rows.start, weight.shape[0])
+        kept, z = (buffer[: shape[0] * shape[1]].view(shape) for buffer in (kept, out))
+        return self.finish(
+            rounded_product(self.hidden[rows].to(self.compute), weight, kept=kept, out=z), rows, columns
+        )
+
+    def finish(self, z: Tensor, rows: slice, columns: slice) -> Tensor:
+        """Turn a tile of raw products into mapped logits in place, ``[c, v]``."""
+        if self.low_rank is not None:
+            x, w = (
+                operand(t, self.compute, self.accumulator).to(z.dtype)
+                for t in self.low_rank_tile(rows, columns)
+            )
+            z.addmm_(x, w.t())
+        if self.bias is not None:
+            z.add_(self.bias[columns])
+        return self.logit_map.apply_(z)
+
+    def low_rank_tile(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+        """The LoRA's part of a tile, ``[c, r]`` and ``[v, r]``."""
+        assert self.low_rank is not None
+        return self.low_rank[0][rows], self.low_rank[1][columns]

@@ -1,0 +1,146 @@
+"""Hidden states x head weight -> a weighted negative log-likelihood and its gradients, 6THV operations.
+
+R rows, H hidden size, V vocabulary. A scalar's gradient is known up to a factor before anybody asks for
+it, so the logits of a few rows are kept just long enough to become gradients, and never made again. The
+few rows span the whole vocabulary: their number follows from a byte budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_thd.loss.tiles.gradient_sums import GradientSums, HeadGradients
+from lightning_thd.loss.tiles.logits import Head
+from lightning_thd.loss.tiles.softmax import (
+    MAX,
+    SUM,
+    TARGET,
+    TOTAL,
+    RowGradients,
+    logit_gradient,
+    update_statistics,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Penalties:
+    """What is added to the likelihood.
+
+    Attributes:
+        label_smoothing: share of the target's mass spread over the vocabulary, 0 to 1.
+        z_loss: factor of lse squared.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise ValueError(f"label_smoothing is {self.label_smoothing!r}, wanted at least 0 and below 1.")
+        if not 0.0 <= self.z_loss < float("inf"):
+            raise ValueError(f"z_loss is {self.z_loss!r}, wanted a finite factor, 0 or more; 1e-4 is usual.")
+
+    def loss(self, logp: Tensor, lse: Tensor, mean_logit: Tensor) -> Tensor:
+        """Combine into the loss of each row, ``[R]``."""
+        loss = -logp
+        if self.label_smoothing:
+            loss = loss * (1.0 - self.label_smoothing) + (lse - mean_logit) * self.label_smoothing
+        if self.z_loss:
+            loss = loss + self.z_loss * lse.square()
+        return loss
+
+    def gradients(self, weights: Tensor, lse: Tensor, vocabulary: int) -> RowGradients:
+        """Differentiate ``weights * loss`` for the tiles."""
+        direct = weights
+        if self.z_loss:
+            direct = direct * (1.0 + 2.0 * self.z_loss * lse)
+        flat = -weights * (self.label_smoothing / vocabulary) if self.label_smoothing else None
+        return RowGradients(
+            direct=direct, slope=None, target=-weights * (1.0 - self.label_smoothing), flat=flat
+        )
+
+
+def nll_and_gradients(
+    head: Head,
+    targets: Tensor,
+    weights: Tensor,
+    penalties: Penalties,
+    *,
+    needs: tuple[bool, bool, bool, bool],
+) -> tuple[Tensor, HeadGradients]:
+    """Sum ``weights * loss`` over the rows and differentiate it.
+
+    Args:
+        head: the operands; all columns on this rank, the rows of its tiles those whose logits are kept.
+        targets: int64 ``[R]``.
+        weights: ``[R]`` in the accumulator's dtype; 0 for rows that do not count.
+        penalties: label smoothing and z-loss.
+        needs: whether hidden, weight, bias and the LoRA need gradients.
+
+    Returns:
+        The loss ``[]`` and the gradients. The weight's is summed in its own dtype, once a tile of rows.
+    """
+    loss = head.hidden.new_zeros((), dtype=head.accumulator)
+    sums = GradientSums(head, needs=needs, rows_outside=True)
+    stash = _Stash(head)
+    for rows in head.row_tiles():
+        stats = stash.fill(rows, targets[rows], total=penalties.label_smoothing > 0)
+        log_sum = stats[SUM].log()
+        lse = stats[MAX] + log_sum
+        logp = stats[TARGET] - stats[MAX] - log_sum
+        loss += (weights[rows] * penalties.loss(logp, lse, stats[TOTAL] / head.columns)).sum()
+        wanted = penalties.gradients(weights[rows], lse, head.columns)
+        sums.open(rows)
+        for columns in head.column_tiles():
+            sums.add(stash.gradient(columns, targets[rows], lse, wanted), rows, columns)
+        sums.close(rows)
+    return loss, sums.result()
+
+
+class _Stash:
+    """The logits of a few rows over all columns, tile by tile, written once and turned into gradients once.
+
+    Kept exact in the accumulator's dtype, except where a CPU multiplies bf16 natively: products are
+    rounded to bf16 as the model's own head would, and kept so, at half the memory.
+    """
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        rows = min(head.tile[0], head.hidden.shape[0])
+        dtype = head.compute if head.native else head.accumulator
+        self.kept = head.hidden.new_empty(rows * head.columns, dtype=dtype)
+        self.scratch = head.scratch()
+        self.wide = head.scratch() if head.native else None
+        self.rows = slice(0, 0)
+
+    def fill(self, rows: slice, targets: Tensor, *, total: bool) -> Tensor:
+        """Make the logits of ``rows`` and return their statistics, ``[5, c]``."""
+        self.rows = rows
+        head = self.head
+        stats = head.hidden.new_zeros((5, rows.stop - rows.start), dtype=head.accumulator)
+        stats[MAX] = -torch.inf
+        for columns in head.column_tiles():
+            kept, weight = self._tile(columns).view(-1), head.weight_tile(columns)
+            if self.wide is None:
+                z = head.logits(rows, columns, weight, kept)
+            else:
+                z = head.rounded_logits(rows, columns, weight, kept, self.wide)
+            e = self.scratch[: z.numel()].view_as(z)
+            update_statistics(stats, z, e, targets - columns.start, entropy=False, total=total)
+        return stats
+
+    def gradient(self, columns: slice, targets: Tensor, lse: Tensor, wanted: RowGradients) -> Tensor:
+        """Give the gradient of the raw products of a tile, ``[c, v]``; its logits are gone then."""
+        z = self._tile(columns)
+        if self.wide is not None:
+            wide = self.wide[: z.numel()].view_as(z)
+            z = self.head.finish(wide.copy_(z), self.rows, columns)
+        e = self.scratch[: z.numel()].view_as(z)
+        return logit_gradient(self.head.logit_map, z, e, targets - columns.start, lse, wanted)
+
+    def _tile(self, columns: slice) -> Tensor:
+        rows = self.rows.stop - self.rows.start
+        return self.kept[columns.start * rows : columns.stop * rows].view(rows, -1)

@@ -1,0 +1,118 @@
+"""Statistics of each rank's columns -> statistics of the whole vocabulary, in one collective.
+
+R rows, P ranks of the tensor-parallel group. Rank k holds columns k * V/P to (k + 1) * V/P.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_thd._static import shapes_are_static
+from lightning_thd.loss.tiles.softmax import MAX, SUM, TARGET, TOTAL, WEIGHTED
+
+# Groups whose shards were seen to be equal; accelerators read the sizes back once, the CPU every time.
+_EQUAL_SHARDS: set[tuple[int, int]] = set()
+
+
+def merge_statistics(stats: Tensor, columns: int, group: dist.ProcessGroup) -> Tensor:
+    """Combine every rank's statistics; one all-gather of ``[5, R + 1]``.
+
+    Args:
+        stats: ``[5, R]``, see ``tiles``.
+        columns: V of this rank's shard; travels along, so that unequal shards are found without a collective.
+        group: the tensor-parallel group.
+
+    Returns:
+        ``[5, R]``, the same on every rank.
+
+    Raises:
+        ValueError: when the shards differ in size.
+    """
+    ranks = dist.get_world_size(group)
+    sent = torch.cat([stats, stats.new_full((len(stats), 1), float(columns))], dim=1)
+    gathered = sent.new_empty((ranks * len(sent), sent.shape[1]))
+    _all_gather(gathered, sent, group)
+    every = gathered.view(ranks, *sent.shape)
+    _check_equal(every[:, 0, -1], group)
+    return _merge(every[:, :, :-1])
+
+
+def _all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    # torch 2.13 renamed both and warns about the old names
+    function: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(out, part, group=group)
+
+
+def _reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(out, whole, group=group)
+
+
+def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
+    # Keyed by object: a set entry of a dead group can only skip a check for a group of the same id and size.
+    key = (id(group), dist.get_world_size(group))
+    if shapes_are_static() or (columns.is_cuda and key in _EQUAL_SHARDS):
+        return
+    sizes = [int(size) for size in columns.tolist()]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"The ranks of tp_group hold {sizes} rows of the head's weight, wanted the same number on each. "
+            "Pad the vocabulary to a multiple of the group (model.resize_token_embeddings(pad_to_multiple_of="
+            f"{len(sizes)})) and pass valid_vocab_size."
+        )
+    _EQUAL_SHARDS.add(key)
+
+
+def _merge(every: Tensor) -> Tensor:
+    """Merge ``[P, 5, R]`` over P, shifting every sum to the largest maximum."""
+    largest = every[:, MAX].amax(0)
+    shift = every[:, MAX] - largest
+    decay = shift.exp()
+    sums = every[:, SUM]
+    moved = torch.where(sums > 0, sums * shift, 0.0)  # a rank that holds padding alone has maximum -inf
+    merged = torch.empty_like(every[0])
+    merged[MAX] = largest
+    merged[SUM] = (sums * decay).sum(0)
+    merged[WEIGHTED] = (decay * (every[:, WEIGHTED] + moved)).sum(0)
+    merged[TARGET] = every[:, TARGET].sum(0)
+    merged[TOTAL] = every[:, TOTAL].sum(0)
+    return merged
+
+
+def sum_over_ranks(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Add up gradients of what all ranks share; one all-reduce for all of them.
+
+    Args:
+        parts: ``[R, H_i]`` each, one dtype.
+        group: the tensor-parallel group.
+    """
+    if len(parts) == 1:
+        dist.all_reduce(parts[0], group=group)
+        return parts
+    joined = torch.cat(parts, dim=1)
+    dist.all_reduce(joined, group=group)
+    return list(torch.split(joined, [part.shape[1] for part in parts], dim=1))
+
+
+class GatherRows(torch.autograd.Function):
+    """Sequence parallel: rows ``[R / P, H]`` of every rank -> ``[R, H]``; gradients are reduce-scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """One all-gather."""
+        ctx.group = group
+        out = rows.new_empty((rows.shape[0] * dist.get_world_size(group), *rows.shape[1:]))
+        _all_gather(out, rows.contiguous(), group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """One reduce-scatter of what every rank's columns contribute."""
+        (grad,) = grads
+        out = grad.new_empty((grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:]))
+        _reduce_scatter(out, grad.contiguous(), ctx.group)
+        return out, None

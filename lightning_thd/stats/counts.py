@@ -1,0 +1,178 @@
+"""Lengths, windows, grids and offsets as users hold them -> sums in host integers, for ``stats``."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+_Sum = TypeVar("_Sum", int, IntArray)
+Ints: TypeAlias = Sequence[int] | IntArray | Tensor
+IntRows: TypeAlias = Sequence[Sequence[int]] | Sequence[int] | IntArray | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Attention inside fixed chunks of a sequence, as in Llama 4; stands among ``windows`` where it is one.
+
+    Attributes:
+        size: tokens in a chunk; ``Chunk(4)`` lets token 5 of a sequence see tokens 4 and 5.
+    """
+
+    size: int
+
+
+Window: TypeAlias = int | Chunk
+
+
+def sums(lengths: IntArray) -> tuple[int, int, int, int]:
+    """Lengths -> (sum, number above zero, sum of squares, smallest)."""
+    if not lengths.size:
+        return 0, 0, 0, 0
+    return int(lengths.sum()), int(np.count_nonzero(lengths)), int(lengths @ lengths), int(lengths.min())
+
+
+def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
+    """Pairs (query, key) that causal queries see through a window, the query's own among them.
+
+    Args:
+        lengths: real tokens of every sequence.
+        window: tokens a query sees, or ``Chunk``.
+        ends: where runs of sequences end, to be counted apart; ``[len(lengths)]`` for one run.
+
+    Returns:
+        int64, one number a run: ``([5, 2], 2, ends=[1, 2])`` gives 1 + 2 + 2 + 2 + 2 = 9 and 1 + 2 = 3.
+    """
+    runs = int64(ends, "ends")
+
+    starts = np.concatenate(([0], runs[:-1]))
+    full = starts < runs
+
+    def sums(values: IntArray) -> IntArray:
+        found: IntArray = np.zeros(len(runs), dtype=np.int64)
+        if full.any():  # reduceat gives an empty run the element after it
+            found[full] = np.add.reduceat(values, starts[full])
+        return found
+
+    return pairs(int64(lengths, "lengths"), window, sums)
+
+
+def pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) -> _Sum:
+    """Pairs behind a window from sums alone; divided after them, since numpy divides integers slowly."""
+    size = window.size if isinstance(window, Chunk) else window
+    if size < 1:
+        raise ValueError(
+            f"A window of {size} tokens sees nothing. Windows are 1 or more; leave out what has none."
+        )
+    if isinstance(window, Chunk):
+        whole, rest = lengths // size, lengths % size
+        return sums(whole) * (size * (size + 1) // 2) + (sums(rest * rest) + sums(rest)) // 2
+    seen: IntArray = np.minimum(lengths, size)
+    within = sums(seen)
+    return (sums(seen * seen) + within) // 2 + (sums(lengths) - within) * size
+
+
+def total(values: IntArray) -> int:
+    """Add up to a Python integer."""
+    return int(values.sum())
+
+
+def cross(lengths: Ints, cross_lengths: Ints) -> tuple[int, int]:
+    """Count the keys of cross attention and the pairs with them: ``([2, 3], [4, 5])`` gives ``(9, 23)``."""
+    here, there = int64(lengths, "lengths"), int64(cross_lengths, "cross_lengths")
+    if here.shape != there.shape or there.min(initial=0) < 0:
+        raise ValueError(
+            f"cross_lengths {short(there.tolist())} does not fit the {here.size} sequences. "
+            "Give every sequence the number of tokens its cross-attention reads, zero if none."
+        )
+    return int(there.sum()), int(here @ there)
+
+
+def vision(
+    image_grid_thw: IntRows | None, video_grid_thw: IntRows | None, windows: tuple[int, ...]
+) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+    """Grids -> (patches, sum of squared patches of a frame, the same inside windows)."""
+    if image_grid_thw is None and video_grid_thw is None:
+        return 0, 0, ()
+    given = [
+        int64(grid, "grid_thw").reshape(-1, 3)
+        for grid in (image_grid_thw, video_grid_thw)
+        if grid is not None
+    ]
+    grid = np.concatenate(given)
+    if grid.min(initial=1) < 1:
+        raise ValueError(f"grid_thw holds {grid.min()}. Frames, rows and columns of patches are 1 or more.")
+    frames, rows, columns = grid.T
+    area = rows * columns
+    in_windows = tuple(
+        (edge, int((frames * edge_squares(rows, edge) * edge_squares(columns, edge)).sum()))
+        for edge in windows
+    )
+    return int((frames * area).sum()), int((frames * area * area).sum()), in_windows
+
+
+def edge_squares(patches: IntArray, edge: int) -> IntArray:
+    """Sum of squared pieces when ``patches`` are cut every ``edge``: 5 cut every 2 gives 4 + 4 + 1."""
+    whole, rest = patches // edge, patches % edge
+    return whole * edge * edge + rest * rest
+
+
+def int64(values: IntRows, name: str) -> IntArray:
+    """Host int64 array of ``values``; int32 squares would overflow above 46,340 tokens."""
+    if isinstance(values, (list, tuple)):
+        try:  # three times as fast as numpy's own way from Python integers
+            return np.frombuffer(struct.pack(f"{len(values)}q", *values), dtype=np.int64)
+        except struct.error:
+            pass  # rows, or no integers
+    array: npt.NDArray[Any] = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"{name} holds {array.dtype} values. Pass integers.")
+    return np.asarray(array, dtype=np.int64)
+
+
+def rows_of(cu_seqlens: IntRows, name: str) -> list[list[int]]:
+    """Read offsets of one row or several as lists of host integers."""
+    array = int64(cu_seqlens, name)
+    if array.ndim > 2:
+        raise ValueError(f"{name} has shape {array.shape}. Pass [S + 1] or [rows, S + 1].")
+    return [[int(value) for value in row] for row in (array.reshape(1, -1) if array.ndim < 2 else array)]
+
+
+def trim(row: list[int], argmin: int | None) -> list[int]:
+    """Cut the tail that is no sequence off; refuse offsets that are negative or decrease before it."""
+    if argmin is not None and not 0 <= argmin <= len(row):
+        raise ValueError(
+            f"argmin={argmin} is outside the {len(row)} offsets. Pass the number of valid offsets."
+        )
+    offsets = row[:argmin] if argmin else list(row)
+    while len(offsets) > 1 and offsets[-1] in (-1, 0) and not all(value == 0 for value in offsets):
+        offsets.pop()
+    falls = any(here > there for here, there in pairwise(offsets))
+    if falls or (offsets and offsets[0] != 0):
+        raise ValueError(
+            f"cu_seqlens {short(row)} must start at 0 and never decrease, but for a tail of -1 or 0. "
+            "Pass cumulative lengths, such as [0, 3, 8] for lengths 3 and 5."
+        )
+    return offsets
+
+
+def dense_shape(shape: tuple[int, int] | None, row: list[int]) -> tuple[int, int]:
+    """Take the shape of a batch without usable offsets, or say that it has to be given."""
+    if shape is None or min(shape) < 0:
+        raise ValueError(
+            f"cu_seqlens {short(row)} describes no sequence and shape={shape}. "
+            "Pass shape=(rows, row length) of the token tensor to count every row as one sequence."
+        )
+    return int(shape[0]), int(shape[1])
+
+
+def short(row: list[int]) -> str:
+    """Print at most eight numbers, for messages."""
+    return f"{row[:8]}..." if len(row) > 8 else f"{row}"

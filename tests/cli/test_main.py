@@ -1,0 +1,69 @@
+"""The console script, in this process: what it runs, prints and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_thd.cli import main
+from lightning_thd.report import read_metrics, table
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    shown = capsys.readouterr().out
+    for command in ("fit", "validate", "test", "predict", "report", "flops"):
+        assert command in shown
+
+
+def test_unknown_commands_are_refused() -> None:
+    with pytest.raises(SystemExit, match="no command 'train'. Commands: fit"):
+        main(["train"])
+
+
+# LightningCLI 2.6.6 calls what jsonargparse 4.53 deprecates.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quickstart_yaml_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "examples" / "quickstart.yaml").read_text()
+    config = tmp_path / "q.yaml"
+    changes = {
+        "runs/": f"{tmp_path}/",
+        "max_steps: 100": "max_steps: 2",
+        "capacity: 8192": "capacity: 2500",
+        "hidden_size: 256": "hidden_size: 32",
+    }
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    config.write_text(text)
+    monkeypatch.setattr("sys.argv", ["lightning-thd", "fit", "--config", str(config)])
+    main()
+    series = read_metrics(tmp_path / "quickstart-yaml")
+    assert [step for step, _ in series["train/loss"]] == [0, 1]
+
+
+def test_report_prints_a_table_and_draws_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.csv").write_text(
+        "step,epoch,train/loss,train/device/mfu\n0,0,5.5,\n4,0,3.25,0.5\n9,0,2.0,0.25\n"
+    )
+    main(["report", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["loss", "5.5", "3.25", "2"] for line in lines)
+    assert any(line.split() == ["MFU", "50%", "50%", "25%"] for line in lines)
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_later_run_continues_the_series(tmp_path: Path) -> None:
+    for version, rows in enumerate(("0,1.0\n1,0.9\n2,0.8", "2,0.7\n3,0.6")):
+        folder = tmp_path / f"version_{version}"
+        folder.mkdir()
+        (folder / "metrics.csv").write_text(f"step,train/loss\n{rows}\n")
+    assert read_metrics(tmp_path)["train/loss"] == [(0, 1.0), (1, 0.9), (2, 0.7), (3, 0.6)]
+    assert "loss" in table(read_metrics(tmp_path))
+    with pytest.raises(ValueError, match=r"No metrics.csv below .*CSVLogger"):
+        read_metrics(tmp_path / "nothing")

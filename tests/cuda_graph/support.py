@@ -1,0 +1,105 @@
+"""Modules that can be captured, batches of random layout, and what they are compared by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd._static import static_shapes
+from lightning_thd.callbacks.cuda_graph import Bucket, GraphedStep, make_buckets
+from lightning_thd.cuda_graph.capture.recording import RecordingBackend
+from lightning_thd.cuda_graph.shapes.buckets import choose
+from lightning_thd.cuda_graph.shapes.padding import pad_batch
+from tests.tiny import VOCAB, tiny_llama
+
+LONGEST = 24
+BUCKETS = make_buckets((8, 14), slots=128, max_seqlen=LONGEST)
+
+
+def random_batch(seed: int, *, count: int | None = None, longest: int = LONGEST, low: int = 3) -> THDBatch:
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 13)) if count is None else count
+    lengths = rng.integers(1, longest + 1, count)
+    samples = [{"input_ids": rng.integers(low, 60, int(n))} for n in lengths]
+    return THDBatch.collate(samples)
+
+
+def gradients(module: nn.Module, loss: Tensor) -> list[Tensor]:
+    module.zero_grad()
+    loss.backward()
+    found = [p.grad for p in module.parameters() if p.grad is not None]
+    assert found
+    return found
+
+
+def in_graph(model: nn.Module, batch: THDBatch) -> Tensor:
+    """Run the padded batch that a graph would work on, eagerly."""
+    bucket, reason = choose(BUCKETS, batch)
+    assert bucket is not None, reason
+    return padded_eager(model, batch, bucket)
+
+
+def padded_eager(module: nn.Module, batch: THDBatch, bucket: Bucket) -> Tensor:
+    with static_shapes():
+        return causal_lm_loss(module, pad_batch(batch, bucket))
+
+
+def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """Return the largest relative difference; small tensors relative to a thousandth of the largest."""
+    assert len(found) == len(wanted) > 0
+    floor = max(1e-3 * max(float(w.norm()) for w in wanted), 1e-30)
+    return max(
+        float((f - w).norm()) / max(float(w.norm()), floor) for f, w in zip(found, wanted, strict=True)
+    )
+
+
+def graphed(module: nn.Module, **kwargs: Any) -> GraphedStep:
+    defaults: dict[str, Any] = {"buckets": BUCKETS, "backend": RecordingBackend(), "require": True}
+    return GraphedStep(causal_lm_loss, module, **{**defaults, **kwargs})
+
+
+class GraphModule(L.LightningModule):
+    """Trains the tiny model; its step touches nothing but tensors."""
+
+    def __init__(self, *, dropout: float = 0.0, dtype: torch.dtype = torch.float64, lr: float = 0.3) -> None:
+        super().__init__()
+        self.model = tiny_llama(dtype)
+        if dropout:
+            self.model.model.layers[0].mlp = nn.Sequential(
+                self.model.model.layers[0].mlp, nn.Dropout(dropout)
+            )
+        self.lr = lr
+        self.outputs: list[float] = []
+        self.events: list[str] = []
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> dict[str, Tensor]:
+        loss = causal_lm_loss(self.model, batch)
+        self.log("train/loss", loss.detach(), on_step=True, on_epoch=True, sync_dist=True)
+        self.log_dict({"train/twice": 2 * loss, "train/constant": 0.25}, on_step=True, on_epoch=False)
+        return {"loss": loss, "tokens": (batch.targets != -100).sum()}
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.events.append("start")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.outputs.append(float(outputs["loss"]))
+        self.events.append(f"end {int(outputs['tokens'])}")
+
+    def on_after_backward(self) -> None:
+        self.events.append("backward")
+
+    def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
+        self.log("val/loss", causal_lm_loss(self.model, batch), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=self.lr, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+__all__ = ["BUCKETS", "LONGEST", "VOCAB", "GraphModule", "random_batch"]

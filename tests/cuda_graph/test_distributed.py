@@ -1,0 +1,209 @@
+"""Several ranks: one falls back while the other replays, and tensor parallelism inside a captured step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_thd import THDDataModule, causal_lm_loss
+from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback, GraphCosts
+from lightning_thd.cuda_graph.capture.recording import RecordingBackend
+from tests.cuda_graph.support import BUCKETS, GraphModule, graphed, random_batch, worst
+from tests.ranks import run_ranks
+from tests.tiny import largest_error, sequences, tiny_llama
+
+
+def train(graphs: bool, strategy: str) -> dict[str, Any]:
+    callbacks: list[L.Callback] = (
+        [CUDAGraphCallback(max_sequences=7, backend="recording", require=True)] if graphs else []
+    )
+    module = GraphModule()
+    trainer = L.Trainer(
+        strategy=strategy,
+        max_steps=4,
+        accelerator="cpu",
+        devices=2,
+        logger=False,
+        gradient_clip_val=0.5,
+        accumulate_grad_batches=2,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    )
+    trainer.fit(module, THDDataModule(sequences(120), capacity=96))
+    stats = callbacks[0].stats if callbacks else None  # type: ignore[attr-defined]
+    return {
+        "params": {name: p.detach() for name, p in module.named_parameters()},
+        "outputs": module.outputs,
+        "epoch": float(trainer.callback_metrics["train/loss_step"]),
+        "replays": stats.replays if stats else 0,
+        "fallbacks": stats.fallbacks["num_sequences"] if stats else 0,
+    }
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("ddp_find_unused_parameters_true", marks=pytest.mark.slow)]
+)
+def test_a_rank_may_fall_back_while_the_other_replays(strategy: str) -> None:
+    found, wanted = run_ranks(train, 2, True, strategy), run_ranks(train, 2, False, strategy)
+    assert found[0]["replays"] != found[1]["replays"]  # or nothing was shown
+    assert min(r["replays"] for r in found) > 0
+    assert max(r["fallbacks"] for r in found) > 0
+    for a, b in zip(found, wanted, strict=True):
+        assert largest_error(a["params"], b["params"]) < 1e-12
+        assert a["outputs"] == pytest.approx(b["outputs"], rel=1e-12)
+        assert a["epoch"] == pytest.approx(b["epoch"], rel=1e-6)
+
+
+def raw_ddp() -> tuple[float, int, Counter]:
+    model, eager = tiny_llama(torch.float64), tiny_llama(torch.float64)
+    wrapped, reference = DistributedDataParallel(model), DistributedDataParallel(eager)
+    step = graphed(wrapped)
+    error = 0.0
+    for i in range(5):
+        batch = random_batch(2 * i + dist.get_rank(), count=14 if i == 2 and dist.get_rank() else 5)
+        model.zero_grad()
+        eager.zero_grad()
+        step(batch).backward()
+        causal_lm_loss(reference, batch).backward()
+        pairs = list(zip(model.parameters(), eager.parameters(), strict=True))
+        error = max(error, worst([a.grad for a, _ in pairs], [b.grad for _, b in pairs]))
+    assert "forward" not in model.__dict__
+    return error, step.stats.replays, dict(step.stats.fallbacks)
+
+
+Counter = dict[str, int]
+
+
+def test_raw_ddp_loops_synchronise_replayed_gradients() -> None:
+    (error_0, replays_0, none), (error_1, replays_1, fallbacks) = run_ranks(raw_ddp, 2)
+    assert max(error_0, error_1) < 1e-13
+    assert replays_0 == 5
+    assert none == {}
+    assert replays_1 == 4
+    assert sum(fallbacks.values()) == 1
+
+
+def fails_on_rank_1(model: nn.Module, batch: Any) -> Tensor:
+    loss = causal_lm_loss(model, batch)
+    return loss * loss.item() if dist.get_rank() else loss
+
+
+def one_fails() -> tuple[str, int]:
+    from lightning_thd.callbacks.cuda_graph import GraphedStep
+
+    step = GraphedStep(
+        fails_on_rank_1, tiny_llama(torch.float64), buckets=BUCKETS, backend=RecordingBackend()
+    )
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(random_batch(1, count=4))
+    return str(step.off), step.stats.replays
+
+
+def test_a_capture_that_fails_on_one_rank_is_given_up_on_all() -> None:
+    (first, replays_0), (second, replays_1) = run_ranks(one_fails, 2)
+    assert "failed on another rank" in first
+    assert "fails_on_rank_1: .item()" in second
+    assert replays_0 == replays_1 == 0
+
+
+class Observed(L.LightningDataModule):
+    """No planner; the second rank's batches have so many sequences that no graph is worth it."""
+
+    def train_dataloader(self) -> Any:
+        count = 40 if dist.get_rank() else 4
+        batches = [random_batch(seed, count=count, longest=3) for seed in range(36)]
+        return torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def observe() -> tuple[int, bool, int]:
+    costs = GraphCosts(eager=1.0, graph=0.5, per_sequence=0.02)
+    graphs = CUDAGraphCallback(max_sequences="auto", costs=costs, backend="recording")
+    module = GraphModule()
+    trainer = L.Trainer(
+        strategy="ddp",
+        max_steps=36,
+        accelerator="cpu",
+        devices=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[graphs],
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, Observed())
+    assert graphs.plan is not None
+    return len(module.outputs), bool(graphs.plan.chosen.sequences), graphs.stats.replays
+
+
+def test_ranks_that_saw_different_batches_capture_all_or_none() -> None:
+    """A rank that captured alone would wait for the other's vote for ever."""
+    assert run_ranks(observe, 2) == [(36, True, 0), (36, False, 0)]
+
+
+def recapture() -> tuple[int, int]:
+    """Parameters move on one rank alone."""
+    model = tiny_llama(torch.float64)
+    step, batch = graphed(model), random_batch(1, count=4)
+    for i in range(4):
+        step(batch).backward()
+        if i == 1 and dist.get_rank():
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+    return step.stats.captures, step.stats.replays
+
+
+def test_a_rank_that_shares_no_model_captures_anew_alone() -> None:
+    assert run_ranks(recapture, 2) == [(2, 4), (4, 3)]
+
+
+def shard(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,))
+    plan: dict[str, Any] = {}
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        plan[f"model.layers.*.{name}"] = ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[f"model.layers.*.{name}"] = RowwiseParallel()
+    return parallelize_module(model, mesh, plan)
+
+
+def tensor_parallel() -> tuple[float, float, int, int]:
+    model, whole = shard(tiny_llama(torch.float64)), tiny_llama(torch.float64)
+    step = graphed(model)
+    loss_error = gradient_error = 0.0
+    for seed in range(20):
+        batch = random_batch(seed)  # the same on both ranks, as in a tensor-parallel group
+        model.zero_grad()
+        whole.zero_grad()
+        loss, wanted = step(batch), causal_lm_loss(whole, batch)
+        loss.backward()
+        wanted.backward()
+        loss_error = max(loss_error, float((loss - wanted).detach().abs()))
+        pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), whole.parameters(), strict=True)]
+        full = [a.full_tensor() if isinstance(a, DTensor) else a for a, _ in pairs]
+        gradient_error = max(gradient_error, worst(full, [b for _, b in pairs]))
+    sharded = sum(isinstance(p, DTensor) for p in model.parameters())
+    return loss_error, gradient_error, step.stats.replays, sharded
+
+
+@pytest.mark.slow  # this package's own: test_tensor_parallel.py
+def test_tensor_parallel_steps_replay_with_their_collectives() -> None:
+    for loss_error, gradient_error, replays, sharded in run_ranks(tensor_parallel, 2):
+        assert sharded == 14
+        assert replays >= 10
+        assert loss_error < 1e-12
+        assert gradient_error < 1e-12

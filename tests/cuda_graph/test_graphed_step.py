@@ -1,0 +1,425 @@
+"""A replayed step equals the eager one: losses, gradients, and every reason to run eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd._static import static_shapes
+from lightning_thd.callbacks.cuda_graph import Bucket, CaptureError, GraphedStep, make_buckets
+from lightning_thd.cuda_graph.capture.recording import RecordingBackend
+from lightning_thd.cuda_graph.shapes.buckets import choose
+from lightning_thd.cuda_graph.shapes.padding import pad_batch
+from tests.cuda_graph.support import (
+    BUCKETS,
+    gradients,
+    graphed,
+    in_graph,
+    padded_eager,
+    random_batch,
+    worst,
+)
+from tests.models.families import build
+from tests.models.matrix import relative_error, shake
+from tests.tiny import tiny_llama
+
+# Gradients against the unpadded step. In fp64 they differ by 4e-16 at worst, so padding changes nothing but
+# rounding; Bamba and Gemma2 compute parts in fp32 whatever the dtype, 3e-8. In fp32 a norm's weight sums some
+# hundred rows more, if of zeros, in another order: 1.3e-6 at worst of all gradients here (Qwen3's norms of
+# keys), where eager itself is 1.5e-6 from fp64: see the test after this one.
+TOLERANCES = {torch.float32: 2e-6, torch.float64: 1e-12}
+MIXED = 2e-7
+LOSS = 1e-6  # in fp32; 1.1e-7 at worst
+
+FAST = {("qwen3", torch.float32), ("bamba", torch.float32)}  # the others take minutes: -m slow
+
+
+def family(name: str, dtype: torch.dtype) -> nn.Module:
+    model = build(name, "thd").train()
+    shake(model)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if (name, dtype) in FAST else pytest.mark.slow)
+        for name in ("qwen3", "mistral", "gemma2", "bamba")
+        for dtype in TOLERANCES
+    ],
+)
+def test_fifty_layouts_equal_padded_eager_bitwise_and_unpadded_to_rounding(
+    name: str, dtype: torch.dtype
+) -> None:
+    model = family(name, dtype)
+    step, used = graphed(model), set()
+    count = 50 if dtype == torch.float32 else 20
+    tolerance = max(TOLERANCES[dtype], MIXED if name in ("bamba", "gemma2") else 0.0)
+    for seed in range(count):
+        batch = random_batch(seed)
+        bucket, reason = choose(BUCKETS, batch)
+        loss = step(batch)
+        found = gradients(model, loss)
+        eager = causal_lm_loss(model, batch)
+        assert relative_error(loss.detach(), eager.detach()) < min(LOSS, tolerance)
+        assert worst(found, gradients(model, eager)) < tolerance
+        used.add(reason if bucket is None else bucket)
+        if bucket is not None:
+            padded = padded_eager(model, batch, bucket)
+            assert torch.equal(loss, padded)
+            wanted = gradients(model, padded)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert used == {*BUCKETS, "tokens"}  # both buckets and fallbacks, interleaved
+    assert step.stats.replays + step.stats.fallbacks["tokens"] == count
+    assert step.stats.replays > count // 2
+
+
+def test_replays_in_fp32_are_as_near_to_fp64_as_eager_is() -> None:
+    """What is left of fp32 against the unpadded step is rounding, eager's as much as the replay's."""
+    model, exact = family("qwen3", torch.float32), family("qwen3", torch.float64)
+    step, eager_error, replay_error = graphed(model), 0.0, 0.0
+    for seed in range(16):
+        batch = random_batch(seed)
+        if choose(BUCKETS, batch)[0] is None:
+            continue
+        wanted = gradients(exact, causal_lm_loss(exact, batch))
+        eager = [grad.double() for grad in gradients(model, causal_lm_loss(model, batch))]
+        replay = [grad.double() for grad in gradients(model, step(batch))]
+        eager_error = max(eager_error, worst(eager, wanted))
+        replay_error = max(replay_error, worst(replay, wanted))
+    assert step.stats.replays > 8
+    assert 1e-7 < replay_error < 1.5 * eager_error  # 1.4e-6 and 1.5e-6
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_accumulated_gradients_are_those_of_eager(accumulate: int) -> None:
+    model, eager = tiny_llama(torch.float64), tiny_llama(torch.float64)
+    step = graphed(model)
+    for seed in range(0, 12, accumulate):
+        model.zero_grad()
+        eager.zero_grad()
+        for i in range(accumulate):
+            batch = random_batch(seed + i)
+            (step(batch) / accumulate).backward()
+            (causal_lm_loss(eager, batch) / accumulate).backward()
+        pairs = zip(model.parameters(), eager.parameters(), strict=True)
+        assert worst(*map(list, zip(*((a.grad, b.grad) for a, b in pairs), strict=True))) < 1e-13
+    assert step.stats.replays >= 7
+
+
+def test_every_gradient_is_finite_and_equal_when_unwritten_memory_is_nan() -> None:
+    model = tiny_llama(torch.float32)
+    step, poisoned = graphed(model), graphed(model, backend=RecordingBackend(poison=True))
+    for seed in range(10):
+        batch = random_batch(seed)
+        wanted, found = gradients(model, step(batch)), gradients(model, poisoned(batch))
+        assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(found, wanted, strict=True))
+    assert poisoned.stats.replays >= 5
+
+
+def test_a_tail_outside_of_every_sequence_would_show() -> None:
+    """What the tail rule is for: a kernel that leaves rows past the last offset unwritten."""
+    from lightning_thd.cuda_graph.shapes.static_batch import StaticInputs
+
+    inputs = StaticInputs(BUCKETS[0], torch.device("cpu"), axes=None, scale_dtype=torch.float32)
+    for seed in range(20):
+        batch = random_batch(seed)
+        if choose(BUCKETS, batch)[0] != BUCKETS[0]:
+            continue
+        inputs.fill(batch)
+        offsets = inputs.batch.cu_seqlens_padded
+        assert offsets[0] == 0
+        assert offsets[-1] == BUCKETS[0].slots
+        assert int(offsets.diff().max()) <= BUCKETS[0].max_seqlen
+        assert bool((inputs.batch.targets[batch.input_ids.shape[0] :] == -100).all())
+
+
+class WithDropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_llama(torch.float32)
+        self.model.model.layers[1].mlp = nn.Sequential(self.model.model.layers[1].mlp, nn.Dropout(0.3))
+
+
+def dropout_loss(module: Any, batch: THDBatch) -> Tensor:
+    return causal_lm_loss(module.model, batch)
+
+
+def test_dropout_draws_anew_in_every_replay_and_equals_eager_under_the_same_seed() -> None:
+    module = WithDropout()
+    step = GraphedStep(dropout_loss, module, buckets=BUCKETS[:1], backend=RecordingBackend(), require=True)
+    batch = random_batch(4, count=5)
+    torch.manual_seed(1)
+    losses = [step(batch) for _ in range(1)]
+    gradients(module, losses[0])
+    before = torch.get_rng_state()
+    second = step(batch)
+    found = gradients(module, second)
+    assert not torch.equal(losses[0], second)
+    torch.set_rng_state(before)
+    with static_shapes():
+        wanted = dropout_loss(module, pad_batch(batch, BUCKETS[0]))
+    assert torch.equal(second, wanted)
+    assert worst(found, gradients(module, wanted)) == 0.0
+    assert step.stats.replays == 2
+
+
+def test_capture_leaves_random_states_as_they_were() -> None:
+    module = WithDropout()
+    step = GraphedStep(dropout_loss, module, buckets=BUCKETS, backend=RecordingBackend(), require=True)
+    torch.manual_seed(3)
+    batch = random_batch(2, count=4)
+    first = step(batch)  # captures, then replays
+    torch.manual_seed(3)
+    gradients(module, first)
+    assert torch.equal(first, step(batch))
+
+
+def test_bf16_autocast_has_graphs_of_its_own() -> None:
+    model = tiny_llama(torch.float32)
+    step = graphed(model)
+    for seed in range(8):
+        batch = random_batch(seed, count=5)
+        plain = step(batch)
+        gradients(model, plain)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = step(batch)
+        found = gradients(model, loss)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            padded = in_graph(model, batch)
+        assert torch.equal(loss, padded)
+        assert not torch.equal(loss, plain)
+        assert worst(found, gradients(model, padded)) == 0.0
+    assert len(step._captured) == 2
+    assert step.stats.captures == 4
+    assert step.stats.fallbacks.total() == 0
+
+
+def test_activation_checkpointing_is_captured_without_its_saved_random_states() -> None:
+    model = build("qwen3", "thd").train()
+    model.activation_checkpointing_enable()
+    step = graphed(model)
+    for seed in range(5):
+        batch = random_batch(seed, count=6)
+        found = gradients(model, step(batch))
+        assert worst(found, gradients(model, in_graph(model, batch))) == 0.0
+    assert step.stats.replays == 5
+
+
+def test_checkpointing_with_dropout_is_refused() -> None:
+    module = WithDropout()
+    layers = module.model.model.layers
+
+    def loss(module: Any, batch: THDBatch) -> Tensor:
+        return dropout_loss(module, batch)
+
+    module.model.activation_checkpointing_enable()
+    assert layers[0].gradient_checkpointing
+    step = GraphedStep(loss, module, buckets=BUCKETS, backend=RecordingBackend(), require=True)
+    with pytest.raises(CaptureError, match="preserve_rng_state"):
+        step(random_batch(0, count=3))
+
+
+def test_an_oversize_batch_is_never_truncated() -> None:
+    model = tiny_llama(torch.float64)
+    step = graphed(model, buckets=make_buckets((4, 6), slots=64, max_seqlen=20))
+    cases = {"num_sequences": [5] * 7, "tokens": [20, 20, 20, 20], "max_seqlen": [21]}
+    for reason, lengths in cases.items():
+        batch = THDBatch.collate([{"input_ids": torch.arange(n) % 50} for n in lengths])
+        loss = step(batch)
+        assert torch.equal(loss, causal_lm_loss(model, batch))
+        assert step.stats.fallbacks[reason] == 1
+    full = THDBatch.collate([{"input_ids": torch.arange(16)} for _ in range(4)])
+    assert torch.equal(step(full), causal_lm_loss(model, full))
+    assert step.stats.replays == 1
+
+
+def test_two_forwards_before_a_backward_share_no_memory() -> None:
+    model, eager = tiny_llama(torch.float64), tiny_llama(torch.float64)
+    step = graphed(model)
+    a, b = random_batch(1, count=4), random_batch(2, count=4)
+    first, second = step(a), step(b)
+    assert step.stats.fallbacks["pending_backward"] == 1
+    found = gradients(model, first + second)
+    wanted = gradients(eager, causal_lm_loss(eager, a) + causal_lm_loss(eager, b))
+    assert worst(found, wanted) < 1e-13
+    # A forward whose backward has become impossible no longer blocks.
+    third = step(a)
+    del third
+    step(b)
+    assert step.stats.fallbacks["pending_backward"] == 1
+
+
+def test_a_second_backward_through_a_replay_is_refused() -> None:
+    model = tiny_llama(torch.float64)
+    step = graphed(model)
+    loss = step(random_batch(1, count=4))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time through a replayed step"):
+        loss.backward()
+
+
+def test_moved_parameters_are_noticed_and_captured_anew() -> None:
+    model = tiny_llama(torch.float64)
+    step, batch = graphed(model), random_batch(1, count=4)
+    gradients(model, step(batch))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone() * 1.5  # a swap that graphs do not see
+    loss = step(batch)
+    assert step.stats.fallbacks["parameters_moved"] == 1
+    assert torch.equal(loss, causal_lm_loss(model, batch))
+    again = step(batch)
+    assert step.stats.replays == 2
+    assert float((again - loss).abs().detach()) < 1e-12
+    model.model.layers[0].mlp.requires_grad_(False)
+    del again
+    gradients(model, step(batch))
+    assert step.stats.fallbacks["parameters_moved"] == 2
+    gradients(model, step(batch))
+    assert model.model.layers[0].mlp.up_proj.weight.grad is None
+
+
+def run_and_move(step: GraphedStep, model: nn.Module, batch: THDBatch) -> None:
+    for _ in range(12):
+        step(batch)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+
+
+def test_parameters_that_keep_moving_switch_graphs_off() -> None:
+    model = tiny_llama(torch.float64)
+    step, batch = graphed(model, require=False), random_batch(1, count=4)
+    with pytest.warns(UserWarning, match=r"changed again after 4 captures \(.* moved to other memory\)"):
+        run_and_move(step, model, batch)
+    assert step.stats.captures == 8
+    assert step.off is not None
+
+
+def test_values_written_in_place_are_seen() -> None:
+    model = tiny_llama(torch.float64)
+    step, batch = graphed(model), random_batch(1, count=4)
+    gradients(model, step(batch))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    assert torch.allclose(step(batch), causal_lm_loss(model, batch), rtol=1e-13)
+    assert step.stats.replays == 2
+
+
+def test_no_gradients_no_graph() -> None:
+    model = tiny_llama(torch.float64)
+    step, batch = graphed(model), random_batch(1, count=4)
+    with torch.no_grad():
+        assert torch.equal(step(batch), causal_lm_loss(model, batch))
+    assert step.stats.captures == 0
+    assert step.stats.hit_rate == 0.0
+
+
+def test_a_batch_of_another_type_runs_eagerly() -> None:
+    model = tiny_llama(torch.float64)
+    step = GraphedStep(lambda m, b: m(b, use_cache=False).logits.sum(), model, buckets=BUCKETS)
+    step(torch.ones(1, 5, dtype=torch.int64))
+    assert step.stats.fallbacks == {"batch_type": 1}
+
+
+def test_extras_run_eagerly() -> None:
+    model = tiny_llama(torch.float64)
+    batch = random_batch(1, count=4).replace(extras={"output_attentions": torch.tensor(0)})
+    step = GraphedStep(lambda m, b: causal_lm_loss(m, b.replace(extras={})), model, buckets=BUCKETS)
+    step.backend = RecordingBackend()
+    step(batch)
+    assert step.stats.fallbacks == {"extras": 1}
+
+
+class Timed(RecordingBackend):
+    """Says that every eager step takes 1 s and every replay as long as it is told."""
+
+    def __init__(self, replay_s: float) -> None:
+        super().__init__()
+        self.times = [1.0, replay_s]
+        self.calls = 0
+
+    def time_s(self, function: Any) -> float | None:
+        function()
+        self.calls += 1
+        return self.times[(self.calls - 1) % 2]
+
+
+@pytest.mark.parametrize(("replay_s", "replays"), [(0.5, 1), (0.99, 0), (2.0, 0)])
+def test_a_replay_that_is_no_faster_is_switched_off(replay_s: float, replays: int) -> None:
+    model = tiny_llama(torch.float64)
+    step = graphed(model, backend=Timed(replay_s))
+    batch = random_batch(1, count=4)
+    assert torch.allclose(step(batch), causal_lm_loss(model, batch), rtol=1e-13)
+    assert step.stats.replays == replays
+    assert step.stats.fallbacks["slower"] == 1 - replays
+    assert step._turn.pending is False or replays == 1
+
+
+def test_batches_padded_between_sequences_keep_both_offsets() -> None:
+    from lightning_thd.alignment import Alignment
+
+    model = tiny_llama(torch.float64)
+    step = graphed(model, buckets=[Bucket(slots=128, sequences=10, max_seqlen=32)])
+    samples = [{"input_ids": torch.arange(n) % 60} for n in (5, 9, 17, 3)]
+    aligned = THDBatch.collate(samples, align=Alignment(sequence_multiple=8, total_multiple=32))
+    assert aligned.cu_seqlens is not aligned.cu_seqlens_padded
+    plain = THDBatch.collate(samples)
+    assert torch.allclose(step(aligned), causal_lm_loss(model, plain), rtol=1e-12)
+    assert step.stats.replays == 1
+
+
+def test_hooks_on_parameters_run_once_a_step() -> None:
+    model, calls = tiny_llama(torch.float64), []
+
+    def double(grad: Tensor) -> Tensor:
+        calls.append(grad.shape)
+        return 2 * grad
+
+    step = graphed(model)
+    eager = gradients(model, causal_lm_loss(model, random_batch(1, count=4)))
+    wanted = [grad.clone() for grad in eager]
+    model.lm_head.weight.register_hook(double)
+    found = gradients(model, step(random_batch(1, count=4)))
+    assert step.stats.replays == 1
+    assert len(calls) == 1
+    assert worst(found[:-1], wanted[:-1]) < 1e-13
+    assert worst(found[-1:], [2 * wanted[-1]]) < 1e-13
+
+
+def test_experts_replay_where_their_tokens_are_grouped_without_reading_the_host() -> None:
+    model = build("mixtral", "thd").train()
+    step = graphed(model)
+    for seed in range(6):
+        batch = random_batch(seed, count=4)
+        found = gradients(model, step(batch))
+        assert worst(found, gradients(model, causal_lm_loss(model, batch))) < 1e-5  # fp32
+    assert step.stats.replays == 6
+
+
+def test_accelerate_loops_use_the_same_object() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, eager = tiny_llama(torch.float64), tiny_llama(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    reference = torch.optim.SGD(eager.parameters(), lr=0.1)
+    step = graphed(model)
+    for seed in range(6):
+        batch = random_batch(seed, count=4)
+        with accelerator.accumulate(model):
+            accelerator.backward(step(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        (causal_lm_loss(eager, batch) / 2).backward()
+        if seed % 2:
+            reference.step()
+            reference.zero_grad()
+    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    assert worst(*map(list, zip(*((a.detach(), b.detach()) for a, b in pairs), strict=True))) < 1e-12
+    assert step.stats.replays == 6
