@@ -11,9 +11,9 @@ from torch import Tensor
 from benchmarks.gpu import Row, median_us, part
 from lightning_thd._imports import available
 from lightning_thd.attention import SUPPORT, varlen_attention
-from lightning_thd.attention.cpu_op import varlen_attention_cpu
 from lightning_thd.attention.frontdoor import describe, run
-from lightning_thd.attention.kernel import Offsets
+from lightning_thd.attention.kernels.cpu_op import varlen_attention_cpu
+from lightning_thd.attention.kernels.kernel import Offsets
 from lightning_thd.attention.spec import make_spec
 from lightning_thd.attention.support import Kernel, missing, why_not
 

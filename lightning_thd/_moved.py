@@ -12,6 +12,18 @@ from types import ModuleType
 
 # Below ``lightning_thd.``, from 0.1 to 0.2. Goes with 0.3.
 MOVED = {
+    "attention.cpu": "attention.kernels.cpu",
+    "attention.cpu_op": "attention.kernels.cpu_op",
+    "attention.flash": "attention.kernels.flash",
+    "attention.flash_cpu": "attention.kernels.flash_cpu",
+    "attention.kernel": "attention.kernels.kernel",
+    "attention.masks": "attention.kernels.masks",
+    "attention.plan": "attention.kernels.plan",
+    "attention.rows": "attention.kernels.rows",
+    "attention.sinks": "attention.kernels.sinks",
+    "attention.te": "attention.kernels.te",
+    "attention.tiled": "attention.kernels.tiled",
+    "attention.torch_varlen": "attention.kernels.torch_varlen",
     "callbacks.cuda_graph.agree": "cuda_graph.agree",
     "callbacks.cuda_graph.attribute_reads": "cuda_graph.limits.attribute_reads",
     "callbacks.cuda_graph.autocast": "cuda_graph.limits.autocast",

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from lightning_thd.attention.kernel import Offsets
+from lightning_thd.attention.kernels.kernel import Offsets
 from lightning_thd.attention.spec import AttentionSpec
 from lightning_thd.parallel.exchange import all_gather_rows, heads_to_rows, rows_to_heads
 from lightning_thd.parallel.layout import ShardLayout

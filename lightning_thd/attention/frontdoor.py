@@ -10,11 +10,11 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from lightning_thd.attention import flash, kernel, te, torch_varlen
 from lightning_thd.attention.checks import check_sinks, check_tensors
 from lightning_thd.attention.context_parallel import context_parallel_attention
-from lightning_thd.attention.cpu_op import varlen_attention_cpu
-from lightning_thd.attention.kernel import Offsets
+from lightning_thd.attention.kernels import flash, kernel, te, torch_varlen
+from lightning_thd.attention.kernels.cpu_op import varlen_attention_cpu
+from lightning_thd.attention.kernels.kernel import Offsets
 from lightning_thd.attention.spec import AttentionSpec, Window, make_spec
 from lightning_thd.attention.support import Backend, Kernel, Request, choose
 from lightning_thd.parallel import layout

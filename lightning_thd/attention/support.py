@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 
 from lightning_thd._imports import available
-from lightning_thd.attention import flash, torch_varlen
-from lightning_thd.attention.flash import Flash2, Flash3, Flash4
+from lightning_thd.attention.kernels import flash, torch_varlen
+from lightning_thd.attention.kernels.flash import Flash2, Flash3, Flash4
 from lightning_thd.attention.spec import AttentionSpec
 
 Backend = Literal["auto", "cpu", "torch", "flash", "te"]

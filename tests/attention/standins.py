@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_thd._imports import available
-from lightning_thd.attention import cpu, te
-from lightning_thd.attention.cpu_op import varlen_attention_cpu
+from lightning_thd.attention.kernels import cpu, te
+from lightning_thd.attention.kernels.cpu_op import varlen_attention_cpu
 from lightning_thd.attention.spec import AttentionSpec
 
 HALF = (torch.float16, torch.bfloat16)

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_thd.attention import cpu, flash_cpu
-from lightning_thd.attention import plan as plan_module
+from lightning_thd.attention.kernels import cpu, flash_cpu
+from lightning_thd.attention.kernels import plan as plan_module
 from lightning_thd.attention.spec import AttentionSpec, make_spec
 from tests.attention.oracle import dense_attention
 

@@ -169,7 +169,7 @@ def test_meta_tensors_get_shapes_without_reading_offsets() -> None:
 
 
 def test_the_operator_keeps_torchs_contract() -> None:
-    from lightning_thd.attention.cpu_op import varlen_attention_cpu
+    from lightning_thd.attention.kernels.cpu_op import varlen_attention_cpu
 
     q, k, v = (torch.randn(9, h, 8, requires_grad=True) for h in (4, 2, 2))
     sinks = torch.randn(4, requires_grad=True)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_thd.attention import frontdoor, te, torch_varlen, varlen_attention
-from lightning_thd.attention.flash import Flash2, Flash3, Flash4
-from lightning_thd.attention.kernel import Offsets
+from lightning_thd.attention import frontdoor, varlen_attention
+from lightning_thd.attention.kernels import te, torch_varlen
+from lightning_thd.attention.kernels.flash import Flash2, Flash3, Flash4
+from lightning_thd.attention.kernels.kernel import Offsets
 from lightning_thd.attention.spec import make_spec
 from lightning_thd.attention.support import Request, choose
 from tests.attention import standins

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_thd.attention.masks import Masks, hidden_pairs
-from lightning_thd.attention.plan import Tiles
+from lightning_thd.attention.kernels.masks import Masks, hidden_pairs
+from lightning_thd.attention.kernels.plan import Tiles
 from lightning_thd.attention.spec import make_spec
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_thd.attention import plan as plan_module
-from lightning_thd.attention.masks import hidden_pairs
-from lightning_thd.attention.plan import Plan, make_plan
+from lightning_thd.attention.kernels import plan as plan_module
+from lightning_thd.attention.kernels.masks import hidden_pairs
+from lightning_thd.attention.kernels.plan import Plan, make_plan
 
 Pair = tuple[int, int]
 

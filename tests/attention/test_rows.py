@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_thd.attention import rows
+from lightning_thd.attention.kernels import rows
 
 CASES = [
     ((0,), 3, None),

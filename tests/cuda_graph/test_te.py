@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_thd.attention import te
-from lightning_thd.attention.kernel import Offsets
+from lightning_thd.attention.kernels import te
+from lightning_thd.attention.kernels.kernel import Offsets
 from lightning_thd.attention.spec import make_spec
 from lightning_thd.cuda_graph.capture.recording import RecordingBackend
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_thd.attention import flash_cpu, rows, tiled
-from lightning_thd.attention.masks import Masks
-from lightning_thd.attention.plan import Plan, Tiles, make_plan
-from lightning_thd.attention.sinks import apply_sinks
+from lightning_thd.attention.kernels import flash_cpu, rows, tiled
+from lightning_thd.attention.kernels.masks import Masks
+from lightning_thd.attention.kernels.plan import Plan, Tiles, make_plan
+from lightning_thd.attention.kernels.sinks import apply_sinks
 from lightning_thd.attention.spec import AttentionSpec
 
 # Scores one softcap call may hold: 8 MiB in fp32.

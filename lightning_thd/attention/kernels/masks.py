@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_thd.attention.plan import Tiles
+from lightning_thd.attention.kernels.plan import Tiles
 from lightning_thd.attention.spec import AttentionSpec
 
 

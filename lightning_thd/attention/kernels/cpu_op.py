@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_thd.attention import cpu
 from lightning_thd.attention.checks import checked_offsets
-from lightning_thd.attention.sinks import sinks_gradient
+from lightning_thd.attention.kernels import cpu
+from lightning_thd.attention.kernels.sinks import sinks_gradient
 from lightning_thd.attention.spec import AttentionSpec
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_thd.attention import kernel
-from lightning_thd.attention.kernel import Offsets
+from lightning_thd.attention.kernels import kernel
+from lightning_thd.attention.kernels.kernel import Offsets
 from lightning_thd.attention.spec import AttentionSpec
 
 MAX_SIZE = 256  # largest head of flash-attn 2

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._imports import require
-from lightning_thd.attention.kernel import Offsets
+from lightning_thd.attention.kernels.kernel import Offsets
 from lightning_thd.attention.spec import AttentionSpec
 
 

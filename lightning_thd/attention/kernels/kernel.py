@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_thd.attention.sinks import apply_sinks, sinks_gradient
+from lightning_thd.attention.kernels.sinks import apply_sinks, sinks_gradient
 from lightning_thd.attention.spec import AttentionSpec
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_thd.attention.kernel import Offsets, RawKernel
+from lightning_thd.attention.kernels.kernel import Offsets, RawKernel
 from lightning_thd.attention.spec import AttentionSpec
 
 
