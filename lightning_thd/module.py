@@ -59,23 +59,23 @@ class CausalLMModule(L.LightningModule):
         self.warmup_fraction, self.final_lr_fraction = warmup_fraction, final_lr_fraction
 
     def configure_model(self) -> None:
-        """Build the model where the strategy wants it."""
+        """Build the model when the strategy calls for it, on its device and in its dtype."""
         if self.model is None:
             self.model = self._build()
             self.model.train()
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
-        """Return the microbatch's share of the step's mean loss."""
+        """Log and return the microbatch's share of the step's mean loss."""
         loss = causal_lm_loss(self._built, batch)
         self.log("train/loss", loss.detach(), prog_bar=True, on_step=True, sync_dist=False)
         return loss
 
     def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
-        """Log the mean loss over all loss tokens of the set."""
+        """Log the mean loss over all loss tokens of the evaluation set."""
         self.log("val/loss", causal_lm_loss(self._built, batch), prog_bar=True, on_epoch=True, sync_dist=True)
 
     def test_step(self, batch: THDBatch, batch_idx: int) -> None:
-        """Log the mean loss over all loss tokens of the set."""
+        """Log the mean loss over all loss tokens of the evaluation set."""
         self.log("test/loss", causal_lm_loss(self._built, batch), on_epoch=True, sync_dist=True)
 
     def predict_step(self, batch: THDBatch, batch_idx: int) -> list[tuple[int, Tensor]]:

@@ -93,7 +93,7 @@ def prepare_thd(
 
 
 class _StepScheduler:
-    """Steps a schedule once for every optimizer step that was taken, whatever the number of processes."""
+    """Steps a scheduler once for every optimizer step taken, whatever the number of processes."""
 
     def __init__(self, scheduler: Any, optimizer: Any) -> None:
         self.scheduler, self._optimizer = scheduler, optimizer
@@ -129,7 +129,7 @@ def _refuse_parallelism(accelerator: Any) -> None:
 
 
 def _data_rank(accelerator: Any) -> tuple[int, int, Any]:
-    """Rank, number of ranks and process group of those that read different data."""
+    """Return this rank's index among the ranks with different data, their number and their group."""
     config = accelerator.parallelism_config
     mesh = accelerator.torch_device_mesh if config is not None else None
     if mesh is None:

@@ -40,7 +40,7 @@ def graphed_loss(
     require: bool,
     backend: Backend | None,
 ) -> GraphedStep | None:
-    """Put graphs around a loss function, or say why not.
+    """Wrap a loss function into CUDA graphs, or report why that is not possible.
 
     Args:
         loss_fn: ``(model, batch) -> loss``.
@@ -98,7 +98,7 @@ def _plan(planner: PackPlanner, ranks: int, costs: GraphCosts | None, given: tup
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
-    """Take off Fabric's wrapper, whose hooks on outputs no graph replays, and keep its autocast."""
+    """Return the model without Fabric's wrapper, whose hooks no graph replays, and its autocast context."""
     if isinstance(model, _FabricModule):
         return model._forward_module, model._strategy.precision.forward_context
     return model, nullcontext

@@ -47,7 +47,7 @@ def packed_trainer(trainer_class: type | None = None) -> type:
 
 
 class _WithLabels:
-    """A dataset whose masks of learned tokens, if it has them, are made labels."""
+    """Turns a dataset's masks of learned tokens, where it has them, into labels."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -66,7 +66,7 @@ class _WithLabels:
 
 
 class _Loader(DataLoader[Any]):
-    """A loader whose batches Trainer and Accelerate can skip, because its keys come from a batch sampler."""
+    """Loads batches by keys from a batch sampler, so that Trainer and Accelerate can skip them on resume."""
 
     def set_epoch(self, epoch: int) -> None:
         sampler = self.batch_sampler
@@ -74,7 +74,7 @@ class _Loader(DataLoader[Any]):
 
 
 class _Keys:
-    """The cursor of a ``THDLoader`` as a batch sampler: one key a batch."""
+    """Presents the cursor of a ``THDLoader`` as a batch sampler of one key a batch."""
 
     def __init__(self, cursor: Any) -> None:
         self._cursor = cursor
@@ -90,7 +90,7 @@ class _Keys:
 
 
 class _Sized:
-    """The batches of a rank as a dataset with a length, which Trainer asks for."""
+    """Presents the batches of a rank as a dataset with a length, which Trainer asks for."""
 
     def __init__(self, steps: Any, length: int) -> None:
         self._steps, self._length = steps, length
@@ -133,7 +133,7 @@ class _PackedTrainerMixin:
         self._refuse_settings()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return this rank's packs."""
+        """Return a loader of this rank's training packs."""
         accumulate = self.args.gradient_accumulation_steps
         data = THDDataModule(
             self._dataset(self.train_dataset),  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ class _PackedTrainerMixin:
         return self._wrap(data.train_dataloader())
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Return this rank's packs of the evaluation set, every sequence once."""
+        """Return a loader of this rank's evaluation packs, which hold every sequence once."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset  # type: ignore[attr-defined]
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]  # type: ignore[attr-defined]
@@ -171,14 +171,14 @@ class _PackedTrainerMixin:
         return causal_lm_loss(model, inputs["batch"].to(self.args.device))
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Count what the base trains on."""
+        """Train on a pack and add its tokens to the throughput counters."""
         self._stage.resume(self._ready)
         loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         self._stage.meter.add(inputs["batch"])
         return cast("Tensor", loss)
 
     def floating_point_ops(self, inputs: dict[str, THDBatch]) -> int:
-        """Count the FLOPs of a pack from its sequences; 0 for a model that cannot be counted."""
+        """Return the FLOPs of a pack from the lengths of its sequences; 0 where the model's are not known."""
         flops_model = self._ready.model
         if flops_model is None:
             return 0
@@ -252,7 +252,7 @@ class _PackedTrainerMixin:
 
     @property
     def precision(self) -> str:
-        """The Trainer's precision under Lightning's name."""
+        """Return the Trainer's precision under Lightning's name."""
         return "bf16-mixed" if self.args.bf16 else "16-mixed" if self.args.fp16 else "32-true"
 
     def _dataset(self, dataset: Any) -> MapDataset:

@@ -31,7 +31,7 @@ LossFn = Callable[[nn.Module, THDBatch], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """What a loop's framework does for it.
+    """Holds the functions and sizes that a framework provides to a ``PackedLoop``.
 
     Attributes:
         backward: backpropagates a loss, without dividing it.
@@ -55,7 +55,7 @@ class Host:
 
 
 class PackedLoop:
-    """What ``prepare_thd`` returns: the prepared objects, and ``backward`` for a whole step.
+    """Holds the prepared model, loader and optimizer, and runs whole steps; ``prepare_thd`` returns it.
 
     Unpacks like the tuple ``accelerator.prepare`` returns: ``model, loader, optimizer = prepare_thd(...)``,
     and the scheduler last where one was given.
@@ -110,7 +110,7 @@ class PackedLoop:
         return iter(prepared if self.scheduler is None else (*prepared, self.scheduler))
 
     def backward(self, step: THDStep) -> Tensor:
-        """Run every microbatch of a step forward and backward, gradients synchronised in the last alone.
+        """Run every microbatch of a step forward and backward, with gradients synchronised only in the last.
 
         Args:
             step: what the loader gave, on any device.
@@ -140,7 +140,7 @@ class PackedLoop:
         require: bool = False,
         backend: Backend | None = None,
     ) -> GraphedStep | None:
-        """Replay microbatches from CUDA graphs from now on, wherever they fit one.
+        """Capture CUDA graphs and replay them from now on for every microbatch that fits one.
 
         What ``CUDAGraphCallback`` does under Lightning. Losses and gradients stay what they are; what fits no
         graph runs eagerly, and hit rate and reasons are logged with the loop's other metrics.
@@ -172,11 +172,11 @@ class PackedLoop:
         return self._graphed
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps and throughput totals so far; the loader keeps its own."""
+        """Return the number of steps and the throughput totals; the loader has a state of its own."""
         return {"global_step": self.global_step, "throughput": self._stage.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the number of steps and the throughput totals from a checkpoint."""
         self.global_step = int(state["global_step"])
         self._stage.load(state["throughput"], self._setting.model)
 
@@ -201,7 +201,7 @@ class PackedLoop:
 
 
 def as_loader(data: object, model: nn.Module, *, rank: int, ranks: int, accumulate: int) -> THDLoader:
-    """Make a data module's loader of steps, or check one that is given.
+    """Return the loader of training steps of a data module, or the given loader after a check.
 
     Raises:
         ValueError: for a loader of another kind, which would split, dispatch or re-batch packs.

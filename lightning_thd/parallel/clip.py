@@ -39,7 +39,7 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
 
 
 def _sum_of_squares(grads: list[Tensor], key: _Key) -> Tensor:
-    """Sum over all ranks among which gradients of one kind are cut, in fp32 or better."""
+    """Return the squared norm of gradients over all ranks that hold parts of them, in fp32 or better."""
     wide = torch.promote_types(grads[0].dtype, torch.float32)
     square = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).square().sum()
     mesh, axes = key[0], key[1]
@@ -57,7 +57,7 @@ def clip_by_value(parameters: Iterable[nn.Parameter], limit: float) -> None:
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[_Key, list[Tensor]]:
-    """Local parts of gradients by mesh, cut axes and dtype, in an order that is the same on every rank."""
+    """Group the local parts of gradients by mesh, cut axes and dtype, in the same order on every rank."""
     groups: dict[_Key, list[Tensor]] = {}
     for parameter in parameters:
         grad: Any = parameter.grad
@@ -73,5 +73,5 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[_Key, list[Tensor]]:
 
 
 def meshes(parameters: Iterable[Tensor]) -> set[Any]:
-    """The meshes that parameters live on, None for plain ones."""
+    """Return the meshes that parameters live on, None for a plain one."""
     return {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}

@@ -19,7 +19,7 @@ def shard_parameters(
     policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
 ) -> list[FSDPModule]:
-    """Shard every model that a module holds, layer by layer; a vision tower together with the rest.
+    """Shard every model of a LightningModule by FSDP2, layer by layer; a vision tower goes with the root.
 
     Args:
         module: the LightningModule; its children with parameters are the models it calls.
@@ -56,7 +56,7 @@ def _refuse_own_parameters(module: nn.Module) -> None:
 
 
 def models_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield what a LightningModule calls: its children, and those inside lists and dicts of modules."""
+    """Yield the models a LightningModule calls: its children, and those inside ModuleList and ModuleDict."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from models_of(child)
@@ -65,7 +65,7 @@ def models_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """List the modules that are gathered one at a time: a transformers model's layers, else list elements.
+    """List the modules that FSDP2 gathers one at a time: a transformers model's layers, else list elements.
 
     A vision tower's are not among them: they run on some ranks only, so they are gathered with the model,
     which all ranks run.
@@ -89,5 +89,5 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Say whether the user, or an earlier stage, has applied FSDP2 already."""
+    """Return whether FSDP2 was applied to any part of a module already."""
     return any(isinstance(child, FSDPModule) for child in module.modules())

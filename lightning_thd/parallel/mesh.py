@@ -16,7 +16,7 @@ DATA, CONTEXT, TENSOR = AXES = ("data_parallel", "context_parallel", "tensor_par
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisSizes:
-    """Ranks along each axis.
+    """Holds the number of ranks along each parallel axis.
 
     Attributes:
         data: groups that read different data.
@@ -30,16 +30,16 @@ class AxisSizes:
 
     @property
     def world(self) -> int:
-        """Processes of the job."""
+        """Return the number of processes of the job."""
         return self.data * self.peers
 
     @property
     def peers(self) -> int:
-        """Ranks that work on the same data."""
+        """Return the number of ranks that work on the same data."""
         return self.context * self.tensor
 
     def data_rank(self, rank: int) -> int:
-        """Say which data a global rank reads: ``AxisSizes(data=2, context=2)`` has ranks 0 and 1 read 0."""
+        """Return which data a rank reads: under ``AxisSizes(data=2, context=2)`` ranks 0 and 1 read 0."""
         return rank // self.peers
 
 
@@ -77,7 +77,7 @@ def resolve_sizes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meshes:
-    """The mesh of a job and what is folded from it.
+    """Holds the mesh of a job and the flattened meshes made of its axes.
 
     Attributes:
         axes: ``data_parallel`` x ``context_parallel`` x ``tensor_parallel``.
@@ -90,7 +90,7 @@ class Meshes:
     peers: DeviceMesh
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of this rank along one of the three axes."""
+        """Return the process group of this rank along one of the three axes."""
         group: dist.ProcessGroup = self.axes.get_group(axis)
         return group
 

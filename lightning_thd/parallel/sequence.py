@@ -21,7 +21,7 @@ from lightning_thd.parallel.towers import towers_of
 
 
 def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
-    """Share the slots between blocks, in place; no collective.
+    """Distribute the slots between blocks over the tensor-parallel ranks, in place; no collective.
 
     Args:
         model: a PreTrainedModel that ``apply_tensor_parallel`` has cut.
@@ -63,7 +63,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _holder(model: nn.Module, layers: list[nn.Module]) -> nn.Module | None:
-    """Find the module whose list holds the layers."""
+    """Return the module whose ModuleList holds the layers."""
     for module in model.modules():
         for child in module.children():
             if isinstance(child, nn.ModuleList) and layers and layers[0] in list(child):
@@ -92,7 +92,7 @@ def _keep_output(module: Any, group: dist.ProcessGroup) -> None:
 
 
 def check_slots(slots: int, ranks: int) -> None:
-    """Refuse slots that do not divide, before any collective.
+    """Raise for a number of slots that the ranks do not divide, before any collective.
 
     Raises:
         ValueError: with the multiple and who pads.
@@ -125,7 +125,7 @@ def _sum_gradients_of(module: Any, group: dist.ProcessGroup) -> None:
 
 
 def _gather_and_keep(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give a block all slots and take the own ones of what it returns."""
+    """Gather all slots as a block's input and keep this rank's slots of its output."""
     if not any(True for _ in module.parameters()):  # dropout, identity: a slot at a time
         return
     forward = module.forward
@@ -140,7 +140,7 @@ def _gather_and_keep(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class _Gathered:
-    """Gathers the stream of hidden states, which is the first tensor a block is given, and nothing else."""
+    """Gathers the hidden states, the first 3-D float tensor among a block's arguments, and nothing else."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -29,7 +29,7 @@ from lightning_thd.parallel.exchange import (
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Cut the weights that a plan names, in place; no collective.
+    """Cut the weights that a plan names over the tensor-parallel ranks, in place; no collective.
 
     Args:
         model: with the same weights on every rank.
@@ -83,7 +83,7 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
 
 
 class _Shards:
-    """Cuts parameters, a tied one once."""
+    """Cuts parameters into shards; a tied parameter is cut once."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -91,7 +91,7 @@ class _Shards:
         self._made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def was_cut(self, parameter: nn.Parameter | None) -> bool:
-        """Say whether this is a whole parameter of which a shard was made."""
+        """Return whether a shard was made of this whole parameter."""
         return parameter is not None and id(parameter) in self._made
 
     def cut(self, module: nn.Module, name: str, dim: int) -> None:
@@ -108,7 +108,7 @@ class _Shards:
 
 @contextlib.contextmanager
 def parameters_as(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Generator[None]:
-    """Let a module's own parameters read as ``change`` of them while its forward runs."""
+    """Replace a module's own parameters by ``change(parameter)`` inside this context."""
     own = {name: value for name, value in module._parameters.items() if value is not None}
     parameters: dict[str, Any] = module._parameters
     parameters.update({name: change(value) for name, value in own.items()})
@@ -119,7 +119,7 @@ def parameters_as(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Gene
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, as a plain tensor with gradient."""
+    """Return this rank's part of a parameter as a plain tensor that autograd follows."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -182,7 +182,7 @@ def _embedding(module: Any, shards: _Shards) -> None:
 
 
 def _sum_own_gradients(module: Any, shards: _Shards) -> None:
-    """Each rank uses the whole parameter on its own part of the heads."""
+    """Sum the gradients of a replicated parameter that each rank applies to its own heads."""
     forward, group = module.forward, shards.group
 
     def summing_forward(*args: Any, **kwargs: Any) -> Any:
@@ -193,7 +193,7 @@ def _sum_own_gradients(module: Any, shards: _Shards) -> None:
 
 
 def _experts(module: nn.Module, shards: _Shards) -> None:
-    """Every rank holds some experts whole and adds up what they give for all tokens."""
+    """Give every rank some experts whole, and sum the ranks' outputs over all tokens."""
     experts: Any = module
     count = experts.num_experts // shards.group.size()
     first = shards.group.rank() * count
@@ -273,7 +273,7 @@ def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
 
 
 def _no_check(name: str, module: nn.Module, ranks: int) -> None:
-    """Nothing is cut."""
+    """Accept any module, of which nothing is cut."""
 
 
 _STYLES: dict[str, Callable[[nn.Module, _Shards], None]] = {

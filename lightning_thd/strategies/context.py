@@ -23,7 +23,7 @@ from lightning_thd.strategies.loading import BroadcastLoader, set_data_rank
 
 
 class ContextParallelMixin(Strategy):
-    """The part of ``THDStrategyMixin`` that knows which ranks share what; every size 1 changes nothing.
+    """Hands out data and cuts packs along the parallel axes of a job; with every size 1 it changes nothing.
 
     Attributes:
         context_parallel_size: ranks that share the slots of a pack.
@@ -49,7 +49,7 @@ class ContextParallelMixin(Strategy):
 
     @property
     def sizes(self) -> AxisSizes:
-        """Ranks along each axis, once the number of processes is known.
+        """Return the number of ranks along each parallel axis.
 
         Raises:
             MisconfigurationException: when they do not make up the job.
@@ -67,7 +67,7 @@ class ContextParallelMixin(Strategy):
 
     @property
     def alignment(self) -> Alignment | None:
-        """What lengths and packs must be multiples of; the data module tells the collator."""
+        """Return what sequence and pack lengths must be multiples of, for the collator."""
         if self.context_parallel_size == 1 and not self.sequence_parallel:
             return None
         return Alignment.for_(
@@ -79,17 +79,17 @@ class ContextParallelMixin(Strategy):
 
     @property
     def data_rank(self) -> int:
-        """Which data this rank reads, from 0."""
+        """Return this rank's index among the ranks that read different data, from 0."""
         return self.sizes.data_rank(getattr(self, "global_rank", 0))
 
     @property
     def data_size(self) -> int:
-        """How many different ranks' data there are."""
+        """Return how many ranks read different data."""
         return self.sizes.data
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Rank and number of those that read different data; samplers and data modules ask this."""
+        """Return index and number of the ranks that read different data, as samplers ask for them."""
         if self.sizes.peers == 1:
             known: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
             return known
@@ -97,16 +97,16 @@ class ContextParallelMixin(Strategy):
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Ranks that hold different data, one of each pack; None is all."""
+        """Return the process group of the ranks that read different data; None is the whole job."""
         return None if self._meshes is None else self._meshes.group(axes.DATA)
 
     @property
     def context_parallel_group(self) -> dist.ProcessGroup | None:
-        """Ranks that share this rank's pack."""
+        """Return the process group of the ranks that share this rank's pack."""
         return None if self._meshes is None else self._meshes.group(axes.CONTEXT)
 
     def setup_environment(self) -> None:
-        """Start the processes' groups, then those of the axes."""
+        """Start the job's process group, then build the mesh of its axes."""
         super().setup_environment()
         if self.sizes.peers > 1:
             self._meshes = axes.make_meshes(self.sizes, self.root_device.type)
@@ -125,7 +125,7 @@ class ContextParallelMixin(Strategy):
         return super().reduce(tensor, group, reduce_op=reduce_op, **kwargs)  # type: ignore[safe-super]
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Make sure that ranks which share data read the same."""
+        """Prepare a dataloader so that ranks which share a pack read the same data."""
         dataloader = super().process_dataloader(dataloader)
         sizes = self.sizes
         if self.broadcast_data and sizes.peers > 1:
@@ -135,7 +135,7 @@ class ContextParallelMixin(Strategy):
         return dataloader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch, user's transfer hooks included, then keep this rank's part of every pack."""
+        """Move a batch to the device by the user's transfer hooks, and keep this rank's slice of its packs."""
         self._compare(batch)
         moved = super().batch_to_device(batch, device, dataloader_idx)
         if self.context_parallel_size == 1:
@@ -173,7 +173,7 @@ class ContextParallelMixin(Strategy):
         return shard_step(batch, **how) if isinstance(batch, THDStep) else shard_batch(batch, **how)
 
     def _compare(self, batch: Any) -> None:
-        """Compare plans at the first batch of a stage where ranks share data, or always when asked to."""
+        """Compare batches of ranks that share a pack: the first of a stage, or all with ``check_plans``."""
         sizes, module = self.sizes, self.lightning_module
         if sizes.world == 1 or not isinstance(batch, THDBatch | THDStep):
             return

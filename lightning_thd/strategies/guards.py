@@ -16,7 +16,7 @@ _TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
 def refuse_other_attention(module: nn.Module, cp: int) -> None:
-    """Refuse transformers models whose attention would see its own shard alone.
+    """Refuse a model whose attention would see only the slots of its own rank.
 
     Args:
         module: the LightningModule.
@@ -40,7 +40,7 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
 
 
 def refuse_unused_layout(batch: object) -> None:
-    """Refuse a model that has run on a shard without any attention that knows of the other ranks.
+    """Refuse a model that ran on a shard without calling an attention that sees other ranks' slots.
 
     Args:
         batch: what ``training_step`` was given, after it ran.
@@ -55,7 +55,7 @@ def refuse_unused_layout(batch: object) -> None:
 
 
 def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None:
-    """Refuse Accelerate's and torch's own context parallelism next to ours: packs would be cut twice."""
+    """Refuse Accelerate's or torch's context parallelism beside ours, which would cut packs twice."""
     if _torch_context_parallel_is_active():
         raise MisconfigurationException(
             f"context_parallel_size={cp} while torch's context_parallel() is active, which cuts sequences a "

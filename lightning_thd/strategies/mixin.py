@@ -40,7 +40,7 @@ class THDStrategyMixin(ContextParallelMixin):
     _logs: StepLogs | None = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the first microbatch of a ``THDStep``, or the whole of any other batch."""
+        """Run forward the first microbatch of a ``THDStep``, or any other batch as the base strategy does."""
         self._pending, self._losses = None, None
         batch, *rest = args
         if not isinstance(batch, THDStep):
@@ -80,7 +80,7 @@ class THDStrategyMixin(ContextParallelMixin):
         return result
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step as the base strategy does, and give callbacks the loss of the whole step."""
+        """Update the weights as the base strategy does, and report the mean loss of the step to callbacks."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._losses and isinstance(closure, Closure) and closure._result is not None:
             closure._result.loss = sum(self._losses[1:], start=self._losses[0]) / len(self._losses)
@@ -97,7 +97,7 @@ class THDStrategyMixin(ContextParallelMixin):
         return output
 
     def _synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Leave gradients to this rank until the last microbatch."""
+        """Return a context without gradient synchronisation, unless this is the step's last microbatch."""
         block = getattr(self, "block_backward_sync", None)
         if last or block is None:
             return contextlib.nullcontext()

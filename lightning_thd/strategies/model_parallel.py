@@ -103,7 +103,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         self._towers: list[TowerPaths] = []
 
     def setup_environment(self) -> None:
-        """Start the process group and build the mesh, which the LightningModule sees as ``device_mesh``."""
+        """Start the process group and build the mesh that the LightningModule sees as ``device_mesh``."""
         self._setup_distributed()
         self._meshes = make_meshes(self.sizes, self.root_device.type)
         self._device_mesh = self._meshes.axes
@@ -111,7 +111,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         self.lightning_module._device_mesh = self._device_mesh
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Shard the model, then make the optimizers of what became of its parameters."""
+        """Shard the model, then create the optimizers over the sharded parameters."""
         assert self.model is not None
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -158,7 +158,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch; ranks first agree whether any of them has images, if the model has a tower."""
+        """Run a batch; ranks of a model with a vision tower first agree whether any of them has images."""
         if self._towers:
             assert self._meshes is not None
             group = self._meshes.data_context.get_group()
@@ -179,7 +179,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         return MixedPrecisionPolicy()
 
     def _no_foreach_over_meshes(self) -> None:
-        """Weights cut and left whole by tensor parallelism lie on two meshes, which foreach cannot mix."""
+        """Turn off foreach kernels for parameter groups that lie on two meshes, which foreach cannot mix."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 if len(meshes(group["params"])) > 1 and not group.get("fused"):
@@ -193,7 +193,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None]:
-        """Leave gradients to this rank while a step accumulates them."""
+        """Accumulate gradients on this rank without reducing them inside this context."""
         assert self.model is not None
         roots = [child for child in self.model.modules() if isinstance(child, FSDPModule)]
         for root in roots:
@@ -205,7 +205,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
                 root.set_requires_gradient_sync(True, recurse=False)
 
     def save_pretrained(self, folder: str | Path, model: nn.Module | None = None) -> None:
-        """Write whole weights as transformers does; every rank calls it, the first one writes.
+        """Write the whole weights into a Hugging Face folder; a collective, rank 0 writes.
 
         Args:
             folder: where to.
@@ -241,7 +241,7 @@ def _refuse_other_axes(**sizes: int) -> None:
 
 
 def whole_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Gather every weight whole, on the CPU of the first rank; a collective.
+    """Gather every weight whole onto the CPU of rank 0; a collective.
 
     Args:
         model: sharded or not.

@@ -32,7 +32,7 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """The device, once it is chosen; Lightning asks and sets this name."""
+        """Return the one chosen device as a list, which Lightning reads and sets."""
         return self._chosen
 
     @parallel_devices.setter
@@ -80,7 +80,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         self.broadcast_data, self.check_plans = broadcast_data, check_plans
 
     def configure_ddp(self) -> None:
-        """Wrap the model; one with a vision tower may leave it out on a rank whose pack is text alone."""
+        """Wrap the model in DDP, which then tolerates a vision tower unused on ranks whose packs are text."""
         assert self.lightning_module is not None
         if any(map(trains_towers, models_of(self.lightning_module))):
             self._ddp_kwargs.setdefault("find_unused_parameters", True)
@@ -88,7 +88,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
 
 
 def register_strategies() -> None:
-    """Make the names known to ``Trainer(strategy=...)``; ``import lightning_thd`` calls it."""
+    """Register the names with Lightning's ``Trainer(strategy=...)``; ``import lightning_thd`` calls it."""
     for strategy in (THDSingleDeviceStrategy, THDDDPStrategy, THDModelParallelStrategy):
         if strategy.strategy_name not in StrategyRegistry:
             StrategyRegistry.register(strategy.strategy_name, strategy, description=strategy.__doc__ or "")

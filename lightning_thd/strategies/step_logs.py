@@ -14,7 +14,7 @@ _FX = "training_step"
 
 
 class StepLogs:
-    """Collects what ``training_step`` logs in each microbatch and leaves their reduction for the loggers.
+    """Collects the values that ``training_step`` logs in each microbatch and reduces them to one a step.
 
     Values logged on_step are reduced over the microbatches of the step by their own ``reduce_fx`` (mean by
     default). That is exact for the loss, whose mean over microbatches and ranks is the step's: see
@@ -29,7 +29,7 @@ class StepLogs:
         self._logged: dict[str, list[Tensor]] = {}
 
     def begin(self, batch: THDBatch) -> str | None:
-        """Let ``self.log`` work for a microbatch outside Lightning's own call of ``training_step``.
+        """Prepare Lightning's log for a microbatch that runs outside its own call of ``training_step``.
 
         Returns:
             The hook Lightning thinks it is in, to be given back to ``end``.
@@ -46,14 +46,14 @@ class StepLogs:
         return before
 
     def end(self, before: str | None) -> None:
-        """Keep what the microbatch logged."""
+        """Collect the values that the microbatch logged."""
         self._trainer.lightning_module._current_fx_name = before
         for key, metric in self._metrics().items():
             if metric._forward_cache is not None:
                 self._logged.setdefault(key, []).append(metric._forward_cache)
 
     def finish(self) -> None:
-        """Put the reductions where Lightning reads the values of the step."""
+        """Write the reduced values where Lightning reads the values of the step."""
         for key, metric in self._metrics().items():
             values = self._logged.get(key)
             if values:
@@ -67,7 +67,7 @@ class StepLogs:
         return self._trainer._results
 
     def _metrics(self) -> dict[str, Any]:
-        """Tensors that ``training_step`` logs on_step; a logged Metric object keeps its own state."""
+        """Return the tensors logged on_step by ``training_step``; a logged Metric object keeps its own state."""
         results = self._results or {}
         return {
             key: metric
@@ -77,7 +77,7 @@ class StepLogs:
 
 
 def weigh(results: Any, batch: THDBatch) -> None:
-    """Weigh what is logged on_epoch by the step's loss tokens over its microbatches and ranks.
+    """Set the weight of values logged on_epoch to the step's loss tokens per microbatch and rank.
 
     Lightning would count the rows of the batch, a whole number; the mean over an epoch is exact without
     rounding.

@@ -22,13 +22,13 @@ Seen = Callable[[int, tuple[int, ...]], None]  # called with the step and the se
 
 
 def optimizer_of(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-    """AdamW and a decaying rate; eps far above the noise of sums in another order."""
+    """Return AdamW, with an eps far above rounding noise, and a decaying learning rate."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), eps=1e-5)
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
 
 
 class Job:
-    """What is to be trained, and where.
+    """A training job that every host can run.
 
     Args:
         make_model: builds the model, the same every time.
@@ -65,7 +65,7 @@ class Job:
         return THDDataModule(self.samples, capacity=self.capacity, global_batch=self.step)
 
     def run(self, host: str) -> tuple[dict[str, Tensor], list[float]]:
-        """Train, from the last checkpoint in ``out`` if there is one; parameters and losses of the steps."""
+        """Train from the last checkpoint in ``out``, if any; return parameters and losses of the steps."""
         model, losses = getattr(self, f"_{host}")()
         return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
 
@@ -225,7 +225,7 @@ class Job:
         return self.out / host / f"checkpoint-{loop.global_step}"
 
     def _last(self, host: str, whole: str) -> Path | None:
-        """The newest checkpoint that was written to its end: the one with the file that comes last."""
+        """Return the newest complete checkpoint, one that has the file written last."""
         if self.out is None:
             return None
         found = [f for f in (self.out / host).glob("checkpoint-*") if (f / whole).exists()]

@@ -17,7 +17,7 @@ SEQUENCES, STEPS = 120, 40  # several epochs, and more than three killed runs ge
 
 
 def job_of(host: str, ranks: int, out: Path | None, file: Path | None) -> Job:
-    """Two ranks of packs for the host that has no other step; exactly twelve sequences for the others."""
+    """Build a job of ``Packs(2)`` for Hugging Face's Trainer, of ``Sequences(12)`` for the other hosts."""
 
     def seen(step: int, ids: tuple[int, ...]) -> None:
         if file is not None:

@@ -23,7 +23,7 @@ CAPACITY, STEPS = 48, 6
 
 
 class RecordsSteps:
-    """Mixed in to see what was used."""
+    """A mixin that records the sequences of every microbatch."""
 
     seen: list[tuple[int, ...]]
 

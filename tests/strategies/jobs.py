@@ -43,7 +43,7 @@ _WIDE = {"num_key_value_heads": 4, "num_attention_heads": 8, "hidden_size": 64, 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What a job runs on; plain values, so that it can be sent to ranks."""
+    """The ranks and options a job runs on, in plain values that can be sent to ranks."""
 
     strategy: str = "thd_model_parallel"
     dp: int = 1
@@ -79,7 +79,7 @@ class Layout:
 
 
 def family_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Two layers of a family, the same weights in every process."""
+    """Build two layers of a family, with the same weights in every process."""
     chosen = FAMILIES[family]
     arguments = {**chosen.arguments, **({} if chosen.kind == "ssm" else _WIDE)}
     config = getattr(transformers, chosen.config)(**arguments)
@@ -93,7 +93,7 @@ def family_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 class Job(L.LightningModule):
-    """AdamW with a large eps, which does not amplify rounding."""
+    """A module trained by AdamW with a large eps, which does not amplify rounding."""
 
     def __init__(self, family: str = "qwen3", dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def data(step: Packs | Sequences, **kwargs: Any) -> THDDataModule:
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter whole, whatever it is cut into; a collective."""
+    """Return every parameter whole, however it is cut; a collective."""
     found = {}
     for name, parameter in model.named_parameters():
         value: Any = parameter.detach()
@@ -162,7 +162,7 @@ def train(
     dtype: torch.dtype = torch.float64,
     trainer_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Run on this rank; returns whole parameters and the mean losses of all ranks."""
+    """Train on this rank and return whole parameters and the mean losses of all ranks."""
     warnings.simplefilter("error")
     # As in setup.cfg: Lightning's advice about tiny runs, and what it calls that torch deprecates.
     advice = (
@@ -190,14 +190,14 @@ def train(
 
 
 def train_all(family: str, layout: Layout, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Several jobs on the same ranks, which take longer to start than to train."""
+    """Run several jobs on the same ranks, which take longer to start than to train."""
     return [train(family, layout, step, dtype) for step, dtype in runs]
 
 
 def train_by_hand(
     family: str, layout: Layout, step: Packs | Sequences, dtype: torch.dtype = torch.float64
 ) -> dict[str, Any]:
-    """The oracle: no packs, no ranks, the mean over all loss tokens of a step."""
+    """Train without packs or ranks on the mean over all loss tokens of a step: the oracle."""
     samples = sequences(80, labels=True)
     planner = PackPlanner(
         [len(s["input_ids"]) for s in samples], CAPACITY, global_batch=step, align=layout.align

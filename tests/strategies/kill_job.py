@@ -20,7 +20,7 @@ STEPS = 12
 
 
 class Slow(Job):
-    """Says what it is about to run."""
+    """A job that prints the step it is about to run."""
 
     ledger: Path | None = None
 

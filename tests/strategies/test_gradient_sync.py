@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def count(step: Packs | Sequences) -> tuple[int, int]:
-    """Reduce-scatters of weights' gradients in three steps, and microbatches."""
+    """Count the reduce-scatters of gradients in three steps, and the microbatches."""
     calls = 0
     kept: Any = collectives.foreach_reduce
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as users

@@ -81,7 +81,7 @@ class NoAttention(Job):
 
 
 class Heads(Job):
-    """Three key-value heads, which two ranks do not divide."""
+    """A model with three key-value heads, which two ranks do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def test_attention_is_refused_under_the_newer_way_of_torch() -> None:
 
 
 class SeedlessData(L.LightningDataModule):
-    """Every rank reads what it likes."""
+    """A data module whose ranks read different data."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         rank = torch.distributed.get_rank()
@@ -252,7 +252,7 @@ def test_iterable_data_is_told_its_part() -> None:
 
 
 class OneReader(L.LightningDataModule):
-    """Only the first rank of each pair has data; batches differ in size."""
+    """A data module that gives data to the first rank of each pair alone, in batches of unequal size."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         if torch.distributed.get_rank() % 2:

@@ -18,7 +18,7 @@ SAMPLES = sequences(14, labels=True, seed=5)
 
 
 def look(layout: Layout) -> tuple[float, dict[int, Tensor]]:
-    """Validate, then predict: the logged loss and the logits of this rank's sequences."""
+    """Validate and predict; return the logged loss and the logits of this rank's sequences."""
     trainer = make_trainer(layout, "qwen3")
     module = Job()
     given = THDDataModule(capacity=CAPACITY, val=SAMPLES, predict=SAMPLES)
@@ -48,7 +48,7 @@ def test_validation_and_prediction(layout: Layout) -> None:
 
 
 class Manual(Job):
-    """Steps by itself, a pack a step."""
+    """A module under manual optimisation, one pack a step."""
 
     def __init__(self) -> None:
         super().__init__()

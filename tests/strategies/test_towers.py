@@ -44,7 +44,7 @@ class Sees(L.LightningModule):
 
 
 def steps(model: Any) -> list[list[THDStep]]:
-    """Steps, by rank."""
+    """Make the steps of every rank."""
     generator = torch.Generator().manual_seed(3)
     made = []
     for step in GRIDS:
