@@ -135,7 +135,7 @@ class ContextParallelMixin(Strategy):
         return dataloader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device by the user's transfer hooks, and keep this rank's slice of its packs."""
+        """Move a batch to the device by the user's transfer hooks, and keep this rank's slice of packs."""
         self._compare(batch)
         moved = super().batch_to_device(batch, device, dataloader_idx)
         if self.context_parallel_size == 1:

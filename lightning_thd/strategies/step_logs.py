@@ -67,7 +67,7 @@ class StepLogs:
         return self._trainer._results
 
     def _metrics(self) -> dict[str, Any]:
-        """Return the tensors logged on_step by ``training_step``; a logged Metric object keeps its own state."""
+        """Return the tensors logged on_step by ``training_step``; a logged Metric has its own state."""
         results = self._results or {}
         return {
             key: metric
