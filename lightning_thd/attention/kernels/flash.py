@@ -13,21 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_thd.attention.kernels.kernel import Offsets, RawKernel
+from lightning_thd.attention.kernels.kernel import Offsets, RawKernel, Saved, empty_gradients, one_size
 from lightning_thd.attention.spec import AttentionSpec
-
-
-def _one_size(head_size: int, value_size: int) -> tuple[int, int] | None:
-    size = -(-max(head_size, value_size) // 8) * 8
-    return (size, size) if size <= 256 else None
 
 
 class Flash2:
     """flash-attn 2.7 and 2.8."""
 
-    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
-        """One size for all three, a multiple of 8, up to 256."""
-        return _one_size(head_size, value_size)
+    sizes = staticmethod(one_size)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
@@ -56,27 +49,16 @@ class Flash2:
         return out, lse.t()
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        at: Offsets,
-        spec: AttentionSpec,
+        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call ``_flash_attn_varlen_backward``, which writes into the gradients it is given."""
         from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_backward
 
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dq, dk, dv = empty_gradients(saved)
         _wrapped_flash_attn_varlen_backward(
             grad,
-            q,
-            k,
-            v,
-            out,
-            lse.t().contiguous(),
+            *saved[:4],
+            saved.lse.t().contiguous(),
             dq,
             dk,
             dv,
@@ -99,9 +81,7 @@ class Flash2:
 class Flash3:
     """flash-attn 3, built from the hopper folder."""
 
-    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
-        """One size for all three, a multiple of 8, up to 256."""
-        return _one_size(head_size, value_size)
+    sizes = staticmethod(one_size)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
@@ -127,27 +107,16 @@ class Flash3:
         return out, lse.t()
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        at: Offsets,
-        spec: AttentionSpec,
+        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call ``_flash_attn_backward``, which writes into the gradients it is given."""
         from flash_attn_interface import _flash_attn_backward
 
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        dq, dk, dv = empty_gradients(saved)
         _flash_attn_backward(
             grad,
-            q,
-            k,
-            v,
-            out,
-            lse.t().contiguous(),
+            *saved[:4],
+            saved.lse.t().contiguous(),
             cu_seqlens_q=at.cu_q,
             cu_seqlens_k=at.cu_kv,
             max_seqlen_q=at.max_q,
@@ -189,26 +158,15 @@ class Flash4:
         return out, lse.t()
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        at: Offsets,
-        spec: AttentionSpec,
+        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call ``_flash_attn_bwd``."""
         from flash_attn.cute.interface import _flash_attn_bwd
 
         dq, dk, dv = _flash_attn_bwd(
-            q,
-            k,
-            v,
-            out,
+            *saved[:4],
             grad,
-            lse.t().contiguous(),
+            saved.lse.t().contiguous(),
             softcap=spec.softcap,
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **self._options(at, spec),

@@ -10,7 +10,7 @@ Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E v
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,16 @@ class Offsets:
     max_kv: int
 
 
+class Saved(NamedTuple):
+    """What a forward call leaves for its backward; a row of lse that saw no key holds +inf."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 class RawKernel(Protocol):
     """What a backend offers; tensors have sizes that ``sizes`` returned, and lse is fp32 ``[T, H]``."""
 
@@ -42,17 +52,24 @@ class RawKernel(Protocol):
         """Return out ``[Tq, H, E]`` and lse ``[Tq, H]``; without keys out is 0 and lse either infinity."""
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        at: Offsets,
-        spec: AttentionSpec,
+        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv; a row of lse that saw no key holds +inf."""
+        """Return dq, dk and dv."""
+
+
+def one_size(head_size: int, value_size: int) -> tuple[int, int] | None:
+    """Return one size for queries, keys and values: a multiple of 8, up to 256, as flash-attn 2 and 3 want.
+
+    ``(100, 64)`` gives ``(104, 104)``.
+    """
+    size = -(-max(head_size, value_size) // 8) * 8
+    return (size, size) if size <= 256 else None
+
+
+def empty_gradients(saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate dq, dk and dv, contiguous, for a backward that writes into what it is given."""
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[:3])
+    return dq, dk, dv
 
 
 def attend(
@@ -116,6 +133,6 @@ class _Attention(torch.autograd.Function):
         grad = grads[0].contiguous()
         at = Offsets(cu_q, cu_kv, *ctx.longest)
         finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # weights of such rows become exp(-inf) = 0
-        dq, dk, dv = ctx.kernel.backward(grad, q, k, v, out, finite, at, ctx.spec)
+        dq, dk, dv = ctx.kernel.backward(grad, Saved(q, k, v, out, finite), at, ctx.spec)
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
         return None, dq, dk, dv, None, None, dsinks

@@ -2,8 +2,7 @@
 
 A sink is one more key that every query of a head sees, with a learned logit and no value (gpt_oss). It only
 rescales: ``lse' = log(exp(lse) + exp(sink))`` and ``out' = out * exp(lse - lse')``. A flash backward
-    recomputes its weights from
-lse, so given out' and lse' it returns the right gradients to q, k and v as it is.
+recomputes its weights from lse, so given out' and lse' it returns the right gradients to q, k and v as it is.
 
 Legend: T slots, H query heads, E value head size.
 """

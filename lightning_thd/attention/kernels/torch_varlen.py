@@ -17,19 +17,14 @@ import torch
 from torch import Tensor
 
 from lightning_thd.attention.kernels import kernel
-from lightning_thd.attention.kernels.kernel import Offsets
+from lightning_thd.attention.kernels.kernel import Offsets, Saved
 from lightning_thd.attention.spec import AttentionSpec
-
-MAX_SIZE = 256  # largest head of flash-attn 2
 
 
 class AtenFlash:
     """The raw kernel: aten's flash attention for CUDA."""
 
-    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
-        """One size for all three, a multiple of 8."""
-        size = -(-max(head_size, value_size) // 8) * 8
-        return (size, size) if size <= MAX_SIZE else None
+    sizes = staticmethod(kernel.one_size)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
@@ -53,25 +48,14 @@ class AtenFlash:
         return out, lse.t()
 
     def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        at: Offsets,
-        spec: AttentionSpec,
+        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call ``aten::_flash_attention_backward``; the state of a dropout that is 0 may be any tensor."""
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        rng_state = torch.zeros(2, dtype=torch.uint64, device=grad.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad,
-            q,
-            k,
-            v,
-            out,
-            lse.t().contiguous(),
+            *saved[:4],
+            saved.lse.t().contiguous(),
             at.cu_q,
             at.cu_kv,
             at.max_q,
@@ -79,7 +63,7 @@ class AtenFlash:
             0.0,
             is_plain_causal(spec),
             rng_state,
-            torch.empty(0, device=q.device),
+            torch.empty(0, device=grad.device),
             scale=spec.scale,
             window_size_left=spec.left,
             window_size_right=spec.right,
