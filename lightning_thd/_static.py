@@ -1,4 +1,4 @@
-"""Whether a step is being recorded for replay: shapes depend on sizes alone then, and values are not read."""
+"""A context manager -> whether code runs while a step is recorded for replay, when it must read no values."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _STATIC: ContextVar[bool] = ContextVar("lightning_thd_static_shapes", default=Fa
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Keep every shape a function of T, S and the longest sequence, and look at no value.
+    """Make code inside read no values of tensors, so that every shape follows from T, S and max_seqlen.
 
-    For code that records a step once and replays it on other batches, a CUDA graph above all. What is left
-    out are checks of values and savings that depend on them; results are the same.
+    For code that records a step once and replays it on other batches, a CUDA graph above all. Checks of
+    values are left out, and so are savings that depend on values; results are the same.
     """
     token = _STATIC.set(True)
     try:

@@ -1,6 +1,7 @@
 """Samples -> one packed batch (``THDBatch``), or the microbatches of a step (``THDStep``)."""
 
-from lightning_thd.batch.collate import IGNORE_INDEX, check_modalities
-from lightning_thd.batch.thd_batch import THDBatch, THDStep
+from lightning_thd.batch.samples import IGNORE_INDEX, check_modalities
+from lightning_thd.batch.thd_batch import THDBatch
+from lightning_thd.batch.thd_step import THDStep
 
 __all__ = ["IGNORE_INDEX", "THDBatch", "THDStep", "check_modalities"]

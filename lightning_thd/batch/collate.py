@@ -1,11 +1,11 @@
-"""Samples, or a padded batch -> the fields of a ``THDBatch``. The public door is ``batch.THDBatch``.
+"""Samples -> the fields of a ``THDBatch``. The public door is ``THDBatch.collate``.
 
 T slots in a pack, S sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -16,17 +16,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_thd.alignment import Alignment
-from lightning_thd.seqlens import position_ids_from_cu_seqlens
+from lightning_thd.batch.samples import (
+    IGNORE_INDEX,
+    OWN_KEYS,
+    PER_TOKEN,
+    check_modalities,
+    extra_tensor,
+    label_row,
+    refuse_negative,
+    token_row,
+)
 from lightning_thd.stats import SeqStats, Window
 
-IGNORE_INDEX = -100
-# One value a token, so they are padded with the ids and given to the model as [1, T].
-_PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
-_OWN_KEYS = ("input_ids", "labels", "next_label", "position_ids", "attention_mask", *_PER_TOKEN)
-_REFUSED = ("input_features", "input_values", "audio_values", "audio_features")
 
-
-def collate(
+def collate_fields(
     samples: Sequence[dict[str, Any]],
     *,
     align: Alignment | None,
@@ -36,7 +39,7 @@ def collate(
     windows: Sequence[Window] = (),
 ) -> dict[str, Any]:
     """Build the fields of ``THDBatch.collate``; the arguments are described there."""
-    ids = [_ints(sample, "input_ids", i) for i, sample in enumerate(samples)]
+    ids = [token_row(sample, "input_ids", i) for i, sample in enumerate(samples)]
     lengths = [len(row) for row in ids]
     padded, slots = _slots(lengths, align, pad_to)
     starts = [0, *accumulate(padded)][: len(lengths)]
@@ -44,10 +47,10 @@ def collate(
 
     input_ids = _lay_out(ids, starts, slots, dense, fill=0)
     if input_ids.size and input_ids.min() < 0:
-        _refuse_negative(ids)
+        refuse_negative(ids)
     source, masked = input_ids, any("labels" in sample for sample in samples)
     if masked:
-        labels = [_labels(sample, ids[i], i) for i, sample in enumerate(samples)]
+        labels = [label_row(sample, ids[i], i) for i, sample in enumerate(samples)]
         source = _lay_out(labels, starts, slots, dense, fill=IGNORE_INDEX)
     targets = _shift(source, starts, lengths, dense)
     loss_tokens = sum(lengths) - len(lengths)
@@ -58,9 +61,9 @@ def collate(
     if masked:  # else every token with a next one has a target
         loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
 
-    cu_seqlens_padded = _cumulative(padded)
+    cu_seqlens_padded = cumulative(padded)
     # A trailing pad counts as a sequence of its own in both, so its real length is its slots.
-    cu_seqlens = cu_seqlens_padded if dense else _cumulative([*lengths, *padded[len(lengths) :]])
+    cu_seqlens = cu_seqlens_padded if dense else cumulative([*lengths, *padded[len(lengths) :]])
     extras = _extras(samples, starts, slots, lengths)
     return {
         "input_ids": torch.from_numpy(input_ids),
@@ -79,58 +82,23 @@ def collate(
             video_grid_thw=extras.get("video_grid_thw"),
         ),
         "sequence_ids": range(len(lengths)) if sequence_ids is None else sequence_ids,
-        "loss_scale": _mean_scale(loss_tokens) if loss_scale is None else loss_scale,
+        "loss_scale": mean_scale(loss_tokens) if loss_scale is None else loss_scale,
         "extras": extras,
     }
 
 
-def from_padded(input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None) -> dict[str, Any]:
-    """Build the fields of ``THDBatch.from_padded``; the arguments are described there."""
-    shapes = [tuple(t.shape) for t in (input_ids, attention_mask, labels) if t is not None]
-    if input_ids.ndim != 2 or len(set(shapes)) != 1:
-        raise ValueError(
-            f"from_padded() got shapes {shapes} for input_ids, attention_mask and labels. "
-            "All must be the same [B, N]."
-        )
-    mask = attention_mask.bool()
-    lengths: list[int] = mask.sum(1).tolist()
-    slots = sum(lengths)
-    if slots == 0:
-        raise ValueError(
-            f"from_padded() got an attention_mask of shape {shapes[1]} without a real token. "
-            "Pass 1 where a token is real."
-        )
-    cu_seqlens = _cumulative(lengths).to(input_ids.device)
-    ids = input_ids[mask].long()
-    source = ids if labels is None else labels[mask].long()
-    targets = torch.cat([source[1:], source.new_full((1,), IGNORE_INDEX)])
-    # The slot before every boundary ends a sequence; rows of length 0 name a neighbour's end once more.
-    targets[cu_seqlens[1:].long() - 1] = IGNORE_INDEX
-    loss_tokens = int((targets != IGNORE_INDEX).sum())
-    return {
-        "input_ids": ids,
-        "targets": targets,
-        "position_ids": position_ids_from_cu_seqlens(cu_seqlens, slots),
-        "cu_seqlens": cu_seqlens,
-        "cu_seqlens_padded": cu_seqlens,
-        "lengths": lengths,
-        "padded_lengths": lengths,
-        "stats": SeqStats.from_lengths(lengths, slots=slots, loss_tokens=loss_tokens),
-        "sequence_ids": range(len(lengths)),
-        "loss_scale": _mean_scale(loss_tokens),
-    }
-
-
-def _mean_scale(loss_tokens: int) -> float:
+def mean_scale(loss_tokens: int) -> float:
+    """Return the scale that makes a sum over loss tokens their mean: 4 gives 0.25, and 0 gives 0."""
     return 1.0 / loss_tokens if loss_tokens else 0.0
 
 
-def _cumulative(lengths: Sequence[int]) -> Tensor:
+def cumulative(lengths: Sequence[int]) -> Tensor:
+    """Add lengths up to int32 offsets on the CPU: ``[3, 2]`` becomes ``[0, 3, 5]``."""
     return torch.from_numpy(np.array([0, *accumulate(lengths)], np.int32))
 
 
 def _slots(lengths: list[int], align: Alignment | None, pad_to: int | None) -> tuple[list[int], int]:
-    """Slots of every sequence, a trailing dummy included, and their sum."""
+    """Work out the slots of every sequence, a trailing dummy included, and their sum."""
     padded = lengths if align is None else [align.padded_length(n) for n in lengths]
     total = sum(padded)
     wanted = max(1, total) if align is None else align.padded_total(max(1, total))
@@ -149,44 +117,6 @@ def _slots(lengths: list[int], align: Alignment | None, pad_to: int | None) -> t
                 f"pad_to={align.padded_total(slots)}."
             ) from err
     return (padded if slots == total else [*padded, slots - total]), slots
-
-
-def _ints(sample: dict[str, Any], key: str, i: int) -> NDArray[np.integer[Any]]:
-    if key not in sample:
-        raise ValueError(f"Sample {i} has the keys {sorted(sample)} but no {key!r}. Give it one.")
-    value = sample[key]
-    row = value.numpy() if isinstance(value, Tensor) else np.asarray(value)
-    if row.ndim != 1 or row.dtype.kind not in "iu":
-        if row.size == 0:
-            raise ValueError(_EMPTY.format(i=i))
-        raise ValueError(
-            f"Sample {i}: {key} has shape {row.shape} and dtype {row.dtype}. Give one row of integers."
-        )
-    if key == "input_ids" and not len(row):
-        raise ValueError(_EMPTY.format(i=i))
-    return row
-
-
-_EMPTY = "Sample {i} has no tokens. Remove it, or let THDDataModule do so with empty='drop'."
-
-
-def _labels(sample: dict[str, Any], ids: NDArray[Any], i: int) -> NDArray[np.integer[Any]]:
-    if "labels" not in sample:
-        return ids
-    labels = _ints(sample, "labels", i)
-    if len(labels) != len(ids):
-        raise ValueError(
-            f"Sample {i} has {len(ids)} input_ids but {len(labels)} labels. "
-            "Give one label a token, unshifted, with -100 where it is to be ignored."
-        )
-    return labels
-
-
-def _refuse_negative(ids: list[NDArray[Any]]) -> None:
-    i, worst = next((i, int(row.min())) for i, row in enumerate(ids) if row.min() < 0)
-    raise ValueError(
-        f"Sample {i} has the token id {worst}. Ids start at 0; -100 belongs into labels, not into input_ids."
-    )
 
 
 def _lay_out(
@@ -256,37 +186,16 @@ def _positions(
 def _extras(
     samples: Sequence[dict[str, Any]], starts: list[int], slots: int, lengths: list[int]
 ) -> dict[str, Tensor]:
-    names = dict.fromkeys(name for sample in samples for name in sample if name not in _OWN_KEYS)
+    names = dict.fromkeys(name for sample in samples for name in sample if name not in OWN_KEYS)
     check_modalities(names)
     extras: dict[str, Tensor] = {}
     for name in names:
-        parts = [_tensor(sample[name], name, i) for i, sample in enumerate(samples) if name in sample]
+        parts = [extra_tensor(sample[name], name, i) for i, sample in enumerate(samples) if name in sample]
         extras[name] = torch.cat(parts)
-    for name in _PER_TOKEN:
+    for name in PER_TOKEN:
         if any(name in sample for sample in samples):
             row = torch.zeros(1, slots, dtype=torch.int64)
             for i, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=True)):
-                row[0, start : start + length] = torch.from_numpy(_ints(sample, name, i).astype(np.int64))
+                row[0, start : start + length] = torch.from_numpy(token_row(sample, name, i).astype(np.int64))
             extras[name] = row
     return extras
-
-
-def check_modalities(names: Iterable[str]) -> None:
-    """Refuse the keys of inputs that cannot be packed."""
-    for name in names:
-        if name in _REFUSED:
-            raise ValueError(
-                f"Samples carry {name!r}: audio inputs cannot be packed, only tokens, images and video. "
-                "Remove the key or use a padded batch."
-            )
-
-
-def _tensor(value: object, name: str, i: int) -> Tensor:
-    if isinstance(value, np.ndarray):
-        value = torch.from_numpy(value)
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        raise ValueError(
-            f"Sample {i} carries {name!r} as {type(value).__name__}. Extras are tensors or arrays with at "
-            "least one axis, concatenated along the first; drop the key if the model does not need it."
-        )
-    return value

@@ -7,46 +7,22 @@ kept on the host from the moment of collation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_thd.alignment import Alignment
-from lightning_thd.batch import collate as _collate
+from lightning_thd.batch.collate import collate_fields
+from lightning_thd.batch.immutable import Immutable
+from lightning_thd.batch.padded import padded_fields
 from lightning_thd.stats import SeqStats, Window
 
 _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
 _HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
 
 
-class _Immutable:
-    """Slots that are set once: Lightning rewrites dataclasses and lists, and leaves this alone."""
-
-    __slots__ = ()
-
-    def _set(self, **fields: object) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(
-            f"{type(self).__name__}.{name} cannot be assigned: batches are immutable. "
-            "Make a changed copy with .replace(...)."
-        )
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"{type(self).__name__}.{name} cannot be deleted: batches are immutable.")
-
-    def __getstate__(self) -> dict[str, Any]:
-        names: tuple[str, ...] = self.__slots__
-        return {name: getattr(self, name) for name in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._set(**state)
-
-
-class THDBatch(_Immutable):
+class THDBatch(Immutable):
     """One microbatch: sequences laid end to end in one row of T slots.
 
     Attributes:
@@ -144,7 +120,7 @@ class THDBatch(_Immutable):
                 ``pad_to``.
         """
         return cls(
-            **_collate.collate(
+            **collate_fields(
                 samples,
                 align=align,
                 pad_to=pad_to,
@@ -170,7 +146,7 @@ class THDBatch(_Immutable):
         Raises:
             ValueError: when the shapes differ or the mask is all zero.
         """
-        return cls(**_collate.from_padded(input_ids, attention_mask, labels))
+        return cls(**padded_fields(input_ids, attention_mask, labels))
 
     def replace(self, **changes: object) -> THDBatch:
         """Return a copy with some fields changed; what derives from them is the caller's to change too."""
@@ -264,45 +240,3 @@ class THDBatch(_Immutable):
             f"{self.input_ids.shape[-1]} slots, {self.loss_tokens} with a target, "
             f"max_seqlen={self.max_seqlen}, device={self.input_ids.device})"
         )
-
-
-class THDStep(_Immutable):
-    """All microbatches of one rank between two optimizer updates, for strategies with a step loop of ours.
-
-    Attributes:
-        microbatches: the same number on every rank; each carries the step's ``loss_scale``.
-    """
-
-    __slots__ = ("microbatches",)
-
-    microbatches: tuple[THDBatch, ...]
-
-    def __init__(self, microbatches: Sequence[THDBatch]) -> None:
-        if not microbatches:
-            raise ValueError("A THDStep needs at least one microbatch, got none.")
-        self._set(microbatches=tuple(microbatches))
-
-    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDStep:
-        """Move every microbatch; see ``THDBatch.to``."""
-        return THDStep([batch.to(device, non_blocking=non_blocking) for batch in self.microbatches])
-
-    def pin_memory(self) -> THDStep:
-        """Return a copy in page-locked memory."""
-        return THDStep([batch.pin_memory() for batch in self.microbatches])
-
-    @property
-    def stats(self) -> SeqStats:
-        """The sum over the microbatches."""
-        first, *rest = (batch.stats for batch in self.microbatches)
-        return sum(rest, start=first)
-
-    def __len__(self) -> int:
-        return len(self.microbatches)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        # The rank's share of the step's loss tokens, as Lightning's weight: see THDBatch.__iter__.
-        scale = self.microbatches[0].loss_scale
-        yield torch.empty(round(len(self) / scale) if scale else 0, device="meta")
-
-    def __repr__(self) -> str:
-        return f"THDStep({len(self)} microbatches, {self.stats.real_tokens} real tokens)"

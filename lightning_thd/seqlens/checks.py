@@ -17,7 +17,7 @@ Lengths = Tensor | npt.NDArray[np.integer] | Sequence[int]
 
 
 def host_values(tensor: Tensor) -> npt.NDArray[np.integer] | None:
-    """Give the values where looking costs nothing: a plain CPU tensor, outside of tracing."""
+    """Return the values of a plain CPU tensor outside of tracing; None where looking would cost."""
     if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.device.type != "cpu":
         return None
     if shapes_are_static():  # a recorded step must not look at the values it is recorded on
@@ -44,7 +44,7 @@ def require_count(count: int, name: str) -> None:
 
 
 def require_integers(tensor: Tensor, name: str) -> None:
-    """Refuse floats, bools and more or less than one dimension."""
+    """Raise for floats, bools, and more or less than one dimension."""
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(f"{name} is {tensor.dtype}; wanted an integer dtype. Call {name}.to(torch.int32).")
     if tensor.ndim != 1:
@@ -55,7 +55,7 @@ def require_integers(tensor: Tensor, name: str) -> None:
 
 
 def require_cu_seqlens(cu_seqlens: Tensor, total: int | None) -> None:
-    """Check dtype and shape always, values where they are free to see."""
+    """Check the dtype and shape of offsets always, their values where reading them is free."""
     if total is not None:
         require_count(total, "total")
     if not isinstance(cu_seqlens, Tensor):
@@ -149,7 +149,7 @@ def check_segment_ids(host: npt.NDArray[np.integer], num_sequences: int) -> None
 
 
 def require_enough(found: int, num_sequences: int) -> None:
-    """Refuse a count that would cut sequences off."""
+    """Raise when more sequences were found than ``num_sequences`` says."""
     if found > num_sequences:
         raise ValueError(
             f"There are {found} sequences but num_sequences={num_sequences}; none may be cut off. "
@@ -158,7 +158,7 @@ def require_enough(found: int, num_sequences: int) -> None:
 
 
 def require_pair(cu_seqlens: Tensor, padded: Tensor) -> None:
-    """Refuse real lengths that their slots do not hold."""
+    """Raise where a sequence has more tokens than slots, or offsets come in two lengths."""
     if cu_seqlens.shape != padded.shape:
         raise ValueError(
             f"cu_seqlens has {cu_seqlens.shape[0]} entries and cu_seqlens_padded {padded.shape[0]}; wanted "
@@ -174,7 +174,7 @@ def require_pair(cu_seqlens: Tensor, padded: Tensor) -> None:
 
 
 def host_lengths(cu_seqlens: Tensor, lengths: Sequence[int] | None) -> list[int]:
-    """Lengths as plain ints, which torch.compile takes for constants."""
+    """Return lengths as plain ints, which torch.compile takes for constants."""
     if lengths is None:
         known: list[int] = torch.diff(cu_seqlens).tolist()
         return known
@@ -196,7 +196,7 @@ def host_lengths(cu_seqlens: Tensor, lengths: Sequence[int] | None) -> list[int]
 
 
 def tail_step(kept: int, used: int, num_sequences: int, total: int) -> int:
-    """Length of a dummy sequence, after checking that everything fits."""
+    """Return the length of a dummy sequence, after checking that everything fits."""
     if total > INT32_MAX:
         raise ValueError(f"total={total} is past int32 ({INT32_MAX}); wanted fewer slots in a pack.")
     if kept > num_sequences:
@@ -218,7 +218,7 @@ def tail_step(kept: int, used: int, num_sequences: int, total: int) -> int:
 
 
 def require_max_seqlen(longest: int, max_seqlen: int, step: int, spare: int, tail: int) -> None:
-    """Refuse real or dummy sequences past the limit."""
+    """Raise when a real or a dummy sequence is longer than ``max_seqlen``."""
     if longest > max_seqlen:
         raise ValueError(
             f"A sequence has {longest} tokens but max_seqlen={max_seqlen}. Use a bucket of longer max_seqlen."

@@ -33,14 +33,14 @@ Window: TypeAlias = int | Chunk
 
 
 def sums(lengths: IntArray) -> tuple[int, int, int, int]:
-    """Lengths -> (sum, number above zero, sum of squares, smallest)."""
+    """Return the sum, the number above zero, the sum of squares and the smallest of lengths."""
     if not lengths.size:
         return 0, 0, 0, 0
     return int(lengths.sum()), int(np.count_nonzero(lengths)), int(lengths @ lengths), int(lengths.min())
 
 
 def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
-    """Pairs (query, key) that causal queries see through a window, the query's own among them.
+    """Count the pairs (query, key) that causal queries see through a window, their own key among them.
 
     Args:
         lengths: real tokens of every sequence.
@@ -65,7 +65,7 @@ def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
 
 
 def pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) -> _Sum:
-    """Pairs behind a window from sums alone; divided after them, since numpy divides integers slowly."""
+    """Count pairs behind a window from sums, and divide afterwards: numpy divides integers slowly."""
     size = window.size if isinstance(window, Chunk) else window
     if size < 1:
         raise ValueError(
@@ -98,7 +98,7 @@ def cross(lengths: Ints, cross_lengths: Ints) -> tuple[int, int]:
 def vision(
     image_grid_thw: IntRows | None, video_grid_thw: IntRows | None, windows: tuple[int, ...]
 ) -> tuple[int, int, tuple[tuple[int, int], ...]]:
-    """Grids -> (patches, sum of squared patches of a frame, the same inside windows)."""
+    """Count patches, the squared patches of every frame, and the same inside windows, from grids."""
     if image_grid_thw is None and video_grid_thw is None:
         return 0, 0, ()
     given = [
@@ -119,13 +119,13 @@ def vision(
 
 
 def edge_squares(patches: IntArray, edge: int) -> IntArray:
-    """Sum of squared pieces when ``patches`` are cut every ``edge``: 5 cut every 2 gives 4 + 4 + 1."""
+    """Return the sum of squared pieces when ``patches`` are cut every ``edge``: 5 cut every 2 gives 4 + 4 + 1."""
     whole, rest = patches // edge, patches % edge
     return whole * edge * edge + rest * rest
 
 
 def int64(values: IntRows, name: str) -> IntArray:
-    """Host int64 array of ``values``; int32 squares would overflow above 46,340 tokens."""
+    """Convert to a host int64 array, since int32 squares overflow above 46,340 tokens."""
     if isinstance(values, (list, tuple)):
         try:  # three times as fast as numpy's own way from Python integers
             return np.frombuffer(struct.pack(f"{len(values)}q", *values), dtype=np.int64)

@@ -1,0 +1,54 @@
+"""The microbatches of one rank -> one step, ``THDStep``, that Lightning takes for one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_thd.batch.immutable import Immutable
+from lightning_thd.batch.thd_batch import THDBatch
+from lightning_thd.stats import SeqStats
+
+
+class THDStep(Immutable):
+    """All microbatches of one rank between two optimizer updates, for strategies with a step loop of ours.
+
+    Attributes:
+        microbatches: the same number on every rank; each carries the step's ``loss_scale``.
+    """
+
+    __slots__ = ("microbatches",)
+
+    microbatches: tuple[THDBatch, ...]
+
+    def __init__(self, microbatches: Sequence[THDBatch]) -> None:
+        if not microbatches:
+            raise ValueError("A THDStep needs at least one microbatch, got none.")
+        self._set(microbatches=tuple(microbatches))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDStep:
+        """Move every microbatch; see ``THDBatch.to``."""
+        return THDStep([batch.to(device, non_blocking=non_blocking) for batch in self.microbatches])
+
+    def pin_memory(self) -> THDStep:
+        """Return a copy in page-locked memory."""
+        return THDStep([batch.pin_memory() for batch in self.microbatches])
+
+    @property
+    def stats(self) -> SeqStats:
+        """The sum over the microbatches."""
+        first, *rest = (batch.stats for batch in self.microbatches)
+        return sum(rest, start=first)
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        # The rank's share of the step's loss tokens, as Lightning's weight: see THDBatch.__iter__.
+        scale = self.microbatches[0].loss_scale
+        yield torch.empty(round(len(self) / scale) if scale else 0, device="meta")
+
+    def __repr__(self) -> str:
+        return f"THDStep({len(self)} microbatches, {self.stats.real_tokens} real tokens)"
