@@ -119,7 +119,7 @@ def vision(
 
 
 def edge_squares(patches: IntArray, edge: int) -> IntArray:
-    """Return the sum of squared pieces when ``patches`` are cut every ``edge``: 5 cut every 2 gives 4 + 4 + 1."""
+    """Sum the squared pieces of ``patches`` cut every ``edge``: 5 cut every 2 gives 4 + 4 + 1."""
     whole, rest = patches // edge, patches % edge
     return whole * edge * edge + rest * rest
 
