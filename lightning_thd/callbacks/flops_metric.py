@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_thd.callbacks._gather import gather_ints
-from lightning_thd.flops.ints import from_ints, num_ints, to_ints
-from lightning_thd.flops.model import FlopsBreakdown, FlopsModel
+from lightning_thd.callbacks.measuring.across_ranks import gather_ints
+from lightning_thd.flops.breakdown import FlopsBreakdown
+from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.rates import Work, count
+from lightning_thd.flops.vector import from_ints, num_ints, to_ints
 from lightning_thd.stats import SeqStats
 
 

@@ -14,17 +14,21 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_thd.callbacks._device import compute_dtype, resolve_peak
-from lightning_thd.callbacks._discover import Policy, find_model, training_signature
-from lightning_thd.callbacks._evaluation import EvaluationHooks
-from lightning_thd.callbacks._gather import communication_device, data_parallel_group, group_size
-from lightning_thd.callbacks._meter import microbatches
-from lightning_thd.callbacks._saving import PausedSaving
-from lightning_thd.callbacks._stage import Setting, Stage
-from lightning_thd.flops.counted import from_counter
+from lightning_thd.callbacks.measuring.across_ranks import (
+    communication_device,
+    data_parallel_group,
+    group_size,
+)
+from lightning_thd.callbacks.measuring.device_peak import compute_dtype, resolve_peak
+from lightning_thd.callbacks.measuring.evaluation import EvaluationHooks
+from lightning_thd.callbacks.measuring.interval import microbatches
+from lightning_thd.callbacks.measuring.models import Policy, find_model, training_signature
+from lightning_thd.callbacks.measuring.paused_saving import PausedSaving
+from lightning_thd.callbacks.measuring.stage import Setting, Stage
 from lightning_thd.flops.model import FlopsModel, check_conventions
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.flops.terms import Causal, Tokens
+from lightning_thd.flops.torch_counter import counted_layers
 from lightning_thd.stats import combine
 
 _FLUSH_STEPS = 1000  # where logging is off: bounds what is held on the host
@@ -284,11 +288,12 @@ class THDThroughputMonitor(EvaluationHooks):
         self._exclude = True  # counting takes longer than computing
         stats = combine([stats for stats, _ in microbatches(batch)])
         try:
-            model = from_counter(counter, stats, name=type(pl_module).__name__)
+            name = type(pl_module).__name__
+            layers = counted_layers(counter, stats, name=name)
         except ValueError as nothing:
             rank_zero_info(f"FLOPs are not logged: {nothing}")
             return setting
-        self._setting = replace(setting, model=model)
+        self._setting = replace(setting, model=FlopsModel(name=name, layers=layers, tokens="slots"))
         return self._setting
 
     def _let_go(self) -> None:

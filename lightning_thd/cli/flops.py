@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_thd._imports import require
-from lightning_thd.flops.model import FlopsBreakdown, FlopsModel
+from lightning_thd.flops.breakdown import FlopsBreakdown
+from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.peaks import peak_flops
 from lightning_thd.stats import SeqStats
 

@@ -1,11 +1,13 @@
 """SeqStats -> FLOPs: what training on packed sequences costs, and what a device could do at most."""
 
-from lightning_thd.flops.counted import from_module
+from lightning_thd.flops.breakdown import FlopsBreakdown
 from lightning_thd.flops.measure import measure_flops
-from lightning_thd.flops.model import FlopsBreakdown, FlopsModel
+from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.peaks import peak_flops
 from lightning_thd.flops.rates import throughput
 from lightning_thd.stats import Chunk, SeqStats
+
+from_module = FlopsModel.from_module
 
 __all__ = [
     "Chunk",

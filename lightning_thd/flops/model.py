@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_thd.flops.terms import Basis, Causal, Kind, Layer, Term, Tokens, units
+from lightning_thd.flops.backward.passes import layers_of_module
+from lightning_thd.flops.breakdown import FlopsBreakdown
+from lightning_thd.flops.families.registry import read_config, register
+from lightning_thd.flops.terms import Basis, Causal, Kind, Layer, Recompute, Term, Tokens, units
+from lightning_thd.flops.torch_counter import count_layers
 from lightning_thd.stats import SeqStats, Window
 
 if TYPE_CHECKING:
     from torch import nn
 
-Recompute: TypeAlias = Literal["none", "full", "early_stop", "selective"]
 Builder: TypeAlias = Callable[[Any], Sequence[Layer]]
 
 _Table: TypeAlias = dict[tuple[str, Basis, Window | None], int]
@@ -34,39 +37,6 @@ _COLUMN: dict[Kind, str] = {
     "logits": "logits",
     "vision": "vision",
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlopsBreakdown:
-    """FLOPs by what they are spent on; integers, which in Python do not overflow.
-
-    Attributes:
-        linear: projections, MLPs, experts, scans.
-        attention: scores and their product with the values.
-        logits: the output projection.
-        vision: vision tower and projector.
-        recompute: forward passes run again by activation checkpointing.
-    """
-
-    linear: int = 0
-    attention: int = 0
-    logits: int = 0
-    vision: int = 0
-    recompute: int = 0
-
-    @property
-    def model(self) -> int:
-        """What the model needs: the numerator of MFU."""
-        return self.linear + self.attention + self.logits + self.vision
-
-    @property
-    def hardware(self) -> int:
-        """What the device runs: the numerator of HFU."""
-        return self.model + self.recompute
-
-    def __add__(self, other: FlopsBreakdown) -> FlopsBreakdown:
-        names = ("linear", "attention", "logits", "vision", "recompute")
-        return FlopsBreakdown(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,8 +111,6 @@ class FlopsModel:
         Raises:
             ValueError: for a family that is not known; register it, or use ``from_module``.
         """
-        from lightning_thd.flops.hf import read_config
-
         name, layers, merge = read_config(config, mtp_layers=mtp_layers)
         return cls(
             name=name,
@@ -164,9 +132,8 @@ class FlopsModel:
             run: runs a forward and a backward pass.
             stats: of the batch that ``run`` uses.
         """
-        from lightning_thd.flops.counted import from_module
-
-        return from_module(module, run, stats=stats)
+        name = type(module).__name__
+        return FlopsModel(name=name, layers=count_layers(run, stats, name=name), tokens="slots")
 
     @staticmethod
     def register(model_type: str, builder: Builder) -> None:
@@ -174,10 +141,8 @@ class FlopsModel:
 
         Args:
             model_type: ``config.model_type``.
-            builder: from a config to its layers, made with ``flops.terms`` and ``flops.parts``.
+            builder: from a config to its layers, made with ``flops.terms`` and ``flops.families.parts``.
         """
-        from lightning_thd.flops.hf import register
-
         register(model_type, builder)
 
     @property
@@ -216,9 +181,9 @@ class FlopsModel:
         Args:
             module: the model with its frozen weights, adapters and checkpointing.
         """
-        from lightning_thd.flops.trainable import for_module
-
-        return for_module(self, module)
+        layers, found = layers_of_module(self.layers, module)
+        policy = self.recompute if self.recompute != "none" else found
+        return replace(self, layers=layers, recompute=policy)
 
     def _counts(self, term: Term) -> bool:
         return {"embedding": self.embedding, "router": self.router}.get(term.kind, True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal, TypeAlias
 
-from lightning_thd.flops.model import FlopsBreakdown, FlopsModel, Recompute
+from lightning_thd.flops.breakdown import FlopsBreakdown
+from lightning_thd.flops.model import FlopsModel
+from lightning_thd.flops.terms import Recompute
 from lightning_thd.stats import SeqStats
 
 Work: TypeAlias = Literal["training", "forward"]

@@ -26,6 +26,7 @@ Basis: TypeAlias = Literal[
 ]
 Causal: TypeAlias = Literal["half", "exact", "full"]
 Tokens: TypeAlias = Literal["real", "slots"]
+Recompute: TypeAlias = Literal["none", "full", "early_stop", "selective"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch
-from lightning_thd.callbacks._device import compute_dtype, resolve_peak
-from lightning_thd.callbacks._discover import find_model
-from lightning_thd.callbacks._gather import communication_device
-from lightning_thd.callbacks._stage import Setting, Stage
+from lightning_thd.callbacks.measuring.across_ranks import communication_device
+from lightning_thd.callbacks.measuring.device_peak import compute_dtype, resolve_peak
+from lightning_thd.callbacks.measuring.models import find_model
+from lightning_thd.callbacks.measuring.stage import Setting, Stage
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.store.index import MapDataset
 from lightning_thd.loss import causal_lm_loss

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.callbacks._device import compute_dtype, resolve_peak
-from lightning_thd.callbacks._discover import find_model
-from lightning_thd.callbacks._gather import communication_device
-from lightning_thd.callbacks._stage import Setting, Stage
+from lightning_thd.callbacks.measuring.across_ranks import communication_device
+from lightning_thd.callbacks.measuring.device_peak import compute_dtype, resolve_peak
+from lightning_thd.callbacks.measuring.models import find_model
+from lightning_thd.callbacks.measuring.stage import Setting, Stage
 from lightning_thd.cuda_graph import GraphCosts, GraphedStep
 from lightning_thd.cuda_graph.capture.backend import Backend
 from lightning_thd.data.loader import THDLoader

@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from lightning_thd.flops.model import FlopsModel, Recompute
-from lightning_thd.flops.terms import Causal, Tokens
+from lightning_thd.flops.model import FlopsModel
+from lightning_thd.flops.terms import Causal, Recompute, Tokens
 
 Policy: TypeAlias = Recompute | Literal["auto"]
 

@@ -6,8 +6,8 @@ once for the tower and once for every deepstack layer.
 
 from __future__ import annotations
 
-from lightning_thd.flops import parts
-from lightning_thd.flops.sizes import Sizes
+from lightning_thd.flops.families import parts
+from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.terms import Basis, Layer, Term, matmul, scores
 
 _TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")

@@ -11,12 +11,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning_thd.flops import parts
-from lightning_thd.flops.experts import expert_layers, moe
-from lightning_thd.flops.mixers import mixer
-from lightning_thd.flops.sizes import Sizes
+from lightning_thd.flops.families import parts
+from lightning_thd.flops.families.experts import expert_layers, moe
+from lightning_thd.flops.families.mixers import mixer
+from lightning_thd.flops.families.sizes import Sizes
+from lightning_thd.flops.families.vision import tower
 from lightning_thd.flops.terms import Layer, Term, matmul
-from lightning_thd.flops.vision import tower
 
 Read = Callable[[Sizes], list[Layer]]
 

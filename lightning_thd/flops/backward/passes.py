@@ -1,4 +1,4 @@
-"""FlopsModel and the module it counts -> the same model with the backward pass that autograd will run.
+"""Layers and the module they describe -> the same layers with the backward pass that autograd will run.
 
 A weight's gradient costs one forward more if the weight is trained; the gradient of its input one more if
 anything trained runs before it. So a frozen weight costs 2 of 3 units above a trained one, 1 below all.
@@ -6,7 +6,7 @@ anything trained runs before it. So a frozen weight costs 2 of 3 units above a t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import getclosurevars
@@ -16,31 +16,31 @@ from typing import Any
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 
-from lightning_thd.flops.model import FlopsModel, Recompute
-from lightning_thd.flops.terms import Basis, Layer, Term, matmul
-from lightning_thd.flops.weights import Weight, layer_path, weights_by_layer
+from lightning_thd.flops.backward.weights import Weight, layer_path, weights_by_layer
+from lightning_thd.flops.families.experts import active_share
+from lightning_thd.flops.families.sizes import Sizes
+from lightning_thd.flops.terms import Basis, Layer, Recompute, Term, matmul
 
 _FINAL_NORM = ("norm", "ln_f", "ln_out")
 
 
-def for_module(model: FlopsModel, module: nn.Module) -> FlopsModel:
-    """See ``FlopsModel.for_module``.
+def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[Layer, ...], Recompute]:
+    """Give ``layers`` the backward pass of ``module``, and its adapters; and read its checkpointing policy.
 
     Args:
-        model: counts a module of this architecture with everything trained.
+        layers: of a model of this architecture with everything trained.
         module: the model with its frozen weights, adapters and checkpointing.
 
     Returns:
-        A model whose training FLOPs are those of ``module``; its forward FLOPs include the adapters.
+        The layers as ``module`` trains them, and how it recomputes activations.
     """
     groups = weights_by_layer(module, _active(module))
     rest = groups.get("", [])
     before = [weight for weight in rest if not any(key in weight.path for key in _FINAL_NORM)]
     embedded = any(weight.trained for weight in before) or _forced_input_grad(module)
-    found, checkpointed = checkpointing(module)
-    policy = model.recompute if model.recompute != "none" else found
-    layers, upstream, seen = [], False, False
-    for layer in model.layers:
+    policy, checkpointed = checkpointing(module)
+    found, upstream, seen = [], False, False
+    for layer in layers:
         if not layer.path.startswith("visual") and not seen:
             upstream, seen = upstream or embedded, True
         weights = groups.get(layer.path)
@@ -50,8 +50,8 @@ def for_module(model: FlopsModel, module: nn.Module) -> FlopsModel:
             layer, upstream = _backward(layer, weights, upstream)
         if checkpointed and layer.recomputable and layer.path not in checkpointed:
             layer = replace(layer, recomputable=False)
-        layers.append(layer)
-    return replace(model, layers=tuple(layers), recompute=policy)
+        found.append(layer)
+    return tuple(found), policy
 
 
 def checkpointing(module: nn.Module) -> tuple[Recompute, set[str]]:
@@ -191,9 +191,6 @@ def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: 
 
 def _active(module: nn.Module) -> float:
     """Share of the routed experts a token goes through, from the config the module carries."""
-    from lightning_thd.flops.experts import active_share
-    from lightning_thd.flops.sizes import Sizes
-
     for child in module.modules():
         config = getattr(child, "config", None)
         if config is not None and hasattr(config, "model_type"):

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from lightning_thd.flops.ints import COUNTS, from_ints, num_ints
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.rates import Work, count
+from lightning_thd.flops.vector import COUNTS, from_ints, num_ints
 from lightning_thd.stats import IntArray, SeqStats, Window, window_pairs
 
 # what is kept of a microbatch: its stats, and its lengths for windows that the stats do not count
@@ -231,7 +231,7 @@ def count_table(seen: list[Seen], model: FlopsModel | None) -> IntArray:
         model: names the windows.
 
     Returns:
-        int64 ``[microbatches, counts]``, the columns of ``flops.ints``.
+        int64 ``[microbatches, counts]``, the columns of ``flops.vector``.
     """
     if not seen:
         return np.zeros((0, num_ints(model)), dtype=np.int64)

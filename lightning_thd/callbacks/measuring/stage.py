@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from lightning_thd.callbacks._gather import gather_ints
-from lightning_thd.callbacks._meter import Interval, Meter, interval
 from lightning_thd.callbacks.flops_metric import THDFlops
+from lightning_thd.callbacks.measuring.across_ranks import gather_ints
+from lightning_thd.callbacks.measuring.interval import Interval, Meter, interval
+from lightning_thd.flops.breakdown import FlopsBreakdown
 from lightning_thd.flops.measure import synchronize
-from lightning_thd.flops.model import FlopsBreakdown, FlopsModel
+from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.rates import Work, count, packing, rates
 
 

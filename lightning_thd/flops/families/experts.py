@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_thd.flops import parts
-from lightning_thd.flops.sizes import Sizes
+from lightning_thd.flops.families import parts
+from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.terms import Term
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_thd.flops import parts
-from lightning_thd.flops.sizes import Sizes
+from lightning_thd.flops.families import parts
+from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.terms import Term
 from lightning_thd.stats import Chunk, Window
 

@@ -1,4 +1,4 @@
-"""A step run once under torch's FlopCounterMode -> a FlopsModel, for models without a config we know.
+"""A step run once under torch's FLOP counter -> layers, for models without a config that we know.
 
 The counter sees matmuls and convolutions, which grow with the slots, and fused attention, which it counts as
 dense squares: divided by the squares it ran on, that gives what one pair costs. What it cannot see it counts
@@ -11,41 +11,38 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.terms import Layer, Term
 from lightning_thd.stats import SeqStats
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "varlen")
 
 
-def from_module(module: nn.Module, run: Callable[[], object], *, stats: SeqStats) -> FlopsModel:
-    """Count one training step of ``module``.
+def count_layers(run: Callable[[], object], stats: SeqStats, *, name: str) -> tuple[Layer, ...]:
+    """Count one training step.
 
     Args:
-        module: names the result.
         run: runs a forward and a backward pass.
         stats: of the batch that ``run`` uses.
+        name: of the model, for messages.
 
     Returns:
-        A model that scales the count with slots and pairs.
+        Layers that scale the count with slots and pairs.
 
     Raises:
         ValueError: when nothing was counted, or the batch is empty.
     """
-    name = type(module).__name__
     rank_zero_info(
         f"FLOPs of {name} are those of one step under torch's FlopCounterMode, scaled by its size."
     )
     with FlopCounterMode(display=False) as counter:
         run()
-    return from_counter(counter, stats, name=name)
+    return counted_layers(counter, stats, name=name)
 
 
-def from_counter(counter: FlopCounterMode, stats: SeqStats, *, name: str) -> FlopsModel:
-    """Turn what ``counter`` saw of one training step into a model; see ``from_module``."""
+def counted_layers(counter: FlopCounterMode, stats: SeqStats, *, name: str) -> tuple[Layer, ...]:
+    """Turn what ``counter`` saw of one training step into layers; see ``count_layers``."""
     by_op: Mapping[Any, int] = counter.get_flop_counts().get("Global", {})
     fused = {str(op): flops for op, flops in by_op.items() if any(key in str(op) for key in _ATTENTION)}
     matmuls = sum(by_op.values()) - sum(fused.values())
@@ -59,7 +56,7 @@ def from_counter(counter: FlopCounterMode, stats: SeqStats, *, name: str) -> Flo
         _third("counted", "linear", "token", matmuls, stats.slots),
         _third("counted_attention", "attention", "pair", sum(fused.values()), squares),
     )
-    return FlopsModel(name=name, layers=(Layer(path="", terms=terms, recomputable=False),), tokens="slots")
+    return (Layer(path="", terms=terms, recomputable=False),)
 
 
 def _third(name: str, kind: Any, basis: Any, flops: int, count: int) -> Term:

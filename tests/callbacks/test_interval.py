@@ -9,11 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd.batch import THDStep
-from lightning_thd.callbacks._meter import Meter, count_table, interval, microbatches, work_weights
+from lightning_thd.callbacks.measuring.interval import (
+    Meter,
+    count_table,
+    interval,
+    microbatches,
+    work_weights,
+)
 from lightning_thd.flops import Chunk, FlopsModel, SeqStats
-from lightning_thd.flops.ints import from_ints
 from lightning_thd.flops.rates import Work
 from lightning_thd.flops.terms import Layer, matmul, scores
+from lightning_thd.flops.vector import from_ints
 from tests.callbacks.fits import Clock, pack
 
 TERMS = (matmul("w", 50), scores(1, 5, 5, window=3), scores(1, 5, 5, window=Chunk(4)), scores(1, 2, 2))

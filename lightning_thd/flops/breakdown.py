@@ -1,0 +1,38 @@
+"""FLOPs of one or more batches by what they are spent on -> sums of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlopsBreakdown:
+    """FLOPs by what they are spent on; integers, which in Python do not overflow.
+
+    Attributes:
+        linear: projections, MLPs, experts, scans.
+        attention: scores and their product with the values.
+        logits: the output projection.
+        vision: vision tower and projector.
+        recompute: forward passes run again by activation checkpointing.
+    """
+
+    linear: int = 0
+    attention: int = 0
+    logits: int = 0
+    vision: int = 0
+    recompute: int = 0
+
+    @property
+    def model(self) -> int:
+        """What the model needs: the numerator of MFU."""
+        return self.linear + self.attention + self.logits + self.vision
+
+    @property
+    def hardware(self) -> int:
+        """What the device runs: the numerator of HFU."""
+        return self.model + self.recompute
+
+    def __add__(self, other: FlopsBreakdown) -> FlopsBreakdown:
+        names = ("linear", "attention", "logits", "vision", "recompute")
+        return FlopsBreakdown(**{name: getattr(self, name) + getattr(other, name) for name in names})
