@@ -1,34 +1,30 @@
-"""Datasets or paths -> packed, planned, resumable loaders for every stage of a Lightning Trainer."""
+"""Sources -> packed, planned, resumable loaders for every stage of a Lightning Trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import cast
+from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
-from torch.utils.data import Dataset
 
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
-from lightning_thd.data.planning import plan_counted_once
+from lightning_thd.data.planning import PlanSettings, make_planner
 from lightning_thd.data.read.encode import Tokenizer
-from lightning_thd.data.read.sources import Opened, Opener, Packed, dataset_key
-from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index, refuse_cuts
+from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
+from lightning_thd.data.sets import DataSet, open_set
+from lightning_thd.data.store.index import Empty
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.planner import Tail
 
-Source = MapDataset | Dataset | str | Path  # type: ignore[type-arg]  # jsonargparse wants it bare
-
-_BAR_FROM = 10_000  # sequences: below it counting takes less than a second
-_COUNTS_FROM = 100_000  # sequences: below it counting windows takes less than opening a file
+_STAGES = {"fit": ("train", "val"), "validate": ("val",)}
 
 
 class THDDataModule(L.LightningDataModule):
@@ -115,19 +111,19 @@ class THDDataModule(L.LightningDataModule):
         cache_dir: str | Path | None = None,
     ) -> None:
         super().__init__()
-        if capacity < 1:
-            raise ValueError(
-                f"capacity={capacity}: a pack holds at least 1 token. Pass the tokens of a pack."
-            )
-        if pad_to is not None and pad_to < capacity:
-            raise ValueError(
-                f"pad_to={pad_to} is less than capacity={capacity}. Raise pad_to or leave it out."
-            )
-        self._sources = {"train": train, "val": val, "test": test, "predict": predict}
         self.capacity, self.global_batch = capacity, global_batch
-        self.oversize, self.empty, self.tail = oversize, empty, tail
-        self.window, self.seed, self.pad_to, self.vocab_size = window, seed, pad_to, vocab_size
-        self.schedule, self.scheduler, self.cost = schedule, scheduler, cost
+        self._plans = PlanSettings(
+            capacity=capacity,
+            global_batch=global_batch,
+            oversize=oversize,
+            tail=tail,
+            window=window,
+            seed=seed,
+            schedule=schedule,
+            scheduler=scheduler,
+            cost=cost,
+            pad_to=pad_to,
+        )
         self._opener = Opener(
             tokenizer=tokenizer,
             text_key=text_key,
@@ -136,127 +132,120 @@ class THDDataModule(L.LightningDataModule):
             cache_dir=cache_dir,
             num_workers=num_workers,
         )
+        self.empty, self.vocab_size = empty, vocab_size
         self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
-        for name in ("val", "test", "predict"):
-            if self._sources[name] is None:  # a loader that is there makes Lightning ask for its step
-                hook = f"{name}_dataloader"
+        given = {"train": train, "val": val, "test": test, "predict": predict}
+        self._sources = _named({stage: source for stage, source in given.items() if source is not None})
+        for stage in ("val", "test", "predict"):
+            if given[stage] is None:  # a loader that is there makes Lightning ask for its step
+                hook = f"{stage}_dataloader"
                 setattr(self, hook, MethodType(getattr(L.LightningDataModule, hook), self))
-        self._attached = (0, 1, 1)
-        self._model: nn.Module | None = None
-        self._opened: dict[str, Opened] = {}
-        self._indices: dict[str, SequenceIndex] = {}
+        self._attached = link.Host()
+        self._sets: dict[str, DataSet] = {}
         self._planners: dict[tuple[object, ...], PackPlanner] = {}
 
     def attach(
         self, *, rank: int = 0, ranks: int = 1, accumulate: int = 1, model: nn.Module | None = None
     ) -> None:
-        """Tell who loads, in a loop without a Lightning Trainer; call it before ``setup``.
+        """Say who loads, in a loop without a Lightning Trainer; call it before ``setup``.
 
         Args:
             rank: data-parallel rank of this process.
             ranks: number of data-parallel ranks.
             accumulate: batches a rank runs between two optimizer steps, as a Trainer's
                 ``accumulate_grad_batches``; 1 with ``Sequences(n)``.
-            model: that is trained: its FLOPs balance the ranks, its vocabulary checks the ids.
+            model: the module that is trained: its FLOPs balance the ranks, its vocabulary checks the ids.
 
         Raises:
             MisconfigurationException: when ``global_batch`` contradicts them.
         """
         link.check_packs(self.global_batch, ranks=ranks, accumulate=accumulate)
-        self._attached, self._model = (rank, ranks, accumulate), model
+        self._attached = link.Host(
+            rank=rank, ranks=ranks, accumulate=accumulate, is_first=rank == 0, model=model
+        )
 
     @property
-    def _trained(self) -> nn.Module | None:
-        return self.trainer.lightning_module if self.trainer is not None else self._model
+    def _host(self) -> link.Host:
+        return self._attached if self.trainer is None else link.host_of(self.trainer)
 
     def prepare_data(self) -> None:
         """Tokenise, count and cache what can be cached; Lightning calls this on one process a node."""
         for name, source in self._sources.items():
-            if isinstance(source, str | Path) or dataset_key(source) is not None:
-                self._count(name)
+            if is_known(source):
+                self._open(name)
 
     def setup(self, stage: str) -> None:
-        """Open and count the datasets of a stage, and check the Trainer against ``global_batch``."""
-        names = {"fit": ("train", "val"), "validate": ("val",)}.get(stage, (stage,))
-        if "train" in names:
+        """Open and count the sets of a stage, and check the Trainer against ``global_batch``."""
+        stages = _STAGES.get(stage, (stage,))
+        if "train" in stages:
             link.check_trainer(self.trainer, self.global_batch)
-        for name in names:
-            if self._sources[name] is not None:
-                self._count(name)
+        for name in self._sources:
+            if name.partition("/")[0] in stages:
+                self._open(name)
 
-    def _count(self, name: str) -> None:
-        if name in self._indices:
-            return
-        source = cast("MapDataset | str | Path", self._sources[name])
-        self._opened[name] = opened = replace(self._opener, progress=self._is_first).open(source)
-        self._indices[name] = build_index(
-            opened.dataset,
-            empty=self.empty,
-            num_workers=self.num_workers,
-            progress=len(opened.dataset) > _BAR_FROM and self._is_first,
-            key=opened.key,
-            cache_dir=self._opener.cache_dir,
-        )
+    def _open(self, name: str) -> None:
+        if name not in self._sets:
+            opener = replace(self._opener, progress=self._host.is_first)
+            self._sets[name] = open_set(name, self._sources[name], opener, empty=self.empty)
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
         """Of every opened set, the sequences empty, dropped, truncated, split, and the tokens lost."""
-        return {name: dict(self._planner(name).entries.counts) for name in self._indices}
+        return {name: dict(self._planner(name).entries.counts) for name in self._sets}
 
     def train_dataloader(self) -> THDLoader:
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
-        progress = link.Progress(self.trainer) if self.trainer is not None else None
         return self._loader(
             "train",
-            kind="step" if isinstance(self._step, Sequences) else "pack",
+            kind="step" if isinstance(self.global_batch, Sequences) else "pack",
             fixed_order=getattr(self.trainer, "overfit_batches", 0) > 0,
-            progress=progress,
+            progress=link.Progress(self.trainer) if self.trainer is not None else None,
         )
 
     def train_steps(self) -> THDLoader:
         """Return this rank's training steps as ``THDStep``, for a loop without a Trainer: see ``attach``."""
         return self._loader("train", kind="step", fixed_order=False)
 
-    def val_dataloader(self) -> THDLoader:
-        """Return this rank's validation batches."""
-        return self._loader("val", kind="eval", fixed_order=True)
+    def val_dataloader(self) -> THDLoader | list[THDLoader]:
+        """Return this rank's validation batches; a loader for each source where ``val`` names several."""
+        return self._evaluation("val")
 
-    def test_dataloader(self) -> THDLoader:
-        """Return this rank's test batches."""
-        return self._loader("test", kind="eval", fixed_order=True)
+    def test_dataloader(self) -> THDLoader | list[THDLoader]:
+        """Return this rank's test batches, as ``val_dataloader``."""
+        return self._evaluation("test")
 
-    def predict_dataloader(self) -> THDLoader:
-        """Return this rank's prediction batches."""
-        return self._loader("predict", kind="eval", fixed_order=True)
+    def predict_dataloader(self) -> THDLoader | list[THDLoader]:
+        """Return this rank's prediction batches, as ``val_dataloader``."""
+        return self._evaluation("predict")
+
+    def _evaluation(self, stage: str) -> THDLoader | list[THDLoader]:
+        several = [name for name in self._sources if name.startswith(f"{stage}/")]
+        loaders = [self._loader(name, kind="eval", fixed_order=True) for name in several or [stage]]
+        return loaders if several else loaders[0]
 
     def _loader(
-        self,
-        name: str,
-        *,
-        kind: Kind,
-        fixed_order: bool,
-        progress: link.Progress | None = None,
+        self, name: str, *, kind: Kind, fixed_order: bool, progress: link.Progress | None = None
     ) -> THDLoader:
-        if name not in self._indices:
+        if name not in self._sets:
             raise MisconfigurationException(
                 f"THDDataModule has no data for {name!r}. Pass THDDataModule(..., {name}=...)"
-                + (", and call setup() first." if self._sources[name] is not None else ".")
+                + (", and call setup() first." if name in self._sources else ".")
             )
-        (rank, dp), planner = self._data_rank, self._planner(name)
+        host, planner, data = self._host, self._planner(name), self._sets[name]
         maker = BatchMaker(
-            dataset=self._opened[name].dataset,
-            index=self._indices[name],
-            align=link.alignment(self.trainer),
-            pad_to=self.pad_to,
-            vocab_size=self.vocab_size or link.vocab_size(self._trained),
-            windows=link.model_windows(self._trained),
+            dataset=data.dataset,
+            index=data.index,
+            align=host.alignment,
+            pad_to=self._plans.pad_to,
+            vocab_size=self.vocab_size or link.vocab_size(host.model),
+            windows=link.model_windows(host.model),
         )
         return THDLoader(
             planner,
             maker,
-            rank=rank,
-            dp=dp,
-            per_step=1 if kind == "step" else planner.global_batch.n // dp,
+            rank=host.rank,
+            dp=host.ranks,
+            per_step=1 if kind == "step" else planner.global_batch.n // host.ranks,
             kind=kind,
             fixed_order=fixed_order,
             consumed=progress.consumed if progress is not None else None,
@@ -264,72 +253,39 @@ class THDDataModule(L.LightningDataModule):
             on_load=progress.match if progress is not None else None,
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor,
-            pin_memory=self._pin,
+            pin_memory=host.on_gpu if self.pin_memory is None else self.pin_memory,
         )
-
-    @property
-    def _data_rank(self) -> tuple[int, int]:
-        return link.data_rank(self.trainer) if self.trainer is not None else self._attached[:2]
-
-    @property
-    def _accumulate(self) -> int:
-        return link.accumulation(self.trainer) if self.trainer is not None else self._attached[2]
-
-    @property
-    def _step(self) -> Packs | Sequences:
-        return self.global_batch or Packs(self._data_rank[1] * self._accumulate)
-
-    @property
-    def _is_first(self) -> bool:
-        return self.trainer.is_global_zero if self.trainer is not None else self._attached[0] == 0
-
-    @property
-    def _pin(self) -> bool:
-        if self.pin_memory is not None:
-            return self.pin_memory
-        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
 
     def _planner(self, name: str) -> PackPlanner:
         """Plan a set when it is first asked for: by then a model built in ``configure_model`` is there."""
         # The same data module may serve Trainers of other ranks or accumulation, one after the other.
-        key = (name, self._step, link.data_rank(self.trainer)[1], link.alignment(self.trainer))
+        host = self._host
+        key = (name, self._plans.step(host), host.ranks, host.alignment)
         if key not in self._planners:
             self._planners = {other: plan for other, plan in self._planners.items() if other[0] != name}
-            self._planners[key] = self._plan(name)
-            self._announce(name, self._planners[key])
+            self._planners[key] = make_planner(
+                self._sets[name],
+                self._plans,
+                host,
+                training=name == "train",
+                cache_dir=self._opener.cache_dir,
+            )
+            _announce(self._sets[name], self._planners[key], host)
         return self._planners[key]
 
-    def _plan(self, name: str) -> PackPlanner:
-        """Plan a set: training as asked for, the others one pack a rank, with nothing lost."""
-        training, opened, index = name == "train", self._opened[name], self._indices[name]
-        oversize: Oversize = "own_pack" if not training and self.oversize == "error" else self.oversize
-        schedule = self.schedule if training and self.schedule is not None else opened.schedule
-        if oversize in ("truncate", "split"):
-            refuse_cuts(index, opened.dataset, self.capacity)
-        plan = partial(
-            PackPlanner,
-            index.lengths,
-            self.capacity,
-            global_batch=self._step if training else Packs(self._data_rank[1]),
-            align=link.alignment(self.trainer),
-            cost=self.cost or link.model_cost(self._trained, self.capacity),
-            window=self.window,
-            oversize=oversize,
-            tail=self.tail if training else "pad",
-            seed=self.seed,
-            scheduler=self.scheduler if training else None,
-            schedule=schedule,
-        )
-        if opened.key is None or len(index.lengths) < _COUNTS_FROM:
-            return plan()
-        return plan_counted_once(plan, {**opened.key, "empty": self.empty}, self._opener.cache_dir)
 
-    def _announce(self, name: str, planner: PackPlanner) -> None:
-        lengths = self._indices[name].lengths
-        lost = {key: count for key, count in planner.entries.counts.items() if count}
-        rank_zero_info(
-            f"{name}: {len(lengths):,} sequences, {int(lengths.sum()):,} tokens"
-            + "".join(f", {key.replace('_', ' ')} {count:,}" for key, count in lost.items())
-        )
-        for logger in (self.trainer.loggers if self.trainer is not None else []) if lost else []:
-            logger.log_metrics({f"data/{name}_{key}": count for key, count in lost.items()}, step=0)
+def _named(sources: Mapping[str, Any]) -> dict[str, Source]:
+    """Give each source of an evaluation stage that has several a name of its own: ``val/code``."""
+    return dict(sources)
+
+
+def _announce(data: DataSet, planner: PackPlanner, host: link.Host) -> None:
+    """Say, and log, how large a set is and what its policies leave out or change."""
+    lengths, name = data.index.lengths, data.name
+    changed = {key: count for key, count in planner.entries.counts.items() if count}
+    rank_zero_info(
+        f"{name}: {len(lengths):,} sequences, {int(lengths.sum()):,} tokens"
+        + "".join(f", {key.replace('_', ' ')} {count:,}" for key, count in changed.items())
+    )
+    for logger in host.loggers if changed else ():
+        logger.log_metrics({f"data/{name}_{key}": count for key, count in changed.items()}, step=0)

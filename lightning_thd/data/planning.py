@@ -1,8 +1,9 @@
-"""Settings of a planner and the key of its data -> the planner, its windows counted once for all runs."""
+"""A counted set, how to pack it, and who runs it -> its planner, windows counted once for all runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,86 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_thd.data.sets import DataSet
 from lightning_thd.data.store.arrays import cached_arrays
-from lightning_thd.packing import PackPlanner, Sequences
+from lightning_thd.data.store.index import refuse_cuts
+from lightning_thd.data.trainer_link import Host, model_cost
+from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
+from lightning_thd.packing.entries import Oversize
+from lightning_thd.packing.planner import Tail
 
 _VERSION = 1
 # What decides the packs of a window; the rest of a planner's settings may change under the same counts.
 _DECIDES = ("align", "window", "oversize", "seed")
+_COUNTS_FROM = 100_000  # sequences: below it counting windows takes less than opening a file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSettings:
+    """How sets become packs; every attribute is described by ``THDDataModule``."""
+
+    capacity: int
+    global_batch: Packs | Sequences | None = None
+    oversize: Oversize = "error"
+    tail: Tail = "pad"
+    window: int = 4096
+    seed: int = 0
+    schedule: Sequence[int] | None = None
+    scheduler: Scheduler | None = None
+    cost: Cost | None = None
+    pad_to: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ValueError(
+                f"capacity={self.capacity}: a pack holds at least 1 token. Pass the tokens of a pack."
+            )
+        if self.pad_to is not None and self.pad_to < self.capacity:
+            raise ValueError(
+                f"pad_to={self.pad_to} is less than capacity={self.capacity}. Raise pad_to or leave it out."
+            )
+
+    def step(self, host: Host) -> Packs | Sequences:
+        """Return what one optimizer step takes: by default one pack a rank a batch."""
+        return self.global_batch or Packs(host.ranks * host.accumulate)
+
+
+def make_planner(
+    data: DataSet, settings: PlanSettings, host: Host, *, training: bool, cache_dir: str | Path | None
+) -> PackPlanner:
+    """Plan a set: training as asked for, evaluation one pack a rank, with nothing lost.
+
+    Args:
+        data: the set, counted.
+        settings: how it is packed.
+        host: who runs it.
+        training: whether the steps are optimizer steps.
+        cache_dir: where the packs of every window are kept, for sets that are known by something.
+
+    Raises:
+        ValueError: when the set cannot be planned so.
+    """
+    index = data.index
+    oversize: Oversize = "own_pack" if not training and settings.oversize == "error" else settings.oversize
+    if oversize in ("truncate", "split"):
+        refuse_cuts(index, data.dataset, settings.capacity)
+    plan = partial(
+        PackPlanner,
+        index.lengths,
+        settings.capacity,
+        global_batch=settings.step(host) if training else Packs(host.ranks),
+        align=host.alignment,
+        cost=settings.cost or model_cost(host.model, settings.capacity),
+        window=settings.window,
+        oversize=oversize,
+        tail=settings.tail if training else "pad",
+        seed=settings.seed,
+        scheduler=settings.scheduler if training else None,
+        schedule=settings.schedule if training and settings.schedule is not None else data.schedule,
+    )
+    if data.key is None or len(index.lengths) < _COUNTS_FROM:
+        return plan()
+    return plan_counted_once(plan, data.key, cache_dir)
 
 
 def plan_counted_once(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -15,21 +17,45 @@ from lightning_thd.packing import Cost, Packs, Sequences
 from lightning_thd.stats import Window
 
 
-def data_rank(trainer: L.Trainer | None) -> tuple[int, int]:
-    """Rank and number of those that read different data, as the strategy tells distributed samplers."""
-    strategy = trainer.strategy if trainer is not None else None
-    sampler = getattr(strategy, "distributed_sampler_kwargs", None) or {}
-    return sampler.get("rank", 0), sampler.get("num_replicas", 1)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """What runs the loaders: a Trainer, or a loop of the user's own.
+
+    Attributes:
+        rank: data-parallel rank of this process.
+        ranks: number of data-parallel ranks.
+        accumulate: batches a rank runs between two optimizer steps.
+        is_first: this process writes messages and shows bars.
+        on_gpu: batches are moved to a CUDA device.
+        alignment: what the strategy asks lengths to be multiples of.
+        model: the module that is trained.
+        loggers: of the Trainer.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    accumulate: int = 1
+    is_first: bool = True
+    on_gpu: bool = False
+    alignment: Alignment | None = None
+    model: nn.Module | None = None
+    loggers: tuple[Logger, ...] = ()
 
 
-def accumulation(trainer: L.Trainer | None) -> int:
-    """Batches to an optimizer step."""
-    return trainer.accumulate_grad_batches if trainer is not None else 1
-
-
-def alignment(trainer: L.Trainer | None) -> Alignment | None:
-    """What the strategy asks lengths to be multiples of."""
-    return getattr(trainer.strategy, "alignment", None) if trainer is not None else None
+def host_of(trainer: L.Trainer) -> Host:
+    """Describe a Trainer; its strategy tells, as for a distributed sampler, which ranks read other data."""
+    sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    device = getattr(trainer.strategy, "root_device", None)
+    return Host(
+        rank=sampler.get("rank", 0),
+        ranks=sampler.get("num_replicas", 1),
+        accumulate=trainer.accumulate_grad_batches,
+        is_first=trainer.is_global_zero,
+        on_gpu=device is not None and device.type == "cuda",
+        alignment=getattr(trainer.strategy, "alignment", None),
+        model=trainer.lightning_module,
+        loggers=tuple(trainer.loggers),
+    )
 
 
 def model_config(module: nn.Module | None) -> Any | None:
@@ -97,7 +123,8 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
             f"one device, 'thd_ddp' or 'thd_model_parallel', not "
             f"{type(trainer.strategy).__name__}. Or use Packs(n)."
         )
-    check_packs(step, ranks=data_rank(trainer)[1], accumulate=accumulation(trainer))
+    host = host_of(trainer)
+    check_packs(step, ranks=host.ranks, accumulate=host.accumulate)
 
 
 def check_packs(step: Packs | Sequences | None, *, ranks: int, accumulate: int) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from lightning_thd import FlopsModel, Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.batch import THDStep
-from lightning_thd.data import datamodule
+from lightning_thd.data import planning
 from lightning_thd.data.store.index import build_index
 from lightning_thd.packing import Cost, balance
 from tests.data.test_datamodule import CAPACITY, make_trainer
@@ -87,7 +87,7 @@ def test_hugging_face_labels_are_counted_in_their_columns(monkeypatch: pytest.Mo
 
 
 def test_windows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datamodule, "_COUNTS_FROM", 1)
+    monkeypatch.setattr(planning, "_COUNTS_FROM", 1)
 
     def order() -> list[tuple[int, ...]]:
         data = THDDataModule(

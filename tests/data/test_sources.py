@@ -79,4 +79,4 @@ def test_the_module_serves_one_trainer_after_another(tmp_path: Path) -> None:
         loader = data.train_dataloader()
         batches = [batch for batch in loader._loader if isinstance(batch, THDBatch)]
         tokens = sum(batch.stats.real_tokens for batch in batches)
-        assert tokens == pytest.approx(int(data._indices["train"].lengths.sum()) / ranks, rel=0.3)
+        assert tokens == pytest.approx(int(data._sets["train"].index.lengths.sum()) / ranks, rel=0.3)

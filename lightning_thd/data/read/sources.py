@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
 from lightning_thd._imports import require
 from lightning_thd.data.read.encode import Tokenizer, load_tokenizer, tokenizer_fingerprint
@@ -19,6 +20,7 @@ from lightning_thd.data.store.columns import arrow_table, is_list
 from lightning_thd.data.store.index import MapDataset
 from lightning_thd.data.store.tokens import TokenStore, cached_store
 
+Source = MapDataset | Dataset | str | Path  # type: ignore[type-arg]  # jsonargparse wants it bare
 Packed = Literal["auto", "sequences", "packs", "off"]
 
 _COLUMNS = (
@@ -71,7 +73,7 @@ class Opener:
     num_workers: int = 0
     progress: bool = False
 
-    def open(self, source: MapDataset | str | Path) -> Opened:
+    def open(self, source: Source) -> Opened:
         """Open a path or a dataset; text, prompts and conversations are tokenised into a memory-mapped store.
 
         Raises:
@@ -80,7 +82,7 @@ class Opener:
         if isinstance(source, str | Path):
             opened = self._open_path(Path(source))
         else:
-            opened = self._open_dataset(source)
+            opened = self._open_dataset(cast("MapDataset", source))
         if self.packed == "off" or not holds_packs(opened.dataset, sure=self.packed != "auto"):
             return opened
         rows = open_packed(
@@ -154,6 +156,11 @@ def open_source(
     """
     opener = Opener(tokenizer=tokenizer, text_key=text_key, cache_dir=cache_dir, num_workers=num_workers)
     return opener.open(path).dataset
+
+
+def is_known(source: object) -> bool:
+    """Say whether the content of a source is known by something, so that what is made of it can be kept."""
+    return isinstance(source, str | Path) or dataset_key(source) is not None
 
 
 def dataset_key(dataset: object) -> dict[str, Any] | None:
