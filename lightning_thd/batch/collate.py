@@ -26,6 +26,7 @@ from lightning_thd.batch.samples import (
     refuse_negative,
     token_row,
 )
+from lightning_thd.batch.weights import pack_weights
 from lightning_thd.stats import SeqStats, Window
 
 
@@ -36,6 +37,7 @@ def collate_fields(
     pad_to: int | None,
     sequence_ids: Sequence[int] | None,
     loss_scale: float | None,
+    sequence_scale: float | None,
     windows: Sequence[Window] = (),
 ) -> dict[str, Any]:
     """Build the fields of ``THDBatch.collate``; the arguments are described there."""
@@ -61,6 +63,9 @@ def collate_fields(
     if masked:  # else every token with a next one has a target
         loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
 
+    weights = pack_weights(samples, targets, starts, lengths, masked=masked)
+    if loss_scale is None:
+        loss_scale, sequence_scale = mean_scale(weights.total), mean_scale(weights.sequences)
     cu_seqlens_padded = cumulative(padded)
     # A trailing pad counts as a sequence of its own in both, so its real length is its slots.
     cu_seqlens = cu_seqlens_padded if dense else cumulative([*lengths, *padded[len(lengths) :]])
@@ -82,14 +87,17 @@ def collate_fields(
             video_grid_thw=extras.get("video_grid_thw"),
         ),
         "sequence_ids": range(len(lengths)) if sequence_ids is None else sequence_ids,
-        "loss_scale": mean_scale(loss_tokens) if loss_scale is None else loss_scale,
+        "loss_scale": loss_scale,
+        "sequence_scale": sequence_scale,
+        "sequence_shares": weights.shares,
+        "weights": None if weights.slots is None else torch.from_numpy(weights.slots),
         "extras": extras,
     }
 
 
-def mean_scale(loss_tokens: int) -> float:
-    """Return the scale that makes a sum over loss tokens their mean: 4 gives 0.25, and 0 gives 0."""
-    return 1.0 / loss_tokens if loss_tokens else 0.0
+def mean_scale(weight: float) -> float:
+    """Return the scale that makes a sum of this weight a mean: 4 gives 0.25, and 0 gives 0."""
+    return 1.0 / weight if weight else 0.0
 
 
 def cumulative(lengths: Sequence[int]) -> Tensor:

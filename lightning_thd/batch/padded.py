@@ -35,7 +35,9 @@ def padded_fields(input_ids: Tensor, attention_mask: Tensor, labels: Tensor | No
     targets = torch.cat([source[1:], source.new_full((1,), IGNORE_INDEX)])
     # The slot before every boundary ends a sequence; rows of length 0 name a neighbour's end once more.
     targets[cu_seqlens[1:].long() - 1] = IGNORE_INDEX
-    loss_tokens = int((targets != IGNORE_INDEX).sum())
+    counted = torch.cat([targets.new_zeros(1), (targets != IGNORE_INDEX).cumsum(0)])
+    own: list[int] = counted[cu_seqlens.long()].diff().tolist()
+    loss_tokens = sum(own)
     return {
         "input_ids": ids,
         "targets": targets,
@@ -47,4 +49,6 @@ def padded_fields(input_ids: Tensor, attention_mask: Tensor, labels: Tensor | No
         "stats": SeqStats.from_lengths(lengths, slots=slots, loss_tokens=loss_tokens),
         "sequence_ids": range(len(lengths)),
         "loss_scale": mean_scale(loss_tokens),
+        "sequence_scale": mean_scale(sum(n > 0 for n in own)),
+        "sequence_shares": [mean_scale(n) for n in own],
     }

@@ -13,7 +13,12 @@ from torch import Tensor
 IGNORE_INDEX = -100
 # One value a token, so they are padded with the ids and given to the model as [1, T].
 PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
-OWN_KEYS = ("input_ids", "labels", "next_label", "position_ids", "attention_mask", *PER_TOKEN)
+WEIGHT_KEYS = ("weights", "next_weight", "whole_weight")
+OWN_KEYS = (
+    *("input_ids", "labels", "next_label", "position_ids", "attention_mask"),
+    *WEIGHT_KEYS,
+    *PER_TOKEN,
+)
 _REFUSED = ("input_features", "input_values", "audio_values", "audio_features")
 _EMPTY = "Sample {i} has no tokens. Remove it, or let THDDataModule do so with empty='drop'."
 

@@ -20,6 +20,7 @@ from lightning_thd.stats import SeqStats, Window
 
 _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
 _HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
+_WEIGHTS = ("weights", "sequence_shares", "sequence_scale")
 
 
 class THDBatch(Immutable):
@@ -37,12 +38,16 @@ class THDBatch(Immutable):
         max_seqlen: longest entry of ``padded_lengths``, at least 1.
         stats: what the batch contains, in host integers.
         sequence_ids: dataset index of every sequence in ``lengths``.
-        loss_scale: data-parallel ranks x microbatches / loss tokens of the whole step. For a batch collated
-            by itself 1 / its loss tokens, so that ``sum * loss_scale`` is the mean.
+        loss_scale: data-parallel ranks x microbatches / loss tokens of the whole step, or their weight. For a
+            batch collated by itself 1 / its loss tokens, so that ``sum * loss_scale`` is the mean.
         extras: further model inputs, ``pixel_values`` and the like.
+        weights: fp32 ``[T]``, what each slot's target counts; None where the samples bring no weights.
+        sequence_shares: of every sequence in ``lengths``, its weight / the weight of all its loss tokens,
+            those on other ranks or in other packs included: it makes the sum of their losses a mean.
+        sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None where it is unknown.
     """
 
-    __slots__ = (*_TENSORS, *_HOST)
+    __slots__ = (*_TENSORS, *_HOST, *_WEIGHTS)
 
     input_ids: Tensor
     targets: Tensor
@@ -56,6 +61,9 @@ class THDBatch(Immutable):
     sequence_ids: tuple[int, ...]
     loss_scale: float
     extras: dict[str, Tensor]
+    weights: Tensor | None
+    sequence_shares: tuple[float, ...]
+    sequence_scale: float | None
 
     def __init__(
         self,
@@ -71,6 +79,9 @@ class THDBatch(Immutable):
         sequence_ids: Sequence[int],
         loss_scale: float,
         extras: dict[str, Tensor] | None = None,
+        weights: Tensor | None = None,
+        sequence_shares: Sequence[float] = (),
+        sequence_scale: float | None = None,
     ) -> None:
         self._set(
             input_ids=input_ids,
@@ -85,6 +96,9 @@ class THDBatch(Immutable):
             sequence_ids=tuple(sequence_ids),
             loss_scale=float(loss_scale),
             extras=dict(extras or {}),
+            weights=weights,
+            sequence_shares=tuple(sequence_shares),
+            sequence_scale=None if sequence_scale is None else float(sequence_scale),
         )
 
     @classmethod
@@ -96,6 +110,7 @@ class THDBatch(Immutable):
         pad_to: int | None = None,
         sequence_ids: Sequence[int] | None = None,
         loss_scale: float | None = None,
+        sequence_scale: float | None = None,
         windows: Sequence[Window] = (),
     ) -> THDBatch:
         """Lay samples end to end and shift the targets inside every sequence.
@@ -103,12 +118,14 @@ class THDBatch(Immutable):
         Args:
             samples: dicts with ``input_ids`` (ints ``[n]``) and, if wanted, ``labels`` (ints ``[n]``,
                 unshifted, -100 where ignored), ``next_label`` (int, the target of the last token of a piece
-                that goes on elsewhere), ``position_ids``, and further tensors, which are concatenated into
-                ``extras``. No samples give a pack of one dummy slot, without a target.
+                that goes on elsewhere), ``weights`` (one number for the sequence, or one a token, aligned
+                with labels), ``position_ids``, and further tensors, which are concatenated into ``extras``.
+                No samples give a pack of one dummy slot, without a target.
             align: an ``alignment.Alignment``; pads every sequence, and the total by a trailing sequence.
             pad_to: slots of the batch; a trailing sequence of token 0 without targets fills the rest.
             sequence_ids: dataset index of every sample; 0, 1, 2, ... when absent.
-            loss_scale: see the class; 1 / loss tokens of this batch when absent.
+            loss_scale: see the class; 1 / loss tokens of this batch, or their weight, when absent.
+            sequence_scale: see the class; set by the batch itself where ``loss_scale`` is.
             windows: attention windows of the model, whose pairs ``stats`` is to count.
 
         Returns:
@@ -126,6 +143,7 @@ class THDBatch(Immutable):
                 pad_to=pad_to,
                 sequence_ids=sequence_ids,
                 loss_scale=loss_scale,
+                sequence_scale=sequence_scale,
                 windows=windows,
             )
         )
@@ -168,7 +186,8 @@ class THDBatch(Immutable):
         return self._map(Tensor.pin_memory)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> THDBatch:
-        moved = {name: function(getattr(self, name)) for name in _TENSORS}
+        moved: dict[str, Any] = {name: function(getattr(self, name)) for name in _TENSORS}
+        moved["weights"] = None if self.weights is None else function(self.weights)
         if self.cu_seqlens_padded is self.cu_seqlens:
             moved["cu_seqlens_padded"] = moved["cu_seqlens"]
         extras = {name: function(value) for name, value in self.extras.items()}

@@ -50,8 +50,10 @@ class BatchMaker:
     vocab_size: int | None = None
     windows: tuple[Window, ...] = ()
 
-    def batch(self, spans: Spans, *, loss_scale: float | None) -> THDBatch:
-        """Read and collate a pack; ``loss_scale`` None means the mean over this batch."""
+    def batch(
+        self, spans: Spans, *, loss_scale: float | None = None, sequence_scale: float | None = None
+    ) -> THDBatch:
+        """Read and collate a pack; without scales its loss is the mean over this batch."""
         columns = (spans.index, spans.start, spans.stop, spans.continued)
         pieces = zip(*(column.tolist() for column in columns), strict=True)
         batch = THDBatch.collate(
@@ -60,15 +62,16 @@ class BatchMaker:
             pad_to=self.pad_to,
             sequence_ids=spans.index.tolist(),
             loss_scale=loss_scale,
+            sequence_scale=sequence_scale,
             windows=self.windows,
         )
         if self.vocab_size is not None and int(batch.input_ids.max()) >= self.vocab_size:
             self._refuse(batch)
         return batch
 
-    def loss_tokens(self, spans: Spans) -> int:
-        """Number of targets of a pack."""
-        return self.index.count_loss_tokens(self.dataset, spans)
+    def loss_weights(self, spans: Spans) -> tuple[float, float]:
+        """Add up what the loss tokens and the sequences of a pack count."""
+        return self.index.loss_weights(self.dataset, spans)
 
     def _refuse(self, batch: THDBatch) -> None:
         for i, ids in zip(batch.sequence_ids, batch.unpack(batch.input_ids), strict=True):
@@ -90,18 +93,22 @@ class _Steps(TorchDataset[THDBatch | THDStep]):
         plan = self._planner.step(epoch, step, self._dp)
         own = plan.microbatches(self._rank)
         if self._kind == "eval":
-            return self._maker.batch(own[micro], loss_scale=None)
-        loss_tokens = sum(
-            self._maker.loss_tokens(spans)
+            return self._maker.batch(own[micro])
+        counted_packs = [
+            self._maker.loss_weights(spans)
             for rank in plan.spans_by_rank()
             for spans in (rank if self._kind == "step" else rank[:counted])
-        )
+        ]
         # Law 2: the mean over microbatches and ranks of sum * loss_scale is the mean over the step's tokens.
         # Lightning divides by accumulate_grad_batches even where an epoch ends inside a step.
-        scale = self._dp * len(own) / loss_tokens if loss_tokens else 0.0
+        tokens, sequences = (
+            self._dp * len(own) / total if total else 0.0
+            for total in map(sum, zip(*counted_packs, strict=True))
+        )
+        scales = {"loss_scale": tokens, "sequence_scale": sequences}
         if self._kind == "step":
-            return THDStep([self._maker.batch(spans, loss_scale=scale) for spans in own])
-        return self._maker.batch(own[micro], loss_scale=scale)
+            return THDStep([self._maker.batch(spans, **scales) for spans in own])
+        return self._maker.batch(own[micro], **scales)
 
 
 class _Cursor(Sampler[Key]):

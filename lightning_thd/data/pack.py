@@ -95,6 +95,8 @@ def pack_file(
     )
     if names := media_names(opened.dataset[0]):
         raise ValueError(f"Sequences carry {', '.join(names)}: only tokens can be packed offline.")
+    if "weights" in opened.dataset[0]:
+        raise ValueError("Sequences carry weights: packed files have no room for them. Pack while training.")
     align = Alignment(sequence_multiple=multiple, total_multiple=multiple) if multiple > 1 else None
     planner = PackPlanner(
         index.lengths,

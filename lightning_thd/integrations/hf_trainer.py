@@ -198,20 +198,21 @@ class _PackedTrainerMixin:
         """Return and log the mean loss over all loss tokens of the evaluation set."""
         begin = time.perf_counter()
         with self._paused(), torch.no_grad():
-            total = torch.zeros(2, dtype=torch.float64)
+            total = torch.zeros(3, dtype=torch.float64)
             was_training = self.model.training
             self.model.eval()
             for inputs in self.get_eval_dataloader(eval_dataset):
                 batch = inputs["batch"].to(self.args.device)
                 total[0] += float(causal_lm_loss(self.model, batch.replace(loss_scale=1.0)))
-                total[1] += batch.loss_tokens
+                total[1] += 1.0 / batch.loss_scale if batch.loss_scale else 0.0  # their weight
+                total[2] += batch.loss_tokens
             self.model.train(was_training)
             if dist.is_initialized():
                 total = total.to(communication_device(None, self.args.device))
                 dist.all_reduce(total)
         metrics = {
-            f"{metric_key_prefix}_loss": float(total[0] / total[1].clamp_min(1)),
-            f"{metric_key_prefix}_loss_tokens": float(total[1]),
+            f"{metric_key_prefix}_loss": float(total[0] / total[1]) if total[1] else 0.0,
+            f"{metric_key_prefix}_loss_tokens": float(total[2]),
             f"{metric_key_prefix}_runtime": time.perf_counter() - begin,
         }
         self.log(metrics)

@@ -164,6 +164,8 @@ def _own_part(batch: THDBatch, at: ShardLayout) -> THDShard:
         cu_seqlens_padded=at.offsets(),
         max_seqlen=max(1, int(at.held.max(initial=1))),
         loss_scale=batch.loss_scale * at.cp,
+        weights=None if batch.weights is None else batch.weights.index_select(-1, own),
+        sequence_scale=None if batch.sequence_scale is None else batch.sequence_scale * at.cp,
         extras=_cut_extras(batch, own),
         layout=at,
     )

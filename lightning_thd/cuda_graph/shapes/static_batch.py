@@ -55,12 +55,14 @@ class StaticBatch(THDBatch):
     stats = _refused("stats")
     sequence_ids = _refused("sequence_ids")
     loss_tokens = _refused("loss_tokens")
+    sequence_shares = _refused("sequence_shares")
+    sequence_scale = _refused("sequence_scale")
 
     @classmethod
     def build(cls, *, max_seqlen: int, loss_scale: Tensor, **fields: Any) -> StaticBatch:
         """Make one from its tensors; a ``StaticShard`` has a ``layout``, too."""
         batch = object.__new__(cls)
-        batch._set(**fields, max_seqlen=max_seqlen, loss_scale=loss_scale, extras={})
+        batch._set(**fields, max_seqlen=max_seqlen, loss_scale=loss_scale, extras={}, weights=None)
         return batch
 
     @classmethod
@@ -69,14 +71,15 @@ class StaticBatch(THDBatch):
         scale = torch.full((), batch.loss_scale, device=batch.input_ids.device)
         tensors = {name: getattr(batch, name) for name in _FIELDS}
         watching = cls.build(max_seqlen=batch.max_seqlen, loss_scale=scale, **tensors)
-        watching._set(extras=batch.extras)
-        for name in ("lengths", "padded_lengths", "stats", "sequence_ids"):
+        watching._set(extras=batch.extras, weights=batch.weights)
+        hidden = ("lengths", "padded_lengths", "stats", "sequence_ids", "sequence_shares", "sequence_scale")
+        for name in hidden:
             THDBatch.__dict__[name].__set__(watching, getattr(batch, name))
         return watching
 
     def replace(self, **changes: object) -> Any:
         """Return a copy with some tensors changed."""
-        names = (*_FIELDS, "max_seqlen", "loss_scale", "extras", *self._further)
+        names = (*_FIELDS, "max_seqlen", "loss_scale", "extras", "weights", *self._further)
         copy = object.__new__(type(self))
         copy._set(**{name: getattr(self, name) for name in names})
         copy._set(**changes)
@@ -187,6 +190,11 @@ class StaticInputs:
 
         Offsets are worked out from the lengths the host knows, in page-locked memory.
         """
+        if batch.weights is not None:
+            refuse(
+                "the batch carries weights of tokens or sequences, which captured steps have no buffer for. "
+                "Train weighted data without CUDA graphs."
+            )
         static, used, total = self.batch, Layout.of_batch(batch).slots, self._slots
         if self.cut is not None:
             used //= self.cut.cp  # its sequences come first in a shard, too

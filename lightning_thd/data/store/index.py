@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -14,13 +14,17 @@ from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
 from lightning_thd.batch import IGNORE_INDEX, check_modalities
+from lightning_thd.batch.samples import WEIGHT_KEYS
+from lightning_thd.batch.weights import sample_weights, whole_weight
 from lightning_thd.data.store.arrays import cached_arrays
 from lightning_thd.data.store.columns import count_columns
 from lightning_thd.packing import Spans
 
 Empty = Literal["error", "drop"]
 
-_VERSION = 1
+_VERSION = 2
+# What tells the collator of targets and weights.
+_COLLATORS = ("next_label", *WEIGHT_KEYS)
 # What has one value a token, and so can be cut with the tokens.
 _PER_TOKEN = ("input_ids", "labels", "position_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
@@ -41,11 +45,15 @@ class SequenceIndex:
         lengths: tokens of every sequence, ints ``[N]``.
         loss_tokens: slots with a target of every sequence, ints ``[N]``; a first label is none.
         media: sorted dataset indices of the sequences known to carry images or the like, ints ``[M]``.
+        weights: sum of the weights of each sequence's loss tokens, fp64 ``[N]``; empty without weights.
+        sequence_weights: of each sequence among sequences, fp64 ``[N]``; likewise.
     """
 
     lengths: NDArray[np.integer]
     loss_tokens: NDArray[np.integer]
     media: NDArray[np.integer]
+    weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    sequence_weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 
     def sample(
         self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool = False
@@ -72,33 +80,72 @@ class SequenceIndex:
                 "data: correct the dataset's `lengths`, or remove them to have the sequences counted; if the "
                 "data changed under the same fingerprint, delete the cache."
             )
+        if "weights" in sample and not len(self.weights):
+            raise ValueError(
+                f"Sequence {i} has weights, but none were counted: the first sequence has none. Give "
+                "every sequence weights, or none."
+            )
         if stop - start == found:
             return sample
         refuse_cut(sample, i, found)
         if continued:
             sample["next_label"] = int(sample.get("labels", sample["input_ids"])[stop])
+        self._cut_weights(sample, i, start, stop, continued)
         for name in _PER_TOKEN:
             if name in sample:
                 sample[name] = np.asarray(sample[name])[..., start:stop]
         return sample
 
-    def count_loss_tokens(self, dataset: MapDataset, spans: Spans) -> int:
-        """Count the targets of a microbatch; only parts of partly masked sequences have to be read."""
-        whole = spans.lengths == self.lengths[spans.index]
-        total = int(self.loss_tokens[spans.index[whole]].sum())
-        for k in np.flatnonzero(~whole):
-            i, start, stop = int(spans.index[k]), int(spans.start[k]), int(spans.stop[k])
-            if self.loss_tokens[i] == self.lengths[i] - 1:
-                total += stop - start - (not spans.continued[k])
-            elif self.loss_tokens[i]:
-                labels = np.asarray(dataset[i]["labels"])[start + 1 : stop + bool(spans.continued[k])]
-                total += int(np.count_nonzero(labels != IGNORE_INDEX))
-        return total
+    def loss_weights(self, dataset: MapDataset, spans: Spans) -> tuple[float, float]:
+        """Add up what the loss tokens of a microbatch count; only parts of some sequences have to be read.
+
+        Returns:
+            The weight of the loss tokens, their number without weights, and that of the sequences, a part of
+            one counting as its share of the sequence's loss tokens.
+        """
+        at = spans.index
+        of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
+        sequence = self.sequence_weights[at] if len(self.weights) else np.ones(len(at))
+        own = of_sequence.copy()
+        cut = spans.lengths != self.lengths[at]
+        for k in np.flatnonzero(cut):
+            piece = int(at[k]), int(spans.start[k]), int(spans.stop[k]), bool(spans.continued[k])
+            own[k] = self._weight_of_piece(dataset, *piece)
+            if _is_truncated(piece[1], piece[3]):
+                of_sequence[k] = own[k]
+        share = np.divide(own, of_sequence, out=np.zeros_like(own), where=of_sequence > 0)
+        return float(own.sum()), float((sequence * share).sum())
+
+    def _weight_of_piece(self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool) -> float:
+        if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:
+            return float(stop - start - (not continued))
+        if not self.loss_tokens[i]:
+            return 0.0
+        sample, targets = dataset[i], slice(start + 1, stop + continued)
+        counts = np.asarray(sample.get("labels", sample["input_ids"]))[targets] != IGNORE_INDEX
+        weights = sample_weights(sample, int(self.lengths[i]), i).tokens[targets]
+        return float(weights[counts].sum(dtype=np.float64))
+
+    def _cut_weights(self, sample: dict[str, Any], i: int, start: int, stop: int, continued: bool) -> None:
+        """Leave a piece the weights of its own tokens, and what its sequence counts as a whole."""
+        if not _is_truncated(start, continued):
+            sample["whole_weight"] = float((self.weights if len(self.weights) else self.loss_tokens)[i])
+        if "weights" in sample:
+            weights = np.asarray(sample["weights"])
+            if weights.ndim:
+                sample["weights"] = weights[start:stop]
+                if continued:
+                    sample["next_weight"] = float(weights[stop])
+
+
+def _is_truncated(start: int, continued: bool) -> bool:
+    """Say whether a piece that is not the whole sequence is all that is kept of it."""
+    return start == 0 and not continued
 
 
 def media_names(sample: Mapping[str, Any]) -> list[str]:
     """Name what a sample carries beside its tokens."""
-    return sorted(name for name in sample if name not in _PER_TOKEN and name != "next_label")
+    return sorted(name for name in sample if name not in _PER_TOKEN and name not in _COLLATORS)
 
 
 def refuse_cut(sample: Mapping[str, Any], i: int, length: int) -> None:
@@ -161,11 +208,11 @@ def build_index(
     return index
 
 
-def _known(dataset: MapDataset) -> dict[str, NDArray[np.integer]] | None:
+def _known(dataset: MapDataset) -> dict[str, NDArray[Any]] | None:
     """Take what needs no reading of samples: the dataset's own lengths, or its Arrow columns."""
     media = np.empty(0, np.int64)
     given = getattr(dataset, "lengths", None)
-    if given is not None:
+    if given is not None and "weights" not in dataset[0]:
         lengths = np.asarray(given)
         if len(lengths) != len(dataset):
             raise ValueError(
@@ -178,19 +225,19 @@ def _known(dataset: MapDataset) -> dict[str, NDArray[np.integer]] | None:
         loss = np.maximum(lengths - 1, 0) if loss_tokens is None else np.asarray(loss_tokens)
         return {"lengths": lengths, "loss_tokens": loss, "media": media}
     columns = count_columns(dataset)
-    if columns is None or media_names(dataset[0]):
+    if columns is None or media_names(dataset[0]) or "weights" in dataset[0]:
         return None
     return {"lengths": columns[0], "loss_tokens": columns[1], "media": media}
 
 
-class _Measured(TorchDataset[tuple[int, int, bool]]):
+class _Measured(TorchDataset[tuple[float, ...]]):
     def __init__(self, dataset: MapDataset) -> None:
         self._dataset = dataset
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, i: int) -> tuple[int, int, bool]:
+    def __getitem__(self, i: int) -> tuple[float, ...]:
         sample = self._dataset[i]
         if "input_ids" not in sample:
             raise ValueError(f"Sample {i} has the keys {sorted(sample)} but no 'input_ids'. Give it one.")
@@ -203,28 +250,34 @@ class _Measured(TorchDataset[tuple[int, int, bool]]):
                 f"Sample {i} has {length} input_ids but {len(sample['labels'])} labels. "
                 "Give one label a token, unshifted, with -100 where it is to be ignored."
             )
-        if "labels" not in sample:
-            return length, max(0, length - 1), media
-        return length, int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX)), media
+        loss_tokens = max(0, length - 1)
+        if "labels" in sample:
+            loss_tokens = int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX))
+        if "weights" not in sample:
+            return length, loss_tokens, media, loss_tokens, 1.0, False
+        return length, loss_tokens, media, *whole_weight(sample, i), True
 
 
-def _read(dataset: MapDataset, num_workers: int, progress: bool) -> dict[str, NDArray[np.integer]]:
+def _read(dataset: MapDataset, num_workers: int, progress: bool) -> dict[str, NDArray[Any]]:
     loader = DataLoader(_Measured(dataset), batch_size=256, num_workers=num_workers, collate_fn=_as_array)
-    counted = np.empty((len(dataset), 3), np.int64)
+    counted = np.empty((len(dataset), 6), np.float64)
     for done, rows in _shown(loader, len(counted), progress):
         counted[done : done + len(rows)] = rows
+    weighted = counted[:, 5].any()
     return {
-        "lengths": counted[:, 0].copy(),
-        "loss_tokens": counted[:, 1].copy(),
+        "lengths": counted[:, 0].astype(np.int64),
+        "loss_tokens": counted[:, 1].astype(np.int64),
         "media": np.flatnonzero(counted[:, 2]),
+        "weights": counted[:, 3].copy() if weighted else np.empty(0),
+        "sequence_weights": counted[:, 4].copy() if weighted else np.empty(0),
     }
 
 
-def _as_array(rows: Sequence[tuple[int, int, bool]]) -> NDArray[np.int64]:
-    return np.asarray(rows, np.int64)
+def _as_array(rows: Sequence[tuple[float, ...]]) -> NDArray[np.float64]:
+    return np.asarray(rows, np.float64)
 
 
-def _shown(loader: DataLoader[Any], total: int, progress: bool) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def _shown(loader: DataLoader[Any], total: int, progress: bool) -> Iterator[tuple[int, NDArray[np.float64]]]:
     done = 0
     with tqdm(total=total, desc="Counting tokens", disable=not progress) as bar:
         for rows in loader:
