@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
-Layout = Literal["dual_chunk", "contiguous"]
+Layout = Literal["dual_chunk", "contiguous", "striped"]
 Product = Literal["forward", "weight_gradient"]
 Shard = Literal["local", "gathered"]
 

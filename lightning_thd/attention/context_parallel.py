@@ -1,22 +1,29 @@
 """Queries, keys and values of one rank's shard -> its attention output, around any kernel for whole packs.
 
-Two ways. ``all_gather``: keys and values of all ranks come here, and every stretch of queries attends to the
-keys of its sequence up to its own last; the backward pass reduce-scatters. ``ulysses``: rows are traded for
-heads, the kernel sees the whole pack with H / cp heads, and the output is traded back.
+Four ways. ``all_gather``: keys and values of all ranks come here, and every stretch of queries attends to the
+keys of its sequence up to its own last; the backward pass reduce-scatters. ``needed``: the same call, but
+only keys that some query here sees are sent, in one exchange of sizes that the host knows. ``ring``: needed
+keys come from one rank after the other and partial results are merged (``merge``). ``ulysses``: rows are
+traded for heads, the kernel sees the whole pack with H / cp heads, and the output is traded back.
 
 Legend: T slots in a pack, N = T / cp, H query heads, G key-value heads, D head size, E value head size.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_thd.attention.kernels.kernel import Offsets
+from lightning_thd.attention.choice import Way, choose_way
+from lightning_thd.attention.kernels.kernel import Offsets, RawKernel
+from lightning_thd.attention.merge import AtHand, Ring, merged_attention
 from lightning_thd.attention.spec import AttentionSpec
-from lightning_thd.parallel.exchange import all_gather_rows, heads_to_rows, rows_to_heads
+from lightning_thd.parallel import calls, traffic
+from lightning_thd.parallel.costs import LayerSizes
+from lightning_thd.parallel.exchange import all_gather_rows, exchange_rows, heads_to_rows, rows_to_heads
 from lightning_thd.parallel.layout import ShardLayout
 
 
@@ -29,6 +36,7 @@ class PackAttention(Protocol):
 
 def context_parallel_attention(
     attend: PackAttention,
+    raw_kernel: Callable[[], RawKernel],
     q_NHD: Tensor,
     k_NGD: Tensor,
     v_NGE: Tensor,
@@ -41,6 +49,7 @@ def context_parallel_attention(
 
     Args:
         attend: does what ``spec`` says within sequences given by offsets.
+        raw_kernel: gives the kernel whose partial results can be merged; asked where a way merges them.
         q_NHD: ``[N, H, D]``.
         k_NGD: ``[N, G, D]``; G divides H.
         v_NGE: ``[N, G, E]``.
@@ -53,47 +62,61 @@ def context_parallel_attention(
 
     Raises:
         ValueError: when ``ulysses`` is asked for and the heads do not divide, or a window looks ahead under
-            ``all_gather``.
+            another way.
     """
-    if choose_communication(layout, q_NHD.shape[1], spec) == "ulysses":
+    sizes = LayerSizes(
+        heads=q_NHD.shape[1],
+        kv_heads=k_NGD.shape[1],
+        head_size=q_NHD.shape[2],
+        value_size=v_NGE.shape[2],
+        element_bytes=q_NHD.element_size(),
+    )
+    way = choose_way(layout, sizes, spec)
+    if way == "ulysses":
+        traffic.count(sizes.ulysses_bytes(layout.local_slots, layout.cp), way)
         return _over_heads(attend, q_NHD, k_NGD, v_NGE, layout, sinks)
-    call = layout.call(causal=spec.causal, left=spec.left)
-    k, v = _gather(k_NGD, v_NGE, layout, call.kv_index)
+    if way == "ring":
+        steps = calls.ring_steps(layout, causal=spec.causal, left=spec.left)
+        traffic.count(sum(step.receive_count for step in steps) * sizes.key_bytes, way)
+        assert layout.group is not None
+        ring = Ring(steps, layout.group)
+        return merged_attention(raw_kernel(), ring, q_NHD, k_NGD, v_NGE, spec=spec, sinks=sinks)
+    rows = _bring(_join(k_NGD, v_NGE), way, layout, spec, sizes)
+    if layout.layout == "striped":
+        gathered = way == "all_gather"
+        blocks = calls.block_calls(layout, causal=spec.causal, left=spec.left, gathered=gathered)
+        k, v = _split(rows, k_NGD, v_NGE)
+        return merged_attention(raw_kernel(), AtHand(blocks), q_NHD, k, v, spec=spec, sinks=sinks)
+    if way == "all_gather":
+        call = layout.call(causal=spec.causal, left=spec.left)
+    else:
+        call = calls.needed_call(layout, causal=spec.causal, left=spec.left)
+    k, v = _split(rows.index_select(0, call.kv_index), k_NGD, v_NGE)
     at = Offsets(call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv)
     return attend(q_NHD, k, v, at, sinks=sinks)
 
 
-def choose_communication(
-    layout: ShardLayout, heads: int, spec: AttentionSpec
-) -> Literal["all_gather", "ulysses"]:
-    """Decide between the two ways: ``auto`` is ``ulysses`` where the query heads divide."""
-    ahead = not spec.causal and spec.windowed
-    divides = heads % layout.cp == 0
-    if layout.communication == "ulysses" or (layout.communication == "auto" and (divides or ahead)):
-        if not divides:
-            raise ValueError(
-                f"{heads} query heads cannot be shared out among {layout.cp} context-parallel ranks; ulysses "
-                f"wants a multiple of {layout.cp}. Use context_parallel_communication='all_gather'"
-                + (", and no window that looks ahead." if ahead else ".")
-            )
-        return "ulysses"
-    if ahead:
-        raise ValueError(
-            f"A window of {spec.left} keys before and {spec.right} after a query looks ahead, which "
-            "all_gather cannot express as one call of a kernel. Use "
-            "context_parallel_communication='ulysses'."
-        )
-    return "all_gather"
-
-
-def _gather(k_NGD: Tensor, v_NGE: Tensor, layout: ShardLayout, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Bring all keys and values here in one collective, and lay out those that are needed."""
+def _bring(own: Tensor, way: Way, layout: ShardLayout, spec: AttentionSpec, sizes: LayerSizes) -> Tensor:
+    """Bring keys and values of other ranks here: all of them, or behind this rank's own those it needs."""
     assert layout.group is not None
-    both = torch.cat([k_NGD.flatten(1), v_NGE.flatten(1)], dim=1)
-    rows = all_gather_rows(both, layout.group).index_select(0, index)
+    if way == "all_gather":
+        traffic.count(sizes.gather_bytes(layout.local_slots, layout.cp), way)
+        return all_gather_rows(own, layout.group)
+    plan = calls.exchanged(layout, causal=spec.causal, left=spec.left)
+    traffic.count(sum(plan.receive_counts) * sizes.key_bytes, way)
+    if plan.group_rows == 0:  # on every rank alike
+        return own
+    sent = own.index_select(0, plan.send_rows)
+    return torch.cat([own, exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)])
+
+
+def _join(k_NGD: Tensor, v_NGE: Tensor) -> Tensor:
+    return torch.cat([k_NGD.flatten(1), v_NGE.flatten(1)], dim=1)
+
+
+def _split(rows: Tensor, k_NGD: Tensor, v_NGE: Tensor) -> tuple[Tensor, Tensor]:
     width = k_NGD.shape[1] * k_NGD.shape[2]
-    k, v = rows[:, :width], rows[:, width:]
-    return k.reshape(-1, *k_NGD.shape[1:]), v.reshape(-1, *v_NGE.shape[1:])
+    return rows[:, :width].reshape(-1, *k_NGD.shape[1:]), rows[:, width:].reshape(-1, *v_NGE.shape[1:])
 
 
 def _over_heads(

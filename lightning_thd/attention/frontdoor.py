@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_thd.attention.checks import check_sinks, check_tensors
 from lightning_thd.attention.context_parallel import context_parallel_attention
 from lightning_thd.attention.kernels import flash, kernel, te, torch_varlen
+from lightning_thd.attention.kernels.cpu import CpuKernel
 from lightning_thd.attention.kernels.cpu_op import varlen_attention_cpu
 from lightning_thd.attention.kernels.kernel import Offsets
 from lightning_thd.attention.spec import AttentionSpec, Window, make_spec
@@ -89,7 +90,18 @@ def _attend_shard(
         layout.refuse_unknown_offsets(at.cu_q, q.shape[0])
         return _attend(q, k, v, at, spec, sinks, backend)
     run = partial(_attend, spec=spec, backend=backend)
-    return context_parallel_attention(run, q, k, v, layout=shard, spec=spec, sinks=sinks)
+    raw = partial(_raw_kernel, q, v, spec, sinks, backend)
+    return context_parallel_attention(run, raw, q, k, v, layout=shard, spec=spec, sinks=sinks)
+
+
+def _raw_kernel(
+    q: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None, backend: Backend
+) -> kernel.RawKernel:
+    """Choose the kernel whose partial results context parallelism can merge."""
+    name = choose(backend, describe(q, v, spec, sinks, needs_lse=True))
+    if name == "cpu":
+        return CpuKernel()
+    return torch_varlen.AtenFlash() if name == "torch" else flash.KERNELS[int(name[-1])]
 
 
 def describe(

@@ -51,6 +51,27 @@ class _AllToAllRows(torch.autograd.Function):
         return out, None
 
 
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(
+        out, rows.contiguous(), output_split_sizes=received, input_split_sizes=sent, group=group
+    )
+    return out
+
+
 class _SumGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -179,6 +200,22 @@ def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
         ``[P * N, ...]``. One all-gather of ``(P - 1) * N`` rows received by every rank, and the same back.
     """
     out: Tensor = _AllGatherRows.apply(rows, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send every rank its own number of rows; gradients travel back the same way.
+
+    Args:
+        rows: ``[sum(sent), ...]``, those for rank 0 first.
+        sent: rows for each rank, known on the host.
+        received: rows from each rank.
+        group: the ranks.
+
+    Returns:
+        ``[sum(received), ...]``, those of rank 0 first.
+    """
+    out: Tensor = _ExchangeRows.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
     return out
 
 

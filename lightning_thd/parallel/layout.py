@@ -20,8 +20,9 @@ from torch import Tensor
 
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel import partition
+from lightning_thd.parallel.costs import CommCosts
 
-Communication = Literal["auto", "all_gather", "ulysses"]
+Communication = Literal["auto", "all_gather", "ulysses", "needed", "ring"]
 
 
 class Call(NamedTuple):
@@ -42,8 +43,9 @@ class ShardLayout:
         cp: context-parallel ranks.
         rank: of them.
         group: their process group; None only where nothing is communicated.
-        layout: ``dual_chunk`` or ``contiguous``.
-        communication: what attention exchanges; ``auto`` takes ``ulysses`` where the heads divide.
+        layout: ``dual_chunk``, ``contiguous`` or ``striped``.
+        communication: what attention exchanges.
+        costs: what ``auto`` compares the ways by.
         device: where the indices live.
     """
 
@@ -56,6 +58,7 @@ class ShardLayout:
         group: dist.ProcessGroup | None = None,
         layout: Layout = "dual_chunk",
         communication: Communication = "auto",
+        costs: CommCosts | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         if communication not in get_args(Communication):
@@ -66,11 +69,12 @@ class ShardLayout:
         self.cp, self.rank, self.group = cp, rank, group
         self.layout: Layout = layout
         self.communication: Communication = communication
+        self.costs = CommCosts() if costs is None else costs
         self.device = torch.device(device)
         self.slots = sum(self.padded_lengths)
         self.local_slots = self.slots // cp
         own = partition.rank_indices(self.padded_lengths, cp=cp, rank=rank, layout=layout)
-        self.own = self._put(own)
+        self.own = self.put(own)
         self.held = partition.held_lengths(self.padded_lengths, cp=cp, rank=rank, layout=layout)
         self.cu_seqlens = offsets_of(self.held, self.device)
         self.used = False  # whether any attention has asked for it
@@ -93,7 +97,7 @@ class ShardLayout:
             return None
         if "restore" not in self.cache:
             indices = partition.restore_indices(self.padded_lengths, cp=self.cp, layout=self.layout)
-            self.cache["restore"] = self._put(indices)
+            self.cache["restore"] = self.put(indices)
         restore: Tensor = self.cache["restore"]
         return restore
 
@@ -107,7 +111,7 @@ class ShardLayout:
                 partition.rank_indices(self.padded_lengths, cp=self.cp, rank=rank, layout=self.layout)
                 for rank in range(self.cp)
             ]
-            self.cache["gathered"] = self._put(np.concatenate(shards))
+            self.cache["gathered"] = self.put(np.concatenate(shards))
         gathered: Tensor = self.cache["gathered"]
         return gathered
 
@@ -132,18 +136,32 @@ class ShardLayout:
             self.padded_lengths, cp=self.cp, rank=self.rank, layout=self.layout, causal=causal, left=left
         )
         index = plan.kv_slots
-        if self.layout == "dual_chunk":
+        if self.layout != "contiguous":
             restore = partition.restore_indices(self.padded_lengths, cp=self.cp, layout=self.layout)
             index = restore[index]
         return Call(
-            kv_index=self._put(index),
+            kv_index=self.put(index),
             cu_seqlens_q=offsets_of(plan.q_lengths, self.device),
             cu_seqlens_kv=offsets_of(plan.kv_lengths, self.device),
             max_seqlen_q=int(plan.q_lengths.max(initial=1)),
             max_seqlen_kv=int(plan.kv_lengths.max(initial=1)),
         )
 
-    def _put(self, indices: partition.Ints) -> Tensor:
+    @property
+    def cut(self) -> dict[str, Any]:
+        """Number of ranks and partition, as the functions of ``partition`` and ``needs`` take them."""
+        return {"cp": self.cp, "layout": self.layout}
+
+    @property
+    def fixed(self) -> bool:
+        """Whether sizes must not depend on lengths, as in a recorded graph."""
+        return False
+
+    def check_varying(self, communication: str) -> None:
+        """Refuse, in a layout of fixed sizes, a way of communicating whose sizes follow the lengths."""
+
+    def put(self, indices: partition.Ints) -> Tensor:
+        """Send host indices to the device, without waiting."""
         return torch.from_numpy(indices).to(self.device, non_blocking=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,8 @@ def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout:
         rank: of them.
         layout: ``contiguous`` cuts the row of T slots into cp equal stretches. ``dual_chunk`` cuts every
             sequence into 2 cp chunks, of which a rank holds chunks ``rank`` and ``2 cp - 1 - rank``, so that
-            all have the same work under causal attention (Transformer Engine's rule).
+            all have the same work under causal attention (Transformer Engine's rule). ``striped`` deals the
+            slots of the row out in turn, which holds no stretches: see ``rank_indices``.
 
     Returns:
         The pieces, none empty. ``([8], cp=2, rank=0)`` holds 0..2 and 6..8 of it with ``dual_chunk``.
@@ -61,6 +62,7 @@ def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout:
         ValueError: when lengths or their sum do not divide.
     """
     lengths = _checked(padded_lengths, cp, rank, layout)
+    assert layout != "striped", "a striped shard is no list of stretches"
     if layout == "contiguous":
         share = int(lengths.sum()) // cp
         ends = np.cumsum(lengths)
@@ -88,8 +90,11 @@ def rank_indices(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: L
 
     Returns:
         int64 ``[T / cp]``. ``([8, 8], cp=2, rank=0, layout="dual_chunk")`` gives ``[0, 1, 6, 7, 8, 9, 14,
-        15]``, as Transformer Engine's ``thd_get_partitioned_indices``.
+        15]``, as Transformer Engine's ``thd_get_partitioned_indices``; ``striped`` gives the even slots.
     """
+    if layout == "striped":
+        total = int(_checked(padded_lengths, cp, rank, layout).sum())
+        return np.arange(rank, total, cp, dtype=np.int64)
     pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
     firsts = _firsts(padded_lengths)[pieces.sequence]
     return ranges(firsts + pieces.start, firsts + pieces.stop)
@@ -116,6 +121,9 @@ def held_lengths(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: L
         int64 ``[S]``, zeros for sequences that lie elsewhere. ``[8, 8]`` over 2 gives ``[4, 4]`` on each
         rank with ``dual_chunk``, ``[8, 0]`` on the first with ``contiguous``.
     """
+    if layout == "striped":
+        first, stop = striped_rows(padded_lengths, cp=cp, rank=rank)
+        return stop - first
     pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
     return np.bincount(pieces.sequence, pieces.lengths, len(padded_lengths)).astype(np.int64)
 
@@ -136,9 +144,33 @@ def held_real_lengths(
         int64 ``[S]``. Lengths 5 and 6 padded to 8 and 8 over 2 ranks give ``[2, 2]`` and ``[3, 4]``.
     """
     real = np.asarray([*lengths, *padded_lengths[len(lengths) :]], dtype=np.int64)
+    if layout == "striped":
+        first, stop = striped_rows(padded_lengths, cp=cp, rank=rank, real=real)
+        return stop - first
     pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
     counted = np.clip(real[pieces.sequence] - pieces.start, 0, pieces.lengths)
     return np.bincount(pieces.sequence, counted, len(padded_lengths)).astype(np.int64)
+
+
+def striped_rows(
+    padded_lengths: Sequence[int], *, cp: int, rank: int, real: Ints | None = None
+) -> tuple[Ints, Ints]:
+    """Say which rows of a striped shard belong to each sequence.
+
+    Args:
+        padded_lengths: slots of every sequence.
+        cp: context-parallel ranks.
+        rank: of them.
+        real: int64 ``[S]``, tokens at the start of each sequence to count; None counts all slots.
+
+    Returns:
+        int64 ``[S]`` first rows and ``[S]`` rows after the last. ``([3, 5], cp=2, rank=0)`` gives ``[0, 2]``
+        and ``[2, 4]``: slots 0 and 2, then 4 and 6.
+    """
+    lengths = _checked(padded_lengths, cp, rank, "striped")
+    firsts = _firsts(padded_lengths)
+    stops = firsts + (lengths if real is None else real)
+    return -((rank - firsts) // cp), -((rank - stops) // cp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,16 +211,34 @@ def plan_keys(
     Returns:
         The plan. ``([8], cp=2, rank=0, layout="dual_chunk")`` has 2 queries on 2 keys and 2 on 8.
     """
-    pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
-    lengths = np.asarray(padded_lengths, dtype=np.int64)[pieces.sequence]
-    start = np.zeros_like(pieces.start) if left < 0 else np.maximum(pieces.start - left, 0)
-    stop = pieces.stop if causal else lengths
-    if not causal:
-        start = np.zeros_like(start)
-    firsts = _firsts(padded_lengths)[pieces.sequence]
+    start, stop = key_spans(padded_lengths, cp=cp, rank=rank, layout=layout, causal=causal, left=left)
     return KeyPlan(
-        q_lengths=pieces.lengths, kv_lengths=stop - start, kv_slots=ranges(firsts + start, firsts + stop)
+        q_lengths=pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout).lengths,
+        kv_lengths=stop - start,
+        kv_slots=ranges(start, stop),
     )
+
+
+def key_spans(
+    padded_lengths: Sequence[int],
+    *,
+    cp: int,
+    rank: int,
+    layout: Layout,
+    causal: bool = True,
+    left: int = -1,
+) -> tuple[Ints, Ints]:
+    """Say between which slots of the pack the keys lie that each piece of a rank sees.
+
+    Returns:
+        int64 ``[P]`` first slots and ``[P]`` slots after the last; see ``plan_keys``.
+    """
+    pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
+    firsts = _firsts(padded_lengths)[pieces.sequence]
+    if not causal:
+        return firsts, firsts + np.asarray(padded_lengths, dtype=np.int64)[pieces.sequence]
+    start = np.zeros_like(pieces.start) if left < 0 else np.maximum(pieces.start - left, 0)
+    return firsts + start, firsts + pieces.stop
 
 
 def causal_work(
@@ -201,6 +251,11 @@ def causal_work(
     """
     work = np.empty(cp)
     for rank in range(cp):
+        if layout == "striped":
+            own = rank_indices(padded_lengths, cp=cp, rank=rank, layout=layout)
+            firsts = np.repeat(_firsts(padded_lengths), np.asarray(padded_lengths, dtype=np.int64))
+            work[rank] = per_slot * len(own) + per_pair * (own - firsts[own] + 1).sum()
+            continue
         pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
         pairs = (pieces.stop * (pieces.stop + 1) - pieces.start * (pieces.start + 1)) // 2
         work[rank] = per_slot * pieces.lengths.sum() + per_pair * pairs.sum()
@@ -224,11 +279,11 @@ def _firsts(padded_lengths: Sequence[int]) -> Ints:
 def _checked(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) -> Ints:
     if cp < 1 or not 0 <= rank < cp:
         raise ValueError(f"rank={rank} of cp={cp}; wanted 1 or more ranks and one of them, from 0.")
-    if layout not in ("dual_chunk", "contiguous"):
-        raise ValueError(f"layout={layout!r}; wanted 'dual_chunk' or 'contiguous'.")
+    if layout not in get_args(Layout):
+        raise ValueError(f"layout={layout!r}; wanted one of {', '.join(get_args(Layout))}.")
     lengths = np.asarray(padded_lengths, dtype=np.int64)
     total = int(lengths.sum())
-    if layout == "contiguous" and total % cp:
+    if layout != "dual_chunk" and total % cp:
         raise ValueError(
             f"A pack of {total} slots cannot be cut into {cp} equal shards; wanted a multiple of {cp}. "
             f"{_WHO_PADS}"

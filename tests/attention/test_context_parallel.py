@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd.attention import varlen_attention
-from lightning_thd.parallel import exchange
+from lightning_thd.parallel import exchange, traffic
 from lightning_thd.parallel.layout import ShardLayout, layout_of
+from lightning_thd.parallel.needs import need_counts
 from lightning_thd.parallel.shard import gather_pack
 from lightning_thd.seqlens import cu_seqlens_from_lengths
 from tests.ranks import run_ranks
 
 LENGTHS = [8, 24, 8, 0, 40, 16]
-WAYS = list(product(["dual_chunk", "contiguous"], ["all_gather", "ulysses"]))
+LAYOUTS = ["dual_chunk", "contiguous", "striped"]
+WAYS = list(product(LAYOUTS, ["all_gather", "ulysses", "needed", "ring", "auto"]))
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"window": 5},
@@ -105,7 +107,7 @@ def test_shards_equal_the_pack(cp: int, heads: int, kv_heads: int, value_size: i
 def look_ahead() -> None:
     q, k, v, _ = tensors(4, 2, 8)
     group = dist.group.WORLD
-    for communication, heads in (("all_gather", 4), ("ulysses", 3)):
+    for communication, heads in (("all_gather", 4), ("ulysses", 3)):  # the others: test_refusals
         at = ShardLayout(LENGTHS, cp=2, rank=group.rank(), group=group, communication=communication)
         offsets = at.offsets()
         message = "looks ahead.*'ulysses'" if heads == 4 else "3 query heads.*multiple of 2"
@@ -167,7 +169,57 @@ def volume(layout: str, communication: str, heads: int, kv_heads: int) -> tuple[
     return counted[0], counted[1]
 
 
-@pytest.mark.parametrize(("layout", "communication"), WAYS)
+def refusals(communication: str) -> None:
+    """Windows that look ahead, and a backend whose results cannot be merged."""
+    q, k, v, _ = tensors(4, 2, 8)
+    group = dist.group.WORLD
+    at = ShardLayout(LENGTHS, cp=2, rank=group.rank(), group=group, communication=communication)
+    offsets = at.offsets()
+    with pytest.raises(ValueError, match=f"looks ahead, which {communication} cannot.*'ulysses'"):
+        varlen_attention(
+            q[at.own], k[at.own], v[at.own], offsets, offsets, 40, 40, causal=False, window=(2, 2)
+        )
+    if communication == "ring":
+        with pytest.raises(ValueError, match="backend='te'.*log-sum-exp"):
+            varlen_attention(q[at.own], k[at.own], v[at.own], offsets, offsets, 40, 40, backend="te")
+
+
+@pytest.mark.parametrize("communication", ["needed", "ring"])
+def test_refusals(communication: str) -> None:
+    run_ranks(refusals, 2, communication)
+
+
+def half_precision(communication: str, layout: str) -> float:
+    """Error of bf16 shards against the pack in fp64, over that of the pack in bf16."""
+    group, spread = dist.group.WORLD, []
+    for dtype, cut in ((torch.float64, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        q, k, v, grad = (x.to(dtype) for x in tensors(4, 2, 8))
+        at = ShardLayout(
+            LENGTHS, cp=2, rank=group.rank(), group=group, layout=layout, communication=communication
+        )
+        own, offsets = (at.own, at.offsets()) if cut else (slice(None), cu_seqlens_from_lengths(LENGTHS))
+        inputs = [x[own].requires_grad_() for x in (q, k, v)]
+        out = varlen_attention(*inputs, offsets, offsets, 40, 40)
+        out.backward(grad[own])
+        found = [out.detach(), *(x.grad for x in inputs)]
+        assert all(x.dtype == dtype for x in found)
+        spread.append([gather_pack(x, at).double() if cut else x.double() for x in found])
+    exact, whole_pack, shards = spread
+    errors = [
+        [float((a - b).norm()) for a, b in zip(one, exact, strict=True)] for one in (shards, whole_pack)
+    ]
+    return max(a / b for a, b in zip(*errors, strict=True))
+
+
+@pytest.mark.parametrize(("layout", "communication"), [("dual_chunk", "ring"), ("striped", "needed")])
+def test_parts_in_half_precision_are_merged_in_single(layout: str, communication: str) -> None:
+    # Parts are rounded to bf16 before they are merged in fp32: as many roundings again as the pack has.
+    assert max(run_ranks(half_precision, 2, communication, layout)) < 2.0
+
+
+@pytest.mark.parametrize(
+    ("layout", "communication"), [way for way in WAYS if way[1] in ("all_gather", "ulysses")]
+)
 @pytest.mark.parametrize(("cp", "heads", "kv_heads"), [(2, 4, 2), (4, 4, 2), (4, 8, 4)])
 def test_bytes_are_those_of_the_formula(
     layout: str, communication: str, cp: int, heads: int, kv_heads: int
@@ -179,3 +231,24 @@ def test_bytes_are_those_of_the_formula(
         each = 2 * heads + 2 * max(kv_heads, cp)
         wanted = (cp - 1) * (slots // cp) * each * head_size * element // cp
     assert run_ranks(volume, cp, layout, communication, heads, kv_heads) == [(wanted, wanted)] * cp
+
+
+def counted_bytes(layout: str, communication: str) -> tuple[int, int, int, int]:
+    """Bytes received by exchanges, forward and backward, those that ``traffic`` says, and the formula's."""
+    traffic.take()
+    forward, backward = volume(layout, communication, 4, 2)
+    said = traffic.take().received_bytes
+    cp, rank = dist.get_world_size(), dist.get_rank()
+    counts = need_counts(LENGTHS, cp=cp, layout=layout)
+    key_bytes = 2 * 2 * 8 * 8
+    return forward, backward, said, int(counts[rank].sum()) * key_bytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_needed_exchange_receives_what_the_formula_says(layout: str) -> None:
+    found = run_ranks(counted_bytes, 4, layout, "needed")
+    for forward, _, said, wanted in found:
+        # The counter of collectives takes (P - 1) / P of what is received for others'; here all of it is.
+        assert forward * 4 == wanted * 3
+        assert said == 2 * wanted
+    assert sum(row[0] for row in found) == sum(row[1] for row in found)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_thd.attention.kernels import flash_cpu, rows, tiled
+from lightning_thd.attention.kernels.kernel import Offsets, Saved
 from lightning_thd.attention.kernels.masks import Masks
 from lightning_thd.attention.kernels.plan import Plan, Tiles, make_plan
 from lightning_thd.attention.kernels.sinks import apply_sinks
@@ -116,6 +117,26 @@ def backward(
             for grad, total in zip(own, sums, strict=True):
                 grad.copy_(total)
     return grads[0], grads[1], grads[2]
+
+
+class CpuKernel:
+    """The kernel as a raw one, for results that are merged with those on other keys."""
+
+    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
+        """Any two sizes."""
+        return head_size, value_size
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Attend; lse is fp64 for fp64."""
+        return forward(q, k, v, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
+
+    def backward(
+        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gradients from what the forward saved."""
+        return backward(grad, *saved, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
 
 
 def _piece_backward(

@@ -138,6 +138,23 @@ class StaticShardLayout(ShardLayout):
         """Let other layouts of this bucket have what does not depend on lengths."""
         self._asked.update({key: x for key, x in self.cache.items() if key[0] == "kv_heads"})
 
+    @property
+    def fixed(self) -> bool:
+        """True: a graph's sizes are those it was recorded with."""
+        return True
+
+    def check_varying(self, communication: str) -> None:
+        """Refuse exchanges whose sizes depend on lengths.
+
+        Raises:
+            CaptureError: always.
+        """
+        raise CaptureError(
+            f"context_parallel_communication={communication!r} exchanges as many keys as the lengths of the "
+            "sequences ask for, and a graph replays one size. Use 'ulysses', 'all_gather', or 'auto', which "
+            "takes one of the two in graphs."
+        )
+
     def call(self, *, causal: bool, left: int) -> Call:
         """Give the buffers of a kernel call on gathered keys.
 

@@ -1,0 +1,320 @@
+"""Partial results of one rank's queries on different keys -> their attention over all, by the log-sum-exp.
+
+Softmax over keys in parts is the sum of the parts' results, each weighted by exp(lse of the part - lse of
+all). The backward of a flash kernel recomputes weights from lse, so given the lse of all keys it returns the
+right gradients for any part of them (``kernels.kernel``): nothing but out and lse is kept of the forward.
+
+Keys are either all at hand, as one tensor, or come from one rank after the other around a ring; then the
+backward brings them again and sends their gradients home.
+
+Legend: N slots of a shard, H query heads, G key-value heads, D head size, E value head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_thd.attention.kernels.kernel import Offsets, RawKernel, Saved
+from lightning_thd.attention.kernels.kernel import widen as widen_heads
+from lightning_thd.attention.kernels.sinks import apply_sinks, sinks_gradient
+from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.parallel.calls import BlockCall, RingStep
+
+
+class KeySource(Protocol):
+    """Where the keys of one call after the other come from, and where their gradients go."""
+
+    calls: list[BlockCall | None]
+
+    def begin(self, rows: Tensor) -> None:
+        """Take this rank's ``[M, W]`` key-value rows, and start what brings others."""
+
+    def rows(self, step: int) -> Tensor:
+        """Return the rows that call number ``step`` indexes."""
+
+    def gradient(self, step: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor like ``rows(step)`` to which the gradient of the call is to be added."""
+
+    def give(self, step: int) -> None:
+        """Send that gradient where it belongs."""
+
+    def total(self) -> Tensor:
+        """Return the gradient to the rows given to ``begin``."""
+
+    def release(self) -> None:
+        """Let go of all rows until ``begin`` is called again."""
+
+
+class AtHand:
+    """Keys that lie in one tensor, which every call indexes."""
+
+    _rows: Tensor | None
+    _grad: Tensor | None
+
+    def __init__(self, calls: list[BlockCall]) -> None:
+        self.calls: list[BlockCall | None] = list(calls)
+        self.release()
+
+    def begin(self, rows: Tensor) -> None:
+        """Keep the rows."""
+        self._rows, self._grad = rows, None
+
+    def rows(self, step: int) -> Tensor:
+        """Return all of them."""
+        assert self._rows is not None
+        return self._rows
+
+    def gradient(self, step: int, dtype: torch.dtype) -> Tensor:
+        """Return one tensor for all calls."""
+        if self._grad is None:
+            self._grad = torch.zeros_like(self.rows(step), dtype=dtype)
+        return self._grad
+
+    def give(self, step: int) -> None:
+        """Leave the gradient where it is."""
+
+    def total(self) -> Tensor:
+        """Return the sum."""
+        assert self._rows is not None
+        return torch.zeros_like(self._rows) if self._grad is None else self._grad
+
+    def release(self) -> None:
+        """Forget rows and gradients."""
+        self._rows = self._grad = None
+
+
+class Ring:
+    """Keys of one rank after the other; the next ones travel while a kernel works on those at hand.
+
+    Args:
+        steps: what travels when.
+        group: the ranks.
+    """
+
+    _own: Tensor | None
+    _at_hand: Tensor | None
+    _partial: Tensor | None
+    _grad: Tensor | None
+
+    def __init__(self, steps: list[RingStep], group: dist.ProcessGroup) -> None:
+        self.steps, self.group = steps, group
+        self.calls: list[BlockCall | None] = [step.call for step in steps]
+        self.release()
+
+    def begin(self, rows: Tensor) -> None:
+        """Send the first neighbour what it needs."""
+        _meet(self.group, rows.device)
+        self.release()
+        self._own = rows
+        self._send(1)
+
+    def rows(self, step: int) -> Tensor:
+        """Wait for the keys of a step and set those of the next on their way."""
+        if step:
+            received, works, _ = self._arriving.pop(step)
+            _wait(works)
+            self._at_hand = received
+            self._send(step + 1)
+        else:
+            self._at_hand = self._own
+        assert self._at_hand is not None
+        return self._at_hand
+
+    def gradient(self, step: int, dtype: torch.dtype) -> Tensor:
+        """Return a tensor for the keys at hand."""
+        assert self._at_hand is not None
+        self._partial = torch.zeros_like(self._at_hand, dtype=dtype)
+        if step == 0:
+            self._grad = self._partial
+        return self._partial
+
+    def give(self, step: int) -> None:
+        """Send the gradient of another rank's keys home, and take what comes for own ones."""
+        at, own = self.steps[step], self._own
+        assert own is not None
+        if step:
+            assert self._partial is not None
+            sent = self._partial.to(own.dtype)  # as many bytes as the keys took
+            coming = sent.new_empty((len(at.send_rows), sent.shape[1]))
+            self._returning.append(
+                (coming, self._transfer(sent, at.source, coming, at.to), sent, at.send_rows)
+            )
+
+    def total(self) -> Tensor:
+        """Wait for the gradients that other ranks computed, and add them up in the order of the steps."""
+        total = self._grad
+        assert total is not None
+        for coming, works, _, at in self._returning:
+            _wait(works)
+            total.index_add_(0, at, coming.to(total.dtype))
+        return total
+
+    def release(self) -> None:
+        """Forget rows and gradients."""
+        self._own = self._at_hand = self._partial = self._grad = None
+        self._arriving: dict[int, tuple[Tensor, list[dist.Work], Tensor]] = {}
+        self._returning: list[tuple[Tensor, list[dist.Work], Tensor, Tensor]] = []
+
+    def _send(self, step: int) -> None:
+        if step < len(self.steps):
+            at = self.steps[step]
+            assert self._own is not None
+            sent = self._own.index_select(0, at.send_rows)
+            received = sent.new_empty((at.receive_count, sent.shape[1]))
+            self._arriving[step] = received, self._transfer(sent, at.to, received, at.source), sent
+
+    def _transfer(self, sent: Tensor, to: int, received: Tensor, source: int) -> list[dist.Work]:
+        """Post one message each way; both ends know the sizes, so an empty one is never posted."""
+        posts = []
+        if len(sent):
+            posts.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=to))
+        if len(received):
+            posts.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=source))
+        return dist.batch_isend_irecv(posts) if posts else []
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+_met: set[str] = set()
+
+
+def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let all ranks of a group meet once: NCCL's first exchange of a group must involve every one of them."""
+    if group.group_name not in _met:
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+        _met.add(group.group_name)
+
+
+def merged_attention(
+    kernel: RawKernel,
+    source: KeySource,
+    q_NHD: Tensor,
+    k_NGD: Tensor,
+    v_NGE: Tensor,
+    *,
+    spec: AttentionSpec,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend to keys that come in parts; a collective where they come from other ranks.
+
+    Args:
+        kernel: forward with lse, and backward from it.
+        source: of the parts.
+        q_NHD: ``[N, H, D]``.
+        k_NGD: ``[M, G, D]``: what ``source`` begins with, this rank's rows or all.
+        v_NGE: ``[M, G, E]``.
+        spec: scale and softcap; the sides of the window are those of each call.
+        sinks: ``[H]``, or None.
+
+    Returns:
+        ``[N, H, E]``; 0 for a query that sees no key.
+    """
+    value_size = v_NGE.shape[2]
+    q, k, v = widen_heads(kernel, q_NHD, k_NGD, v_NGE)
+    out: Tensor = _Merged.apply(kernel, source, q, k, v, spec, sinks)  # type: ignore[no-untyped-call]
+    return out[..., :value_size].to(q_NHD.dtype)
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernel: RawKernel,
+        source: KeySource,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=wide)
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+        source.begin(_joined(k, v))
+        for step, call in enumerate(source.calls):
+            rows = source.rows(step)
+            if call is not None:
+                k_part, v_part = _split(rows.index_select(0, call.kv_index), k, v)
+                part = kernel.forward(_take(q, call), k_part, v_part, _offsets(call), _sides(spec, call))
+                _merge(out, lse, *part, call)
+        source.release()
+        if sinks is not None:
+            out, lse = apply_sinks(out, lse, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.kernel, ctx.source, ctx.spec = kernel, source, spec
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        grad, source, spec = grads[0].contiguous(), ctx.source, ctx.spec
+        finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # weights of such rows become exp(-inf) = 0
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        source.begin(_joined(k, v))
+        for step, call in enumerate(source.calls):
+            rows = source.rows(step)
+            drows = source.gradient(step, lse.dtype)
+            if call is not None:
+                k_part, v_part = _split(rows.index_select(0, call.kv_index), k, v)
+                saved = Saved(_take(q, call), k_part, v_part, _take(out, call), _take(finite, call))
+                parts = ctx.kernel.backward(_take(grad, call), saved, _offsets(call), _sides(spec, call))
+                _add(dq, parts[0], call)
+                drows.index_add_(0, call.kv_index, _joined(parts[1], parts[2]).to(drows.dtype))
+            source.give(step)
+        dk, dv = _split(source.total(), k, v)
+        source.release()
+        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
+        return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, dsinks
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, call: BlockCall) -> None:
+    """Add a part to out and lse in place; a query that has seen no key so far weighs nothing."""
+    part_lse = part_lse.masked_fill(part_lse == torch.inf, -torch.inf).to(lse.dtype)
+    old_out, old_lse = _take(out, call), _take(lse, call)
+    new_lse = torch.logaddexp(old_lse, part_lse)
+    # -inf minus -inf is no number: such a query has neither old nor new weight.
+    floor = new_lse.masked_fill(new_lse == -torch.inf, 0.0)
+    old, new = (torch.exp(x - floor).unsqueeze(-1) for x in (old_lse, part_lse))
+    merged = old_out * old + part.to(out.dtype) * new
+    if call.q_rows is None:
+        out.copy_(merged)
+        lse.copy_(new_lse)
+    else:
+        out.index_copy_(0, call.q_rows, merged)
+        lse.index_copy_(0, call.q_rows, new_lse)
+
+
+def _add(total: Tensor, part: Tensor, call: BlockCall) -> None:
+    if call.q_rows is None:
+        total += part
+    else:
+        total.index_add_(0, call.q_rows, part.to(total.dtype))
+
+
+def _take(x: Tensor, call: BlockCall) -> Tensor:
+    return x if call.q_rows is None else x.index_select(0, call.q_rows)
+
+
+def _offsets(call: BlockCall) -> Offsets:
+    return Offsets(call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv)
+
+
+def _sides(spec: AttentionSpec, call: BlockCall) -> AttentionSpec:
+    return AttentionSpec(left=call.left, right=call.right, scale=spec.scale, softcap=spec.softcap)
+
+
+def _joined(k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+
+
+def _split(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    width = k.shape[1] * k.shape[2]
+    return rows[:, :width].reshape(-1, *k.shape[1:]), rows[:, width:].reshape(-1, *v.shape[1:])

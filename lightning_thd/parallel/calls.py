@@ -1,0 +1,173 @@
+"""A layout, a window -> the exchanges and kernel calls of context-parallel attention, on the device.
+
+Each is worked out once a batch and kind of layer, and kept by the layout: all layers of a kind share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from lightning_thd.parallel import needs, partition
+from lightning_thd.parallel.layout import Call, ShardLayout, offsets_of
+from lightning_thd.parallel.partition import Ints
+
+_T = TypeVar("_T")
+
+
+class Exchanged(NamedTuple):
+    """One exchange of the keys that ranks need of each other; see ``needs.Exchange``.
+
+    ``where`` says, on the host, where each slot of the pack lies among a rank's own rows and those received.
+    """
+
+    send_rows: Tensor
+    send_counts: list[int]
+    receive_counts: list[int]
+    group_rows: int
+    where: Ints
+
+
+class BlockCall(NamedTuple):
+    """A kernel call of this rank's queries on keys of one rank; see ``needs.Block``."""
+
+    q_rows: Tensor | None
+    kv_index: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    left: int
+    right: int
+
+
+class RingStep(NamedTuple):
+    """One step of the ring: whom keys are sent to, from whom they come, and the call on them, if any."""
+
+    to: int
+    source: int
+    send_rows: Tensor
+    receive_count: int
+    call: BlockCall | None
+
+
+def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchanged:
+    """Look up the exchange that brings every key this rank's queries see.
+
+    Args:
+        layout: of the shard.
+        causal: queries see no later key.
+        left: keys before its own that a query sees, -1 for all.
+    """
+
+    def make() -> Exchanged:
+        plan, where = needs.plan_exchange(
+            layout.padded_lengths, **layout.cut, rank=layout.rank, causal=causal, left=left
+        )
+        return Exchanged(
+            layout.put(plan.send_rows), plan.send_counts, plan.receive_counts, plan.group_rows, where
+        )
+
+    return _once(layout, ("exchange", causal, left), make)
+
+
+def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> Call:
+    """Look up the kernel call on a rank's own keys followed by those that ``exchanged`` brings."""
+
+    def make() -> Call:
+        plan = partition.plan_keys(
+            layout.padded_lengths, **layout.cut, rank=layout.rank, causal=causal, left=left
+        )
+        where = exchanged(layout, causal=causal, left=left).where
+        return Call(
+            kv_index=layout.put(where[plan.kv_slots]),
+            cu_seqlens_q=offsets_of(plan.q_lengths, layout.device),
+            cu_seqlens_kv=offsets_of(plan.kv_lengths, layout.device),
+            max_seqlen_q=int(plan.q_lengths.max(initial=1)),
+            max_seqlen_kv=int(plan.kv_lengths.max(initial=1)),
+        )
+
+    return _once(layout, ("needed call", causal, left), make)
+
+
+def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool) -> list[BlockCall]:
+    """Look up the calls of a shard on keys that are all at hand, one for every rank they come from.
+
+    Args:
+        layout: of the shard.
+        causal: queries see no later key.
+        left: keys before its own that a query sees, -1 for all.
+        gathered: the keys lie as an all-gather left them; else as ``exchanged`` did.
+    """
+
+    def make() -> list[BlockCall]:
+        calls, slots = [], layout.local_slots
+        where = None if gathered else exchanged(layout, causal=causal, left=left).where
+        for source in range(layout.cp):
+            block = _block(layout, layout.rank, source, causal, left)
+            if block is None:
+                continue
+            if where is None:
+                rows: Ints = np.arange(source * slots, (source + 1) * slots)
+            else:
+                rows = where[partition.rank_indices(layout.padded_lengths, **layout.cut, rank=source)]
+            calls.append(_put_block(layout, block, rows))
+        return calls
+
+    return _once(layout, ("blocks", causal, left, gathered), make)
+
+
+def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep]:
+    """Look up the steps of the ring: own keys first, then those of the rank one, two, ... places before.
+
+    At step t every rank sends to the rank t places after it just the rows which that one needs, so that a key
+    travels once and no rank holds keys of more than two others: those it works on and those on their way.
+    """
+
+    def make() -> list[RingStep]:
+        return [_ring_step(layout, distance, causal, left) for distance in range(layout.cp)]
+
+    return _once(layout, ("ring", causal, left), make)
+
+
+def _ring_step(layout: ShardLayout, distance: int, causal: bool, left: int) -> RingStep:
+    to, source = (layout.rank + distance) % layout.cp, (layout.rank - distance) % layout.cp
+    how: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
+    block = _block(layout, layout.rank, source, causal, left)
+    where: Ints = np.arange(layout.local_slots)
+    sent = received = np.empty(0, np.int64)
+    if distance:
+        sent = needs.needed_rows(layout.padded_lengths, rank=to, source=layout.rank, **how)
+        received = needs.needed_rows(layout.padded_lengths, rank=layout.rank, source=source, **how)
+        where[received] = np.arange(len(received))
+    call = None if block is None else _put_block(layout, block, where)
+    return RingStep(to, source, layout.put(sent), len(received), call)
+
+
+def _block(layout: ShardLayout, rank: int, source: int, causal: bool, left: int) -> needs.Block | None:
+    return needs.plan_block(
+        layout.padded_lengths, **layout.cut, rank=rank, source=source, causal=causal, left=left
+    )
+
+
+def _put_block(layout: ShardLayout, block: needs.Block, where: Ints) -> BlockCall:
+    return BlockCall(
+        q_rows=None if block.q_rows is None else layout.put(block.q_rows),
+        kv_index=layout.put(where[block.kv_rows]),
+        cu_seqlens_q=offsets_of(block.q_lengths, layout.device),
+        cu_seqlens_kv=offsets_of(block.kv_lengths, layout.device),
+        max_seqlen_q=int(block.q_lengths.max()),
+        max_seqlen_kv=int(block.kv_lengths.max()),
+        left=block.left,
+        right=block.right,
+    )
+
+
+def _once(layout: ShardLayout, key: tuple[Any, ...], make: Callable[[], _T]) -> _T:
+    if key not in layout.cache:
+        layout.cache[key] = make()
+    found: _T = layout.cache[key]
+    return found

@@ -1,0 +1,259 @@
+"""Sizes of a layer and the needs of a batch -> what each way of communicating costs, in bytes and seconds.
+
+Every rank computes the same from what the host knows, so all of a group choose alike.
+
+Legend: N slots of a shard, H query heads, G key-value heads, D head size, E value head size.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommCosts:
+    """What an exchange and a kernel cost, by which ``context_parallel_communication="auto"`` chooses.
+
+    The defaults are those of eight H100 in one node: NVLink 4 moves 450 GB/s each way (NVIDIA H100 data
+    sheet); a small NCCL collective takes about 20 us; bf16 flash attention runs at some 500 TFLOP/s. Between
+    nodes give what one GPU gets of the network, 50 GB/s with 400 Gb/s InfiniBand.
+
+    Attributes:
+        bandwidth_bytes_per_s: what a rank receives from its group.
+        latency_s: of one collective.
+        flops_per_s: of the attention kernel.
+        gathered_bytes: most bytes of keys and values that a rank may hold of others at once; above it the
+            ring is taken. None is no limit.
+    """
+
+    bandwidth_bytes_per_s: float = 450e9
+    latency_s: float = 20e-6
+    flops_per_s: float = 500e12
+    gathered_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth_bytes_per_s", "flops_per_s"):
+            _check_number(name, getattr(self, name), above_zero=True)
+        _check_number("latency_s", self.latency_s, above_zero=False)
+        if self.gathered_bytes is not None:
+            _check_number("gathered_bytes", self.gathered_bytes, above_zero=True)
+
+    def seconds(self, received_bytes: float, *, messages: int) -> float:
+        """Time of exchanges: ``CommCosts(bandwidth_bytes_per_s=1e9, latency_s=0)`` takes 1 us for 1,000."""
+        return messages * self.latency_s + received_bytes / self.bandwidth_bytes_per_s
+
+    @classmethod
+    def measure(
+        cls, group: dist.ProcessGroup, device: torch.device, *, clock: Clock | None = None
+    ) -> CommCosts:
+        """Time the group's all-to-all, a small one and one of 16 MiB; a collective.
+
+        Args:
+            group: ranks that share packs.
+            device: where they communicate.
+            clock: seconds; the wall clock by default.
+
+        Returns:
+            Latency and bandwidth of the slowest rank, the same on every rank. The kernel's rate is not
+            measured.
+        """
+        read = time.perf_counter if clock is None else clock
+        small, large = (_time_exchange(group, device, size, read) for size in (_SMALL_BYTES, _LARGE_BYTES))
+        slowest = torch.tensor([small, large], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        latency, total = slowest.tolist()
+        moved = (_LARGE_BYTES - _SMALL_BYTES) * (group.size() - 1) / group.size()
+        return cls(latency_s=latency, bandwidth_bytes_per_s=moved / max(total - latency, moved / _FASTEST))
+
+
+Clock = Callable[[], float]
+
+_SMALL_BYTES, _LARGE_BYTES = 1 << 12, 1 << 24
+_FASTEST = 1e13  # bytes/s: no link is faster, but a clock may be too coarse to see any time pass
+_ROUNDS = 5
+
+
+def _time_exchange(group: dist.ProcessGroup, device: torch.device, size: int, clock: Clock) -> float:
+    sent = torch.zeros(size // group.size() * group.size(), dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    taken = []
+    for _ in range(_ROUNDS):
+        _finish(device)
+        begin = clock()
+        dist.all_to_all_single(received, sent, group=group)
+        _finish(device)
+        taken.append(clock() - begin)
+    return min(taken)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _check_number(name: str, value: object, *, above_zero: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r} is {type(value).__name__}; wanted a number.")
+    if not math.isfinite(value) or value < 0 or (above_zero and value == 0):
+        raise ValueError(
+            f"{name}={value!r}; wanted a finite number {'above 0' if above_zero else 'of 0 or more'}."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSizes:
+    """What of a layer decides the bytes it exchanges.
+
+    Attributes:
+        heads: query heads H.
+        kv_heads: key-value heads G.
+        head_size: D.
+        value_size: E.
+        element_bytes: of one number.
+    """
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    element_bytes: int
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of the keys and values of one slot."""
+        return self.kv_heads * (self.head_size + self.value_size) * self.element_bytes
+
+    @property
+    def pair_flops(self) -> int:
+        """FLOPs of one query on one key, forward: ``2 H (D + E)``."""
+        return 2 * self.heads * (self.head_size + self.value_size)
+
+    def gather_bytes(self, slots: int, cp: int) -> int:
+        """Bytes a rank receives in an all-gather of N slots a rank."""
+        return (cp - 1) * slots * self.key_bytes
+
+    def ulysses_bytes(self, slots: int, cp: int) -> int:
+        """Bytes a rank receives when rows are traded for heads and back; wants H to be a multiple of cp."""
+        kv_heads = self.kv_heads
+        if kv_heads % cp:  # every rank is sent the key-value heads that its query heads need
+            share, own = self.heads // kv_heads, self.heads // cp
+            kv_heads = self.heads if share % own else cp
+        return (
+            (cp - 1)
+            * slots
+            * (self.heads + kv_heads)
+            * (self.head_size + self.value_size)
+            * self.element_bytes
+        ) // cp
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """One way of communicating and what it costs a layer in its forward pass.
+
+    Attributes:
+        name: of the way.
+        received_bytes: of the rank that receives or sends most.
+        exchange_s: seconds of the exchange.
+        kernel_s: seconds of the rank whose kernel has most work.
+        held_bytes: keys and values of other ranks that a rank holds at once.
+    """
+
+    name: str
+    received_bytes: int
+    exchange_s: float
+    kernel_s: float
+    held_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Time of the layer's attention; the ring's exchange runs beside its kernel."""
+        if self.name == "ring":
+            return max(self.exchange_s, self.kernel_s)
+        return self.exchange_s + self.kernel_s
+
+
+def compare_ways(
+    sizes: LayerSizes,
+    costs: CommCosts,
+    *,
+    cp: int,
+    slots: int,
+    needed_rows: int,
+    pairs: float,
+    most_pairs: float,
+    ulysses: bool,
+    others: bool,
+    ring: bool,
+) -> list[Choice]:
+    """Cost the ways a layer may take, cheapest first.
+
+    Args:
+        sizes: of the layer.
+        costs: of exchange and kernel.
+        cp: ranks.
+        slots: of a shard, N.
+        needed_rows: keys of others that the rank with most of them receives or sends.
+        pairs: query-key pairs of the whole pack.
+        most_pairs: those of the rank with most, under this partition.
+        ulysses: whether trading heads can run this layer.
+        others: whether the ways that send keys can.
+        ring: whether the ring can.
+
+    Returns:
+        Those that fit ``gathered_bytes``, by time; all by bytes held where none fits.
+    """
+    needed = needed_rows * sizes.key_bytes
+    gathered, traded = sizes.gather_bytes(slots, cp), sizes.ulysses_bytes(slots, cp) if ulysses else 0
+    even, most = (x * sizes.pair_flops / costs.flops_per_s for x in (pairs / cp, most_pairs))
+    ways = []
+    if ulysses:
+        ways.append(
+            Choice(
+                name="ulysses",
+                received_bytes=traded,
+                exchange_s=costs.seconds(traded, messages=4),
+                kernel_s=even,
+                held_bytes=traded,
+            )
+        )
+    if others:
+        ways.append(
+            Choice(
+                name="needed",
+                received_bytes=needed,
+                exchange_s=costs.seconds(needed, messages=1 if needed else 0),
+                kernel_s=most,
+                held_bytes=needed,
+            )
+        )
+        ways.append(
+            Choice(
+                name="all_gather",
+                received_bytes=gathered,
+                exchange_s=costs.seconds(gathered, messages=1),
+                kernel_s=most,
+                held_bytes=gathered,
+            )
+        )
+    limit = costs.gathered_bytes
+    fitting = [way for way in ways if limit is None or way.held_bytes <= limit]
+    if ring and not fitting:
+        fitting.append(
+            Choice(
+                name="ring",
+                received_bytes=needed,
+                exchange_s=costs.seconds(needed, messages=cp - 1),
+                kernel_s=most,
+                held_bytes=2 * min(needed, slots * sizes.key_bytes),
+            )
+        )
+    if fitting:
+        return sorted(fitting, key=lambda way: way.seconds)
+    return sorted(ways, key=lambda way: way.held_bytes)

@@ -1,0 +1,44 @@
+"""What attention exchanges -> bytes since the last log, by the way they took.
+
+Counted on the host from sizes it knows, forward and backward, at no cost to the device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+_bytes: Counter[str] = Counter()
+_calls: Counter[str] = Counter()
+
+
+class Traffic(NamedTuple):
+    """What this rank has received since it was last asked.
+
+    Attributes:
+        received_bytes: by all ways, forward and backward.
+        shares: way -> part of the attention calls that took it.
+    """
+
+    received_bytes: int
+    shares: dict[str, float]
+
+
+def count(received_bytes: int, way: str) -> None:
+    """Add one attention call and its backward pass.
+
+    Args:
+        received_bytes: of the forward pass; gradients take as many, and a ring brings the keys once more.
+        way: by which they came.
+    """
+    _bytes[way] += received_bytes * (3 if way == "ring" else 2)
+    _calls[way] += 1
+
+
+def take() -> Traffic:
+    """Return what was counted and begin anew."""
+    total = sum(_calls.values())
+    found = Traffic(sum(_bytes.values()), {way: calls / total for way, calls in sorted(_calls.items())})
+    _bytes.clear()
+    _calls.clear()
+    return found

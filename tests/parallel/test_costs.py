@@ -1,0 +1,91 @@
+"""Bytes and seconds of every way, and what they make ``auto`` choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_thd.attention.choice import choose_way
+from lightning_thd.attention.spec import make_spec
+from lightning_thd.parallel.costs import CommCosts, LayerSizes
+from lightning_thd.parallel.layout import ShardLayout
+from tests.ranks import run_ranks
+
+GQA = LayerSizes(heads=32, kv_heads=8, head_size=128, value_size=128, element_bytes=2)
+FREE_KERNEL = {"flops_per_s": 1e30, "latency_s": 0.0}
+
+
+def chosen(
+    lengths: list[int], layout: str, *, cp: int = 4, heads: int = 32, window: int | None = None, **costs: Any
+) -> str:
+    at = ShardLayout(lengths, cp=cp, rank=0, layout=layout, costs=CommCosts(**costs))
+    sizes = LayerSizes(heads=heads, kv_heads=8, head_size=128, value_size=128, element_bytes=2)
+    return choose_way(at, sizes, make_spec(128, window=window))
+
+
+def test_the_fewest_bytes_win_where_kernels_cost_nothing() -> None:
+    assert chosen([512] * 64, "contiguous", **FREE_KERNEL) == "needed"
+    assert chosen([32_768], "dual_chunk", **FREE_KERNEL) == "needed"  # 36 of 48 units, ulysses 60
+    assert chosen([32_768], "dual_chunk", cp=8, **FREE_KERNEL) == "ulysses"
+    assert chosen([32_768], "dual_chunk", cp=8, window=1024, **FREE_KERNEL) == "needed"
+    assert chosen([32_768], "dual_chunk", cp=8, heads=36, **FREE_KERNEL) == "needed"  # 36 / 8 heads a rank
+
+
+def test_an_uneven_kernel_is_paid_for() -> None:
+    # One long sequence cut in stretches: the last rank has 7 / 16 of the work, with heads each has a quarter.
+    assert chosen([65_536], "contiguous", flops_per_s=1e12) == "ulysses"
+
+
+def test_memory_for_keys_asks_for_the_ring() -> None:
+    assert chosen([32_768], "dual_chunk", gathered_bytes=1 << 20) == "ring"
+    # A window cannot go around a ring of stretches: of the others, the one that holds least.
+    assert chosen([32_768], "dual_chunk", window=4096, gathered_bytes=1 << 10) == "needed"
+
+
+def test_the_choice_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        for _ in range(3):
+            chosen([512] * 24, "contiguous", latency_s=1.25e-5)
+    lines = [record.message for record in caplog.records if "context parallelism of 4" in record.message]
+    assert len(lines) <= 1
+
+
+def test_bytes() -> None:
+    assert GQA.key_bytes == 4096
+    assert GQA.gather_bytes(1000, 4) == 3 * 1000 * 4096
+    assert GQA.ulysses_bytes(1000, 4) == 3 * 1000 * 40 * 256 * 2 // 4
+    assert CommCosts(bandwidth_bytes_per_s=1e9, latency_s=1e-5).seconds(1e6, messages=2) == pytest.approx(
+        1.02e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("latency_s", -1.0, ValueError, "latency_s=-1.0; wanted a finite number of 0 or more"),
+        ("bandwidth_bytes_per_s", 0, ValueError, "wanted a finite number above 0"),
+        ("flops_per_s", float("nan"), ValueError, "wanted a finite number above 0"),
+        ("gathered_bytes", "8G", TypeError, "gathered_bytes='8G' is str; wanted a number"),
+    ],
+)
+def test_costs_are_checked(name: str, value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        CommCosts(**{name: value})
+
+
+def measured() -> tuple[float, float]:
+    ticks = iter(range(1000))
+    slow = 1 + dist.get_rank()  # the slowest rank decides
+    costs = CommCosts.measure(dist.group.WORLD, torch.device("cpu"), clock=lambda: next(ticks) * 1e-3 * slow)
+    real = CommCosts.measure(dist.group.WORLD, torch.device("cpu"))
+    assert real.latency_s > 0
+    return costs.latency_s, real.bandwidth_bytes_per_s
+
+
+def test_measured_costs_agree_on_all_ranks() -> None:
+    first, second = run_ranks(measured, 2)
+    assert first == second
+    assert first[0] == pytest.approx(2e-3)
