@@ -81,42 +81,50 @@ def context_parallel_attention(
         assert layout.group is not None
         ring = Ring(steps, layout.group)
         return merged_attention(raw_kernel(), ring, q_NHD, k_NGD, v_NGE, spec=spec, sinks=sinks)
-    rows = _bring(_join(k_NGD, v_NGE), way, layout, spec, sizes)
     if layout.layout == "striped":
-        gathered = way == "all_gather"
-        blocks = calls.block_calls(layout, causal=spec.causal, left=spec.left, gathered=gathered)
-        k, v = _split(rows, k_NGD, v_NGE)
+        blocks = calls.block_calls(layout, causal=spec.causal, left=spec.left, gathered=way == "all_gather")
+        k, v = _bring(k_NGD, v_NGE, way, layout, spec, sizes)
         return merged_attention(raw_kernel(), AtHand(blocks), q_NHD, k, v, spec=spec, sinks=sinks)
     if way == "all_gather":
         call = layout.call(causal=spec.causal, left=spec.left)
     else:
         call = calls.needed_call(layout, causal=spec.causal, left=spec.left)
-    k, v = _split(rows.index_select(0, call.kv_index), k_NGD, v_NGE)
+    k, v = _bring(k_NGD, v_NGE, way, layout, spec, sizes, call.kv_index)
     at = Offsets(call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv)
     return attend(q_NHD, k, v, at, sinks=sinks)
 
 
-def _bring(own: Tensor, way: Way, layout: ShardLayout, spec: AttentionSpec, sizes: LayerSizes) -> Tensor:
-    """Bring keys and values of other ranks here: all of them, or behind this rank's own those it needs."""
+def _bring(
+    k_NGD: Tensor,
+    v_NGE: Tensor,
+    way: Way,
+    layout: ShardLayout,
+    spec: AttentionSpec,
+    sizes: LayerSizes,
+    index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Bring keys and values of other ranks here in one collective, and lay out those that ``index`` names.
+
+    Returns:
+        ``[M, G, D]`` and ``[M, G, E]``; without an index those of all ranks, or this rank's own and behind
+        them the others it needs.
+    """
     assert layout.group is not None
+    rows = torch.cat([k_NGD.flatten(1), v_NGE.flatten(1)], dim=1)
     if way == "all_gather":
         traffic.count(sizes.gather_bytes(layout.local_slots, layout.cp), way)
-        return all_gather_rows(own, layout.group)
-    plan = calls.exchanged(layout, causal=spec.causal, left=spec.left)
-    traffic.count(sum(plan.receive_counts) * sizes.key_bytes, way)
-    if plan.group_rows == 0:  # on every rank alike
-        return own
-    sent = own.index_select(0, plan.send_rows)
-    return torch.cat([own, exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)])
-
-
-def _join(k_NGD: Tensor, v_NGE: Tensor) -> Tensor:
-    return torch.cat([k_NGD.flatten(1), v_NGE.flatten(1)], dim=1)
-
-
-def _split(rows: Tensor, k_NGD: Tensor, v_NGE: Tensor) -> tuple[Tensor, Tensor]:
+        rows = all_gather_rows(rows, layout.group)
+    else:
+        plan = calls.exchanged(layout, causal=spec.causal, left=spec.left)
+        traffic.count(sum(plan.receive_counts) * sizes.key_bytes, way)
+        if plan.group_rows:  # the same on every rank
+            sent = rows.index_select(0, plan.send_rows)
+            received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
+            rows = torch.cat([rows, received])
+    rows = rows if index is None else rows.index_select(0, index)
     width = k_NGD.shape[1] * k_NGD.shape[2]
-    return rows[:, :width].reshape(-1, *k_NGD.shape[1:]), rows[:, width:].reshape(-1, *v_NGE.shape[1:])
+    k, v = rows[:, :width], rows[:, width:]
+    return k.reshape(-1, *k_NGD.shape[1:]), v.reshape(-1, *v_NGE.shape[1:])
 
 
 def _over_heads(

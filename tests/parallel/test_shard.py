@@ -104,5 +104,5 @@ def test_messages() -> None:
         shard.to("meta")
     with pytest.raises(TypeError, match="Send the THDBatch"):
         pickle.dumps(shard)
-    with pytest.raises(ValueError, match="communication='ring'; wanted one of auto, all_gather, ulysses"):
-        ShardLayout([8], cp=2, rank=0, communication="ring")
+    with pytest.raises(ValueError, match="communication='gossip'; wanted one of auto, all_gather, ulysses"):
+        ShardLayout([8], cp=2, rank=0, communication="gossip")
