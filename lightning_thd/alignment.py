@@ -10,12 +10,14 @@ end of a pack is a sequence of its own: nothing attends to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
+
+from lightning_thd._checks import described, host_ints, whole_number
 
 Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 Layout = Literal["dual_chunk", "contiguous", "striped"]
@@ -151,6 +153,8 @@ class Alignment:
     requirements: tuple[Requirement, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name in ("sequence_multiple", "total_multiple"):
+            object.__setattr__(self, name, whole_number(getattr(self, name), name, least=None))
         if self.sequence_multiple < 1 or self.total_multiple < 1:
             raise ValueError(f"{self} has a multiple below 1; wanted 1 or more, where 1 asks for nothing.")
         if self.total_multiple % self.sequence_multiple:
@@ -181,7 +185,7 @@ class Alignment:
         Returns:
             ``cp=4, tp=2, sequence_parallel=True, recipe="tensorwise"`` gives multiples of 8 and 128.
         """
-        _check_layout(cp, tp, recipe, layout)
+        _check_layout(cp, tp, sequence_parallel, recipe, layout)
         slot_ranks = cp * tp if sequence_parallel else cp
         sequence_multiple = 2 * cp if cp > 1 and layout == "dual_chunk" else 1
         token_multiple = 1 if recipe is None else TOKEN_MULTIPLE[recipe]
@@ -196,20 +200,21 @@ class Alignment:
 
     def padded_length(self, length: int) -> int:
         """Round one sequence up. 13 tokens become 16 slots where sequence_multiple is 8."""
+        length = whole_number(length, "length", least=None)
         if length < 0:
             raise ValueError(f"A sequence has length {length}; wanted 0 or more tokens. Mend the lengths.")
         return -(-length // self.sequence_multiple) * self.sequence_multiple
 
-    def padded_lengths(self, lengths: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    def padded_lengths(self, lengths: npt.ArrayLike | Tensor) -> npt.NDArray[np.int64]:
         """Round many sequences up at once.
 
         Args:
-            lengths: ``[S]`` tokens.
+            lengths: ``[S]`` tokens: a list, array or tensor of integers.
 
         Returns:
             int64 ``[S]`` slots. ``[13, 8]`` becomes ``[16, 8]`` where sequence_multiple is 8.
         """
-        array = np.asarray(lengths, dtype=np.int64)
+        array: npt.NDArray[np.int64] = host_ints(lengths, "lengths")
         if array.size and array.min() < 0:
             raise ValueError(
                 f"A sequence has length {array.min()}; wanted 0 or more tokens. Mend the lengths."
@@ -218,17 +223,19 @@ class Alignment:
 
     def padded_total(self, total: int) -> int:
         """Round the slots of a pack up. 1,000 slots become 1,024 where total_multiple is 128."""
+        total = whole_number(total, "total", least=None)
         if total < 0:
             raise ValueError(f"A pack has {total} slots; wanted 0 or more.")
         return -(-total // self.total_multiple) * self.total_multiple
 
-    def check(self, slots: int, *, padded_lengths: Iterable[int] = ()) -> None:
+    def check(self, slots: int, *, padded_lengths: npt.ArrayLike | Tensor = ()) -> None:
         """Raise what a kernel would raise later, with its name and what to do.
 
         Args:
             slots: slots T of the pack.
             padded_lengths: slots of every sequence, the trailing pad included.
         """
+        slots = whole_number(slots, "slots")
         for requirement in self.requirements:
             _check_requirement(requirement, slots)
         if slots % self.total_multiple:
@@ -236,7 +243,7 @@ class Alignment:
                 f"A pack has {slots} slots; wanted a multiple of {self.total_multiple}. {_WHO_PADS} "
                 f"Use {self.padded_total(slots)} slots."
             )
-        for i, length in enumerate(padded_lengths):
+        for i, length in enumerate(host_ints(padded_lengths, "padded_lengths").tolist()):
             if length % self.sequence_multiple:
                 raise ValueError(
                     f"Sequence {i} has {length} slots; wanted a multiple of {self.sequence_multiple} "
@@ -259,13 +266,16 @@ def _check_requirement(requirement: Requirement, slots: int) -> None:
     )
 
 
-def _check_layout(cp: int, tp: int, recipe: Recipe | None, layout: Layout) -> None:
+def _check_layout(cp: int, tp: int, sequence_parallel: object, recipe: Recipe | None, layout: Layout) -> None:
+    cp, tp = whole_number(cp, "cp", least=None), whole_number(tp, "tp", least=None)
     if cp < 1 or tp < 1:
         raise ValueError(f"cp={cp} and tp={tp}; wanted 1 or more ranks each, where 1 means not at all.")
-    if recipe is not None and recipe not in RULES:
+    if not isinstance(sequence_parallel, bool):
+        raise TypeError(f"sequence_parallel is {described(sequence_parallel)}; wanted True or False.")
+    if recipe is not None and (not isinstance(recipe, str) or recipe not in RULES):
         raise ValueError(
             f"recipe={recipe!r}; wanted None or one of {', '.join(RULES)}. "
             "Delayed and current scaling and torchao are 'tensorwise'."
         )
-    if layout not in get_args(Layout):
+    if not isinstance(layout, str) or layout not in get_args(Layout):
         raise ValueError(f"layout={layout!r}; wanted one of {', '.join(get_args(Layout))}.")

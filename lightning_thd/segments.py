@@ -10,11 +10,17 @@ padding between them, on one side only, or cut for context parallelism (striped,
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_thd._checks import int_tensor, whole_number
+
+Ints = Tensor | npt.NDArray[np.integer] | Sequence[Any]
 MaskFamily = Literal["causal", "causal_bottom_right", "padding"]
 
 
@@ -41,10 +47,10 @@ class SegmentLayout(NamedTuple):
 
 @torch.no_grad()
 def seqlens_offsets(
-    ids_q: Tensor,
-    ids_kv: Tensor,
-    pos_q: Tensor | None,
-    pos_kv: Tensor | None,
+    ids_q: Ints,
+    ids_kv: Ints,
+    pos_q: Ints | None,
+    pos_kv: Ints | None,
     *,
     mask: MaskFamily,
     max_segments: int,
@@ -66,13 +72,14 @@ def seqlens_offsets(
         ``[0, 3, 6, -1, -1]`` and starts ``[0, 3, 6, -1]``. Ids above M raise on the CPU and trip the
         device's own index check elsewhere.
     """
-    _check_arguments(mask, max_segments)
-    _check_side(ids_q, pos_q, mask, max_segments, "q")
-    if ids_q is ids_kv and pos_q is pos_kv:
+    max_segments = _check_arguments(mask, max_segments)
+    same = ids_q is ids_kv and pos_q is pos_kv
+    ids_q, pos_q = _check_side(ids_q, pos_q, mask, max_segments, "q")
+    if same:
         # Every slot sees itself, so the mask drops nothing.
         lengths, offsets, starts = _describe(ids_q, max_segments)
         return SegmentLayout(lengths, lengths, offsets, offsets, starts, starts)
-    _check_side(ids_kv, pos_kv, mask, max_segments, "kv")
+    ids_kv, pos_kv = _check_side(ids_kv, pos_kv, mask, max_segments, "kv")
     _check_batch(ids_q, ids_kv)
     keys_q, keys_kv = _keys(ids_q, pos_q, mask), _keys(ids_kv, pos_kv, mask)
     lowest_kv = _reduce(ids_kv, keys_kv, max_segments, "amin")
@@ -138,14 +145,18 @@ def _describe(ids: Tensor, max_segments: int) -> tuple[Tensor, Tensor, Tensor]:
     return lengths, offsets.where(offsets < total, -1), starts.where(starts < total, -1)
 
 
-def _check_arguments(mask: MaskFamily, max_segments: int) -> None:
-    if mask not in get_args(MaskFamily):
+def _check_arguments(mask: object, max_segments: int) -> int:
+    if not isinstance(mask, str) or mask not in get_args(MaskFamily):
         raise ValueError(f"mask={mask!r}; wanted one of {', '.join(get_args(MaskFamily))}.")
-    if max_segments < 1:
-        raise ValueError(f"max_segments={max_segments}; wanted 1 or more. Pass the highest id.")
+    return whole_number(max_segments, "max_segments", least=1, most=2**31 - 2, advice="Pass the highest id.")
 
 
-def _check_side(ids: Tensor, pos: Tensor | None, mask: MaskFamily, max_segments: int, side: str) -> None:
+def _check_side(
+    ids: Ints, pos: Ints | None, mask: MaskFamily, max_segments: int, side: str
+) -> tuple[Tensor, Tensor | None]:
+    """Return the ids and positions of one side as tensors, checked; values where reading them is free."""
+    ids = int_tensor(ids, f"ids_{side}")
+    pos = None if pos is None else int_tensor(pos, f"pos_{side}")
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"ids_{side} is {ids.dtype}; wanted int32 or int64. Call ids_{side}.to(torch.int32)."
@@ -169,7 +180,7 @@ def _check_side(ids: Tensor, pos: Tensor | None, mask: MaskFamily, max_segments:
         or ids.device.type != "cpu"
         or not ids.numel()
     ):
-        return
+        return ids, pos
     low, high = int(ids.numpy().min()), int(ids.numpy().max())
     if low < 0 or high > max_segments:
         raise ValueError(
@@ -177,6 +188,7 @@ def _check_side(ids: Tensor, pos: Tensor | None, mask: MaskFamily, max_segments:
             f"padding and 1 to {max_segments}. Pass max_segments={max(high, 1)}, or number the segments "
             "from 1."
         )
+    return ids, pos
 
 
 def _check_batch(ids_q: Tensor, ids_kv: Tensor) -> None:

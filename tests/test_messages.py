@@ -43,7 +43,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "sample of floats": (
         lambda: THDBatch.collate([{"input_ids": [1.5]}]),
-        r"Sample 0: input_ids has shape \(1,\) and dtype float64. Give one row of integers",
+        "Sample 0: input_ids holds float64 values; wanted whole numbers. Give one row of integers",
     ),
     "rollouts of other shapes": (
         lambda: PackedRollouts.from_padded(IDS, MASK[:1]),

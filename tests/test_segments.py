@@ -317,7 +317,7 @@ def test_messages() -> None:
         call(ids, kv, pos, pos_kv, mask="top_left")
     with pytest.raises(ValueError, match=r"max_segments=0; wanted 1 or more"):
         call(ids, kv, pos, pos_kv, max_segments=0)
-    with pytest.raises(ValueError, match=r"ids_q is torch.float32; wanted int32 or int64"):
+    with pytest.raises(ValueError, match=r"ids_q is torch.float32; wanted an integer dtype"):
         call(ids.float(), kv, pos, pos_kv)
     with pytest.raises(ValueError, match=r"ids_kv is torch.bool; wanted int32 or int64"):
         call(ids, kv.bool(), pos, pos_kv)

@@ -15,18 +15,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_thd._checks import INT64_MAX, described, host_ints, real_number, whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.samples import (
     IGNORE_INDEX,
     OWN_KEYS,
     PER_TOKEN,
+    check_attention_mask,
     check_modalities,
-    extra_tensor,
-    label_row,
-    refuse_negative,
+    check_samples,
+    joined_extras,
+    per_token_row,
+    position_row,
+    refuse_ids,
+    refuse_labels,
     token_row,
 )
 from lightning_thd.batch.weights import pack_weights
+from lightning_thd.seqlens.checks import INT32_MAX
 from lightning_thd.stats import SeqStats, Window
 
 
@@ -41,29 +47,40 @@ def collate_fields(
     windows: Sequence[Window] = (),
 ) -> dict[str, Any]:
     """Build the fields of ``THDBatch.collate``; the arguments are described there."""
+    check_samples(samples)
     ids = [token_row(sample, "input_ids", i) for i, sample in enumerate(samples)]
     lengths = [len(row) for row in ids]
+    sequence_ids = _sequence_ids(sequence_ids, len(lengths))
     padded, slots = _slots(lengths, align, pad_to)
     starts = [0, *accumulate(padded)][: len(lengths)]
     dense = padded[: len(lengths)] == lengths
 
     input_ids = _lay_out(ids, starts, slots, dense, fill=0)
     if input_ids.size and input_ids.min() < 0:
-        refuse_negative(ids)
+        refuse_ids(ids)
     source, masked = input_ids, any("labels" in sample for sample in samples)
     if masked:
-        labels = [label_row(sample, ids[i], i) for i, sample in enumerate(samples)]
+        labels = [
+            per_token_row(sample, "labels", lengths[i], i) if "labels" in sample else ids[i]
+            for i, sample in enumerate(samples)
+        ]
         source = _lay_out(labels, starts, slots, dense, fill=IGNORE_INDEX)
+        if ((source < 0) & (source != IGNORE_INDEX)).any():
+            refuse_labels(labels)
     targets = _shift(source, starts, lengths, dense)
     loss_tokens = sum(lengths) - len(lengths)
-    for sample, start, length in zip(samples, starts, lengths, strict=True):
+    for i, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=True)):
+        if "attention_mask" in sample:
+            check_attention_mask(sample, length, i)
         if "next_label" in sample:
-            targets[start + length - 1] = sample["next_label"]
+            label = targets[start + length - 1] = _next_label(sample["next_label"], i)
             loss_tokens += 1
+            masked |= label == IGNORE_INDEX
     if masked:  # else every token with a next one has a target
         loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
 
     weights = pack_weights(samples, targets, starts, lengths, masked=masked)
+    loss_scale, sequence_scale = _scale(loss_scale, "loss_scale"), _scale(sequence_scale, "sequence_scale")
     if loss_scale is None:
         loss_scale, sequence_scale = mean_scale(weights.total), mean_scale(weights.sequences)
     cu_seqlens_padded = cumulative(padded)
@@ -86,13 +103,42 @@ def collate_fields(
             image_grid_thw=extras.get("image_grid_thw"),
             video_grid_thw=extras.get("video_grid_thw"),
         ),
-        "sequence_ids": range(len(lengths)) if sequence_ids is None else sequence_ids,
+        "sequence_ids": sequence_ids,
         "loss_scale": loss_scale,
         "sequence_scale": sequence_scale,
         "sequence_shares": weights.shares,
         "weights": None if weights.slots is None else torch.from_numpy(weights.slots),
         "extras": extras,
     }
+
+
+def _sequence_ids(sequence_ids: Sequence[int] | None, count: int) -> Sequence[int]:
+    if sequence_ids is None:
+        return range(count)
+    ids: list[int] = host_ints(sequence_ids, "sequence_ids").tolist()
+    if len(ids) != count:
+        raise ValueError(
+            f"There are {count} samples but {len(ids)} sequence_ids. Give one dataset index each."
+        )
+    return ids
+
+
+def _next_label(label: Any, i: int) -> int:
+    number = whole_number(
+        label, f"Sample {i}: next_label", least=None, most=INT64_MAX, advice="It is one id, or -100."
+    )
+    if number < 0 and number != IGNORE_INDEX:
+        raise ValueError(f"Sample {i} has next_label={number}. Give the id of the next token, or -100.")
+    return number
+
+
+def _scale(given: Any, name: str) -> float | None:
+    if given is None:
+        return None
+    scale = real_number(given, name, advice="Leave it out for the mean over the batch.")
+    if scale < 0:
+        raise ValueError(f"{name}={scale}; wanted 0 or more. Leave it out for the mean over the batch.")
+    return scale
 
 
 def mean_scale(weight: float) -> float:
@@ -107,10 +153,16 @@ def cumulative(lengths: Sequence[int]) -> Tensor:
 
 def _slots(lengths: list[int], align: Alignment | None, pad_to: int | None) -> tuple[list[int], int]:
     """Work out the slots of every sequence, a trailing dummy included, and their sum."""
+    if align is not None and not isinstance(align, Alignment):
+        raise TypeError(f"align is {described(align)}; wanted an Alignment. Pass Alignment.for_(...).")
+    if pad_to is not None:
+        pad_to = whole_number(pad_to, "pad_to", least=1, advice="It is the number of slots of the batch.")
     padded = lengths if align is None else [align.padded_length(n) for n in lengths]
     total = sum(padded)
     wanted = max(1, total) if align is None else align.padded_total(max(1, total))
     slots = wanted if pad_to is None else pad_to
+    if slots > INT32_MAX:
+        raise ValueError(f"A batch of {slots} slots is past int32 ({INT32_MAX}). Pack fewer sequences.")
     if slots < total:
         raise ValueError(
             f"{len(lengths)} sequences need {total} slots but pad_to={pad_to}. "
@@ -175,14 +227,14 @@ def _positions(
     counted = np.concatenate([from_zero[:n] for n in padded])
     if not any("position_ids" in sample for sample in samples):
         return torch.from_numpy(counted)
-    given = [np.asarray(sample["position_ids"]) if "position_ids" in sample else None for sample in samples]
+    given = [position_row(sample, lengths[i], i) for i, sample in enumerate(samples)]
     leading = next(row.shape[:-1] for row in given if row is not None)
     # A sample without keeps what is counted, in all three rows: what M-RoPE gives to text.
     out = np.broadcast_to(counted, (*leading, slots)).copy()
     for i, (start, row, length) in enumerate(zip(starts, given, lengths, strict=True)):
         if row is None:
             continue
-        if row.ndim not in (1, 2) or row.shape != (*leading, length):
+        if row.shape != (*leading, length):
             raise ValueError(
                 f"Sample {i} has {length} input_ids but position_ids of shape {row.shape}. "
                 "Give every sample one position a token, [n], or three, [3, n]."
@@ -198,12 +250,12 @@ def _extras(
     check_modalities(names)
     extras: dict[str, Tensor] = {}
     for name in names:
-        parts = [extra_tensor(sample[name], name, i) for i, sample in enumerate(samples) if name in sample]
-        extras[name] = torch.cat(parts)
+        extras[name] = joined_extras(samples, name)
     for name in PER_TOKEN:
         if any(name in sample for sample in samples):
             row = torch.zeros(1, slots, dtype=torch.int64)
             for i, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=True)):
-                row[0, start : start + length] = torch.from_numpy(token_row(sample, name, i).astype(np.int64))
+                values = per_token_row(sample, name, length, i).astype(np.int64)
+                row[0, start : start + length] = torch.from_numpy(values)
             extras[name] = row
     return extras

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from lightning_thd._checks import described, host_ints
 
 IGNORE_INDEX = -100
 # One value a token, so they are padded with the ids and given to the model as [1, T].
@@ -20,45 +22,99 @@ OWN_KEYS = (
     *PER_TOKEN,
 )
 _REFUSED = ("input_features", "input_values", "audio_values", "audio_features")
-_EMPTY = "Sample {i} has no tokens. Remove it, or let THDDataModule do so with empty='drop'."
+# Arguments that THDBatch.hf_kwargs makes; a sample's own would replace them in the call of the model.
+_RESERVED = frozenset(
+    ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "targets")
+)
 
 
-def token_row(sample: dict[str, Any], key: str, i: int) -> NDArray[np.integer[Any]]:
+def check_samples(samples: object) -> None:
+    """Raise for anything but a sequence of dicts whose keys are inputs of a model."""
+    if not isinstance(samples, Sequence) or isinstance(samples, str | bytes):
+        raise TypeError(f"samples is {described(samples)}; wanted a list of dicts. Pass [sample, ...].")
+    for i, sample in enumerate(samples):
+        if not isinstance(sample, Mapping):
+            raise TypeError(
+                f"Sample {i} is {described(sample)}; wanted a dict. Pass {{'input_ids': [5, 6, 7]}}."
+            )
+        if not _RESERVED.isdisjoint(sample):
+            names = sorted(_RESERVED.intersection(sample))
+            raise ValueError(
+                f"Sample {i} carries {', '.join(names)}, which the batch makes by itself. Leave them out: "
+                "samples hold input_ids and labels of one sequence."
+            )
+
+
+def token_row(sample: Mapping[str, Any], key: str, i: int) -> NDArray[np.integer[Any]]:
     """Read one row of integers ``[n]`` of sample ``i``; ids must not be empty."""
     if key not in sample:
-        raise ValueError(f"Sample {i} has the keys {sorted(sample)} but no {key!r}. Give it one.")
+        raise ValueError(f"Sample {i} has the keys {[*sample]} but no {key!r}. Give it one.")
     value = sample[key]
-    row = value.numpy() if isinstance(value, Tensor) else np.asarray(value)
-    if row.ndim != 1 or row.dtype.kind not in "iu":
-        if row.size == 0:
-            raise ValueError(_EMPTY.format(i=i))
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or value.dtype.itemsize == 8:
+        try:
+            value = host_ints(value, key, ndim=None, advice="Give one row of integers.")
+        except (TypeError, ValueError) as err:
+            raise type(err)(f"Sample {i}: {err}") from err
+    row: NDArray[np.integer[Any]] = value
+    if key == "input_ids" and not row.size:
         raise ValueError(
-            f"Sample {i}: {key} has shape {row.shape} and dtype {row.dtype}. Give one row of integers."
+            f"Sample {i} has no tokens. Remove it, or let THDDataModule do so with empty='drop'."
         )
-    if key == "input_ids" and not len(row):
-        raise ValueError(_EMPTY.format(i=i))
+    if row.ndim != 1:
+        raise ValueError(f"Sample {i}: {key} has shape {row.shape}. Give one row of integers.")
     return row
 
 
-def label_row(sample: dict[str, Any], ids: NDArray[Any], i: int) -> NDArray[np.integer[Any]]:
-    """Read the labels of sample ``i``, one an id; a sample without any is trained on all its ids."""
-    if "labels" not in sample:
-        return ids
-    labels = token_row(sample, "labels", i)
-    if len(labels) != len(ids):
+def per_token_row(sample: Mapping[str, Any], key: str, length: int, i: int) -> NDArray[np.integer[Any]]:
+    """Read one row of integers of sample ``i`` that must have one value a token."""
+    row = token_row(sample, key, i)
+    if len(row) != length:
+        advice = "unshifted, with -100 where it is to be ignored" if key == "labels" else "or drop the key"
         raise ValueError(
-            f"Sample {i} has {len(ids)} input_ids but {len(labels)} labels. "
-            "Give one label a token, unshifted, with -100 where it is to be ignored."
+            f"Sample {i} has {length} input_ids but {len(row)} {key}. Give one value a token, {advice}."
         )
-    return labels
+    return row
 
 
-def refuse_negative(ids: list[NDArray[Any]]) -> None:
+def check_attention_mask(sample: Mapping[str, Any], length: int, i: int) -> None:
+    """Raise for a sample whose attention mask hides tokens, which packing would train on."""
+    mask = np.asarray(sample["attention_mask"])
+    if mask.shape != (length,) or not (mask == 1).all():
+        raise ValueError(
+            f"Sample {i} has {length} input_ids and an attention_mask of shape {mask.shape} that is not all "
+            "ones. Cut the padding off, or pack a padded batch with THDBatch.from_padded."
+        )
+
+
+def position_row(sample: Mapping[str, Any], length: int, i: int) -> NDArray[np.int64] | None:
+    """Read the positions of sample ``i``, ``[n]`` or ``[3, n]``; None where it has none."""
+    if "position_ids" not in sample:
+        return None
+    try:
+        row: NDArray[np.int64] = host_ints(sample["position_ids"], "position_ids", ndim=None)
+    except (TypeError, ValueError) as err:
+        raise type(err)(f"Sample {i}: {err}") from err
+    if row.shape not in ((length,), (3, length)):
+        raise ValueError(
+            f"Sample {i} has {length} input_ids but position_ids of shape {row.shape}. "
+            "Give every sample one position a token, [n], or three, [3, n]."
+        )
+    return row
+
+
+def refuse_ids(ids: list[NDArray[Any]]) -> None:
     """Raise for the first sample with an id below 0."""
     i, worst = next((i, int(row.min())) for i, row in enumerate(ids) if row.min() < 0)
     raise ValueError(
         f"Sample {i} has the token id {worst}. Ids start at 0; -100 belongs into labels, not into input_ids."
     )
+
+
+def refuse_labels(labels: list[NDArray[Any]]) -> None:
+    """Raise for the first sample with a label that is neither an id nor -100."""
+    for i, row in enumerate(labels):
+        for label in row[(row < 0) & (row != IGNORE_INDEX)][:1].tolist():
+            raise ValueError(f"Sample {i} has the label {label}. Labels are ids, or -100 where ignored.")
 
 
 def check_modalities(names: Iterable[str]) -> None:
@@ -71,9 +127,22 @@ def check_modalities(names: Iterable[str]) -> None:
             )
 
 
-def extra_tensor(value: object, name: str, i: int) -> Tensor:
-    """Read a further model input of sample ``i`` as a tensor with at least one axis."""
-    if isinstance(value, np.ndarray):
+def joined_extras(samples: Sequence[Mapping[str, Any]], name: str) -> Tensor:
+    """Concatenate a further model input of all samples that have it, along its first axis."""
+    parts = [_extra_tensor(sample[name], name, i) for i, sample in enumerate(samples) if name in sample]
+    first = parts[0]
+    for part in parts[1:]:
+        if part.shape[1:] != first.shape[1:] or part.dtype != first.dtype or part.device != first.device:
+            raise ValueError(
+                f"Samples carry {name!r} as {first.dtype} {list(first.shape)} on {first.device} and as "
+                f"{part.dtype} {list(part.shape)} on {part.device}. Extras are concatenated along the first "
+                "axis: give them one dtype, one device and the same other axes."
+            )
+    return torch.cat(parts)
+
+
+def _extra_tensor(value: object, name: str, i: int) -> Tensor:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         value = torch.from_numpy(value)
     if not isinstance(value, Tensor) or value.ndim == 0:
         raise ValueError(

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_thd._checks import described
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import collate_fields
 from lightning_thd.batch.immutable import Immutable
@@ -21,6 +24,14 @@ from lightning_thd.stats import SeqStats, Window
 _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
 _HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
 _WEIGHTS = ("weights", "sequence_shares", "sequence_scale")
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """Return a device, or raise ValueError or TypeError for what names none."""
+    try:
+        return torch.device(device)
+    except RuntimeError as err:
+        raise ValueError(f"{device!r} is no device ({err}). Pass 'cpu', 'cuda' or a torch.device.") from err
 
 
 class THDBatch(Immutable):
@@ -83,6 +94,21 @@ class THDBatch(Immutable):
         sequence_shares: Sequence[float] = (),
         sequence_scale: float | None = None,
     ) -> None:
+        for name, tensor in (
+            ("input_ids", input_ids),
+            ("targets", targets),
+            ("position_ids", position_ids),
+            ("cu_seqlens", cu_seqlens),
+            ("cu_seqlens_padded", cu_seqlens_padded),
+        ):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"{name} is {described(tensor)}; wanted a tensor. THDBatch.collate makes all fields."
+                )
+        if len(sequence_ids) != len(lengths):
+            raise ValueError(
+                f"There are {len(lengths)} lengths but {len(sequence_ids)} sequence_ids. Give one a sequence."
+            )
         self._set(
             input_ids=input_ids,
             targets=targets,
@@ -133,8 +159,9 @@ class THDBatch(Immutable):
             ``[5, 6, 7]``, ``targets`` ``[6, -100, -100]``, ``cu_seqlens`` ``[0, 2, 3]``.
 
         Raises:
-            ValueError: for a sample without ids, labels of another length, ids below 0, or more tokens than
-                ``pad_to``.
+            TypeError: for samples that are no dicts, and values that are no numbers.
+            ValueError: for a sample without ids, with another number of labels, positions or types than ids,
+                with ids below 0 or a mask that hides tokens, and for more tokens than ``pad_to``.
         """
         return cls(
             **collate_fields(
@@ -153,8 +180,8 @@ class THDBatch(Immutable):
         """Pack a padded batch by its mask, never by its pad id; reads the mask back once.
 
         Args:
-            input_ids: ints ``[B, N]``.
-            attention_mask: ``[B, N]``, nonzero where a token is real; left, right or ragged padding.
+            input_ids: ints ``[B, N]``: a tensor, list or array.
+            attention_mask: ``[B, N]``, 1 where a token is real, else 0; left, right or ragged padding.
             labels: ints ``[B, N]``, unshifted, -100 where ignored; ``input_ids`` when absent.
 
         Returns:
@@ -162,12 +189,23 @@ class THDBatch(Immutable):
             ``ids [[0, 5, 6]]`` with mask ``[[0, 1, 1]]`` gives ``input_ids [5, 6]``, ``targets [6, -100]``.
 
         Raises:
-            ValueError: when the shapes differ or the mask is all zero.
+            TypeError: for what holds no numbers.
+            ValueError: when shapes or devices differ, the mask is all zero or holds other values than 0 and
+                1, or an id is below 0.
         """
         return cls(**padded_fields(input_ids, attention_mask, labels))
 
     def replace(self, **changes: object) -> THDBatch:
-        """Return a copy with some fields changed; what derives from them is the caller's to change too."""
+        """Return a copy with some fields changed; what derives from them is the caller's to change too.
+
+        Raises:
+            TypeError: for a name that is no field.
+        """
+        unknown = changes.keys() - set(self.__slots__)
+        if unknown:
+            raise TypeError(
+                f"THDBatch has no {', '.join(sorted(unknown))}. Its fields are {', '.join(self.__slots__)}."
+            )
         batch = object.__new__(THDBatch)
         batch.__setstate__({**self.__getstate__(), **changes})
         return batch
@@ -177,8 +215,11 @@ class THDBatch(Immutable):
 
         Lightning passes ``non_blocking`` to tensors alone, so a batch has to choose by itself.
         """
+        device = checked_device(device)
         if non_blocking is None:
-            non_blocking = torch.device(device).type not in ("cpu", "mps")
+            non_blocking = device.type not in ("cpu", "mps")
+        if self.input_ids.device.type == "meta" != device.type:
+            raise ValueError(f"A batch on the meta device has no values to move to {device}. Collate anew.")
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> THDBatch:
@@ -214,7 +255,7 @@ class THDBatch(Immutable):
             **self.extras,
         }
 
-    def unpack(self, x: Tensor) -> list[Tensor]:
+    def unpack(self, x: Tensor | NDArray[Any]) -> list[Tensor]:
         """Split a per-token tensor into one view a sequence, pads left out.
 
         Args:
@@ -224,12 +265,17 @@ class THDBatch(Immutable):
             ``len(lengths)`` tensors ``[length, ...]``, in the order of ``sequence_ids``.
 
         Raises:
+            TypeError: when ``x`` is no tensor or array.
             ValueError: when ``x`` has not T rows.
         """
+        if isinstance(x, np.ndarray):
+            x = torch.from_numpy(x)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"unpack() got {described(x)}; wanted a tensor with one row a slot.")
         slots = sum(self.padded_lengths)
         if x.ndim > 1 and x.shape[0] == 1 and x.shape[0] != slots:
             x = x[0]
-        if x.shape[0] != slots:
+        if x.ndim == 0 or x.shape[0] != slots:
             raise ValueError(
                 f"unpack() got a tensor of shape {tuple(x.shape)}, but the batch has {slots} slots. "
                 f"Pass [{slots}, ...] or [1, {slots}, ...]."

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from lightning_thd._checks import described
 from lightning_thd.batch.immutable import Immutable
 from lightning_thd.batch.thd_batch import THDBatch
 from lightning_thd.stats import SeqStats
@@ -24,6 +25,8 @@ class THDStep(Immutable):
     microbatches: tuple[THDBatch, ...]
 
     def __init__(self, microbatches: Sequence[THDBatch]) -> None:
+        if not isinstance(microbatches, Sequence) or not all(isinstance(b, THDBatch) for b in microbatches):
+            raise TypeError(f"A THDStep is made of {described(microbatches)}; wanted a list of THDBatch.")
         if not microbatches:
             raise ValueError("A THDStep needs at least one microbatch, got none.")
         self._set(microbatches=tuple(microbatches))

@@ -5,7 +5,7 @@ Legend: T slots in a pack, S sequences. ``cu_seqlens`` is int32 ``[S + 1]``, sta
 A size that depends on data (T, S) is an argument, so that every function here runs on a GPU without waiting
 for it, on the meta device and inside ``torch.compile(fullgraph=True)``. Values are checked only where looking
 is free, in lists, numpy arrays and CPU tensors; on a device only ``check_cu_seqlens`` looks, and
-``pad_cu_seqlens`` when it is not told the lengths.
+``pad_cu_seqlens`` when it is not told the lengths. Wherever a tensor is wanted, lists and arrays are taken.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.seqlens.checks import (
-    Lengths,
+    Ints,
     check_lengths,
     check_offsets,
     check_position_ids,
@@ -24,17 +24,17 @@ from lightning_thd.seqlens.checks import (
     check_seq_idx,
     host_lengths,
     host_values,
-    require_count,
-    require_cu_seqlens,
-    require_integers,
+    read_count,
+    read_cu_seqlens,
     require_max_seqlen,
     require_pair,
+    require_values,
+    row_of_integers,
     tail_step,
-    tensor_from_host,
 )
 
 
-def cu_seqlens_from_lengths(lengths: Lengths) -> Tensor:
+def cu_seqlens_from_lengths(lengths: Ints) -> Tensor:
     """Add lengths up to offsets.
 
     Args:
@@ -44,9 +44,7 @@ def cu_seqlens_from_lengths(lengths: Lengths) -> Tensor:
         int32 ``[S + 1]``, on the tensor's device, or on the CPU. ``[3, 2]`` becomes ``[0, 3, 5]``.
         Lengths on a device are not looked at: ``check_cu_seqlens`` does that.
     """
-    if not isinstance(lengths, Tensor):
-        lengths = tensor_from_host(lengths)
-    require_integers(lengths, "lengths")
+    lengths = row_of_integers(lengths, "lengths")
     host = host_values(lengths)
     if host is not None:
         check_lengths(host)
@@ -54,7 +52,7 @@ def cu_seqlens_from_lengths(lengths: Lengths) -> Tensor:
     return torch.cat([zero, torch.cumsum(lengths, 0, dtype=torch.int32)])
 
 
-def lengths_from_cu_seqlens(cu_seqlens: Tensor) -> Tensor:
+def lengths_from_cu_seqlens(cu_seqlens: Ints) -> Tensor:
     """Take offsets apart into lengths.
 
     Args:
@@ -63,11 +61,11 @@ def lengths_from_cu_seqlens(cu_seqlens: Tensor) -> Tensor:
     Returns:
         int32 ``[S]``, in tokens. ``[0, 3, 5]`` becomes ``[3, 2]``.
     """
-    require_cu_seqlens(cu_seqlens, None)
+    cu_seqlens = read_cu_seqlens(cu_seqlens, None)
     return torch.diff(cu_seqlens)
 
 
-def position_ids_from_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
+def position_ids_from_cu_seqlens(cu_seqlens: Ints, total: int) -> Tensor:
     """Count positions from zero inside every sequence.
 
     Args:
@@ -77,12 +75,13 @@ def position_ids_from_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
     Returns:
         int64 ``[T]``. ``([0, 3, 5], 5)`` becomes ``[0, 1, 2, 0, 1]``.
     """
-    require_cu_seqlens(cu_seqlens, total)
+    total = read_count(total, "total")
+    cu_seqlens = read_cu_seqlens(cu_seqlens, total)
     starts = torch.repeat_interleave(cu_seqlens[:-1], torch.diff(cu_seqlens), output_size=total)
     return torch.arange(total, device=cu_seqlens.device) - starts
 
 
-def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
+def seq_idx_from_cu_seqlens(cu_seqlens: Ints, total: int) -> Tensor:
     """Name the sequence of every slot, as state-space kernels want it.
 
     Args:
@@ -92,12 +91,13 @@ def seq_idx_from_cu_seqlens(cu_seqlens: Tensor, total: int) -> Tensor:
     Returns:
         int32 ``[T]``, counted from 0. ``([0, 3, 5], 5)`` becomes ``[0, 0, 0, 1, 1]``.
     """
-    require_cu_seqlens(cu_seqlens, total)
+    total = read_count(total, "total")
+    cu_seqlens = read_cu_seqlens(cu_seqlens, total)
     return torch.repeat_interleave(torch.diff(cu_seqlens), output_size=total)
 
 
 def segment_ids_from_cu_seqlens(
-    cu_seqlens: Tensor, total: int, *, cu_seqlens_padded: Tensor | None = None
+    cu_seqlens: Ints, total: int, *, cu_seqlens_padded: Ints | None = None
 ) -> Tensor:
     """Name the sequence of every slot from 1, and padding 0, as segment masks want it.
 
@@ -109,11 +109,14 @@ def segment_ids_from_cu_seqlens(
     Returns:
         int32 ``[T]``. ``([0, 3, 5], 8, cu_seqlens_padded=[0, 4, 8])`` becomes ``[1, 1, 1, 0, 2, 2, 0, 0]``.
     """
-    padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    total = read_count(total, "total")
+    cu_seqlens = read_cu_seqlens(cu_seqlens, total if cu_seqlens_padded is None else None)
+    padded = cu_seqlens
+    if cu_seqlens_padded is not None:
+        padded = read_cu_seqlens(cu_seqlens_padded, total, name="cu_seqlens_padded")
     segment_ids = seq_idx_from_cu_seqlens(padded, total) + 1
     if cu_seqlens_padded is None:
         return segment_ids
-    require_cu_seqlens(cu_seqlens, None)
     require_pair(cu_seqlens, padded)
     real_ends = padded[:-1] + torch.diff(cu_seqlens)
     ends = torch.repeat_interleave(real_ends, torch.diff(padded), output_size=total)
@@ -121,7 +124,7 @@ def segment_ids_from_cu_seqlens(
     return torch.where(is_real, segment_ids, 0)
 
 
-def cu_seqlens_from_seq_idx(seq_idx: Tensor, *, num_sequences: int) -> Tensor:
+def cu_seqlens_from_seq_idx(seq_idx: Ints, *, num_sequences: int) -> Tensor:
     """Find where every sequence starts from the sequence number of every slot.
 
     Args:
@@ -131,8 +134,8 @@ def cu_seqlens_from_seq_idx(seq_idx: Tensor, *, num_sequences: int) -> Tensor:
     Returns:
         int32 ``[S + 1]``. ``([0, 0, 0, 1, 1], num_sequences=2)`` becomes ``[0, 3, 5]``.
     """
-    require_integers(seq_idx, "seq_idx")
-    require_count(num_sequences, "num_sequences")
+    seq_idx = row_of_integers(seq_idx, "seq_idx")
+    num_sequences = read_count(num_sequences, "num_sequences")
     host = host_values(seq_idx)
     if host is not None and host.size:
         check_seq_idx(host, num_sequences)
@@ -141,7 +144,7 @@ def cu_seqlens_from_seq_idx(seq_idx: Tensor, *, num_sequences: int) -> Tensor:
     return torch.searchsorted(seq_idx, wanted, out_int32=True)
 
 
-def cu_seqlens_from_segment_ids(segment_ids: Tensor, *, num_sequences: int) -> tuple[Tensor, Tensor]:
+def cu_seqlens_from_segment_ids(segment_ids: Ints, *, num_sequences: int) -> tuple[Tensor, Tensor]:
     """Find real lengths and offsets in memory from segment ids; padding belongs to the segment before it.
 
     Args:
@@ -152,8 +155,8 @@ def cu_seqlens_from_segment_ids(segment_ids: Tensor, *, num_sequences: int) -> t
         ``cu_seqlens`` and ``cu_seqlens_padded``, int32 ``[S + 1]``. ``[1, 1, 1, 0, 2, 2, 0, 0]`` and 2 become
         ``[0, 3, 5]`` and ``[0, 4, 8]``.
     """
-    require_integers(segment_ids, "segment_ids")
-    require_count(num_sequences, "num_sequences")
+    segment_ids = row_of_integers(segment_ids, "segment_ids")
+    num_sequences = read_count(num_sequences, "num_sequences")
     host = host_values(segment_ids)
     if host is not None and host.size:
         check_segment_ids(host, num_sequences)
@@ -165,7 +168,7 @@ def cu_seqlens_from_segment_ids(segment_ids: Tensor, *, num_sequences: int) -> t
     return real_before[padded], padded
 
 
-def cu_seqlens_from_position_ids(position_ids: Tensor, *, num_sequences: int) -> Tensor:
+def cu_seqlens_from_position_ids(position_ids: Ints, *, num_sequences: int) -> Tensor:
     """Find where every sequence starts: where positions start again from 0.
 
     Args:
@@ -177,8 +180,8 @@ def cu_seqlens_from_position_ids(position_ids: Tensor, *, num_sequences: int) ->
         ``num_sequences`` raise on the CPU; on a device they leave a last entry below T, which
         ``check_cu_seqlens`` refuses.
     """
-    require_integers(position_ids, "position_ids")
-    require_count(num_sequences, "num_sequences")
+    position_ids = row_of_integers(position_ids, "position_ids")
+    num_sequences = read_count(num_sequences, "num_sequences")
     host = host_values(position_ids)
     if host is not None and host.size:
         check_position_ids(host, num_sequences)
@@ -188,7 +191,7 @@ def cu_seqlens_from_position_ids(position_ids: Tensor, *, num_sequences: int) ->
 
 
 def pad_cu_seqlens(
-    cu_seqlens: Tensor,
+    cu_seqlens: Ints,
     num_sequences: int,
     total: int,
     *,
@@ -212,28 +215,31 @@ def pad_cu_seqlens(
         int32 ``[num_sequences + 1]`` on the same device. ``([0, 3, 5], 4, 9)`` becomes ``[0, 3, 5, 7, 9]``,
         and ``([0, 3, 5], 4, 6)`` becomes ``[0, 3, 5, 6, 6]``.
     """
-    require_count(num_sequences, "num_sequences")
-    require_cu_seqlens(cu_seqlens, None)
+    num_sequences, total = read_count(num_sequences, "num_sequences"), read_count(total, "total")
+    cu_seqlens = read_cu_seqlens(cu_seqlens, None)
     known = host_lengths(cu_seqlens, lengths)
     kept, used = len(known), sum(known)
     while kept and known[kept - 1] == 0:
         kept -= 1
     step = tail_step(kept, used, num_sequences, total)
     if max_seqlen is not None:
+        max_seqlen = read_count(max_seqlen, "max_seqlen")
         longest = max(known, default=0)
         require_max_seqlen(longest, max_seqlen, step, num_sequences - kept, total - used)
     tail = torch.arange(1, num_sequences - kept + 1, device=cu_seqlens.device) * step + used
     return torch.cat([cu_seqlens[: kept + 1], tail.clamp(max=total).to(torch.int32)])
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, total: int) -> None:
+def check_cu_seqlens(cu_seqlens: Ints, total: int) -> None:
     """Raise unless these are offsets of ``total`` slots. Reads the device: not for inner loops.
 
     Args:
         cu_seqlens: int32 ``[S + 1]``, first entry 0, never decreasing, last entry ``total``.
         total: number of slots T.
     """
-    require_cu_seqlens(cu_seqlens, None)
+    total = read_count(total, "total")
+    cu_seqlens = read_cu_seqlens(cu_seqlens, None)
+    require_values(cu_seqlens, "Check it where it was made.")
     check_offsets(cu_seqlens.detach().cpu().numpy(), total)
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_thd._checks import host_ints, int_tensor, whole_number
 from lightning_thd._static import shapes_are_static
 
 INT32_MAX = 2**31 - 1  # cu_seqlens are int32 in flash-attn, Transformer Engine and torch.nn.attention.varlen
 
-Lengths = Tensor | npt.NDArray[np.integer] | Sequence[int]
+# What is taken where integers are wanted: a tensor stays on its device, the others are read on the host.
+Ints = Tensor | npt.NDArray[np.integer] | Sequence[int]
 
 
 def host_values(tensor: Tensor) -> npt.NDArray[np.integer] | None:
@@ -25,57 +28,50 @@ def host_values(tensor: Tensor) -> npt.NDArray[np.integer] | None:
     return tensor.numpy()
 
 
-def tensor_from_host(lengths: npt.NDArray[np.integer] | Sequence[int]) -> Tensor:
-    """Turn a list or numpy array into an int64 tensor."""
-    if torch.compiler.is_compiling():
-        return torch.tensor(lengths, dtype=torch.int64)
-    array = np.asarray(lengths)
-    if array.size == 0:
-        array = array.astype(np.int64)  # numpy takes an empty list for floats
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"lengths are {array.dtype}; wanted whole numbers of tokens. Pass ints.")
-    return torch.from_numpy(array.astype(np.int64))
-
-
-def require_count(count: int, name: str) -> None:
-    """Refuse a negative number of slots or sequences."""
-    if count < 0:
-        raise ValueError(f"{name}={count}; wanted 0 or more.")
-
-
-def require_integers(tensor: Tensor, name: str) -> None:
-    """Raise for floats, bools, and more or less than one dimension."""
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ValueError(f"{name} is {tensor.dtype}; wanted an integer dtype. Call {name}.to(torch.int32).")
+def row_of_integers(values: Any, name: str) -> Tensor:
+    """Return one row of integers as a tensor; raise for other dtypes and for more or fewer dimensions."""
+    tensor = int_tensor(values, name)
     if tensor.ndim != 1:
         raise ValueError(
             f"{name} has shape {list(tensor.shape)}; wanted one dimension, one pack. "
             "Call this once a row, or flatten the row with [0]."
         )
+    return tensor
 
 
-def require_cu_seqlens(cu_seqlens: Tensor, total: int | None) -> None:
-    """Check the dtype and shape of offsets always, their values where reading them is free."""
-    if total is not None:
-        require_count(total, "total")
+def read_count(count: Any, name: str) -> int:
+    """Return a number of slots or sequences; raise for what is negative, past int32 or no whole number."""
+    number = whole_number(count, name, advice="It is known on the host.")
+    if not torch.compiler.is_compiling() and number > INT32_MAX:
+        raise ValueError(f"{name}={number} is past int32 ({INT32_MAX}); wanted fewer of them in a pack.")
+    return number
+
+
+def read_cu_seqlens(cu_seqlens: Any, total: int | None, *, name: str = "cu_seqlens") -> Tensor:
+    """Return offsets as an int32 tensor, checked: dtype and shape always, values where reading them is free.
+
+    A list or numpy array of any integers becomes a tensor on the CPU; a tensor must be int32 already.
+    """
     if not isinstance(cu_seqlens, Tensor):
-        raise ValueError(
-            f"cu_seqlens is a {type(cu_seqlens).__name__}; wanted an int32 tensor. "
-            "Call cu_seqlens_from_lengths(lengths)."
-        )
+        found = int_tensor(cu_seqlens, name)
+        if not torch.compiler.is_compiling() and found.numel() and int(found.max()) > INT32_MAX:
+            raise ValueError(f"{name} holds {int(found.max())}, past int32. Put fewer sequences into a pack.")
+        cu_seqlens = found.to(torch.int32)
+    assert isinstance(cu_seqlens, Tensor)
     if cu_seqlens.dtype != torch.int32:
         raise ValueError(
-            f"cu_seqlens is {cu_seqlens.dtype}; wanted torch.int32, which every varlen kernel reads. "
-            "Call cu_seqlens.to(torch.int32)."
+            f"{name} is {cu_seqlens.dtype}; wanted torch.int32, which every varlen kernel reads. "
+            f"Call {name}.to(torch.int32)."
         )
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
         raise ValueError(
-            f"cu_seqlens has shape {list(cu_seqlens.shape)}; wanted [S + 1], starting with 0. "
+            f"{name} has shape {list(cu_seqlens.shape)}; wanted [S + 1], starting with 0. "
             "Call cu_seqlens_from_lengths(lengths)."
         )
     host = host_values(cu_seqlens)
     if host is not None:
         check_offsets(host, total)
+    return cu_seqlens
 
 
 def check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
@@ -159,6 +155,11 @@ def require_enough(found: int, num_sequences: int) -> None:
 
 def require_pair(cu_seqlens: Tensor, padded: Tensor) -> None:
     """Raise where a sequence has more tokens than slots, or offsets come in two lengths."""
+    if cu_seqlens.device != padded.device:
+        raise ValueError(
+            f"cu_seqlens is on {cu_seqlens.device} and cu_seqlens_padded on {padded.device}; wanted one "
+            "device. Move one of them."
+        )
     if cu_seqlens.shape != padded.shape:
         raise ValueError(
             f"cu_seqlens has {cu_seqlens.shape[0]} entries and cu_seqlens_padded {padded.shape[0]}; wanted "
@@ -176,8 +177,11 @@ def require_pair(cu_seqlens: Tensor, padded: Tensor) -> None:
 def host_lengths(cu_seqlens: Tensor, lengths: Sequence[int] | None) -> list[int]:
     """Return lengths as plain ints, which torch.compile takes for constants."""
     if lengths is None:
+        require_values(cu_seqlens, "Pass lengths=, which are known on the host.")
         known: list[int] = torch.diff(cu_seqlens).tolist()
         return known
+    if not torch.compiler.is_compiling():
+        lengths = host_ints(lengths, "lengths").tolist()
     if len(lengths) + 1 != cu_seqlens.shape[0]:
         raise ValueError(
             f"{len(lengths)} lengths do not fit cu_seqlens of {cu_seqlens.shape[0]} entries; wanted "
@@ -195,10 +199,14 @@ def host_lengths(cu_seqlens: Tensor, lengths: Sequence[int] | None) -> list[int]
     return list(lengths)
 
 
+def require_values(cu_seqlens: Tensor, advice: str) -> None:
+    """Raise for offsets on the meta device, which has no values to read."""
+    if cu_seqlens.device.type == "meta":
+        raise ValueError(f"cu_seqlens is on the meta device, which holds no values. {advice}")
+
+
 def tail_step(kept: int, used: int, num_sequences: int, total: int) -> int:
     """Return the length of a dummy sequence, after checking that everything fits."""
-    if total > INT32_MAX:
-        raise ValueError(f"total={total} is past int32 ({INT32_MAX}); wanted fewer slots in a pack.")
     if kept > num_sequences:
         raise ValueError(
             f"{kept} sequences do not fit into num_sequences={num_sequences}; none may be cut off. "

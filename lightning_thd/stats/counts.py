@@ -6,11 +6,13 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+
+from lightning_thd._checks import host_ints, whole_number
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 _Sum = TypeVar("_Sum", int, IntArray)
@@ -28,6 +30,9 @@ class Chunk:
 
     size: int
 
+    def __post_init__(self) -> None:
+        whole_number(self.size, "Chunk.size", least=1, most=2**62, advice="It is the tokens of a chunk.")
+
 
 Window: TypeAlias = int | Chunk
 
@@ -36,6 +41,7 @@ def sums(lengths: IntArray) -> tuple[int, int, int, int]:
     """Return the sum, the number above zero, the sum of squares and the smallest of lengths."""
     if not lengths.size:
         return 0, 0, 0, 0
+    refuse_overflow(float(lengths.max()) * float(lengths.sum(dtype=np.float64)), "lengths")
     return int(lengths.sum()), int(np.count_nonzero(lengths)), int(lengths @ lengths), int(lengths.min())
 
 
@@ -50,8 +56,14 @@ def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
     Returns:
         int64, one number a run: ``([5, 2], 2, ends=[1, 2])`` gives 1 + 2 + 2 + 2 + 2 = 9 and 1 + 2 = 3.
     """
+    values = non_negative(lengths, "lengths")
+    refuse_overflow(float(values.max(initial=0)) * float(values.sum(dtype=np.float64)), "lengths")
     runs = int64(ends, "ends")
-
+    if not runs.size or runs[0] < 0 or runs[-1] != values.size or (np.diff(runs) < 0).any():
+        raise ValueError(
+            f"ends {short(runs.tolist())} do not cut {values.size} lengths into runs; wanted numbers that "
+            "never decrease and end with the number of lengths. Pass [len(lengths)] for one run."
+        )
     starts = np.concatenate(([0], runs[:-1]))
     full = starts < runs
 
@@ -61,12 +73,14 @@ def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
             found[full] = np.add.reduceat(values, starts[full])
         return found
 
-    return pairs(int64(lengths, "lengths"), window, sums)
+    return pairs(values, window, sums)
 
 
 def pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) -> _Sum:
     """Count pairs behind a window from sums, and divide afterwards: numpy divides integers slowly."""
-    size = window.size if isinstance(window, Chunk) else window
+    size = (
+        window.size if isinstance(window, Chunk) else whole_number(window, "A window", least=None, most=2**62)
+    )
     if size < 1:
         raise ValueError(
             f"A window of {size} tokens sees nothing. Windows are 1 or more; leave out what has none."
@@ -77,6 +91,15 @@ def pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) -
     seen: IntArray = np.minimum(lengths, size)
     within = sums(seen)
     return (sums(seen * seen) + within) // 2 + (sums(lengths) - within) * size
+
+
+def refuse_overflow(squares: float, name: str) -> None:
+    """Raise where a sum of squares, bounded by ``squares``, could pass int64."""
+    if squares >= 2.0**63:
+        raise ValueError(
+            f"{name} are so large that their squares may pass int64. Were they multiplied, or is one wrong? "
+            "Otherwise count parts of the data and add their SeqStats."
+        )
 
 
 def total(values: IntArray) -> int:
@@ -92,6 +115,7 @@ def cross(lengths: Ints, cross_lengths: Ints) -> tuple[int, int]:
             f"cross_lengths {short(there.tolist())} does not fit the {here.size} sequences. "
             "Give every sequence the number of tokens its cross-attention reads, zero if none."
         )
+    refuse_overflow(float(here.astype(np.float64) @ there.astype(np.float64)), "cross_lengths")
     return int(there.sum()), int(here @ there)
 
 
@@ -101,15 +125,13 @@ def vision(
     """Count patches, the squared patches of every frame, and the same inside windows, from grids."""
     if image_grid_thw is None and video_grid_thw is None:
         return 0, 0, ()
-    given = [
-        int64(grid, "grid_thw").reshape(-1, 3)
-        for grid in (image_grid_thw, video_grid_thw)
-        if grid is not None
-    ]
+    given = [_grid(grid) for grid in (image_grid_thw, video_grid_thw) if grid is not None]
     grid = np.concatenate(given)
     if grid.min(initial=1) < 1:
         raise ValueError(f"grid_thw holds {grid.min()}. Frames, rows and columns of patches are 1 or more.")
     frames, rows, columns = grid.T
+    most = [float(axis.max(initial=0)) for axis in (frames, rows, columns)]
+    refuse_overflow(most[0] * (most[1] * most[2]) ** 2 * len(grid), "grid_thw")
     area = rows * columns
     in_windows = tuple(
         (edge, int((frames * edge_squares(rows, edge) * edge_squares(columns, edge)).sum()))
@@ -118,35 +140,60 @@ def vision(
     return int((frames * area).sum()), int((frames * area * area).sum()), in_windows
 
 
+def _grid(values: IntRows) -> IntArray:
+    grid = rows_int64(values, "grid_thw")
+    if grid.size % 3 or (grid.ndim > 1 and grid.shape[-1] != 3):
+        raise ValueError(
+            f"grid_thw has shape {grid.shape}; wanted [N, 3]: frames, rows and columns of patches "
+            "of each image."
+        )
+    return grid.reshape(-1, 3)
+
+
 def edge_squares(patches: IntArray, edge: int) -> IntArray:
     """Sum the squared pieces of ``patches`` cut every ``edge``: 5 cut every 2 gives 4 + 4 + 1."""
     whole, rest = patches // edge, patches % edge
     return whole * edge * edge + rest * rest
 
 
-def int64(values: IntRows, name: str) -> IntArray:
+def int64(values: Ints, name: str) -> IntArray:
     """Convert to a host int64 array, since int32 squares overflow above 46,340 tokens."""
     if isinstance(values, (list, tuple)):
         try:  # three times as fast as numpy's own way from Python integers
             return np.frombuffer(struct.pack(f"{len(values)}q", *values), dtype=np.int64)
         except struct.error:
             pass  # rows, or no integers
-    array: npt.NDArray[Any] = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    if array.size and array.dtype.kind not in "iu":
-        raise ValueError(f"{name} holds {array.dtype} values. Pass integers.")
-    return np.asarray(array, dtype=np.int64)
+    array: IntArray = host_ints(values, name)
+    return array
+
+
+def rows_int64(values: IntRows, name: str) -> IntArray:
+    """Convert to a host int64 array of any number of dimensions."""
+    array: IntArray = host_ints(values, name, ndim=None)
+    return array
+
+
+def non_negative(values: Ints, name: str) -> IntArray:
+    """Convert to a host int64 array ``[S]`` and raise for values below zero."""
+    array = int64(values, name)
+    if array.min(initial=0) < 0:
+        raise ValueError(
+            f"{name} holds {array.min()}. A sequence has zero or more tokens: pass real lengths."
+        )
+    return array
 
 
 def rows_of(cu_seqlens: IntRows, name: str) -> list[list[int]]:
     """Read offsets of one row or several as lists of host integers."""
-    array = int64(cu_seqlens, name)
-    if array.ndim > 2:
+    array = rows_int64(cu_seqlens, name)
+    if array.ndim not in (1, 2):
         raise ValueError(f"{name} has shape {array.shape}. Pass [S + 1] or [rows, S + 1].")
     return [[int(value) for value in row] for row in (array.reshape(1, -1) if array.ndim < 2 else array)]
 
 
 def trim(row: list[int], argmin: int | None) -> list[int]:
     """Cut the tail that is no sequence off; refuse offsets that are negative or decrease before it."""
+    argmin = None if argmin is None else whole_number(argmin, "argmin", least=None)
     if argmin is not None and not 0 <= argmin <= len(row):
         raise ValueError(
             f"argmin={argmin} is outside the {len(row)} offsets. Pass the number of valid offsets."
@@ -165,6 +212,12 @@ def trim(row: list[int], argmin: int | None) -> list[int]:
 
 def dense_shape(shape: tuple[int, int] | None, row: list[int]) -> tuple[int, int]:
     """Take the shape of a batch without usable offsets, or say that it has to be given."""
+    if shape is not None:
+        try:
+            rows, row_length = shape
+        except (TypeError, ValueError):
+            raise ValueError(f"shape={shape!r}; wanted two numbers, rows and row length.") from None
+        shape = tuple(whole_number(size, "shape", least=None) for size in (rows, row_length))  # type: ignore[assignment]
     if shape is None or min(shape) < 0:
         raise ValueError(
             f"cu_seqlens {short(row)} describes no sequence and shape={shape}. "

@@ -7,12 +7,14 @@ costs microseconds and no device read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
+from lightning_thd._checks import described, whole_number
 from lightning_thd.stats import counts
 from lightning_thd.stats.counts import IntRows, Ints, Window
 
@@ -55,7 +57,8 @@ class SeqStats:
         return tuple(window for window, _ in self.window_pairs)
 
     def merged_patches(self, merge_size: int = 2) -> int:
-        """Image tokens the text model sees: patches merged ``merge_size`` x ``merge_size`` into one."""
+        """Count image tokens the text model sees: patches merged ``merge_size`` x ``merge_size`` into one."""
+        merge_size = whole_number(merge_size, "merge_size", least=1)
         return self.vision_patches // (merge_size * merge_size)
 
     @classmethod
@@ -92,8 +95,12 @@ class SeqStats:
             raise ValueError(
                 f"lengths holds {lowest}. A sequence has zero or more tokens: pass real lengths."
             )
-        slots = real_tokens if slots is None else int(slots)
-        loss_tokens = real_tokens - sequences if loss_tokens is None else loss_tokens
+        slots = real_tokens if slots is None else whole_number(slots, "slots", least=None)
+        loss_tokens = (
+            real_tokens - sequences
+            if loss_tokens is None
+            else whole_number(loss_tokens, "loss_tokens", least=None)
+        )
         if slots < real_tokens:
             raise ValueError(
                 f"slots={slots} is less than the {real_tokens} real tokens of the sequences. "
@@ -103,9 +110,9 @@ class SeqStats:
             raise ValueError(
                 f"loss_tokens={loss_tokens} is outside 0..{slots} slots. Count targets that are >= 0."
             )
-        pairs = tuple((window, counts.pairs(lengths, window, counts.total)) for window in windows)
+        pairs = tuple((window, counts.pairs(lengths, window, counts.total)) for window in _tuple(windows))
         cross_tokens, cross_pairs = (0, 0) if cross_lengths is None else counts.cross(lengths, cross_lengths)
-        patches, squares, in_windows = counts.vision(image_grid_thw, video_grid_thw, tuple(vision_windows))
+        patches, squares, in_windows = counts.vision(image_grid_thw, video_grid_thw, _edges(vision_windows))
         return cls(
             real_tokens=real_tokens,
             slots=slots,
@@ -165,7 +172,8 @@ class SeqStats:
                 dense = len(row) < 2
                 lengths += [counts.dense_shape(shape, row)[1]] if dense else np.diff(row).tolist()
         held = sum(max(row, default=0) for row in padded)
-        slots = max(shape[0] * shape[1] if shape else 0, held, sum(lengths))
+        given = 0 if shape is None else math.prod(counts.dense_shape(shape, []))
+        slots = max(given, held, sum(lengths))
         return cls.from_lengths(
             lengths,
             windows=windows,
@@ -182,6 +190,17 @@ class SeqStats:
         return self if other == 0 else NotImplemented
 
 
+def _tuple(windows: Iterable[Window]) -> tuple[Window, ...]:
+    if not isinstance(windows, Iterable) or isinstance(windows, str | bytes):
+        raise TypeError(f"windows is {described(windows)}; wanted a tuple of windows, FlopsModel.windows.")
+    return tuple(windows)
+
+
+def _edges(windows: Iterable[int]) -> tuple[int, ...]:
+    advice = "Pass FlopsModel.vision_windows."
+    return tuple(whole_number(edge, "A vision window", least=1, advice=advice) for edge in _tuple(windows))
+
+
 def combine(stats: Sequence[SeqStats]) -> SeqStats:
     """Add many ``SeqStats`` at once.
 
@@ -191,6 +210,10 @@ def combine(stats: Sequence[SeqStats]) -> SeqStats:
     Returns:
         The sums; of nothing, zeros.
     """
+    stats = list(stats) if isinstance(stats, Iterable) else [stats]
+    for one in stats:
+        if not isinstance(one, SeqStats):
+            raise TypeError(f"combine() got {described(one)}; wanted SeqStats. Pass a list of batch.stats.")
     totals: dict[str, Any] = {name: sum([getattr(one, name) for one in stats]) for name in _COUNTS}
     totals["window_pairs"] = _join([(one.window_pairs, one.slots) for one in stats], "windows")
     totals["vision_window_pairs"] = _join(

@@ -174,7 +174,11 @@ def test_step_adds_its_microbatches() -> None:
         ([{"input_ids": [1]}, {"input_ids": []}], {}, "Sample 1 has no tokens.*empty='drop'"),
         ([{"input_ids": [1, 2], "labels": [1]}], {}, "Sample 0 has 2 input_ids but 1 labels"),
         ([{"input_ids": [1, -100]}], {}, "Sample 0 has the token id -100.*labels"),
-        ([{"input_ids": [1.5]}], {}, "dtype float64. Give one row of integers"),
+        (
+            [{"input_ids": [1.5]}],
+            {},
+            "input_ids holds float64 values; .*Give one row of integers",
+        ),
         ([{"input_ids": [[1, 2]]}], {}, r"shape \(1, 2\)"),
         ([{"input_ids": [1, 2, 3]}], {"pad_to": 2}, "need 3 slots but pad_to=2"),
         ([{"input_ids": [1, 2], "position_ids": [0]}], {}, "position_ids of shape"),
@@ -206,3 +210,49 @@ def test_unpack_wants_one_row_a_slot() -> None:
     assert [x.shape for x in batch.unpack(logits)] == [(2, 7)]
     with pytest.raises(ValueError, match=r"shape \(3,\), but the batch has 2 slots"):
         batch.unpack(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("samples", "kwargs", "error", "message"),
+    [
+        ([{"input_ids": [1, 2], "token_type_ids": [1]}], {}, ValueError, "2 input_ids but 1 token_type_ids"),
+        ([{"input_ids": [1], "position_ids": [0.5]}], {}, ValueError, "position_ids holds float64"),
+        ([{"input_ids": [1]}], {"sequence_ids": [1, 2]}, ValueError, "1 samples but 2 sequence_ids"),
+        ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], {}, ValueError, "not all ones.*from_padded"),
+        ([{"input_ids": [1, 2], "labels": [1, -1]}], {}, ValueError, "Sample 0 has the label -1"),
+        ([{"input_ids": [1], "next_label": 2.0}], {}, TypeError, "next_label is a float"),
+        ([{"input_ids": [1], "next_label": -3}], {}, ValueError, "next_label=-3"),
+        ([{"input_ids": [1], "use_cache": True}], {}, ValueError, "use_cache, which the batch makes"),
+        ([[1, 2]], {}, TypeError, "Sample 0 is a list.*wanted a dict"),
+        ({"input_ids": [1]}, {}, TypeError, "samples is a dict.*wanted a list of dicts"),
+        ([{"input_ids": [1]}], {"pad_to": 2**31}, ValueError, "past int32"),
+        ([{"input_ids": [1]}], {"loss_scale": -1.0}, ValueError, "loss_scale=-1.0; wanted 0 or more"),
+        (
+            [{"input_ids": [1], "x": torch.ones(1, 2)}, {"input_ids": [1], "x": torch.ones(1, 3)}],
+            {},
+            ValueError,
+            "concatenated along the first axis",
+        ),
+    ],
+)
+def test_samples_that_would_train_on_something_else(
+    samples: Any, kwargs: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        THDBatch.collate(samples, **kwargs)
+
+
+def test_an_ignored_next_label_is_no_target() -> None:
+    batch = THDBatch.collate([{"input_ids": [1, 2], "next_label": -100}, {"input_ids": [3], "next_label": 4}])
+    assert batch.targets.tolist() == [2, -100, 4]
+    assert batch.loss_tokens == 2
+
+
+def test_from_padded_refuses_masks_that_mean_something_else() -> None:
+    with pytest.raises(ValueError, match="values other than 0 and 1"):
+        THDBatch.from_padded([[1, 2, 3]], [[1, 1, 2]])
+    with pytest.raises(ValueError, match="ids below 0"):
+        THDBatch.from_padded([[1, -2, 3]], [[1, 1, 1]])
+    with pytest.raises(ValueError, match="labels below 0"):
+        THDBatch.from_padded([[1, 2, 3]], [[1, 1, 1]], [[1, -5, 2]])
+    assert THDBatch.from_padded(np.array([[0, 5, 6]]), [[0, 1, 1]]).input_ids.tolist() == [5, 6]

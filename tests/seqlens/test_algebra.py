@@ -276,7 +276,7 @@ def test_padding_and_lists_compile_without_a_break() -> None:
         (torch.tensor([-1]), r"Sequence 0 has length -1"),
         ([2**31 - 1, 1], r"2 lengths add up to 2147483648 tokens; wanted at most 2147483647"),
         (torch.tensor([2**31], dtype=torch.int64), r"1 lengths add up to 2147483648"),
-        ([1.5, 2.0], r"lengths are float64; wanted whole numbers"),
+        ([1.5, 2.0], r"lengths holds float64 values; wanted whole numbers"),
         (torch.tensor([1.0]), r"lengths is torch.float32; wanted an integer dtype"),
         (torch.tensor([True]), r"lengths is torch.bool"),
         ([[1, 2], [3, 4]], r"lengths has shape \[2, 2\]; wanted one dimension"),
@@ -301,9 +301,14 @@ TAKERS: list[Callable[[Tensor], object]] = [
 
 @pytest.mark.parametrize("take", TAKERS)
 def test_bad_cu_seqlens(take: Callable[[Tensor], object]) -> None:
-    take(cu(0, 3, 5))
-    with pytest.raises(ValueError, match=r"cu_seqlens is a list; wanted an int32 tensor"):
-        take([0, 3, 5])
+    wanted = take(cu(0, 3, 5))
+    for same in ([0, 3, 5], (0, 3, 5), np.array([0, 3, 5]), np.array([0, 3, 5], np.uint8)):
+        found = take(same)
+        assert found is wanted is None or torch.equal(found, wanted)
+    with pytest.raises(TypeError, match=r"cu_seqlens is None; wanted a list, array or tensor of ints"):
+        take(None)
+    with pytest.raises(ValueError, match=r"cu_seqlens holds 2147483648, past int32"):
+        take([0, 2**31])
     with pytest.raises(ValueError, match=r"cu_seqlens is torch.int64; wanted torch.int32"):
         take(torch.tensor([0, 3, 5]))
     with pytest.raises(ValueError, match=r"cu_seqlens has shape \[1, 3\]; wanted \[S \+ 1\]"):

@@ -195,7 +195,7 @@ def test_a_batch_without_images_adds_to_one_with() -> None:
         ([0, -5], "never decrease"),
         ([2, 5], "must start at 0"),
         ([[[0]]], r"has shape \(1, 1, 1\). Pass \[S \+ 1\]"),
-        ([0.0, 3.0], "holds float64 values. Pass integers"),
+        ([0.0, 3.0], "holds float64 values; wanted whole numbers. Pass integers"),
         ([0], r"describes no sequence and shape=None. Pass shape="),
         (None, r"describes no sequence and shape=None"),
     ],

@@ -1,0 +1,129 @@
+"""Numbers as users hold them -> host integers of one form, or an error that says what to pass instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+INT64_MAX = 2**63 - 1
+
+
+def whole_number(
+    value: Any, name: str, *, least: int | None = 0, most: int | None = None, advice: str = ""
+) -> int:
+    """Return one whole number as a Python integer.
+
+    Args:
+        value: an int or a numpy integer; a symbolic size of ``torch.compile`` is handed on.
+        name: what the user calls it.
+        least: the smallest allowed; None asks for nothing.
+        most: the largest allowed; None asks for nothing.
+        advice: what to pass instead.
+
+    Returns:
+        ``whole_number(np.int32(3), "total")`` gives ``3``.
+
+    Raises:
+        TypeError: for bools, floats, strings, tensors and anything else that is no whole number.
+        ValueError: for a number out of range.
+    """
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]  # a size that is being traced
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} is {described(value)}; wanted a whole number, an int. {advice}".rstrip())
+    if least is not None and value < least:
+        raise ValueError(f"{name}={value}; wanted {least} or more. {advice}".rstrip())
+    if most is not None and value > most:
+        raise ValueError(f"{name}={value}; wanted at most {most}. {advice}".rstrip())
+    return value if type(value) is int else int(value)
+
+
+def real_number(value: Any, name: str, *, advice: str = "") -> float:
+    """Return one finite number as a float.
+
+    Raises:
+        TypeError: for what is no number.
+        ValueError: for NaN and infinities.
+    """
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name} is {described(value)}; wanted a number. {advice}".rstrip())
+    if not np.isfinite(value):
+        raise ValueError(f"{name}={value}; wanted a finite number. {advice}".rstrip())
+    return float(value)
+
+
+def host_ints(values: Any, name: str, *, ndim: int | None = 1, advice: str = "Pass integers.") -> Any:
+    """Return integers as an int64 array on the host.
+
+    Args:
+        values: a list, tuple, range, numpy array or tensor of integers; a tensor on a device is copied.
+        name: what the user calls it.
+        ndim: dimensions wanted; None takes any.
+        advice: what to pass instead.
+
+    Returns:
+        int64 numpy array. ``host_ints(range(3), "lengths")`` gives ``array([0, 1, 2])``.
+
+    Raises:
+        TypeError: for what holds no numbers.
+        ValueError: for floats, bools, another number of dimensions, and numbers past int64.
+    """
+    array = _as_array(values, name, advice)
+    if ndim is not None and array.ndim != ndim:
+        wanted = {0: "one number", 1: "one row of integers"}.get(ndim, f"{ndim} dimensions")
+        raise ValueError(f"{name} has shape {array.shape}; wanted {wanted}. {advice}")
+    if not array.size:
+        return array.astype(np.int64)  # numpy takes an empty list for floats
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} holds {array.dtype} values; wanted whole numbers. {advice}")
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and int(array.max()) > INT64_MAX:
+        raise ValueError(f"{name} holds {int(array.max())}, past int64 ({INT64_MAX}). {advice}")
+    return array.astype(np.int64, copy=False)
+
+
+def _as_array(values: Any, name: str, advice: str) -> npt.NDArray[Any]:
+    if isinstance(values, Tensor):
+        if values.device.type == "meta":
+            raise ValueError(f"{name} is on the meta device, which holds no values. {advice}")
+        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            raise ValueError(f"{name} holds {values.dtype} values; wanted whole numbers. {advice}")
+        found: npt.NDArray[Any] = values.detach().cpu().numpy()
+        return found
+    if isinstance(values, str | bytes) or not (isinstance(values, Sized) or hasattr(values, "__array__")):
+        raise TypeError(f"{name} is {described(values)}; wanted a list, array or tensor of ints. {advice}")
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as err:  # rows of several lengths, say
+        raise ValueError(f"{name} is no array of integers ({err}). {advice}") from err
+    if array.dtype.kind == "O" or (array.ndim == 0 and not isinstance(values, np.ndarray)):
+        raise TypeError(f"{name} is {described(values)}; wanted a list, array or tensor of ints. {advice}")
+    return array
+
+
+def int_tensor(values: Any, name: str) -> Tensor:
+    """Return integers as a tensor: a tensor of integers as it is, anything on the host as int64 on the CPU.
+
+    Raises:
+        TypeError: for what holds no numbers.
+        ValueError: for floats and bools.
+    """
+    if not isinstance(values, Tensor):
+        if torch.compiler.is_compiling():
+            return torch.as_tensor(values, dtype=torch.int64)
+        return torch.from_numpy(np.ascontiguousarray(host_ints(values, name, ndim=None)))
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise ValueError(f"{name} is {values.dtype}; wanted an integer dtype. Call {name}.to(torch.int32).")
+    # Operators on the wide unsigned dtypes are missing from most kernels.
+    return values.long() if values.dtype in (torch.uint16, torch.uint32, torch.uint64) else values
+
+
+def described(value: object) -> str:
+    """Describe a value for a message by its type, shape and at most forty characters."""
+    if isinstance(value, Tensor | np.ndarray):
+        return f"a {type(value).__name__} of {value.dtype} {list(value.shape)}"
+    return f"a {type(value).__name__}, {value!r:.40}" if value is not None else "None"
