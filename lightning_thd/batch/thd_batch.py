@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_thd._checks import described
@@ -32,6 +31,14 @@ def checked_device(device: torch.device | str) -> torch.device:
         return torch.device(device)
     except RuntimeError as err:
         raise ValueError(f"{device!r} is no device ({err}). Pass 'cpu', 'cuda' or a torch.device.") from err
+
+
+def _rows(x: Any) -> Tensor:
+    if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
+        x = torch.from_numpy(x)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"unpack() got {described(x)}; wanted a tensor with one row a slot.")
+    return x
 
 
 class THDBatch(Immutable):
@@ -255,7 +262,7 @@ class THDBatch(Immutable):
             **self.extras,
         }
 
-    def unpack(self, x: Tensor | NDArray[Any]) -> list[Tensor]:
+    def unpack(self, x: Tensor) -> list[Tensor]:
         """Split a per-token tensor into one view a sequence, pads left out.
 
         Args:
@@ -268,10 +275,7 @@ class THDBatch(Immutable):
             TypeError: when ``x`` is no tensor or array.
             ValueError: when ``x`` has not T rows.
         """
-        if isinstance(x, np.ndarray):
-            x = torch.from_numpy(x)
-        if not isinstance(x, Tensor):
-            raise TypeError(f"unpack() got {described(x)}; wanted a tensor with one row a slot.")
+        x = _rows(x)
         slots = sum(self.padded_lengths)
         if x.ndim > 1 and x.shape[0] == 1 and x.shape[0] != slots:
             x = x[0]
