@@ -31,6 +31,7 @@ from lightning_thd.cuda_graph import (
 from lightning_thd.cuda_graph.agree import all_agree
 from lightning_thd.cuda_graph.capture.backend import Backend, CudaBackend
 from lightning_thd.cuda_graph.capture.recording import RecordingBackend
+from lightning_thd.cuda_graph.capture.subject import Example, Subject
 from lightning_thd.cuda_graph.choice.measuring import measured_costs
 from lightning_thd.cuda_graph.choice.plan import (
     GraphPlan,
@@ -194,8 +195,9 @@ class CUDAGraphCallback(L.Callback):
         costs: GraphCosts | None = self.costs if isinstance(self.costs, GraphCosts) else None
         if costs is None and not self.given and self.scope == "step":
             started = time.perf_counter()
+            subject = Subject(function=function, module=module, backend=backend)
             costs = measured_costs(
-                backend, function, module, batch, rest, needs=needs, slots=slots, max_seqlen=longest
+                subject, Example(batch, rest), needs=needs, slots=slots, max_seqlen=longest
             )
             self._measuring_s = time.perf_counter() - started
         self.plan = plan_graphs(needs, slots=slots, max_seqlen=longest, costs=costs, given=self.given)

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as L
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
-from lightning_thd.cuda_graph.capture.captured import StepFunction
 from lightning_thd.cuda_graph.capture.recording import Recorder
+from lightning_thd.cuda_graph.capture.subject import StepFunction, differentiable, differentiate
 from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error, reporting_to
 from lightning_thd.cuda_graph.limits.autocast import autocast_knows_meta
 from lightning_thd.cuda_graph.limits.checkpoint_rng import RandomUse, without_saved_states
@@ -123,10 +121,10 @@ def _both_ways(module: nn.Module, batch: THDBatch, run: StepFunction) -> None:
     leaves = [p for p in module.parameters() if p.requires_grad]
     with guarded(module):
         output = run(module, StaticBatch.watching(batch))
-    losses = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    losses = differentiable(output)
     if not losses:
         raise CaptureError("no output of the step requires a gradient. Return the loss, not detached.")
-    torch.autograd.grad(losses, leaves, [torch.ones_like(x) for x in losses], allow_unused=True)
+    differentiate(losses, leaves)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,10 +18,16 @@ _WARM_UPS = 2
 
 
 class Graph(Protocol):
-    """Captured work."""
+    """Captured work, which runs again on the same tensors."""
 
     def replay(self) -> None:
-        """Do it again, on the same tensors."""
+        """Run all of it before whatever the caller does next."""
+
+    def start(self) -> None:
+        """Begin to run it beside what the caller does next; ``reach`` waits for a part of it."""
+
+    def reach(self, number: int) -> None:
+        """Let what the caller does next come after a mark of the capture; after the last one, after all."""
 
 
 class Backend(Protocol):
@@ -29,10 +36,12 @@ class Backend(Protocol):
     Attributes:
         name: for messages.
         warm_ups: runs before a capture.
+        has_marks: whether a caller can wait for a part of a replay.
     """
 
     name: str
     warm_ups: int
+    has_marks: bool
 
     def unavailable(self, device: torch.device) -> str | None:
         """Say why nothing can be captured on a device, or None."""
@@ -43,6 +52,9 @@ class Backend(Protocol):
     def capture(self, function: Callable[[], R]) -> tuple[Graph, R]:
         """Run once and keep the work; the result's tensors are refilled by every replay."""
 
+    def mark(self) -> None:
+        """Mark the work captured so far, for ``Graph.reach``."""
+
     def time_s(self, function: Callable[[], object]) -> float | None:
         """Measure seconds of a run, or give None where times mean nothing."""
 
@@ -51,6 +63,27 @@ class Backend(Protocol):
 
     def release(self) -> None:
         """Let go of memory that graphs shared; all of them have been dropped."""
+
+
+class _CudaGraph:
+    """A ``torch.cuda.CUDAGraph`` and the events inside of it that others may wait for."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, marks: list[Any], side: torch.cuda.Stream) -> None:
+        self._graph, self._marks, self._side = graph, marks, side
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def start(self) -> None:
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self._graph.replay()
+
+    def reach(self, number: int) -> None:
+        if number < len(self._marks):
+            torch.cuda.current_stream().wait_event(self._marks[number])
+        else:
+            torch.cuda.current_stream().wait_stream(self._side)
 
 
 class CudaBackend:
@@ -66,6 +99,9 @@ class CudaBackend:
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._failed: list[torch.cuda.CUDAGraph] = []
+        self._marks: list[Any] = []
+        # Events that a graph records for streams outside of it: a keyword of torch's since 2.9.
+        self.has_marks = "external" in inspect.signature(torch.cuda.Event.__new__).parameters
 
     def unavailable(self, device: torch.device) -> str | None:
         """Say why nothing can be captured on a device, or None."""
@@ -94,7 +130,7 @@ class CudaBackend:
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        graph, self._marks = torch.cuda.CUDAGraph(), []
         # "thread_local": loader threads that page-lock memory and NCCL's watchdog go on meanwhile.
         context = torch.cuda.graph(
             graph, pool=self._pool, stream=self._side(), capture_error_mode="thread_local"
@@ -109,9 +145,16 @@ class CudaBackend:
                     raised = error
                     raise
         except Exception as error:
-            self._recover(graph)
+            if error is not raised:  # the end of the capture failed, too
+                self._recover(graph)
             raise (raised or error) from None
-        return graph, result
+        return _CudaGraph(graph, self._marks, self._side()), result
+
+    def mark(self) -> None:
+        """Record an event in the capture under way; it is recorded again by every replay."""
+        event: Any = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append(event)
 
     def time_s(self, function: Callable[[], object], *, runs: int = 5) -> float:
         """Return the median of some runs, by events on the device."""
@@ -144,17 +187,16 @@ class CudaBackend:
         return self._stream
 
     def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Undo what torch (up to 2.13) leaves behind when a capture ends with an error (pytorch#171265).
+        """Undo what torch (up to 2.13) leaves behind when the end of a capture raises.
 
-        The allocator goes on as if a capture were underway: it frees no memory that several streams used,
-        and no cached memory when the device is full. The generator refuses to draw outside of a capture.
+        The allocator may go on as if a capture were underway (pytorch#171265): it frees no memory that
+        several streams used, and no cached memory when the device is full. Whether or not torch has cleaned
+        that up, the generator refuses to draw outside of a capture (pytorch#180395).
         """
         device, pool = torch.cuda.current_device(), self._pool
-        try:
+        with contextlib.suppress(RuntimeError):  # it is not recording: torch has ended the pool itself
             torch._C._cuda_endAllocateToPool(device, pool)
-        except RuntimeError:  # it is not recording: the capture ended as it should
-            return
-        torch._C._cuda_releasePool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
         self._pool = None
         self._failed.append(graph)  # the allocator of page-locked memory may still ask it what is its own
         generator = torch.cuda.default_generators[device]

@@ -13,10 +13,12 @@ from torch.utils._pytree import tree_leaves
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.capture.backend import Backend
-from lightning_thd.cuda_graph.capture.captured import CapturedStep, StepFunction
+from lightning_thd.cuda_graph.capture.captured import CapturedStep
+from lightning_thd.cuda_graph.capture.gradients import GradientBuffers
 from lightning_thd.cuda_graph.capture.layers import GraphedLayers
 from lightning_thd.cuda_graph.capture.pair import GraphPair, Turn
 from lightning_thd.cuda_graph.capture.stand_ins import StandIns
+from lightning_thd.cuda_graph.capture.subject import Example, Subject, differentiable, differentiate
 from lightning_thd.cuda_graph.errors import CaptureError
 from lightning_thd.cuda_graph.limits.attribute_reads import constants_of, reads_of
 from lightning_thd.cuda_graph.limits.autocast import uncached_autocast
@@ -35,31 +37,45 @@ from lightning_thd.cuda_graph.shapes.static_batch import StaticBatch, StaticInpu
 from lightning_thd.cuda_graph.shapes.static_shard import Cut, refuse_cut
 
 
+class Shared:
+    """What the graphs of one memory pool share: whose turn it is, and where gradients lie."""
+
+    def __init__(self) -> None:
+        self.turn = Turn()
+        self._parameters: list[int] = []
+        self._buffers = GradientBuffers(0)
+
+    def buffers_of(self, parameters: list[Tensor]) -> GradientBuffers:
+        """Give the buffers of a module's trained parameters, new ones when these are others than before."""
+        known = [id(x) for x in parameters]
+        if known != self._parameters:
+            self._parameters, self._buffers = known, GradientBuffers(len(known))
+        return self._buffers
+
+
 def capture_step(
-    backend: Backend,
-    function: StepFunction,
-    module: nn.Module,
+    subject: Subject,
     bucket: Bucket,
-    batch: THDBatch,
-    rest: tuple[Any, ...],
-    turn: Turn,
-    layers: GraphedLayers | None,
+    example: Example,
+    shared: Shared,
+    layers: GraphedLayers | None = None,
+    *,
+    piece_bytes: int | None = None,
 ) -> CapturedStep:
     """Warm up and capture, leaving the module, the random states and the Trainer's logs as they were.
 
     Args:
-        backend: captures.
-        function: the step.
-        module: what it trains.
+        subject: what is captured.
         bucket: the shape.
-        batch: a real one, looked at for its device, the axes of its positions and how it is cut.
-        rest: further arguments of the step; a captured step gets stand-ins that raise when used.
-        turn: shared by all graphs of one memory pool.
+        example: a real call; a captured step gets stand-ins for its further arguments that raise when used.
+        shared: with all graphs of the subject's memory pool.
         layers: captures layers in place of the whole step.
+        piece_bytes: see ``GraphPair``.
 
     Raises:
         CaptureError: for whatever a replay could not repeat.
     """
+    batch, module, backend = example.batch, subject.module, subject.backend
     refuse_cut(batch, bucket)
     refuse_sums_over_slots(module)
     refuse_fp8(module)
@@ -67,19 +83,26 @@ def capture_step(
     inputs = _inputs(batch, bucket, wide=any(x.dtype == torch.float64 for x in parameters))
     if layers is not None:
         inputs.fill(inputs.dummy())
-        return layers.capture(function, module, inputs, inputs.dummy(), rest, parameters)
-    hidden = tuple(HostValue(f"argument {i + 2} of the step (batch_idx)") for i in range(len(rest)))
+        return layers.capture(subject, inputs, example.rest, parameters)
+    hidden = tuple(HostValue(f"argument {i + 2} of the step (batch_idx)") for i in range(len(example.rest)))
     stand_ins = StandIns(module, parameters)
 
     def run(static: StaticBatch) -> Any:
         with stand_ins.in_place():
-            return _checked(function(module, static, *hidden))
+            return _checked(subject(static, *hidden))
 
-    with restored(module), static_shapes(), uncached_autocast(batch.input_ids.device):
+    with restored(module), static_shapes(), uncached_autocast(example.device):
         runs = warm_up(backend, run, module, inputs, stand_ins.leaves)
         refuse_fp8(module)
         with guarded(module) as logged, without_saved_states(), reads_of(module) as reads, inputs.known():
-            pair = GraphPair(backend, lambda: run(inputs.batch), stand_ins.leaves, turn)
+            pair = GraphPair(
+                backend,
+                lambda: run(inputs.batch),
+                stand_ins.leaves,
+                shared.turn,
+                shared.buffers_of(parameters),
+                piece_bytes=piece_bytes,
+            )
     check_numbers([*runs, logged], {bucket.slots, bucket.sequences, bucket.max_seqlen})
     read = constants_of(module, reads)
     return CapturedStep(inputs, parameters, lambda *_: pair(parameters), logged, module, read)
@@ -131,11 +154,9 @@ def warm_up(
 
 
 def _forward_backward(run: Callable[[StaticBatch], Any], batch: StaticBatch, leaves: list[Tensor]) -> None:
-    output = run(batch)
-    wanted = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-    if wanted:
-        with torch.autocast(wanted[0].device.type, enabled=False):
-            torch.autograd.grad(wanted, leaves, [torch.ones_like(x) for x in wanted], allow_unused=True)
+    outputs = differentiable(run(batch))
+    if outputs:  # the capture refuses a step without, and says so
+        differentiate(outputs, leaves)
 
 
 def _checked(output: Any) -> Any:

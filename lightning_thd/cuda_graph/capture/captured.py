@@ -11,8 +11,6 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.limits.guards import LoggedValue
 from lightning_thd.cuda_graph.shapes.static_batch import StaticInputs
 
-StepFunction = Callable[..., Any]
-
 
 class CapturedStep:
     """One bucket, ready to replay.

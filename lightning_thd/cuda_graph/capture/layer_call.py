@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_thd.cuda_graph.capture.backend import Backend
+from lightning_thd.cuda_graph.capture.gradients import GradientBuffers
 from lightning_thd.cuda_graph.capture.pair import GraphPair, Turn
 from lightning_thd.cuda_graph.capture.stand_ins import StandIns
+from lightning_thd.cuda_graph.capture.subject import differentiable, differentiate
 from lightning_thd.cuda_graph.limits.autocast import uncached_autocast
 from lightning_thd.cuda_graph.limits.checkpoint_rng import RandomUse, without_saved_states
 from lightning_thd.models.pack import current_pack
@@ -26,14 +28,23 @@ class LayerCall:
             must not lie in memory that they use.
         layer: the layer.
         turn: shared by the buckets of a layer.
+        buffers: of the layer's gradients, shared by the same.
         fixed: addresses of buffers that a graph may read where they are; other tensors are copied in.
 
     Attributes:
         replays: calls that ran from the graphs.
     """
 
-    def __init__(self, backend: Backend, layer: nn.Module, turn: Turn, fixed: frozenset[int]) -> None:
-        self._backend, self._layer, self._turn, self._fixed = backend, layer, turn, fixed
+    def __init__(
+        self,
+        backend: Backend,
+        layer: nn.Module,
+        turn: Turn,
+        buffers: GradientBuffers,
+        fixed: frozenset[int],
+    ) -> None:
+        self._backend, self._layer, self._turn = backend, layer, turn
+        self._buffers, self._fixed = buffers, fixed
         self.pair: GraphPair | None = None
         self.replays = 0
         self._spec: TreeSpec | None = None
@@ -77,14 +88,14 @@ class LayerCall:
         with uncached_autocast(self._statics[0].device):
             self._warm_up(run, leaves)
             with _fresh_pack():
-                self.pair = GraphPair(self._backend, run, leaves, self._turn)
+                self.pair = GraphPair(self._backend, run, leaves, self._turn, self._buffers)
 
     def _warm_up(self, run: Callable[[], Any], leaves: list[Tensor]) -> None:
         for i in range(self._backend.warm_ups):
             use = RandomUse()
             with without_saved_states(use), use, _fresh_pack():
                 last = i == self._backend.warm_ups - 1
-                self._backend.warm_up(lambda: _forward_backward(run(), leaves), last=last)
+                self._backend.warm_up(lambda: differentiate(differentiable(run()), leaves), last=last)
             use.refuse()
 
     def _stays(self, tensor: Tensor) -> bool:
@@ -105,11 +116,6 @@ class LayerCall:
             isinstance(flat[i], Tensor) and flat[i].shape == static.shape and flat[i].dtype == static.dtype
             for i, static in zip(self._moving, self._statics, strict=True)
         )
-
-
-def _forward_backward(output: Any, leaves: list[Tensor]) -> None:
-    found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-    torch.autograd.grad(found, leaves, [torch.ones_like(x) for x in found], allow_unused=True)
 
 
 @contextlib.contextmanager

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.capture.backend import Backend
 from lightning_thd.cuda_graph.capture.captured import CapturedStep
+from lightning_thd.cuda_graph.capture.gradients import GradientBuffers
 from lightning_thd.cuda_graph.capture.layer_call import LayerCall
 from lightning_thd.cuda_graph.capture.pair import Turn
+from lightning_thd.cuda_graph.capture.subject import Subject, differentiable, differentiate
 from lightning_thd.cuda_graph.errors import CaptureError
 from lightning_thd.cuda_graph.limits.guards import guarded
 from lightning_thd.cuda_graph.limits.module_state import restored
@@ -40,16 +41,10 @@ class GraphedLayers:
         self.names = tuple(names)
         self.active: dict[nn.Module, LayerCall] = {}
         self._chosen: list[tuple[nn.Module, Any]] = []
-        self._own: dict[nn.Module, tuple[Backend, Turn]] = {}
+        self._own: dict[nn.Module, tuple[Backend, Turn, GradientBuffers]] = {}
 
     def capture(
-        self,
-        function: Callable[..., Any],
-        module: nn.Module,
-        inputs: StaticInputs,
-        dummy: THDBatch,
-        rest: tuple[Any, ...],
-        leaves: list[Tensor],
+        self, subject: Subject, inputs: StaticInputs, rest: tuple[Any, ...], leaves: list[Tensor]
     ) -> CapturedStep:
         """Run the step once on a dummy batch and capture every chosen layer as it is called."""
         if inputs.cut is not None:
@@ -57,25 +52,23 @@ class GraphedLayers:
                 "scope='layers' pads whole packs, and context parallelism cuts them. Use scope='step', or "
                 "context_parallel_size=1."
             )
+        module = subject.module
         self._install(module)
         offsets = (inputs.batch.cu_seqlens, inputs.batch.cu_seqlens_padded)
         fixed = frozenset(x.data_ptr() for x in offsets)
         calls = {
-            layer: LayerCall(backend, layer, turn, fixed) for layer, (backend, turn) in self._own.items()
+            layer: LayerCall(backend, layer, turn, buffers, fixed)
+            for layer, (backend, turn, buffers) in self._own.items()
         }
-        batch = self._static(dummy, inputs)
-        kind = inputs.batch.input_ids.device.type
+        batch = self._static(inputs.dummy(), inputs)
         with restored(module), static_shapes(), guarded(module), self._using(calls):
-            loss = function(module, batch, *rest)
-            found = [x for x in tree_leaves(loss) if isinstance(x, Tensor) and x.requires_grad]
-            with torch.autocast(kind, enabled=False):
-                torch.autograd.grad([x.sum() for x in found], leaves, allow_unused=True)
+            differentiate(differentiable(subject(batch, *rest)), leaves)
         if not any(call.pair for call in calls.values()):
             raise CaptureError(f"no layer named {self.names} was called by the step.")
 
         def run(batch: THDBatch, *rest: Any) -> Any:
             with self._using(calls), static_shapes():
-                return function(module, self._static(batch, inputs), *rest)
+                return subject(self._static(batch, inputs), *rest)
 
         return CapturedStep(inputs, leaves, run, [], module, set())
 
@@ -87,14 +80,14 @@ class GraphedLayers:
             else:
                 layer.__dict__["forward"] = before
         self._chosen.clear()
-        for backend, _ in self._own.values():
+        for backend, _, _ in self._own.values():
             backend.release()
         self._own.clear()
 
     @property
     def pending(self) -> bool:
         """Whether a layer's backward is outstanding: eager operators have saved the static offsets, too."""
-        return any(turn.pending for _, turn in self._own.values())
+        return any(turn.pending for _, turn, _ in self._own.values())
 
     @contextlib.contextmanager
     def _using(self, calls: dict[nn.Module, LayerCall]) -> Iterator[None]:
@@ -126,7 +119,8 @@ class GraphedLayers:
         for layer in found:
             self._chosen.append((layer, layer.__dict__.get("forward")))
             layer.__dict__["forward"] = self._forward_of(layer, layer.forward)
-            self._own[layer] = (self.backend.separate(), Turn())
+            trained = sum(p.requires_grad for p in layer.parameters())
+            self._own[layer] = (self.backend.separate(), Turn(), GradientBuffers(trained))
 
     def _forward_of(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def graphed_forward(*args: Any, **kwargs: Any) -> Any:

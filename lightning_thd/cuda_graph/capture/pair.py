@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_thd.cuda_graph.capture.backend import Backend, Graph
+from lightning_thd.cuda_graph.capture.backend import Backend
+from lightning_thd.cuda_graph.capture.gradients import GradientBuffers, ReadyOrder, caught, copies
+from lightning_thd.cuda_graph.capture.subject import differentiable, differentiate
 from lightning_thd.cuda_graph.errors import CaptureError
 
 
@@ -60,33 +62,45 @@ class GraphPair:
     Args:
         backend: captures both.
         function: takes nothing, works on static tensors, returns tensors in any nesting.
-        leaves: what gradients are wanted for: parameters, and static inputs that require a gradient.
+        leaves: what gradients are wanted for: static inputs that require a gradient, then parameters.
         turn: shared by all pairs whose graphs share memory.
+        buffers: of the parameters' gradients, shared by the same pairs.
+        piece_bytes: hand gradients over in pieces of at least this size, in the order in which they become
+            ready, so that a distributed wrapper reduces the first while the last are still being worked
+            out; None hands all over at the end.
     """
 
     def __init__(
-        self, backend: Backend, function: Callable[[], Any], leaves: Sequence[Tensor], turn: Turn
+        self,
+        backend: Backend,
+        function: Callable[[], Any],
+        leaves: Sequence[Tensor],
+        turn: Turn,
+        buffers: GradientBuffers,
+        *,
+        piece_bytes: int | None = None,
     ) -> None:
         self.turn = turn
         self.forward, outputs = backend.capture(function)
-        flat, self._spec = _flatten(outputs)
-        differentiable = [x for x in flat if isinstance(x, Tensor) and x.requires_grad]
-        if not differentiable:
+        flat, self._spec = tree_flatten(outputs)
+        found = differentiable(flat)
+        if not found:
             raise CaptureError(
                 "no output of the step requires a gradient. Return the loss, not detached, or train "
                 "something that the loss depends on."
             )
-        _refuse_foreign_leaves(differentiable, leaves)
-        self.grad_outputs = [torch.zeros_like(x) for x in differentiable]
-        self.backward, gradients = backend.capture(
-            lambda: torch.autograd.grad(differentiable, list(leaves), self.grad_outputs, allow_unused=True)
-        )
+        _refuse_foreign_leaves(found, leaves)
+        self.grad_outputs = [torch.zeros_like(x) for x in found]
+        order = ReadyOrder(backend.mark, piece_bytes)
+        with caught(leaves, len(leaves) - buffers.count, buffers, order):
+            self.backward, gradients = backend.capture(
+                lambda: differentiate(found, leaves, self.grad_outputs)
+            )
         self.is_differentiable = [isinstance(x, Tensor) and x.requires_grad for x in flat]
         # Without their history, so that what autograd saved is free for the next capture.
         self.outputs = [x.detach() if isinstance(x, Tensor) else x for x in flat]
-        used = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        self.used = tuple(used)
-        self.gradients = [gradients[i] for i in used]
+        self.gradients = gradients
+        self.pieces = [tuple(piece) for piece in order.pieces]
 
     def __call__(self, leaves: Sequence[Tensor]) -> Any:
         """Replay on what the static tensors hold now.
@@ -94,28 +108,44 @@ class GraphPair:
         Args:
             leaves: as at capture, or the tensors that static inputs were filled from.
         """
-        tensors = _Replay.apply(self, *(leaves[i] for i in self.used))  # type: ignore[no-untyped-call]
+        links: tuple[Tensor, ...] = ()
+        for number in range(len(self.pieces) - 1, 0, -1):
+            later = (leaves[i] for i in self.pieces[number])
+            links = (_LaterPiece.apply(self, number, len(links), *links, *later),)  # type: ignore[no-untyped-call]
+        first = (leaves[i] for i in self.pieces[0])
+        tensors = _Replay.apply(self, len(links), *links, *first)  # type: ignore[no-untyped-call]
         flat, given = list(self.outputs), iter(tensors)
         for i, x in enumerate(flat):
             if isinstance(x, Tensor):
                 flat[i] = next(given)
         return tree_unflatten(flat, self._spec)
 
+    def take(self, number: int) -> list[Tensor]:
+        """Wait for a piece of the backward and return copies of its gradients."""
+        if len(self.pieces) > 1:
+            self.backward.reach(number)
+        found = [self.gradients[i] for i in self.pieces[number]]
+        return copies([x for x in found if x is not None])
+
 
 class _Replay(torch.autograd.Function):
+    """The forward graph; backwards, the backward graph and the first piece of gradients."""
+
     @staticmethod
-    def forward(ctx: Any, pair: GraphPair, *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, pair: GraphPair, num_links: int, *leaves: Tensor) -> tuple[Tensor, ...]:
         ctx.token = pair.turn.take()
-        ctx.pair = pair
+        ctx.pair, ctx.num_links = pair, num_links
+        if num_links:  # a backward that broke half way may still be running
+            pair.backward.reach(len(pair.pieces) - 1)
         pair.forward.replay()
         statics = [x for x in pair.outputs if isinstance(x, Tensor)]
-        copies = _copies(statics)
+        found = copies(statics)
         flags = [
             f for f, x in zip(pair.is_differentiable, pair.outputs, strict=True) if isinstance(x, Tensor)
         ]
-        ctx.mark_non_differentiable(*(x for x, f in zip(copies, flags, strict=True) if not f))
+        ctx.mark_non_differentiable(*(x for x, f in zip(found, flags, strict=True) if not f))
         ctx.flags = flags
-        return tuple(copies)
+        return tuple(found)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -125,8 +155,26 @@ class _Replay(torch.autograd.Function):
         wanted = [g for g, flag in zip(grads, ctx.flags, strict=True) if flag]
         for static, grad in zip(pair.grad_outputs, wanted, strict=True):
             static.copy_(grad)
-        pair.backward.replay()
-        return (None, *_copies(pair.gradients))
+        if ctx.num_links:
+            pair.backward.start()
+        else:
+            pair.backward.replay()
+        links = [torch.zeros((), device=wanted[0].device)] * ctx.num_links
+        return (None, None, *links, *pair.take(0))
+
+
+class _LaterPiece(torch.autograd.Function):
+    """A piece of gradients that is ready later: autograd comes here once those before it are handed over."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: GraphPair, number: int, num_links: int, *leaves: Tensor) -> Tensor:
+        ctx.pair, ctx.number, ctx.num_links = pair, number, num_links
+        return torch.zeros((), device=leaves[-1].device)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, None, *[grad] * ctx.num_links, *ctx.pair.take(ctx.number))
 
 
 def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> None:
@@ -147,23 +195,3 @@ def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> N
                 "into the module as a Parameter, and use it from there."
             )
         stack += [parent for parent, _ in node.next_functions]
-
-
-def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Copy all at once: hundreds of parameters in a few launches."""
-    copies: list[Any] = [torch.empty_like(x) if _is_plain(x) else x.clone() for x in tensors]
-    plain = [i for i, x in enumerate(tensors) if _is_plain(x)]
-    if plain:
-        torch._foreach_copy_([copies[i] for i in plain], [tensors[i] for i in plain])
-    return copies
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter)
-
-
-def _flatten(outputs: Any) -> tuple[list[Any], TreeSpec]:
-    return tree_flatten(outputs)
-
-
-__all__ = ["Graph", "GraphPair", "Turn"]

@@ -43,6 +43,13 @@ class _Call:
                 for target, source in zip(plain_tensors(kept), plain_tensors(new), strict=True):
                     target.copy_(source)
 
+    def poison(self) -> None:
+        """Fill what the call gives with NaN."""
+        for kept in self.results:
+            if kept is not None and kept.is_floating_point():
+                for x in plain_tensors(kept):
+                    x.fill_(torch.nan)
+
 
 def _finish(function: Any, results: list[Any]) -> None:
     """Wait for collectives, whose results are not there yet."""
@@ -76,25 +83,38 @@ class Recording:
 
     Attributes:
         calls: the operators.
+        marks: places in ``calls`` that the caller marked while they were recorded.
         poison: fill every result with NaN before a replay, so that a slot nobody writes shows.
+        position: calls that the present replay has run.
     """
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
+        self.marks: list[int] = []
         self.poison = False
+        self.position = 0
 
     def replay(self) -> None:
         """Run everything again; random operators draw from the generator's present state."""
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            if self.poison:
+        self.start()
+        self.reach(len(self.marks))
+
+    def start(self) -> None:
+        """Begin a replay of which nothing has run yet."""
+        self.position = 0
+        if self.poison:
+            with torch.no_grad():
                 for call in self.calls:
-                    for kept in call.results:
-                        if kept is not None and kept.is_floating_point():
-                            for x in plain_tensors(kept):
-                                x.fill_(torch.nan)
-            for call in self.calls:
+                    call.poison()
+
+    def reach(self, number: int) -> None:
+        """Run everything up to a mark; up to the end after the last one."""
+        stop = [*self.marks, len(self.calls)][number]
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for call in self.calls[self.position : stop]:
                 if not call.fills:
                     call.run()
+        self.position = max(self.position, stop)
 
 
 class Recorder:
@@ -106,11 +126,11 @@ class Recorder:
 
     def __init__(self, report: Report) -> None:
         self._report = report
+        self.tape = Recording()
 
     def record(self, function: Callable[[], R]) -> tuple[Recording, R]:
         """Run ``function`` and keep its operators."""
-        tape = Recording()
-        busy = _Busy()
+        tape, busy = self.tape, _Busy()
         with _Operators(tape, busy, self._report), _Functions(busy, self._report):
             return tape, function()
 
@@ -124,9 +144,11 @@ class RecordingBackend:
 
     name = "recording"
     warm_ups = 2
+    has_marks = True
 
     def __init__(self, *, poison: bool = False) -> None:
         self.poison = poison
+        self._tape = Recording()
 
     def unavailable(self, device: torch.device) -> str | None:
         """Only the CPU has operators that may be called again one by one."""
@@ -140,9 +162,15 @@ class RecordingBackend:
 
     def capture(self, function: Callable[[], R]) -> tuple[Recording, R]:
         """Run once and keep the operators; raises :class:`CaptureError` at the first problem."""
-        tape, result = Recorder(_stop).record(function)
+        recorder = Recorder(_stop)
+        self._tape = recorder.tape
+        tape, result = recorder.record(function)
         tape.poison = self.poison
         return tape, result
+
+    def mark(self) -> None:
+        """Mark the place in the capture under way that ``reach`` may run up to."""
+        self._tape.marks.append(len(self._tape.calls))
 
     def time_s(self, function: Callable[[], object]) -> float | None:
         """Give None: a recording is always slower."""

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-
-from lightning_thd.cuda_graph.capture.backend import Backend
-from lightning_thd.cuda_graph.capture.captured import CapturedStep, StepFunction
+from lightning_thd.cuda_graph.capture.captured import CapturedStep
+from lightning_thd.cuda_graph.capture.subject import Example, Subject, differentiable, differentiate
 from lightning_thd.cuda_graph.limits.guards import guarded
 from lightning_thd.cuda_graph.limits.module_state import restored
 from lightning_thd.cuda_graph.shapes.buckets import Layout
@@ -35,44 +31,26 @@ class Comparison(NamedTuple):
         return self.replay_s > (1 - _MARGIN) * self.eager_s
 
 
-def compare(
-    backend: Backend,
-    function: StepFunction,
-    module: nn.Module,
-    step: CapturedStep,
-    layout: Layout,
-    rest: tuple[Any, ...],
-) -> Comparison | None:
+def compare(subject: Subject, step: CapturedStep, example: Example) -> Comparison | None:
     """Measure a bucket, or give None where the backend's times mean nothing.
 
     Args:
-        backend: measures.
-        function: the step.
-        module: what it trains.
-        step: captured.
-        layout: of a real batch; used where the bucket would serve it, else the bucket's own size.
-        rest: further arguments of the step.
+        subject: what was captured.
+        step: of one bucket.
+        example: a real call; its layout is used where the bucket would serve it, else the bucket's own size.
     """
-    bucket = step.inputs.bucket
+    backend, bucket, layout = subject.backend, step.inputs.bucket, Layout.of_batch(example.batch)
     if bucket.misfit(layout) is not None:
         layout = Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
     batch = step.inputs.dummy(layout)
-    with restored(module), guarded(module):
-        eager_s = backend.time_s(lambda: _both_ways(lambda: function(module, batch, *rest), step))
+    with restored(subject.module), guarded(subject.module):
+        eager_s = backend.time_s(lambda: _both_ways(subject(batch, *example.rest), step))
         if eager_s is None:
             return None
-        replay_s = backend.time_s(lambda: _both_ways(lambda: step.run(batch, *rest), step))
+        replay_s = backend.time_s(lambda: _both_ways(step.run(batch, *example.rest), step))
     assert replay_s is not None
     return Comparison(eager_s, replay_s)
 
 
-def _both_ways(forward: Any, step: CapturedStep) -> None:
-    loss = loss_of(forward())
-    with torch.autocast(loss.device.type, enabled=False):
-        torch.autograd.grad(loss, step.leaves, allow_unused=True)
-
-
-def loss_of(output: Any) -> Tensor:
-    """Find the loss in what a step returned."""
-    found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-    return found[0] if len(found) == 1 else sum(x.sum() for x in found)  # type: ignore[return-value]
+def _both_ways(output: Any, step: CapturedStep) -> None:
+    differentiate(differentiable(output), step.leaves)

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_thd import THDBatch, THDThroughputMonitor, causal_lm_loss
 from lightning_thd.cuda_graph.capture.recording import RecordingBackend
 from tests.callbacks.fits import Clock
+from tests.callbacks.test_cuda_graph import callback, fit
 from tests.cuda_graph.support import GraphModule, graphed, random_batch
-from tests.cuda_graph.test_callback import callback, fit
 from tests.tiny import tiny_llama
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd import THDBatch, causal_lm_loss
-from lightning_thd.callbacks.cuda_graph import CaptureError
+from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep
+from lightning_thd.cuda_graph.capture.recording import RecordingBackend
 from lightning_thd.cuda_graph.limits.module_state import (
     Fingerprint,
     host_state,
@@ -20,7 +21,7 @@ from lightning_thd.cuda_graph.limits.module_state import (
     refuse_host_changes,
     restored,
 )
-from tests.cuda_graph.support import graphed, random_batch
+from tests.cuda_graph.support import BUCKETS, random_batch
 from tests.tiny import tiny_llama
 
 
@@ -138,7 +139,6 @@ def test_a_step_that_turns_fp8_on_itself_is_refused_after_its_warm_up() -> None:
         module.te.fp8 = True
         return causal_lm_loss(module.model, batch)
 
-    step = graphed(Net())
-    step.function = loss
+    step = GraphedStep(loss, Net(), buckets=BUCKETS, backend=RecordingBackend(), require=True)
     with pytest.raises(CaptureError, match="in fp8"):
         step(random_batch(1, count=4))

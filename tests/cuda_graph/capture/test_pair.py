@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.callbacks.cuda_graph import CaptureError
+from lightning_thd.cuda_graph.capture.gradients import GradientBuffers
 from lightning_thd.cuda_graph.capture.pair import GraphPair, Turn
 from lightning_thd.cuda_graph.capture.recording import RecordingBackend
 from lightning_thd.cuda_graph.capture.stand_ins import StandIns
@@ -26,7 +27,11 @@ def make(turn: Turn | None = None, *, x: Tensor | None = None) -> tuple[GraphPai
     def function() -> dict[str, Any]:
         return {"loss": (x * w).sum(), "seen": [w.square(), x * 1.0, None]}
 
-    return GraphPair(RecordingBackend(), function, [w, unused], turn or Turn()), x, [w, unused]
+    return (
+        GraphPair(RecordingBackend(), function, [w, unused], turn or Turn(), GradientBuffers(2)),
+        x,
+        [w, unused],
+    )
 
 
 def test_outputs_keep_their_nesting_and_gradients_go_to_what_was_used() -> None:
@@ -85,9 +90,9 @@ def test_graphs_that_share_memory_take_turns() -> None:
 def test_a_loss_that_trains_nothing_and_tensors_from_outside_are_refused() -> None:
     w, outside = leaf(2.0), leaf(3.0)
     with pytest.raises(CaptureError, match="no output of the step requires a gradient"):
-        GraphPair(RecordingBackend(), lambda: w.detach().sum(), [w], Turn())
+        GraphPair(RecordingBackend(), lambda: w.detach().sum(), [w], Turn(), GradientBuffers(1))
     with pytest.raises(CaptureError, match=r"shape \(1,\) that is no parameter of the module"):
-        GraphPair(RecordingBackend(), lambda: (w * outside).sum(), [w], Turn())
+        GraphPair(RecordingBackend(), lambda: (w * outside).sum(), [w], Turn(), GradientBuffers(1))
 
 
 class Tied(nn.Module):
@@ -142,7 +147,7 @@ def test_a_capture_meets_no_node_that_accumulates_a_parameters_gradient() -> Non
                 stack += [parent for parent, _ in node.next_functions]
         return loss
 
-    pair = GraphPair(RecordingBackend(), function, stand_ins.leaves, Turn())
+    pair = GraphPair(RecordingBackend(), function, stand_ins.leaves, Turn(), GradientBuffers(2))
     assert len(seen) > 3
     assert not set(kept) & set(seen)
     pair(list(module.parameters())).backward()

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import GraphCosts
 from lightning_thd.cuda_graph.capture.recording import RecordingBackend
+from lightning_thd.cuda_graph.capture.subject import Example, Subject
 from lightning_thd.cuda_graph.choice.measuring import measured_costs
+from tests.callbacks.test_cuda_graph import callback, fit
 from tests.cuda_graph.support import random_batch
-from tests.cuda_graph.test_callback import callback, fit
 from tests.ranks import run_ranks
 from tests.tiny import tiny_llama
 
@@ -51,9 +52,8 @@ def measure(function: Any = causal_lm_loss, backend: RecordingBackend | None = N
     # The median of the needs, and the largest: at least twice as many, or no line goes through them.
     backend = Stopwatch(14, 7) if backend is None else backend
     batch = random_batch(1, count=4)
-    return measured_costs(
-        backend, function, tiny_llama(torch.float64), batch, (), needs=needs, slots=128, max_seqlen=24
-    )
+    subject = Subject(function=function, module=tiny_llama(torch.float64), backend=backend)
+    return measured_costs(subject, Example(batch), needs=needs, slots=128, max_seqlen=24)
 
 
 def test_the_line_through_two_buckets() -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_thd.cuda_graph.capture.backend import CudaBackend
+from lightning_thd.cuda_graph.capture.backend import CudaBackend, _CudaGraph
 
 
 class FakeCuda:
-    """Streams by name, one graph at a time; ``end_fails`` is how torch ends an invalidated capture."""
+    """Streams by name, one graph at a time.
 
-    def __init__(self, *, end_fails: bool) -> None:
-        self.current, self.end_fails = "main", end_fails
+    ``end_fails`` is how torch ends an invalidated capture; ``cleans`` is a torch that ends its pool then.
+    """
+
+    def __init__(self, *, end_fails: bool, cleans: bool) -> None:
+        self.current, self.end_fails, self.cleans = "main", end_fails, cleans
         self.recording: Any = None
         self.calls: list[str] = []
         self.sync = 0
@@ -37,6 +41,8 @@ class FakeCuda:
             yield
         finally:
             if self.end_fails:
+                if self.cleans:
+                    self.recording = None
                 raise RuntimeError("operation failed due to a previous error during capture")
             self.current, self.recording = "main", None
 
@@ -54,9 +60,10 @@ class FakeCuda:
         return [Generator()]
 
 
-@pytest.fixture(params=[True, False])
+@pytest.fixture(params=[(True, False), (True, True), (False, False)])
 def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    fake = FakeCuda(end_fails=request.param)
+    end_fails, cleans = request.param
+    fake = FakeCuda(end_fails=end_fails, cleans=cleans)
     names: dict[str, Any] = {
         "stream": fake.stream,
         "graph": fake.graph,
@@ -85,8 +92,9 @@ def test_a_broken_capture_raises_the_steps_own_error_and_is_undone(fake: FakeCud
         backend.capture(breaks)
     assert fake.current == "main"
     assert fake.recording is None
-    if fake.end_fails:
-        assert fake.calls == ["end 0 pool", "release pool", "generator fresh"]
+    if fake.end_fails:  # the generator refuses to draw until its state is renewed, whoever ended the pool
+        ended = [] if fake.cleans else ["end 0 pool", "release pool"]
+        assert fake.calls == [*ended, "generator fresh"]
         assert backend._pool is None
     else:  # what ended as it should is not given back twice
         assert fake.calls == []
@@ -134,3 +142,52 @@ def test_only_the_last_warm_up_refuses_to_wait(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
 def test_without_a_device_it_says_so() -> None:
     assert CudaBackend().unavailable(torch.device("cuda")) == "there is no CUDA device"
+
+
+class Timeline:
+    """A stream that notes what it was asked, in one list with the others."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said = name, said
+
+    def wait_stream(self, other: Any) -> None:
+        self.said.append(f"{self.name} after {other.name}")
+
+    def wait_event(self, event: Any) -> None:
+        self.said.append(f"{self.name} after event {event}")
+
+
+def test_a_started_graph_runs_beside_the_caller_who_waits_for_its_marks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    main, side = Timeline("main", said), Timeline("side", said)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(said.append("on side")))
+    graph = SimpleNamespace(replay=lambda: said.append("replay"))
+    captured = _CudaGraph(graph, ["a", "b"], side)  # type: ignore[arg-type]
+    captured.start()
+    for number in range(3):
+        captured.reach(number)
+    begun = ["side after main", "on side", "replay"]
+    assert said == [*begun, "main after event a", "main after event b", "main after side"]
+
+
+def test_a_mark_is_an_event_that_others_may_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Event:
+        def __init__(self, *, external: bool) -> None:
+            assert external
+            made.append(self)
+
+        def record(self) -> None:
+            made.append("recorded")
+
+    assert CudaBackend().has_marks  # torch's events take the keyword
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    backend = CudaBackend()
+    assert not backend.has_marks  # an older torch, as this stand-in's __new__ takes no such keyword
+    backend.mark()
+    assert made[1:] == ["recorded"]
+    assert backend._marks == made[:1]

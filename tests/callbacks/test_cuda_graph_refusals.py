@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_thd import THDBatch
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback, GraphCosts
 from lightning_thd.cuda_graph.capture.recording import RecordingBackend
+from tests.callbacks.test_cuda_graph import Repeated, assert_same, callback, fit, parameters
 from tests.cuda_graph.support import GraphModule
-from tests.cuda_graph.test_callback import Repeated, assert_same, callback, fit, parameters
 from tests.tiny import TinyModule, largest_error
 
 

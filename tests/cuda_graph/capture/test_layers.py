@@ -43,7 +43,7 @@ def test_layers_equal_eager(name: str, layers: tuple[str, ...]) -> None:
 
 def layer_calls(step: GraphedStep) -> list[dict[nn.Module, LayerCall]]:
     """The calls of every captured bucket, each bucket's from the function that replays it."""
-    captured = [s for steps in step._captured.values() for s in steps.values()]
+    captured = [s for steps in step._graphs._captured.values() for s in steps.values()]
     return [inspect.getclosurevars(s._call).nonlocals["calls"] for s in captured]
 
 

@@ -1,0 +1,78 @@
+"""A step function and the module it trains -> one value that capture, timing and choice share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.cuda_graph.capture.backend import Backend
+
+StepFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What is captured, and with what.
+
+    Attributes:
+        function: ``function(module, batch, *rest)`` gives the loss, alone or among other tensors.
+        module: what it trains.
+        backend: captures and measures.
+    """
+
+    function: StepFunction
+    module: nn.Module
+    backend: Backend
+
+    def __call__(self, batch: Any, *rest: Any) -> Any:
+        """Run the step eagerly."""
+        return self.function(self.module, batch, *rest)
+
+
+class Example(NamedTuple):
+    """A real call of the step, looked at for its device, its layout and how many arguments it has.
+
+    Attributes:
+        batch: of the call.
+        rest: further arguments.
+    """
+
+    batch: THDBatch
+    rest: tuple[Any, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step runs."""
+        return self.batch.input_ids.device
+
+
+def differentiable(output: Any) -> list[Tensor]:
+    """List the tensors in a step's output that gradients can start from."""
+    return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+
+
+def differentiate(
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], grad_outputs: Sequence[Tensor] | None = None
+) -> tuple[Tensor | None, ...]:
+    """Differentiate outputs outside of autocast, where trainers call ``backward()``.
+
+    Inside of autocast the backward of an operator that ran in fp32 would be cast again, and its gradient
+    would differ from that of an eager step.
+
+    Args:
+        outputs: one or more, see :func:`differentiable`.
+        leaves: what gradients are wanted for.
+        grad_outputs: where the gradients start; ones when absent.
+
+    Returns:
+        A gradient for every leaf; None for a leaf that no output depends on.
+    """
+    starts = [torch.ones_like(x) for x in outputs] if grad_outputs is None else grad_outputs
+    with torch.autocast(outputs[0].device.type, enabled=False):
+        return torch.autograd.grad(outputs, leaves, starts, allow_unused=True)
