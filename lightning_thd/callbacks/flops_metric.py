@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_thd.callbacks.measuring.across_ranks import gather_ints
-from lightning_thd.flops.breakdown import FlopsBreakdown
+from lightning_thd.flops.breakdown import COLUMNS, FlopsBreakdown
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.rates import Work, count
 from lightning_thd.flops.vector import from_ints, num_ints, to_ints
@@ -44,7 +43,7 @@ class THDFlops(Metric):
         super().__init__(process_group=process_group, dist_sync_fn=_gather)
         self.model = model
         self.work = work
-        self.totals = dict.fromkeys(_COLUMNS, 0.0)
+        self.totals = dict.fromkeys(COLUMNS, 0.0)
         self.add_state("counts", torch.zeros(num_ints(model), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, stats: SeqStats) -> None:
@@ -62,7 +61,7 @@ class THDFlops(Metric):
 
     def breakdown(self) -> FlopsBreakdown:
         """The same by part; outside ``compute`` of this rank's counts and everybody's folded totals."""
-        return self._counted() + FlopsBreakdown(**{name: int(flops) for name, flops in self.totals.items()})
+        return self._counted() + _breakdown(self.totals)
 
     @property
     def folded(self) -> float:
@@ -83,7 +82,7 @@ class THDFlops(Metric):
     def reset(self) -> None:
         """Forget counts and totals."""
         super().reset()
-        self.totals = dict.fromkeys(_COLUMNS, 0.0)
+        self.totals = dict.fromkeys(COLUMNS, 0.0)
 
     def get_extra_state(self) -> dict[str, float]:
         """The totals, for a checkpoint; fold first, or what is not folded is not in it."""
@@ -91,14 +90,16 @@ class THDFlops(Metric):
 
     def set_extra_state(self, state: dict[str, float]) -> None:
         """Take the totals of a checkpoint."""
-        self.totals = {name: float(state[name]) for name in _COLUMNS}
+        self.totals = {name: float(state[name]) for name in COLUMNS}
         self._update_count = max(self._update_count, 1)  # or compute warns that nothing was counted
 
     def _counted(self) -> FlopsBreakdown:
         return count(self.model, from_ints(self.counts.tolist(), self.model), work=self.work)
 
 
-_COLUMNS = tuple(field.name for field in fields(FlopsBreakdown))
+def _breakdown(totals: dict[str, float]) -> FlopsBreakdown:
+    whole: dict[str, Any] = {name: int(flops) for name, flops in totals.items()}
+    return FlopsBreakdown(**whole)
 
 
 def _gather(tensor: Tensor, group: Any = None) -> list[Tensor]:

@@ -6,33 +6,28 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_thd.callbacks.measuring.across_ranks import (
     communication_device,
     data_parallel_group,
     group_size,
 )
+from lightning_thd.callbacks.measuring.counting import Counting
 from lightning_thd.callbacks.measuring.device_peak import compute_dtype, resolve_peak
 from lightning_thd.callbacks.measuring.evaluation import EvaluationHooks
-from lightning_thd.callbacks.measuring.interval import microbatches
-from lightning_thd.callbacks.measuring.models import Policy, find_model, training_signature
+from lightning_thd.callbacks.measuring.models import Policy
 from lightning_thd.callbacks.measuring.paused_saving import PausedSaving
-from lightning_thd.callbacks.measuring.stage import Setting, Stage
+from lightning_thd.callbacks.measuring.run import RunMeter
+from lightning_thd.callbacks.measuring.stage import Setting
 from lightning_thd.flops.model import FlopsModel, check_conventions
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.flops.terms import Causal, Tokens
-from lightning_thd.flops.torch_counter import counted_layers
-from lightning_thd.stats import combine
 
 _FLUSH_STEPS = 1000  # where logging is off: bounds what is held on the host
-_MAX_SHAPES = 4  # each costs a slow step
 # the sum over devices, where there are several, comes last and wins
 _BAR = (
     ("device/real_items_per_sec", "tokens/s"),
@@ -95,17 +90,14 @@ class THDThroughputMonitor(EvaluationHooks):
         self.progress_bar = progress_bar
         self.latest: dict[str, float] = {}
         self._clock = clock or time.perf_counter
-        self._setting: Setting | None = None
-        self._stages: dict[str, Stage] = {}
+        self._run: RunMeter | None = None
         self._restored: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}
         self._saving: PausedSaving | None = None
         self._steps = 0
         self._exclude = False
         self._failing = False
         self._graphs = 0
-        self._signature = 0
-        self._counting: FlopCounterMode | None = None
-        self._counted: set[int] = set()
 
     def exclude_step(self) -> None:
         """Leave the running step out of the rates, as when it captures a graph; its FLOPs still count."""
@@ -114,68 +106,52 @@ class THDThroughputMonitor(EvaluationHooks):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave what happens inside out of the training rates, as checkpoints are."""
-        stage = self._stages.get("train")
-        was_running = stage is not None and self._setting is not None and stage.pause(self._setting)
+        was_running = self._run is not None and self._run.pause("train")
         try:
             yield
         finally:
-            if was_running and stage is not None and self._setting is not None:
-                stage.resume(self._setting)
+            if was_running and self._run is not None:
+                self._run.resume("train")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find out what is counted and against which peak."""
-        setting = self._ensure(trainer, pl_module)
+        run = self._ensure(trainer, pl_module)
         self._failing, self._steps, self._graphs = False, 0, _compiled_graphs()
-        stage = self._stages["train"] = Stage("train", "training", self._clock)
+        stage = run.open("train", "training")
         if self._restored:
-            stage.load(self._restored, setting.model)
+            stage.load(self._restored, run.setting("train").model)
             self._restored = {}
         self._saving = PausedSaving(trainer, self._saved)
 
     def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Let time count, from the first batch on and after whatever paused it."""
-        setting = self._ensure(trainer, pl_module)
-        self._stages["train"].resume(setting)
-        if setting.model is None or self._counted:
-            self._count_once(batch)
+        self._ensure(trainer, pl_module).begin_batch(pl_module, batch)
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; close the interval where one ends."""
-        stage, setting = self._stages["train"], self._ensure(trainer, pl_module)
-        stage.meter.add(batch)
-        if self._counting is not None:
-            setting = self._counted_once(batch, setting, pl_module)
+        run = self._ensure(trainer, pl_module)
+        run.add("train", pl_module, batch)
         if trainer.fit_loop._should_accumulate():
             return
-        stage.meter.end_step()
         self._steps += 1
         graphs = _compiled_graphs()
-        if self._exclude or graphs != self._graphs or self._steps <= self.warmup_steps:
-            stage.leave_out(setting)
+        leave_out = self._exclude or graphs != self._graphs or self._steps <= self.warmup_steps
+        run.end_step(pl_module, leave_out=leave_out, discard=self._exclude)
         self._exclude, self._graphs = False, graphs
         every = self.every_n_steps or _log_every(trainer)
         if every and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0:
-            self._report(trainer, pl_module, stage)
+            self._report(trainer, pl_module, "train")
         elif not every and self._steps % _FLUSH_STEPS == 0:
-            stage.reduce(setting)
+            run.reduce()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the steps after the last full interval, so that a short fit has numbers too."""
-        if (stage := self._stages.get("train")) is not None and _log_every(trainer):
-            self._report(trainer, pl_module, stage, last=True)
+        if self._run is not None and self._run.stage("train") is not None and _log_every(trainer):
+            self._report(trainer, pl_module, "train", last=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop talking to other ranks: they may not be there."""
@@ -184,44 +160,45 @@ class THDThroughputMonitor(EvaluationHooks):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the Trainer as it was."""
+        self._last = self.state_dict()
         self._let_go()
-        self._setting = None
+        self._run = None
 
     def state_dict(self) -> dict[str, Any]:
         """Totals of training so far, over all ranks."""
-        stage = self._stages.get("train")
-        return stage.state() if stage is not None else self._restored
+        stage = self._run.stage("train") if self._run is not None else None
+        return stage.state() if stage is not None else self._restored or self._last
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the totals of a checkpoint."""
         self._restored = state_dict
 
-    def _evaluation_start(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
-        setting = self._ensure(trainer, pl_module)
-        if (train := self._stages.get("train")) is not None:
-            train.pause(setting)
-        stage = self._stages[name] = Stage(name, "forward", self._clock)
-        stage.resume(setting)
+    def evaluation_start(self, name: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the training clock and start one of the evaluation's own."""
+        self._ensure(trainer, pl_module).begin_evaluation(name, pl_module)
 
-    def _evaluation_batch(
-        self,
-        name: str,
-        batch: Any,
-    ) -> None:
-        self._stages[name].meter.add(batch)
+    def evaluation_batch(self, name: str, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        """Count the batch."""
+        self._ensure(trainer, pl_module).add(name, pl_module, batch)
 
-    def _evaluation_end(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
-        self._report(trainer, pl_module, self._stages.pop(name), last=True)
+    def evaluation_end(self, name: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the rates of the evaluation; the training clock goes on with the next batch."""
+        self._report(trainer, pl_module, name, last=True)
 
-    def _ensure(self, trainer: Trainer, pl_module: LightningModule) -> Setting:
-        if self._setting is None:
-            device = trainer.strategy.root_device
-            group = data_parallel_group(trainer.strategy)
-            model = self.flops_model or find_model(
-                pl_module, causal=self.causal, tokens=self.tokens, recompute=self.recompute
+    def _ensure(self, trainer: Trainer, pl_module: LightningModule) -> RunMeter:
+        if self._run is None:
+            strategy = trainer.strategy
+            counting = Counting(
+                self.flops_model,
+                causal=self.causal,
+                tokens=self.tokens,
+                recompute=self.recompute,
+                sharded=getattr(strategy, "context_parallel_size", 1) != 1,
             )
-            self._setting = Setting(
-                model=model,
+            counting.find(pl_module)
+            device, group = strategy.root_device, data_parallel_group(strategy)
+            setting = Setting(
+                model=counting.model("train"),
                 peak=resolve_peak(self.peak, device, compute_dtype(trainer.precision_plugin, pl_module)),
                 group=group,
                 device=device,
@@ -229,84 +206,33 @@ class THDThroughputMonitor(EvaluationHooks):
                 ranks=group_size(group),
                 devices=trainer.world_size,
             )
-            self._signature = training_signature(pl_module)
-        return self._setting
+            self._run = RunMeter(setting, counting, self._clock)
+        return self._run
 
-    def _report(
-        self, trainer: Trainer, pl_module: LightningModule, stage: Stage, *, last: bool = False
-    ) -> None:
-        setting = self._ensure(trainer, pl_module)
-        if stage.work == "forward":
-            stage.pause(setting)
-        metrics = stage.close(setting, last=last)
+    def _report(self, trainer: Trainer, pl_module: LightningModule, name: str, *, last: bool = False) -> None:
+        metrics = self._ensure(trainer, pl_module).close(name, pl_module, last=last)
         self.latest.update(metrics)
         values = torch.tensor(list(metrics.values()), dtype=torch.float64)
         trainer.callback_metrics.update(zip(metrics, values, strict=True))
-        if self.progress_bar and stage.name == "train":
+        if self.progress_bar and name == "train":
             found = {short: metrics[f"train/{key}"] for key, short in _BAR if f"train/{key}" in metrics}
             trainer.progress_bar_metrics.update(found)
         trainer._logger_connector.log_metrics(dict(metrics))  # type: ignore[arg-type]  # floats are welcome
-        self._follow(setting, pl_module)
 
     @contextmanager
     def _saved(self) -> Iterator[None]:
         """Save what all ranks counted, and leave the saving out of the rates."""
-        stage, setting = self._stages.get("train"), self._setting
         with self.paused():
-            if stage is not None and setting is not None and not self._failing:
-                stage.reduce(setting)
+            if self._run is not None and not self._failing:
+                self._run.reduce()
             yield
 
-    def _follow(self, setting: Setting, pl_module: LightningModule) -> None:
-        """Read the model again when weights were frozen or thawed since the last interval."""
-        signature = training_signature(pl_module)
-        if signature != self._signature and self.flops_model is None and not self._counted:
-            model = find_model(pl_module, causal=self.causal, tokens=self.tokens, recompute=self.recompute)
-            self._setting = replace(setting, model=model)
-        self._signature = signature
-
-    def _count_once(self, batch: Any) -> None:
-        slots = combine([stats for stats, _ in microbatches(batch)]).slots
-        if slots and slots not in self._counted and len(self._counted) < _MAX_SHAPES:
-            if not self._counted:
-                rank_zero_info(
-                    "No transformers config was found to count FLOPs from: one step of every new shape is "
-                    "counted with torch's FlopCounterMode. For exact counts pass flops_model=."
-                )
-            self._counted.add(slots)
-            self._counting = FlopCounterMode(display=False)
-            self._counting.__enter__()  # type: ignore[no-untyped-call]
-
-    def _counted_once(
-        self,
-        batch: Any,
-        setting: Setting,
-        pl_module: LightningModule,
-    ) -> Setting:
-        counter = self._stop_counting()
-        assert counter is not None
-        self._exclude = True  # counting takes longer than computing
-        stats = combine([stats for stats, _ in microbatches(batch)])
-        try:
-            name = type(pl_module).__name__
-            layers = counted_layers(counter, stats, name=name)
-        except ValueError as nothing:
-            rank_zero_info(f"FLOPs are not logged: {nothing}")
-            return setting
-        self._setting = replace(setting, model=FlopsModel(name=name, layers=layers, tokens="slots"))
-        return self._setting
-
     def _let_go(self) -> None:
-        self._stop_counting()
+        if self._run is not None:
+            self._run.stop()
         if self._saving is not None:
             self._saving.restore()
             self._saving = None
-
-    def _stop_counting(self) -> FlopCounterMode | None:
-        counter, self._counting = self._counting, None
-        if counter is not None:
-            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return counter
 
 
 def _log_every(trainer: Trainer) -> int:

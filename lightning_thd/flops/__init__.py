@@ -5,6 +5,7 @@ from lightning_thd.flops.measure import measure_flops
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.peaks import peak_flops
 from lightning_thd.flops.rates import throughput
+from lightning_thd.flops.several import Member, join
 from lightning_thd.stats import Chunk, SeqStats
 
 from_module = FlopsModel.from_module
@@ -13,8 +14,10 @@ __all__ = [
     "Chunk",
     "FlopsBreakdown",
     "FlopsModel",
+    "Member",
     "SeqStats",
     "from_module",
+    "join",
     "measure_flops",
     "peak_flops",
     "throughput",

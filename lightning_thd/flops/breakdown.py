@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,6 +16,8 @@ class FlopsBreakdown:
         logits: the output projection.
         vision: vision tower and projector.
         recompute: forward passes run again by activation checkpointing.
+        models: where several models run, the FLOPs of each by its name: ``(("policy", 600), ("reference",
+            200))``; their sum is ``model``, up to the rounding of half squares.
     """
 
     linear: int = 0
@@ -22,6 +25,7 @@ class FlopsBreakdown:
     logits: int = 0
     vision: int = 0
     recompute: int = 0
+    models: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
     @property
     def model(self) -> int:
@@ -34,5 +38,11 @@ class FlopsBreakdown:
         return self.model + self.recompute
 
     def __add__(self, other: FlopsBreakdown) -> FlopsBreakdown:
-        names = ("linear", "attention", "logits", "vision", "recompute")
-        return FlopsBreakdown(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        models = dict(self.models)
+        for name, flops in other.models:
+            models[name] = models.get(name, 0) + flops
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in COLUMNS}
+        return FlopsBreakdown(**sums, models=tuple(models.items()))
+
+
+COLUMNS = ("linear", "attention", "logits", "vision", "recompute")

@@ -66,22 +66,29 @@ class FlopsModel:
     recompute: Recompute = "none"
     # read off the layers once: a count per step must not walk hundreds of terms
     _tables: dict[str, _Table] = field(init=False, repr=False, compare=False)
+    _members: dict[str, dict[str, _Table]] = field(init=False, repr=False, compare=False)
     _windows: tuple[Window, ...] = field(init=False, repr=False, compare=False)
     _vision_windows: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_conventions(**{name: getattr(self, name) for name in _CHOICES})
-        tables = {
-            "training": self._table(lambda _, term: term.training),
-            "forward": self._table(lambda _, term: term.forward),
-        }
+        training, forward = _sum_terms(self, _training), _sum_terms(self, _forward)
+        tables = {"training": training, "forward": forward}
         for policy, again in _RUN_AGAIN.items():
-            tables[policy] = self._table(partial(_again, again))
+            tables[policy] = _sum_terms(self, partial(_again, again))
+        members = {
+            name: {
+                "training": _sum_terms(self, _training, member=name),
+                "forward": _sum_terms(self, _forward, member=name),
+            }
+            for name in dict.fromkeys(layer.model for layer in self.layers if layer.model)
+        }
         seen = {(basis, window) for _, basis, window in tables["forward"]}
         terms = [term for layer in self.layers for term in layer.terms if (term.basis, term.window) in seen]
         pairs = dict.fromkeys(t.window for t in terms if t.basis == "pair" and t.window is not None)
         areas = dict.fromkeys(t.window for t in terms if isinstance(t.window, int) and t.basis != "pair")
         object.__setattr__(self, "_tables", tables)
+        object.__setattr__(self, "_members", members)
         object.__setattr__(self, "_windows", tuple(pairs))
         object.__setattr__(self, "_vision_windows", tuple(areas))
 
@@ -167,13 +174,17 @@ class FlopsModel:
         check_conventions(recompute=policy)
         again = self._multiply(self._tables[policy], stats)
         return FlopsBreakdown(
-            **self._multiply(self._tables["training"], stats), recompute=sum(again.values())
+            **self._multiply(self._tables["training"], stats),
+            recompute=sum(again.values()),
+            models=self._by_member("training", stats),
         )
 
     def forward_flops(self, stats: SeqStats) -> FlopsBreakdown:
         """FLOPs of a forward pass over ``stats``: validation, testing, prediction."""
         self._check(stats)
-        return FlopsBreakdown(**self._multiply(self._tables["forward"], stats))
+        return FlopsBreakdown(
+            **self._multiply(self._tables["forward"], stats), models=self._by_member("forward", stats)
+        )
 
     def for_module(self, module: nn.Module) -> FlopsModel:
         """The same model with the backward pass and recomputation that ``module`` really has.
@@ -185,18 +196,11 @@ class FlopsModel:
         policy = self.recompute if self.recompute != "none" else found
         return replace(self, layers=layers, recompute=policy)
 
-    def _counts(self, term: Term) -> bool:
-        return {"embedding": self.embedding, "router": self.router}.get(term.kind, True)
-
-    def _table(self, cost: Callable[[Layer, Term], int]) -> _Table:
-        """Sum the terms that multiply the same count, once, so that a batch costs a few products."""
-        table: _Table = {}
-        for layer in self.layers:
-            for term in layer.terms:
-                if self._counts(term) and (flops := cost(layer, term)):
-                    key = _COLUMN[term.kind], term.basis, term.window
-                    table[key] = table.get(key, 0) + flops
-        return table
+    def _by_member(self, work: str, stats: SeqStats) -> tuple[tuple[str, int], ...]:
+        return tuple(
+            (name, sum(self._multiply(tables[work], stats).values()))
+            for name, tables in self._members.items()
+        )
 
     def _multiply(self, table: _Table, stats: SeqStats) -> dict[str, int]:
         columns: dict[str, int] = {}
@@ -238,8 +242,28 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], int], *, member: str | None = None) -> _Table:
+    """Sum the terms that multiply the same count, once, so that a batch costs a few products."""
+    counts = {"embedding": model.embedding, "router": model.router}
+    table: _Table = {}
+    for layer in model.layers:
+        for term in layer.terms if member is None or layer.model == member else ():
+            if counts.get(term.kind, True) and (flops := cost(layer, term)):
+                key = _COLUMN[term.kind], term.basis, term.window
+                table[key] = table.get(key, 0) + flops
+    return table
+
+
+def _training(layer: Layer, term: Term) -> int:
+    return term.training
+
+
+def _forward(layer: Layer, term: Term) -> int:
+    return term.forward
+
+
 def _again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) -> int:
-    return term.forward if layer.recomputable and runs_again(term) else 0
+    return term.recomputed if layer.recomputable and runs_again(term) else 0
 
 
 def check_conventions(**given: str) -> None:

@@ -42,6 +42,7 @@ class Term:
         weight_grad: FLOPs per unit of the gradient with respect to the weights.
         window: for ``basis="pair"`` the window of the layer; for ``"patch_window_pair"`` its edge in patches.
         last: nothing of the layer runs after it, so torch's checkpointing need not run it again.
+        again: FLOPs per unit that a checkpointed layer runs again; None for those of the forward pass.
     """
 
     name: str
@@ -52,6 +53,12 @@ class Term:
     weight_grad: int
     window: Window | None = None
     last: bool = False
+    again: int | None = None
+
+    @property
+    def recomputed(self) -> int:
+        """FLOPs per unit that activation checkpointing runs again."""
+        return self.forward if self.again is None else self.again
 
     @property
     def training(self) -> int:
@@ -67,11 +74,13 @@ class Layer:
         path: module path as ``named_modules`` gives it without the model's own prefix: ``"layers.0"``.
         terms: what the layer computes.
         recomputable: whether activation checkpointing wraps layers of this kind.
+        model: which of several models it belongs to; empty where there is one.
     """
 
     path: str
     terms: tuple[Term, ...]
     recomputable: bool = True
+    model: str = ""
 
 
 def matmul(

@@ -317,13 +317,15 @@ def test_padded_rows_count_as_dense_sequences(tmp_path: Path) -> None:
     assert memory.rows[-1][1]["train/total_flops"] == 4 * FLOPS.training_flops(dense).model
 
 
-def test_batches_that_tell_nothing_are_no_error(tmp_path: Path) -> None:
+def test_batches_that_tell_nothing_warn_once_and_are_no_error(tmp_path: Path) -> None:
     class Blind(Module):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return super().training_step(torch.ones(1, 4, dtype=torch.long), batch_idx)
 
     clock = Clock()
-    memory = fit(tmp_path, [torch.ones(3)] * 4, monitor(clock), clock=clock, module=Blind(clock))
+    with pytest.warns(UserWarning, match=r"type Tensor tells nothing about its sequences.*Countable") as seen:
+        memory = fit(tmp_path, [torch.ones(3)] * 4, monitor(clock), clock=clock, module=Blind(clock))
+    assert len([one for one in seen if "tells nothing" in str(one.message)]) == 1
     assert memory.rows == []
 
 

@@ -53,3 +53,95 @@ def test_fused_attention_is_scaled_with_the_squares_of_the_sequences() -> None:
 def test_nothing_to_count_says_so() -> None:
     with pytest.raises(ValueError, match="torch counted 0 FLOPs of matmuls in Identity on 4 slots"):
         FlopsModel.from_module(nn.Identity(), lambda: None, stats=SeqStats.from_lengths([4]))
+
+
+def test_grouped_products_count_every_row_once() -> None:
+    """torch's counter has no formula for them: a mixture of experts would count as its attention alone."""
+    rows, inner, out, groups = 12, 16, 24, 3
+    hidden = torch.randn(rows, inner, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(groups, inner, out, dtype=torch.bfloat16, requires_grad=True)
+    offsets = torch.tensor([4, 5, 12], dtype=torch.int32)
+
+    def step() -> None:
+        nn.functional.grouped_mm(hidden, weight, offs=offsets).square().sum().backward()
+
+    model = FlopsModel.from_module(nn.Identity(), step, stats=SeqStats.from_lengths([rows]))
+    assert model.training_flops(SeqStats.from_lengths([rows])).model == 3 * 2 * rows * inner * out
+
+
+@pytest.mark.parametrize("family", ["cohere2_moe", "hunyuan_v1_moe", "mixtral"])
+def test_a_family_without_a_formula_is_not_counted_short(family: str) -> None:
+    """Three quarters of these models are experts, run by transformers' grouped products on a CPU."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    settings = {"moe_topk": [2] * 2} if family == "hunyuan_v1_moe" else {}
+    config = CONFIG_MAPPING[family](
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm").train()
+    ids = torch.arange(16)[None] % 64
+
+    def step() -> None:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+
+    counted = FlopsModel.from_module(model, step, stats=SeqStats.from_lengths([16]))
+    experts = sum(
+        parameter.numel() // 4 * 2
+        for name, parameter in model.named_parameters()
+        if "experts" in name and "shared" not in name and parameter.dim() == 3
+    )
+    assert experts > 0
+    dense = sum(
+        child.weight.numel()
+        for name, child in model.named_modules()
+        if isinstance(child, nn.Linear) and "experts." not in name
+    )
+    found = counted.training_flops(SeqStats.from_lengths([16]))
+    first_inputs = 2 * 16 * 3 * 32 * 32  # the embedding is trained, so nothing is saved
+    assert found.linear == pytest.approx(6 * 16 * (experts + dense), rel=0.02), first_inputs
+    assert found.attention > 0
+
+
+def test_an_operator_without_a_formula_is_named() -> None:
+    @torch.library.custom_op("lightning_thd_test::secret_product", mutates_args=())
+    def secret(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b
+
+    a = torch.randn(4, 4)
+    step = lambda: (secret(a, a) @ a).sum()  # noqa: E731
+    with pytest.warns(UserWarning, match="torch has no formula for lightning_thd_test::secret_product"):
+        FlopsModel.from_module(nn.Identity(), step, stats=SeqStats.from_lengths([4]))
+
+
+def test_attention_on_a_cpu_counts_forward_once_and_backward_twice() -> None:
+    heads, size, total = 2, 16, 32
+    qkv = [torch.randn(1, heads, total, size, requires_grad=True) for _ in range(3)]
+    weight = torch.randn(size, size)
+
+    def step() -> None:
+        out = nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
+        (out @ weight).sum().backward()
+
+    stats = SeqStats.from_lengths([total])
+    found = FlopsModel.from_module(nn.Identity(), step, stats=stats).training_flops(stats)
+    assert found.attention == 3 * 2 * heads * 2 * size * total**2 // 2
+
+
+def test_our_cpu_kernel_counts_its_sequences_and_not_the_pack() -> None:
+    from lightning_thd import varlen_attention
+
+    heads, size, lengths = 2, 16, [20, 12]
+    qkv = [torch.randn(32, heads, size, requires_grad=True) for _ in range(3)]
+    cu = torch.tensor([0, 20, 32], dtype=torch.int32)
+    weight = torch.randn(size, size)
+
+    def step() -> None:
+        out = varlen_attention(*qkv, cu, cu, 20, 20, backend="cpu")
+        (out @ weight).sum().backward()
+
+    stats = SeqStats.from_lengths(lengths)
+    found = FlopsModel.from_module(nn.Identity(), step, stats=stats).training_flops(stats)
+    assert found.attention == 3 * 2 * heads * 2 * size * sum(n * n for n in lengths) // 2

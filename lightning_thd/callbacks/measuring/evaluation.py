@@ -8,77 +8,61 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 
 class EvaluationHooks(Callback):
-    """Forwards the hooks of all evaluation loops; the sanity check is none of them."""
+    """Hands the hooks of all evaluation loops to three methods; the sanity check is no evaluation."""
 
-    def _evaluation_start(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
+    def evaluation_start(self, name: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A loop begins; ``name`` is "validate", "test" or "predict"."""
         raise NotImplementedError
 
-    def _evaluation_batch(
-        self,
-        name: str,
-        batch: Any,
-    ) -> None:
+    def evaluation_batch(self, name: str, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        """A batch has run."""
         raise NotImplementedError
 
-    def _evaluation_end(self, trainer: Trainer, pl_module: LightningModule, name: str) -> None:
+    def evaluation_end(self, name: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A loop ends."""
         raise NotImplementedError
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the training clock and start one of validation's own."""
+        """Hand on."""
         if not trainer.sanity_checking:
-            self._evaluation_start(trainer, pl_module, "validate")
+            self.evaluation_start("validate", trainer, pl_module)
 
     def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        *_: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: int
     ) -> None:
-        """Count the batch."""
+        """Hand on."""
         if not trainer.sanity_checking:
-            self._evaluation_batch("validate", batch)
+            self.evaluation_batch("validate", trainer, pl_module, batch)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log validation's rates and let the training clock go on."""
+        """Hand on."""
         if not trainer.sanity_checking:
-            self._evaluation_end(trainer, pl_module, "validate")
+            self.evaluation_end("validate", trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
-        self._evaluation_start(trainer, pl_module, "test")
+        """Hand on."""
+        self.evaluation_start("test", trainer, pl_module)
 
     def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        *_: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: int
     ) -> None:
-        """Count the batch."""
-        self._evaluation_batch("test", batch)
+        """Hand on."""
+        self.evaluation_batch("test", trainer, pl_module, batch)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log testing's rates."""
-        self._evaluation_end(trainer, pl_module, "test")
+        """Hand on."""
+        self.evaluation_end("test", trainer, pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
-        self._evaluation_start(trainer, pl_module, "predict")
+        """Hand on."""
+        self.evaluation_start("predict", trainer, pl_module)
 
     def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        *_: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: int
     ) -> None:
-        """Count the batch."""
-        self._evaluation_batch("predict", batch)
+        """Hand on."""
+        self.evaluation_batch("predict", trainer, pl_module, batch)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log prediction's rates."""
-        self._evaluation_end(trainer, pl_module, "predict")
+        """Hand on."""
+        self.evaluation_end("predict", trainer, pl_module)

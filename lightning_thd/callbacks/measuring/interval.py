@@ -6,23 +6,20 @@ Host integers only: a microbatch costs an append, and everything else happens on
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
+from lightning_thd.callbacks.measuring.batches import Seen, microbatches
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.rates import Work, count
 from lightning_thd.flops.vector import COUNTS, from_ints, num_ints
 from lightning_thd.stats import IntArray, SeqStats, Window, window_pairs
-
-# what is kept of a microbatch: its stats, and its lengths for windows that the stats do not count
-Seen: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
 
 _BASE = attrgetter(*COUNTS)
 _GROUP = 16  # microbatches whose lengths are counted at once: arrays that stay in a cache
@@ -199,28 +196,6 @@ def _own_seconds(rows: list[list[int]], counts: int) -> float | None:
     worked = [(row[COUNTS.index("slots")], row[2 * counts + 3]) for row in rows]
     rates = [slots / nanoseconds for slots, nanoseconds in worked if slots and nanoseconds]
     return sum(slots for slots, _ in worked) / sum(rates) / 1e9 if rates else None
-
-
-def microbatches(batch: Any) -> list[Seen]:
-    """What a batch tells about its sequences without a device read; nothing for a batch of unknown kind.
-
-    Args:
-        batch: a ``THDStep`` (each of its microbatches), a ``THDBatch``, bare ``SeqStats``, or rows of padded
-            token ids ``[B, N]``, as a tensor or under ``"input_ids"``, which count as B dense sequences.
-    """
-    if (several := getattr(batch, "microbatches", None)) is not None:
-        return [seen for one in several for seen in microbatches(one)]
-    if isinstance(batch, SeqStats):
-        return [(batch, None)]
-    if isinstance(stats := getattr(batch, "stats", None), SeqStats):
-        return [(stats, getattr(batch, "lengths", None))]
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", batch)
-    if isinstance(ids, (list, tuple)) and ids:
-        ids = ids[0]
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
-        return []
-    rows, length = ids.shape
-    return [(SeqStats.from_lengths([length] * rows), (length,) * rows)]
 
 
 def count_table(seen: list[Seen], model: FlopsModel | None) -> IntArray:

@@ -1,0 +1,119 @@
+"""Hooks of a run, in their order -> the metrics of each stage: which FLOPs apply, when time counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+
+from lightning_thd.callbacks.measuring.counting import Counting
+from lightning_thd.callbacks.measuring.stage import Setting, Stage
+from lightning_thd.flops.rates import Work
+
+_WAYS_OUT = (
+    "a THDBatch, a THDStep, SeqStats, rows of padded token ids [B, N] as a tensor or under 'input_ids', or a "
+    "dict, tuple or list with one of these"
+)
+
+
+class RunMeter:
+    """The stages of one run, what counts their FLOPs, and when their time counts.
+
+    Args:
+        setting: what every stage runs on; its model is chosen by ``counting``.
+        counting: finds what counts the FLOPs.
+        clock: returns seconds.
+    """
+
+    def __init__(self, setting: Setting, counting: Counting, clock: Callable[[], float]) -> None:
+        self._setting = setting
+        self._counting = counting
+        self._clock = clock
+        self._stages: dict[str, Stage] = {}
+        self._warned = False
+
+    def setting(self, name: str) -> Setting:
+        """What the stage runs on, with the model that counts its FLOPs."""
+        model = self._counting.model(name)
+        if self._setting.model is not model:
+            self._setting = replace(self._setting, model=model)
+        return self._setting
+
+    def open(self, name: str, work: Work) -> Stage:
+        """Begin a stage anew."""
+        stage = self._stages[name] = Stage(name, work, self._clock)
+        return stage
+
+    def stage(self, name: str) -> Stage | None:
+        """The stage that runs under this name, None when there is none."""
+        return self._stages.get(name)
+
+    def begin_evaluation(self, name: str, module: nn.Module) -> None:
+        """Stop the training clock and start one of the evaluation's own."""
+        self.pause("train")
+        stage = self.open(name, "forward")
+        self._counting.begin(name, module)
+        stage.resume(self.setting(name))
+
+    def begin_batch(self, module: nn.Module, batch: Any) -> None:
+        """Let training time count, and watch what the step runs where that is not known yet."""
+        self._stages["train"].resume(self.setting("train"))
+        self._counting.begin("train", module, batch)
+
+    def add(self, name: str, module: nn.Module, batch: Any) -> None:
+        """Count a batch; one that tells nothing is named in a warning, once."""
+        meter = self._stages[name].meter
+        if not meter.add(batch) and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"A batch of type {type(batch).__name__} tells nothing about its sequences, so it is missing "
+                f"from tokens/s, FLOP/s and MFU. Countable are {_WAYS_OUT}."
+            )
+        if name != "train":
+            self._counting.end(name, module, meter.steps[-1])
+
+    def end_step(self, module: nn.Module, *, leave_out: bool, discard: bool) -> None:
+        """The optimizer has stepped.
+
+        Args:
+            module: the LightningModule.
+            leave_out: the step is no part of the rates.
+            discard: the step ran more than its microbatches.
+        """
+        stage = self._stages["train"]
+        counted = self._counting.end("train", module, stage.meter.steps[-1], discard=discard)
+        stage.meter.end_step()
+        if leave_out or counted:  # counting takes longer than computing
+            stage.leave_out(self._setting)
+
+    def close(self, name: str, module: nn.Module, *, last: bool = False) -> dict[str, float]:
+        """Reduce over the ranks and report the interval; see ``Stage.close``."""
+        stage, setting = self._stages[name], self.setting(name)
+        if stage.work == "forward":
+            stage.pause(setting)
+            del self._stages[name]
+        metrics = stage.close(setting, last=last)
+        self._counting.follow(module)
+        return metrics
+
+    def reduce(self) -> None:
+        """Add up what all ranks trained on since the last time, without a report."""
+        if (stage := self._stages.get("train")) is not None:
+            stage.reduce(self.setting("train"))
+
+    def pause(self, name: str) -> bool:
+        """Let time pass uncounted; whether it was counting."""
+        stage = self._stages.get(name)
+        return stage is not None and stage.pause(self._setting)
+
+    def resume(self, name: str) -> None:
+        """Let time count again."""
+        if (stage := self._stages.get(name)) is not None:
+            stage.resume(self._setting)
+
+    def stop(self) -> None:
+        """Take every hook and counter away."""
+        self._counting.stop()

@@ -1,0 +1,281 @@
+"""MFU of steps that run more than one model, or one model more than once, against sums made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.flops import FlopsModel, SeqStats
+from tests.callbacks.fits import CONFIG, Clock, Memory, Model, loader, pack, trainer
+from tests.callbacks.test_throughput import monitor
+from tests.flops.test_backward import checkpoint
+
+SIZES = {"vocab_size": 31, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+SMALL = LlamaConfig(**SIZES, hidden_size=16, intermediate_size=24, num_hidden_layers=2)
+LARGE = Qwen3Config(**SIZES, hidden_size=24, intermediate_size=40, num_hidden_layers=3)
+PACK = pack(5, 3)
+PAIR = {"chosen": pack(5, 3), "rejected": pack(7, 1)}
+
+
+def llama(config: LlamaConfig = SMALL) -> LlamaForCausalLM:
+    return LlamaForCausalLM(config).train()
+
+
+def logits(model: nn.Module, batch: THDBatch) -> Tensor:
+    found: Tensor = model(input_ids=batch.input_ids[None], use_cache=False).logits
+    return found
+
+
+def plain_loss(module: Any, batch: THDBatch) -> Tensor:
+    return logits(module.policy, batch).mean()
+
+
+class Step(L.LightningModule):
+    """Holds models and runs ``loss`` on them; every step takes half a second."""
+
+    def __init__(self, clock: Clock, loss: Callable[[Any, Any], Tensor], **models: nn.Module) -> None:
+        super().__init__()
+        self.clock, self.loss = clock, loss
+        for name, model in models.items():
+            setattr(self, name, model)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.clock.sleep(0.5)
+        return self.loss(self, batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.clock.sleep(0.5)
+        logits(self.policy, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], 0.01)
+
+
+def flops_of_step(
+    tmp_path: Path, loss: Callable[[Any, Any], Tensor], batch: Any, **models: nn.Module
+) -> float:
+    clock, memory = Clock(), Memory()
+    run = trainer(tmp_path, monitor(clock), logger=memory)
+    run.fit(Step(clock, loss, **models), loader([batch] * 4))
+    first, last = (row["train/device/flops_per_sec"] for _, row in memory.rows)
+    assert first == last  # the step that was watched counts as the others do
+    return 0.5 * float(last)
+
+
+def by_hand(config: Any, *packs: THDBatch, work: str = "training") -> int:
+    model = FlopsModel.from_config(config)
+    count = model.training_flops if work == "training" else model.forward_flops
+    return sum(count(one.stats).model for one in packs)
+
+
+def dpo(module: Any, batch: dict[str, THDBatch]) -> Tensor:
+    """The reference is not frozen: it is run under no_grad, as a copy of the policy often is."""
+    with torch.no_grad():
+        reference = [logits(module.reference, batch[side]).mean() for side in ("chosen", "rejected")]
+    policy = [logits(module.policy, batch[side]).mean() for side in ("chosen", "rejected")]
+    return policy[0] - policy[1] - reference[0] + reference[1]
+
+
+def test_dpo_with_a_reference_under_no_grad(tmp_path: Path) -> None:
+    found = flops_of_step(tmp_path, dpo, PAIR, policy=llama(), reference=llama())
+    packs = tuple(PAIR.values())
+    expected = by_hand(SMALL, *packs) + by_hand(SMALL, *packs, work="forward")
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("order", [("policy", "teacher"), ("teacher", "policy")])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_distillation_whichever_model_stands_first(
+    tmp_path: Path, order: tuple[str, str], frozen: bool
+) -> None:
+    def distil(module: Any, batch: THDBatch) -> Tensor:
+        with torch.no_grad():
+            target = logits(module.teacher, batch)
+        return (logits(module.policy, batch) - target).square().mean()
+
+    models: dict[str, nn.Module] = {"policy": llama(), "teacher": Qwen3ForCausalLM(LARGE).train()}
+    models["teacher"].requires_grad_(not frozen)
+    found = flops_of_step(tmp_path, distil, PACK, **{name: models[name] for name in order})
+    assert found == pytest.approx(by_hand(SMALL, PACK) + by_hand(LARGE, PACK, work="forward"), rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+def test_lora_with_a_frozen_base_and_the_base_as_reference(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    rank = 3
+    model = get_peft_model(llama(), LoraConfig(r=rank, target_modules=["q_proj"], lora_dropout=0.0))
+    plain = flops_of_step(tmp_path, plain_loss, PACK, policy=model)
+    # forward of everything and of two adapter matmuls a layer; gradients of the adapters' weights; input
+    # gradients of everything above the first layer's q_proj, which the first layer's own A needs none of
+    forward = by_hand(SMALL, PACK, work="forward")
+    adapters = 2 * 8 * 2 * (16 * rank + rank * 16)
+    layer = (forward - 2 * 8 * 16 * 31) // 2
+    projections = 2 * 8 * 16 * 16  # one of q, k, v, o
+    below = 3 * projections  # q, k, v of the first layer have nothing trained before them
+    first_a = 2 * 8 * 16 * rank
+    scores = by_hand(SMALL, PACK, work="forward") - 2 * 8 * 16 * 31 - 2 * 2 * 8 * (4 * 16 * 16 + 3 * 16 * 24)
+    inputs = forward - below + adapters - first_a + scores  # the scores have two products a gradient
+    assert layer > 0
+    assert plain == pytest.approx(forward + adapters + inputs + adapters, rel=1e-9)
+
+    def with_reference(module: Any, batch: THDBatch) -> Tensor:
+        with torch.no_grad(), module.policy.disable_adapter():
+            reference = logits(module.policy, batch).mean()
+        return logits(module.policy, batch).mean() - reference
+
+    both = flops_of_step(tmp_path, with_reference, PACK, policy=model)
+    assert both == pytest.approx(plain + forward + adapters, rel=1e-9)
+
+
+def test_a_policy_run_twice_and_a_copy_that_is_never_run(tmp_path: Path) -> None:
+    def twice(module: Any, batch: THDBatch) -> Tensor:
+        return logits(module.policy, batch).mean() + logits(module.policy, batch).std()
+
+    found = flops_of_step(tmp_path, twice, PACK, policy=llama(), average=llama())
+    assert found == pytest.approx(2 * by_hand(SMALL, PACK), rel=1e-9)
+
+
+def test_both_sides_in_one_call_and_a_reference_on_one_of_them(tmp_path: Path) -> None:
+    def joined(module: Any, batch: dict[str, THDBatch]) -> Tensor:
+        ids = torch.cat([batch["chosen"].input_ids, batch["rejected"].input_ids])[None]
+        with torch.no_grad():
+            reference = logits(module.reference, batch["chosen"]).mean()
+        return module.policy(input_ids=ids, use_cache=False).logits.mean() - reference
+
+    pair = {"chosen": pack(6, 2), "rejected": pack(6, 2)}
+    found = flops_of_step(tmp_path, joined, pair, policy=llama(), reference=llama())
+    expected = by_hand(SMALL, *pair.values()) + by_hand(SMALL, pair["chosen"], work="forward")
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_model_called_below_its_outermost_module(tmp_path: Path) -> None:
+    def inner(module: Any, batch: THDBatch) -> Tensor:
+        with torch.no_grad():
+            module.reference.model(input_ids=batch.input_ids[None], use_cache=False)
+        hidden = module.policy.model(input_ids=batch.input_ids[None], use_cache=False).last_hidden_state
+        return module.policy.lm_head(hidden).mean()
+
+    found = flops_of_step(tmp_path, inner, PACK, policy=llama(), reference=llama())
+    expected = by_hand(SMALL, PACK) + by_hand(SMALL, PACK, work="forward")
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Called(Model):
+    """The stub of ``fits``, which can be called and compiled within a second."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        found: Tensor = self.head(self.embed(input_ids))
+        return found
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_compiled_models_are_told_apart_too(tmp_path: Path, how: str) -> None:
+    def teach(module: Any, batch: THDBatch) -> Tensor:
+        with torch.no_grad():
+            target = module.reference(batch.input_ids)
+        found: Tensor = (module.policy(batch.input_ids) - target).square().mean()
+        return found
+
+    policy: Any = Called(CONFIG)
+    reference: Any = Called(CONFIG)
+    if how == "wrapped":
+        policy = torch.compile(policy, backend="eager")
+        reference = torch.compile(reference, backend="eager")
+    else:
+        policy.compile(backend="eager")
+        reference.compile(backend="eager")
+    found = flops_of_step(tmp_path, teach, PACK, policy=policy, reference=reference)
+    expected = by_hand(CONFIG, PACK) + by_hand(CONFIG, PACK, work="forward")
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_reward_model_has_its_own_head(tmp_path: Path) -> None:
+    config = LlamaConfig(**{**SMALL.to_diff_dict(), "num_labels": 1, "pad_token_id": 0})
+    model = LlamaForSequenceClassification(config).train()
+    found = flops_of_step(tmp_path, plain_loss, PACK, policy=model)
+    language_head, score = 6 * 8 * 16 * 31, 6 * 8 * 16 * 1
+    assert found == pytest.approx(by_hand(SMALL, PACK) - language_head + score, rel=1e-9)
+
+
+def test_validation_counts_what_validation_runs(tmp_path: Path) -> None:
+    clock, memory = Clock(), Memory()
+    run = trainer(tmp_path, monitor(clock), logger=memory)
+    module = Step(clock, dpo, policy=llama(), reference=llama())
+    run.fit(module, loader([PAIR] * 2), loader([PACK] * 3))
+    (row,) = [row for _, row in memory.rows if "validate/device/flops_per_sec" in row]
+    assert row["validate/device/flops_per_sec"] * 0.5 == pytest.approx(by_hand(SMALL, PACK, work="forward"))
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "list", "nested"])
+def test_packs_inside_containers_count(tmp_path: Path, kind: str) -> None:
+    batch: Any = {
+        "dict": {"pack": PACK, "weights": torch.ones(8)},
+        "tuple": (PACK, torch.ones(8)),
+        "list": [PACK],
+        "nested": {"inputs": (PACK,), "name": "x"},
+    }[kind]
+
+    def loss(module: Any, given: Any) -> Tensor:
+        inner = given
+        while not isinstance(inner, THDBatch):
+            inner = next(iter(inner.values())) if isinstance(inner, dict) else inner[0]
+        return logits(module.policy, inner).mean()
+
+    assert flops_of_step(tmp_path, loss, batch, policy=llama()) == pytest.approx(by_hand(SMALL, PACK))
+
+
+def test_the_breakdown_names_each_model() -> None:
+    from lightning_thd.callbacks.measuring.calls import Passes
+    from lightning_thd.callbacks.measuring.models import find_model
+
+    module = nn.ModuleDict({"policy": llama(), "reference": llama().requires_grad_(False)})
+    model = find_model(module, causal="half", tokens="real", recompute="auto")
+    assert model is not None
+    stats = SeqStats.from_lengths([5, 3])
+    flops = model.training_flops(stats)
+    forward = FlopsModel.from_config(SMALL).forward_flops(stats).model
+    assert dict(flops.models) == {"policy": 3 * forward, "reference": forward}
+    assert flops.model == 4 * forward
+    assert dict((flops + flops).models) == {"policy": 6 * forward, "reference": 2 * forward}
+    halved = find_model(
+        module, causal="half", tokens="real", recompute="auto", passes={"reference": Passes(0.0, 0.5)}
+    )
+    assert halved is not None
+    assert dict(halved.training_flops(stats).models)["reference"] == pytest.approx(forward / 2, rel=1e-3)
+
+
+def test_checkpointing_of_one_model_is_not_that_of_the_other() -> None:
+    from lightning_thd.callbacks.measuring.models import find_model
+
+    policy, reference = llama(), llama().requires_grad_(False)
+    checkpoint(policy, reentrant=True)
+    pair = nn.ModuleDict({"policy": policy, "reference": reference})
+    both = find_model(pair, causal="half", tokens="real", recompute="auto")
+    alone = find_model(policy, causal="half", tokens="real", recompute="auto")
+    assert both is not None
+    assert alone is not None
+    stats = SeqStats.from_lengths([5, 3])
+    assert both.training_flops(stats).recompute == alone.training_flops(stats).recompute > 0
+
+
+def test_weights_that_no_config_describes_are_named(tmp_path: Path) -> None:
+    def loss(module: Any, batch: THDBatch) -> Tensor:
+        return logits(module.policy, batch).mean() + module.tower(torch.ones(1, 64)).mean()
+
+    with pytest.warns(UserWarning, match=r"counted for policy, but \d+% of the weights are in tower"):
+        flops_of_step(tmp_path, loss, PACK, policy=llama(), tower=nn.Linear(64, 64))
