@@ -19,6 +19,7 @@ from lightning_thd.loss.model_head.wrapped import HeadOperands, language_model, 
 from lightning_thd.loss.mtp import targets_after
 from lightning_thd.loss.tiles.logit_map import LogitMap
 from lightning_thd.loss.tiles.nll import Penalties
+from lightning_thd.parallel.shard import pack_value
 
 # DeepSeek-V3 (arXiv:2412.19437, section 2.2): the mean loss of the further predictions times 0.3 at first.
 _MTP_WEIGHT = 0.3
@@ -49,7 +50,8 @@ def causal_lm_loss(
             once: call k + 1 predicts the token k places after the next.
 
     Returns:
-        fp32 ``[]`` (fp64 for an fp64 model). 10 loss tokens and ``loss_scale`` 0.1 give their mean; no loss
+        fp32 ``[]`` (fp64 for an fp64 model), under context parallelism the pack's on every rank, with the
+        gradient of this rank's shard. 10 loss tokens and ``loss_scale`` 0.1 give their mean; no loss
         token gives 0, with zero gradients.
 
     Raises:
@@ -81,7 +83,7 @@ def causal_lm_loss(
     further = [value for name, value in found.items() if name.startswith("value_")]
     if further:
         loss = loss + torch.cat(further).mean() * mtp_weight
-    return loss + found["aux_loss"] if "aux_loss" in found else loss
+    return pack_value(loss + found["aux_loss"] if "aux_loss" in found else loss, batch)
 
 
 def causal_lm_logprobs(

@@ -171,6 +171,38 @@ def _own_part(batch: THDBatch, at: ShardLayout) -> THDShard:
     )
 
 
+def pack_value(loss: Tensor, batch: THDBatch) -> Tensor:
+    """Give a shard's loss the value of its pack's, and leave the gradient the shard's own.
+
+    Whatever a user logs of it is then the same on all ranks of the pack, with ``sync_dist`` or without, while
+    the mean of the gradients over ranks stays what it was.
+
+    Args:
+        loss: float ``[]``, with ``batch.loss_scale`` in it.
+        batch: the batch it was computed of.
+
+    Returns:
+        ``[]``, the mean over the ranks that share the pack; ``loss`` itself for a whole pack. Shards' 1. and
+        3. become 2. on both ranks.
+    """
+    if not isinstance(batch, THDShard) or batch.layout.group is None:
+        return loss
+    value: Tensor = _PackValue.apply(loss, batch.layout.group)  # type: ignore[no-untyped-call]
+    return value
+
+
+class _PackValue(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup) -> Tensor:
+        value = loss.clone()
+        dist.all_reduce(value, group=group)
+        return value / group.size()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
 def shard_step(step: THDStep, **how: Any) -> THDStep:
     """Cut every microbatch of a step; see ``shard_batch``."""
     return THDStep([shard_batch(batch, **how) for batch in step.microbatches])
