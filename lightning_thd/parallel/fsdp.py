@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lightning_thd.parallel.towers import towers_of
 
@@ -89,5 +90,6 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether FSDP2 was applied to any part of a module already."""
-    return any(isinstance(child, FSDPModule) for child in module.modules())
+    """Return whether FSDP2 or tensor parallelism was applied to any part of a module already."""
+    cut = any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    return cut or any(isinstance(child, FSDPModule) for child in module.modules())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from lightning_thd.parallel.layout import Communication
 from lightning_thd.parallel.mesh import AxisSizes
 from lightning_thd.parallel.shard import THDShard, shard_batch, shard_step
 from lightning_thd.strategies.guards import refuse_other_attention, refuse_second_context_parallelism
+from lightning_thd.strategies.hosts import cuts_weights, own_axes, resolve_axes
 from lightning_thd.strategies.loading import BroadcastLoader, set_data_rank
 
 
@@ -26,6 +27,8 @@ class ContextParallelMixin(Strategy):
     """Hands out data and cuts packs along the parallel axes of a job; with every size 1 it changes nothing.
 
     Attributes:
+        data_parallel_size: groups that read different data; ``auto`` takes what the other axes leave, and
+            None also lets a ``ModelParallelStrategy`` say so by its own arguments.
         context_parallel_size: ranks that share the slots of a pack.
         tensor_parallel_size: ranks that share weights.
         sequence_parallel: tensor-parallel ranks share slots between their products.
@@ -35,6 +38,7 @@ class ContextParallelMixin(Strategy):
         check_plans: compare what ranks are about to run at every batch, not only at the first of a stage.
     """
 
+    data_parallel_size: int | Literal["auto"] | None = None
     context_parallel_size: int = 1
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
@@ -54,11 +58,10 @@ class ContextParallelMixin(Strategy):
         Raises:
             MisconfigurationException: when they do not make up the job.
         """
-        world = getattr(self, "world_size", 1)
         try:
-            return axes.resolve_sizes(
-                world,
-                data=getattr(self, "data_parallel_size", "auto"),
+            return resolve_axes(
+                self,
+                data=self.data_parallel_size,
                 context=self.context_parallel_size,
                 tensor=self.tensor_parallel_size,
             )
@@ -72,7 +75,7 @@ class ContextParallelMixin(Strategy):
             return None
         return Alignment.for_(
             cp=self.context_parallel_size,
-            tp=self.tensor_parallel_size,
+            tp=self.sizes.tensor,
             sequence_parallel=self.sequence_parallel,
             layout=self.context_parallel_layout,
         )
@@ -106,9 +109,20 @@ class ContextParallelMixin(Strategy):
         return None if self._meshes is None else self._meshes.group(axes.CONTEXT)
 
     def setup_environment(self) -> None:
-        """Start the job's process group, then build the mesh of its axes."""
+        """Start the job's process group, then build the mesh of its axes.
+
+        Under a ``ModelParallelStrategy`` the LightningModule sees it as ``device_mesh``: the strategy's own
+        where its arguments give sizes, else ours of three axes.
+        """
+        if cuts_weights(self) and own_axes(self) is None:
+            host: Any = self
+            host._setup_distributed()
+            self._meshes = axes.make_meshes(self.sizes, self.root_device.type)
+            assert self.lightning_module is not None
+            host._device_mesh = self.lightning_module._device_mesh = self._meshes.axes
+            return
         super().setup_environment()
-        if self.sizes.peers > 1:
+        if self.sizes.peers > 1 or cuts_weights(self):
             self._meshes = axes.make_meshes(self.sizes, self.root_device.type)
 
     def reduce(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from typing import Any
@@ -10,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_thd.parallel.mesh import TENSOR, AxisSizes
 from lightning_thd.parallel.shard import THDShard
 
 _TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -91,3 +93,32 @@ def _has_accelerate_hooks(module: nn.Module) -> bool:
         for child in module.modules()
         for hook in child._forward_pre_hooks.values()
     )
+
+
+def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
+    """Refuse a model the user sharded in such a way that nothing averages some of its gradients.
+
+    Args:
+        model: with FSDP2 applied.
+        sizes: of the job; ranks of data x context see different tokens.
+
+    Raises:
+        MisconfigurationException: for whole weights, or weights sharded over other ranks than those.
+    """
+    wanted = sizes.data * sizes.context
+    for name, parameter in model.named_parameters():
+        if wanted == 1 or not parameter.requires_grad:
+            continue
+        over = 1
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            named = zip(mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.shape, strict=True)
+            over = math.prod(size for axis, size in named if axis != TENSOR)
+        if over != wanted:
+            raise MisconfigurationException(
+                f"{name} was sharded over {over} ranks in configure_model(), but {wanted} ranks see "
+                f"different tokens ({sizes.data} data-parallel x {sizes.context} context-parallel), so its "
+                "gradient would not be averaged over all of them. Call fully_shard on the whole model with "
+                "device_mesh['data_context_parallel'] (device_mesh['data_parallel'] of a strategy that was "
+                "given its sizes), or leave sharding to the strategy."
+            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.loops.optimization.automatic import Closure
@@ -17,12 +17,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.strategies.context import ContextParallelMixin
 from lightning_thd.strategies.guards import refuse_unused_layout
+from lightning_thd.strategies.hosts import refuse_host
+from lightning_thd.strategies.sharding import ShardingMixin
 from lightning_thd.strategies.step_logs import StepLogs, weigh
 
 
-class THDStrategyMixin(ContextParallelMixin):
+class THDStrategyMixin(ShardingMixin):
     """Runs steps of varying microbatches: put it before a Lightning strategy in the bases of your own.
 
     ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Batches of any other type go
@@ -30,7 +31,12 @@ class THDStrategyMixin(ContextParallelMixin):
     ``outputs["loss"]`` is the mean over the microbatches, and ``self.log`` gives one value a step.
 
     With the attribute ``context_parallel_size`` above 1 (see ``ContextParallelMixin`` for the others) ranks
-    share packs: batches are cut after they were moved, and data is handed out to groups of ranks.
+    share packs: batches are cut after they were moved, and data is handed out to groups of ranks. On a
+    ``ModelParallelStrategy`` the model is cut and sharded too, over the axes that the strategy's arguments or
+    these attributes give (see ``ShardingMixin``).
+
+    Raises:
+        TypeError: when a class puts it on a strategy that runs steps by itself: DeepSpeed, XLA.
     """
 
     runs_thd_steps = True
@@ -38,6 +44,10 @@ class THDStrategyMixin(ContextParallelMixin):
     _pending: tuple[THDStep, tuple[Any, ...]] | None = None
     _losses: list[Tensor] | None = None
     _logs: StepLogs | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_host(cls)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward the first microbatch of a ``THDStep``, or any other batch as the base strategy does."""
@@ -98,10 +108,7 @@ class THDStrategyMixin(ContextParallelMixin):
 
     def _synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Return a context without gradient synchronisation, unless this is the step's last microbatch."""
-        block = getattr(self, "block_backward_sync", None)
-        if last or block is None:
-            return contextlib.nullcontext()
-        return cast("contextlib.AbstractContextManager[Any]", block())
+        return contextlib.nullcontext() if last else self.block_backward_sync()
 
     @property
     def _trainer(self) -> L.Trainer:

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import lightning.pytorch as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.init import _materialize_distributed_module
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel import fsdp
-from lightning_thd.parallel.clip import clip_by_norm, clip_by_value, meshes
 from lightning_thd.parallel.layout import Communication
-from lightning_thd.parallel.mesh import TENSOR, make_meshes
-from lightning_thd.parallel.plan import check_heads, model_plan
-from lightning_thd.parallel.sequence import apply_sequence_parallel
-from lightning_thd.parallel.tensor import apply_tensor_parallel
-from lightning_thd.parallel.towers import TowerPaths, any_rank_sees, trains_towers
 from lightning_thd.strategies.mixin import THDStrategyMixin
 
 
@@ -100,109 +87,6 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         self.context_parallel_communication = context_parallel_communication
         self.reshard_after_forward = reshard_after_forward
         self.broadcast_data, self.check_plans = broadcast_data, check_plans
-        self._towers: list[TowerPaths] = []
-
-    def setup_environment(self) -> None:
-        """Start the process group and build the mesh that the LightningModule sees as ``device_mesh``."""
-        self._setup_distributed()
-        self._meshes = make_meshes(self.sizes, self.root_device.type)
-        self._device_mesh = self._meshes.axes
-        assert self.lightning_module is not None
-        self.lightning_module._device_mesh = self._device_mesh
-
-    def setup(self, trainer: L.Trainer) -> None:
-        """Shard the model, then create the optimizers over the sharded parameters."""
-        assert self.model is not None
-        assert self.accelerator is not None
-        self.accelerator.setup(trainer)
-        if not fsdp.is_sharded(self.model):
-            self._shard_model(self.model)
-        self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-            self._no_foreach_over_meshes()
-        self.setup_precision_plugin()
-        plugin: Any = self.precision_plugin
-        plugin.clip_grad_by_norm = self._clip_by_norm
-        plugin.clip_grad_by_value = self._clip_by_value
-        if trainer.state.fn == TrainerFn.FITTING:
-            _optimizers_to_device(self.optimizers, self.root_device)
-
-    def _shard_model(self, module: nn.Module) -> None:
-        if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
-            raise MisconfigurationException(
-                "The model is wrapped in FullyShardedDataParallel (FSDP1), which knows no mesh. Give the "
-                "model as it is: thd_model_parallel applies FSDP2."
-            )
-        policy = self._policy()
-        if self.tensor_parallel_size > 1:
-            for model in fsdp.models_of(module):
-                check_heads(model, self.tensor_parallel_size)
-        assert self._meshes is not None
-        _materialize_distributed_module(module, self.root_device)
-        self.model = self.precision_plugin.convert_module(module)
-        self.model_to_device()
-        _sync_module_states(self.model)
-        if self.tensor_parallel_size > 1:
-            for model in fsdp.models_of(self.model):
-                plan = self.tensor_parallel_plan or model_plan(model)
-                apply_tensor_parallel(model, plan, self._meshes.axes[TENSOR])
-                if self.sequence_parallel:
-                    apply_sequence_parallel(model, self._meshes.group(TENSOR))
-        self._towers = [TowerPaths(model) for model in fsdp.models_of(self.model) if trains_towers(model)]
-        fsdp.shard_parameters(
-            self.model,
-            self._meshes.data_context,
-            policy=policy,
-            reshard_after_forward=self.reshard_after_forward,
-        )
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch; ranks of a model with a vision tower first agree whether any of them has images."""
-        if self._towers:
-            assert self._meshes is not None
-            group = self._meshes.data_context.get_group()
-            seen = any_rank_sees(args[0], group, self._wire_device)
-            for paths in self._towers:
-                paths.active = seen
-        return super().training_step(*args, **kwargs)
-
-    def _policy(self) -> MixedPrecisionPolicy:
-        precision = self.precision_plugin.precision
-        if precision == "16-mixed":
-            raise MisconfigurationException(
-                "precision='16-mixed' scales the loss by what each rank sees of its own shards. Use "
-                "'bf16-mixed', 'bf16-true' or '32-true'."
-            )
-        if precision == "bf16-mixed":
-            return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        return MixedPrecisionPolicy()
-
-    def _no_foreach_over_meshes(self) -> None:
-        """Turn off foreach kernels for parameter groups that lie on two meshes, which foreach cannot mix."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                if len(meshes(group["params"])) > 1 and not group.get("fused"):
-                    group["foreach"] = False
-
-    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        clip_by_norm(self.precision_plugin.main_params(optimizer), float(clip_val))
-
-    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
-        clip_by_value(self.precision_plugin.main_params(optimizer), float(clip_val))
-
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Generator[None]:
-        """Accumulate gradients on this rank without reducing them inside this context."""
-        assert self.model is not None
-        roots = [child for child in self.model.modules() if isinstance(child, FSDPModule)]
-        for root in roots:
-            root.set_requires_gradient_sync(False, recurse=False)
-        try:
-            yield
-        finally:
-            for root in roots:
-                root.set_requires_gradient_sync(True, recurse=False)
 
     def save_pretrained(self, folder: str | Path, model: nn.Module | None = None) -> None:
         """Write the whole weights into a Hugging Face folder; a collective, rank 0 writes.

@@ -139,7 +139,8 @@ def make_trainer(layout: Layout, family: str = "qwen3", **kwargs: Any) -> L.Trai
         "enable_model_summary": False,
         "log_every_n_steps": 1,
     }
-    return L.Trainer(strategy=layout.make(family), **{**defaults, **kwargs})
+    strategy = kwargs.pop("strategy", None) or layout.make(family)
+    return L.Trainer(strategy=strategy, **{**defaults, **kwargs})
 
 
 def data(step: Packs | Sequences, **kwargs: Any) -> THDDataModule:

@@ -1,0 +1,146 @@
+"""A LightningModule built for one process -> its weights cut and sharded over the strategy's mesh."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+
+from lightning_thd.parallel import fsdp
+from lightning_thd.parallel.clip import clip_by_norm, clip_by_value, meshes
+from lightning_thd.parallel.mesh import TENSOR
+from lightning_thd.parallel.plan import check_heads, model_plan
+from lightning_thd.parallel.sequence import apply_sequence_parallel
+from lightning_thd.parallel.tensor import apply_tensor_parallel
+from lightning_thd.parallel.towers import TowerPaths, any_rank_sees, trains_towers
+from lightning_thd.strategies.context import ContextParallelMixin
+from lightning_thd.strategies.guards import refuse_partial_sharding
+from lightning_thd.strategies.hosts import cuts_weights, local_gradients
+
+
+class ShardingMixin(ContextParallelMixin):
+    """Cuts and shards the user's model under a ``ModelParallelStrategy``; other hosts do as they always do.
+
+    Attributes:
+        tensor_parallel_plan: module names below a model to styles (``parallel.tensor``), in place of the
+            model's own plan.
+        reshard_after_forward: free a layer's gathered weights between its forward and backward pass.
+    """
+
+    tensor_parallel_plan: dict[str, str] | None = None
+    reshard_after_forward: bool = True
+
+    _towers: tuple[TowerPaths, ...] = ()
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Shard the model, unless the user has, then create the optimizers over the sharded parameters."""
+        if not cuts_weights(self):
+            super().setup(trainer)
+            return
+        assert self.model is not None
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if fsdp.is_sharded(self.model):
+            refuse_partial_sharding(self.model, self.sizes)
+            self._put(self.model)
+        else:
+            self._shard_model(self.model)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self._no_foreach_over_meshes()
+        self.setup_precision_plugin()
+        plugin: Any = self.precision_plugin
+        plugin.clip_grad_by_norm = self._clip_by_norm
+        plugin.clip_grad_by_value = self._clip_by_value
+        if trainer.state.fn == TrainerFn.FITTING:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard_model(self, module: nn.Module) -> None:
+        if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+            raise MisconfigurationException(
+                "The model is wrapped in FullyShardedDataParallel (FSDP1), which knows no mesh. Give the "
+                "model as it is: thd_model_parallel applies FSDP2."
+            )
+        policy, tensor = self._policy(), self.sizes.tensor
+        if tensor > 1:
+            for model in fsdp.models_of(module):
+                check_heads(model, tensor)
+        assert self._meshes is not None
+        self.model = self._put(module)
+        _sync_module_states(self.model)
+        if tensor > 1:
+            for model in fsdp.models_of(self.model):
+                plan = self.tensor_parallel_plan or model_plan(model)
+                apply_tensor_parallel(model, plan, self._meshes.axes[TENSOR])
+                if self.sequence_parallel:
+                    apply_sequence_parallel(model, self._meshes.group(TENSOR))
+        models = fsdp.models_of(self.model)
+        self._towers = tuple(TowerPaths(model) for model in models if trains_towers(model))
+        fsdp.shard_parameters(
+            self.model,
+            self._meshes.data_context,
+            policy=policy,
+            reshard_after_forward=self.reshard_after_forward,
+        )
+
+    def _put(self, module: nn.Module) -> nn.Module:
+        """Give a module its weights, dtype and device, as the base strategy does."""
+        _materialize_distributed_module(module, self.root_device)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        return self.model
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch; ranks of a model with a vision tower first agree whether any of them has images."""
+        if self._towers:
+            assert self._meshes is not None
+            group = self._meshes.data_context.get_group()
+            seen = any_rank_sees(args[0], group, self._wire_device)
+            for paths in self._towers:
+                paths.active = seen
+        return super().training_step(*args, **kwargs)
+
+    def _policy(self) -> MixedPrecisionPolicy:
+        precision = self.precision_plugin.precision
+        if precision == "16-mixed":
+            raise MisconfigurationException(
+                "precision='16-mixed' scales the loss by what each rank sees of its own shards. Use "
+                "'bf16-mixed', 'bf16-true' or '32-true'."
+            )
+        if precision == "bf16-mixed":
+            return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy()
+
+    def _no_foreach_over_meshes(self) -> None:
+        """Turn off foreach kernels for parameter groups that lie on two meshes, which foreach cannot mix."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if len(meshes(group["params"])) > 1 and not group.get("fused"):
+                    group["foreach"] = False
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        clip_by_norm(self.precision_plugin.main_params(optimizer), float(clip_val))
+
+    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
+        clip_by_value(self.precision_plugin.main_params(optimizer), float(clip_val))
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Accumulate gradients on this rank without reducing them inside this context."""
+        base: Any = super()
+        block = local_gradients(self)
+        if block is None:
+            block = getattr(base, "block_backward_sync", contextlib.nullcontext)()
+        with block:
+            yield
