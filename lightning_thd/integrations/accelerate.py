@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from lightning_thd._imports import require
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.integrations.loop import Host, LossFn, PackedLoop, as_loader
+from lightning_thd.integrations.evaluation import LossFn
+from lightning_thd.integrations.loop import Host, PackedLoop, as_loader
 from lightning_thd.loss import causal_lm_loss
 
 # accelerate's mixed_precision -> Lightning's name
@@ -72,6 +73,7 @@ def prepare_thd(
         log=lambda metrics, step: accelerator.log(metrics, step=step),
         device=accelerator.device,
         devices=accelerator.num_processes,
+        rank=rank,
         ranks=ranks,
         precision=_PRECISION.get(str(accelerator.mixed_precision), "32-true"),
         data_group=group,

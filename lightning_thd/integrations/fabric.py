@@ -6,11 +6,13 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from lightning.fabric import Fabric
+from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import nn
 
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.integrations.loop import Host, LossFn, PackedLoop, as_loader
+from lightning_thd.integrations.evaluation import LossFn
+from lightning_thd.integrations.loop import Host, PackedLoop, as_loader
 from lightning_thd.loss import causal_lm_loss
 
 
@@ -28,10 +30,13 @@ def prepare_fabric(
     """Prepare a model, packed data and an optimizer for a Fabric loop.
 
     Args:
-        fabric: launched, with one device or data-parallel ranks.
-        model: built with ``attn_implementation="thd"``, not set up yet.
+        fabric: launched, on one device or several. Under its ``ModelParallelStrategy`` the ranks along the
+            mesh's ``data_parallel`` axis read different packs; what FSDP2 and tensor parallelism cut is said
+            by its ``parallelize_fn``.
+        model: built with ``attn_implementation="thd"``, not set up yet, or what ``fabric.setup_module`` gave.
         data: a ``THDDataModule``, or a loader that its ``train_steps`` returned.
-        optimizer: over the model's parameters.
+        optimizer: over the model's parameters, set up or not; or a function from the prepared model to one,
+            for strategies that replace parameters.
         accumulate: packs a rank runs in a step of ``Packs``; 1 with ``Sequences(n)``.
         loss_fn: ``(model, batch) -> loss``, with ``batch.loss_scale`` in it.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
@@ -42,10 +47,11 @@ def prepare_fabric(
         "loop": loop}`` with ``fabric.save`` and give the same to ``fabric.load`` to resume.
 
     Raises:
-        ValueError: for data of another kind.
+        ValueError: for data of another kind, and for an optimizer of parameters that were replaced.
     """
-    loader = as_loader(data, model, rank=fabric.global_rank, ranks=fabric.world_size, accumulate=accumulate)
-    model, optimizer = fabric.setup(model, optimizer)
+    rank, ranks, group = _data_rank(fabric)
+    loader = as_loader(data, model, rank=rank, ranks=ranks, accumulate=accumulate)
+    model, optimizer = _set_up(fabric, model, optimizer)
 
     def no_sync(module: nn.Module) -> AbstractContextManager[None]:
         return fabric.no_backward_sync(module)  # type: ignore[arg-type]  # what fabric.setup returned
@@ -56,9 +62,34 @@ def prepare_fabric(
         log=lambda metrics, step: fabric.log_dict(metrics, step),
         device=fabric.device,
         devices=fabric.world_size,
-        ranks=fabric.world_size,
+        rank=rank,
+        ranks=ranks,
         precision=str(fabric._precision.precision),
+        data_group=group,
     )
     return PackedLoop(
         host, model, loader, optimizer, loss_fn=loss_fn, peak=peak, log_every_n_steps=log_every_n_steps
     )
+
+
+def _data_rank(fabric: Fabric) -> tuple[int, int, Any]:
+    """Return this rank's index among the ranks with different data, their number and their group."""
+    mesh = getattr(fabric.strategy, "_device_mesh", None)
+    if mesh is None:  # the mesh of FSDP1 replicates and shards: all its ranks read different data
+        return fabric.global_rank, fabric.world_size, None
+    axis = mesh["data_parallel"]
+    return axis.get_local_rank(), axis.size(), axis.get_group()
+
+
+def _set_up(fabric: Fabric, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+    prepared: nn.Module = model if isinstance(model, _FabricModule) else fabric.setup_module(model)
+    made = optimizer if hasattr(optimizer, "param_groups") else optimizer(prepared)
+    trained = {id(parameter) for parameter in prepared.parameters()}
+    lost = [p for group in made.param_groups for p in group["params"] if id(p) not in trained]
+    if lost:
+        raise ValueError(
+            f"The optimizer holds {len(lost)} parameters that are not the prepared model's: "
+            f"{type(fabric.strategy).__name__} has replaced them. Give a function that makes the optimizer "
+            "of the prepared model, prepare_fabric(fabric, model, data, lambda m: AdamW(m.parameters()))."
+        )
+    return prepared, made if isinstance(made, _FabricOptimizer) else fabric.setup_optimizers(made)

@@ -7,7 +7,7 @@ unsynchronised, and where it logs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,11 +22,11 @@ from lightning_thd.callbacks.measuring.models import find_model
 from lightning_thd.callbacks.measuring.stage import Setting, Stage
 from lightning_thd.cuda_graph import GraphCosts, GraphedStep
 from lightning_thd.cuda_graph.capture.backend import Backend
+from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
+from lightning_thd.integrations.evaluation import LossFn, mean_loss
 from lightning_thd.integrations.graphs import MaxSequences, graphed_loss
 from lightning_thd.loss import causal_lm_loss
-
-LossFn = Callable[[nn.Module, THDBatch], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,8 @@ class Host:
         log: logs metrics at an optimizer step.
         device: of this rank.
         devices: of the whole job.
-        ranks: that hold different data.
+        rank: of this process among those that hold different data.
+        ranks: their number.
         precision: as Lightning names it, "32-true" or "bf16-mixed".
         data_group: process group of the ranks with different data; None for the world.
     """
@@ -49,6 +50,7 @@ class Host:
     log: Callable[[dict[str, float], int], None]
     device: torch.device
     devices: int
+    rank: int
     ranks: int
     precision: str
     data_group: Any = None
@@ -132,6 +134,39 @@ class PackedLoop:
         self._end_step()
         return torch.stack(losses).sum()
 
+    def evaluate(self, data: THDDataModule | Iterable[THDBatch], *, name: str = "val") -> dict[str, float]:
+        """Return and log the mean loss over all loss tokens of an evaluation set; every rank calls it.
+
+        Args:
+            data: a ``THDDataModule(val=...)``, which shares its packs out, or this rank's batches themselves.
+            name: goes before every key.
+
+        Returns:
+            ``val/loss`` and ``val/loss_tokens``, the same on every rank. The time it takes is left out of the
+            throughput of training.
+
+        Raises:
+            MisconfigurationException: for a data module without ``val``.
+        """
+        batches: Any = data
+        if isinstance(data, THDDataModule):
+            data.attach(rank=self._host.rank, ranks=self._host.ranks, model=self.model)
+            data.setup("validate")
+            batches = data.val_dataloader()
+        running = self._stage.pause(self._setting)
+        loss, tokens = mean_loss(
+            self._loss_fn,
+            self.model,
+            batches,
+            device=self._host.device,
+            group=self._host.data_group,
+        )
+        if running:
+            self._stage.resume(self._setting)
+        metrics = {f"{name}/loss": loss, f"{name}/loss_tokens": float(tokens)}
+        self._host.log(metrics, self.global_step)
+        return metrics
+
     def capture(
         self,
         *,
@@ -206,8 +241,6 @@ def as_loader(data: object, model: nn.Module, *, rank: int, ranks: int, accumula
     Raises:
         ValueError: for a loader of another kind, which would split, dispatch or re-batch packs.
     """
-    from lightning_thd.data import THDDataModule
-
     if isinstance(data, THDDataModule):
         data.attach(rank=rank, ranks=ranks, accumulate=accumulate, model=model)
         data.prepare_data()

@@ -9,12 +9,18 @@ import accelerate
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
 
 from lightning_thd import FlopsModel, Packs, Sequences, THDDataModule
 from lightning_thd.integrations import PackedLoop, prepare_fabric, prepare_thd
 from lightning_thd.packing import Cost, PackPlanner
+from lightning_thd.parallel.clip import clip_by_norm
+from lightning_thd.parallel.plan import model_plan
+from lightning_thd.parallel.tensor import apply_tensor_parallel
 from tests.ranks import run_ranks
-from tests.tiny import TinyModule, largest_error, sequences, tiny_llama, train_by_hand
+from tests.strategies.jobs import full_parameters
+from tests.tiny import TinyModule, largest_error, nll, sequences, tiny_llama, train_by_hand
 
 CAPACITY, STEPS = 48, 5
 
@@ -191,3 +197,81 @@ def _costs(host: str) -> tuple[Any, Any]:
 def test_ranks_are_balanced_by_the_flops_of_the_model(host: str) -> None:
     [(found, wanted)] = run_ranks(_costs, 1, host)
     assert found == wanted
+
+
+def _cut(model: Any, mesh: Any) -> Any:
+    """Cut weights over the mesh's tensor axis and shard them over its data axis."""
+    if mesh["tensor_parallel"].size() > 1:
+        apply_tensor_parallel(model, model_plan(model), mesh["tensor_parallel"])
+    if mesh["data_parallel"].size() > 1:
+        fully_shard(model, mesh=mesh["data_parallel"]).set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def _model_parallel(dp: int, tp: int, kind: str) -> Any:
+    strategy = ModelParallelStrategy(_cut, data_parallel_size=dp, tensor_parallel_size=tp)
+    fabric = L.Fabric(accelerator="cpu", devices=dp * tp, strategy=strategy)
+    fabric.launch()
+    model: Any = tiny_llama()
+
+    def optimizer(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), lr=TinyModule().lr, momentum=0.9, foreach=False)
+
+    given: Any = optimizer
+    if kind == "prepared":
+        model = fabric.setup_module(model)
+        given = fabric.setup_optimizers(optimizer(model))
+    elif kind == "stale":
+        given = optimizer(model)
+    try:
+        loop = prepare_fabric(fabric, model, make_data(Sequences(12)), given, peak=1e9)
+    except ValueError as err:
+        return str(err)
+    losses, bare = [], loop.model.module
+    for _, batch in zip(range(STEPS), epochs(loop), strict=False):
+        losses.append(float(loop.backward(batch)))
+        clip_by_norm(bare.parameters(), 0.5)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        for group in loop.optimizer.param_groups:
+            group["lr"] *= 0.9
+    return full_parameters(bare), losses
+
+
+@pytest.mark.parametrize(("dp", "tp", "kind"), [(1, 2, "function"), (2, 1, "prepared")])
+def test_fabric_model_parallel_equals_the_hand_loop(dp: int, tp: int, kind: str) -> None:
+    ranks = run_ranks(_model_parallel, dp * tp, dp, tp, kind)
+    wanted, expected = by_hand(Sequences(12), dp)
+    for params, _ in ranks:
+        assert largest_error({n.removeprefix("model."): p for n, p in params.items()}, wanted) < 1e-12
+    means = [sum(rank[1][k] for rank in ranks) / len(ranks) for k in range(STEPS)]
+    assert means == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_optimizer_of_replaced_parameters_is_refused() -> None:
+    for found in run_ranks(_model_parallel, 2, 1, 2, "stale"):
+        assert "parameters that are not the prepared model's: ModelParallelStrategy has replaced" in found
+
+
+def _evaluate(host: str) -> Any:
+    owner, loop = make_loop(host, Sequences(12))
+    logged: dict[str, float] = {}
+    name = {"accelerate": "log", "fabric": "log_dict"}[host]
+    setattr(owner, name, lambda metrics, *_, **__: logged.update(metrics))
+    samples = sequences(23, labels=True, seed=4)
+    data = THDDataModule(val=samples, capacity=CAPACITY)
+    first, batches = loop.evaluate(data), epochs(loop)
+    loop.backward(next(batches))
+    return first, loop.evaluate(data), logged, loop.model.training
+
+
+@pytest.mark.parametrize("host", ["accelerate", "fabric"])
+def test_evaluation_on_packs_is_the_mean_over_all_loss_tokens(host: str) -> None:
+    with torch.no_grad():
+        results = [nll(tiny_llama(), sample) for sample in sequences(23, labels=True, seed=4)]
+    tokens = sum(count for _, count in results)
+    for first, again, logged, training in run_ranks(_evaluate, 2, host):
+        loss = float(sum(total for total, _ in results)) / tokens
+        assert first == {"val/loss": pytest.approx(loss, rel=1e-12), "val/loss_tokens": tokens}
+        assert first == again == logged
+        assert training

@@ -1,0 +1,63 @@
+"""A model and its packs of an evaluation set -> the mean loss over all loss tokens, of all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.callbacks._gather import communication_device
+
+LossFn: TypeAlias = Callable[[nn.Module, THDBatch], Tensor]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Generator[None]:
+    """Switch a model to evaluation without gradients inside this context, and back to its mode after it."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def mean_loss(
+    loss_fn: LossFn,
+    model: nn.Module,
+    batches: Iterable[THDBatch],
+    *,
+    device: torch.device,
+    group: Any = None,
+    seen: Callable[[THDBatch], None] = lambda batch: None,
+) -> tuple[float, int]:
+    """Return the mean loss over all loss tokens of a set, and their number; a collective.
+
+    Args:
+        loss_fn: ``(model, batch) -> loss``, linear in ``batch.loss_scale``.
+        model: on ``device``.
+        batches: of this rank, every sequence of the set once over all ranks.
+        device: to run on.
+        group: ranks that hold different packs; None for the world.
+        seen: called with every batch on the device, before it runs.
+
+    Returns:
+        ``(2.5, 40)`` for losses that add up to 100 over 40 tokens; ``(0.0, 0)`` without any.
+    """
+    total = torch.zeros(2, dtype=torch.float64)
+    with evaluating(model):
+        for batch in batches:
+            moved = batch.to(device)
+            seen(moved)
+            total[0] += float(loss_fn(model, moved.replace(loss_scale=1.0)))
+            total[1] += batch.loss_tokens
+    if dist.is_initialized():
+        total = total.to(communication_device(group, device))
+        dist.all_reduce(total, group=group)
+    return float(total[0] / total[1].clamp_min(1)), int(total[1])
