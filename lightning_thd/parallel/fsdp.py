@@ -89,6 +89,16 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def reshard(module: nn.Module) -> None:
+    """Free weights that FSDP2 has left gathered, as it does with a root's after evaluation.
+
+    ``parameters()`` gives the gathered copies until then, and an optimizer made of them trains nothing.
+    """
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Return whether FSDP2 or tensor parallelism was applied to any part of a module already."""
     cut = any(isinstance(parameter, DTensor) for parameter in module.parameters())

@@ -51,6 +51,7 @@ class ShardingMixin(ContextParallelMixin):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if fsdp.is_sharded(self.model):
+            fsdp.reshard(self.model)
             refuse_partial_sharding(self.model, self.sizes)
             self._put(self.model)
         else:

@@ -8,10 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_thd import Packs, THDBatch, THDDataModule, causal_lm_loss
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd.packing import PackPlanner
 from tests.ranks import run_ranks
-from tests.strategies.jobs import CAPACITY, Job, Layout, data, full_parameters, make_optimizer, make_trainer
+from tests.strategies.jobs import (
+    CAPACITY,
+    Job,
+    Layout,
+    data,
+    full_parameters,
+    make_optimizer,
+    make_trainer,
+    train_by_hand,
+)
 from tests.tiny import largest_error, nll, sequences
 
 SAMPLES = sequences(14, labels=True, seed=5)
@@ -89,3 +98,16 @@ def test_manual_optimisation(layout: Layout) -> None:
         optimizer.step()
     for found in run_ranks(by_itself, layout.world, layout):
         assert largest_error(found, full_parameters(model)) < 1e-10
+
+
+def validated_first(layout: Layout) -> dict[str, Tensor]:
+    module = Job()
+    make_trainer(layout).validate(module, THDDataModule(capacity=CAPACITY, val=SAMPLES), verbose=False)
+    make_trainer(layout).fit(module, data(Sequences(12)))
+    return full_parameters(module.model)
+
+
+def test_training_after_an_evaluation_trains_every_weight() -> None:
+    wanted = train_by_hand("qwen3", Layout(cp=2), Sequences(12))
+    for found in run_ranks(validated_first, 2, Layout(cp=2)):
+        assert largest_error(found, wanted["params"]) < 1e-10
