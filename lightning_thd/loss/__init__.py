@@ -1,15 +1,18 @@
 """Losses and log-probabilities of packed batches without materialised logits."""
 
 from lightning_thd._static import static_shapes
-from lightning_thd.loss.causal_lm import causal_lm_logprobs, causal_lm_loss
+from lightning_thd.loss.causal_lm import LossParts, causal_lm_logprobs, causal_lm_loss
 from lightning_thd.loss.linear_logprobs import LogProbs, fused_linear_logprobs
 from lightning_thd.loss.linear_nll import fused_linear_cross_entropy
 from lightning_thd.loss.mtp import mtp_targets
 from lightning_thd.loss.rollouts import PackedRollouts
+from lightning_thd.loss.tiles.top import TopTokens
 
 __all__ = [
     "LogProbs",
+    "LossParts",
     "PackedRollouts",
+    "TopTokens",
     "causal_lm_logprobs",
     "causal_lm_loss",
     "fused_linear_cross_entropy",

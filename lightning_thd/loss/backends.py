@@ -5,16 +5,17 @@ Each runs where it computes the same function, and refuses, naming the setting, 
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_thd._imports import require
-from lightning_thd.loss.prepare import Settings
+from lightning_thd.loss.prepare import Prepared, Settings
 from lightning_thd.loss.tiles.nll import Penalties
 
 _IGNORE = -100
-Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 # What each can do besides the plain loss.
 _ABILITIES = {
@@ -24,23 +25,15 @@ _ABILITIES = {
 }
 
 
-def run(
-    backend: str,
-    operands: Operands,
-    targets: Tensor,
-    weights: Tensor,
-    settings: Settings,
-    penalties: Penalties,
-) -> Tensor:
-    """Compute ``sum(weights * loss)`` with another library.
+def run(backend: str, prepared: Prepared, weights: Tensor, penalties: Penalties, *, alike: bool) -> Tensor:
+    """Compute ``sum(weights * loss)`` with another library; reads nothing back from the device.
 
     Args:
         backend: "torch", "liger" or "cce".
-        operands: hidden ``[R, H]``, weight, bias, and the two parts of a LoRA.
-        targets: int64 ``[R]``.
+        prepared: the operands and targets.
         weights: ``[R]``; one value for all rows that count, 0 for the rest.
-        settings: of the call.
         penalties: label smoothing and z-loss.
+        alike: all tokens were given one weight.
 
     Raises:
         ValueError: for an unknown backend, or one that cannot honour a setting.
@@ -48,33 +41,34 @@ def run(
     """
     if backend not in _ABILITIES:
         raise ValueError(f"backend is {backend!r}, wanted 'auto', {', '.join(map(repr, _ABILITIES))}.")
-    asked = _asked(operands, weights, settings, penalties)
-    missing = sorted(asked - _ABILITIES[backend])
+    missing = sorted(_asked(prepared, penalties, alike) - _ABILITIES[backend])
     if missing:
         raise ValueError(f"backend={backend!r} does not honour {', '.join(missing)}. backend='auto' does.")
-    factor = weights.amax() if weights.numel() else weights.sum()
-    counted = torch.where(weights != 0, targets, _IGNORE)
-    hidden, weight, bias, *_ = operands
-    if not counted.numel():
+    settings, targets = prepared.settings, prepared.targets
+    hidden, weight, bias, *_ = prepared.operands
+    if not targets.numel():
         return hidden.sum() * 0.0 + weight.sum() * 0.0
-    total = _BACKENDS[backend](hidden, weight, bias, counted, settings, penalties)
-    return total.to(settings.accumulator) * factor
+    if prepared.counts is not None:
+        targets = torch.where(prepared.counts, targets, _IGNORE)
+    total = _BACKENDS[backend](hidden, weight, bias, targets, settings, penalties)
+    largest = weights.abs().argmax(0, keepdim=True)  # one that counts, found without reading the device
+    return total.to(settings.accumulator) * weights.gather(0, largest).squeeze(0)
 
 
-def _asked(operands: Operands, weights: Tensor, settings: Settings, penalties: Penalties) -> set[str]:
+def _asked(prepared: Prepared, penalties: Penalties, alike: bool) -> set[str]:
+    settings, (hidden, weight, bias, low_x, _) = prepared.settings, prepared.operands
     logit_map = settings.logit_map
-    uniform = weights[weights != 0]
     asked = {
-        "bias": operands[2] is not None,
-        "low_rank": operands[3] is not None,
+        "bias": bias is not None,
+        "low_rank": low_x is not None,
         "softcap": logit_map.softcap is not None,
         "temperature or logit_scale": logit_map.scale / logit_map.temperature != 1.0,
-        "valid_vocab_size": settings.columns != operands[1].shape[0],
+        "valid_vocab_size": settings.columns != weight.shape[0],
         "label_smoothing": penalties.label_smoothing > 0,
         "z_loss": penalties.z_loss > 0,
-        "token_weights": bool((uniform != uniform[:1]).any()),
+        "token_weights": not alike,
         "tp_group": settings.tp_group is not None,
-        "autocast": settings.compute != operands[0].dtype,
+        "autocast": settings.compute != hidden.dtype,
     }
     return {name for name, wanted in asked.items() if wanted}
 
@@ -123,12 +117,18 @@ def _liger(
 def _cce(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: Settings, _: Penalties
 ) -> Tensor:
-    module = require("cut_cross_entropy", feature="backend='cce'")
-    total: Tensor = module.linear_cross_entropy(
+    function = require("cut_cross_entropy", feature="backend='cce'").linear_cross_entropy
+    taken = inspect.signature(function).parameters
+    if bias is not None and "bias" not in taken:
+        raise ValueError(
+            "backend='cce' came with a bias, which the installed cut-cross-entropy does not take "
+            "(25.1.1 takes none). Use backend='auto'."
+        )
+    total: Tensor = function(
         hidden,
         weight,
         targets,
-        bias=bias,
+        **({} if bias is None else {"bias": bias}),
         ignore_index=_IGNORE,
         softcap=settings.logit_map.softcap,
         reduction="sum",

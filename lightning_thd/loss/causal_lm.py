@@ -1,12 +1,13 @@
 """A model and a ``THDBatch`` -> the loss of law 2, or log-probabilities, without ever making the logits.
 
-T slots in a pack, V vocabulary. The work is in ``head_call``; what models do to their logits after the head
-(Granite's division, Cohere's factor, Gemma's cap) is seen, not looked up: ``lazy_logits``.
+T slots in a pack, S sequences, V vocabulary. The work is in ``head_call``; what models do to their logits
+after the head (Granite's division, Cohere's factor, Gemma's cap) is seen, not looked up: ``lazy_logits``.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,75 +20,125 @@ from lightning_thd.loss.model_head.wrapped import HeadOperands, language_model, 
 from lightning_thd.loss.mtp import targets_after
 from lightning_thd.loss.tiles.logit_map import LogitMap
 from lightning_thd.loss.tiles.nll import Penalties
+from lightning_thd.loss.tiles.top import TopTokens
+from lightning_thd.loss.token_weights import Reduction, loss_weights
 from lightning_thd.parallel.shard import pack_value
 
 # DeepSeek-V3 (arXiv:2412.19437, section 2.2): the mean loss of the further predictions times 0.3 at first.
 _MTP_WEIGHT = 0.3
 
 
+class LossParts(NamedTuple):
+    """A loss and what it is made of, ``[]`` each, all times the same scale.
+
+    Attributes:
+        loss: what is differentiated, the others included.
+        z_loss: the z-loss's part of it, detached.
+    """
+
+    loss: Tensor
+    z_loss: Tensor
+
+
+@overload
 def causal_lm_loss(
     model: nn.Module,
     batch: THDBatch,
     *,
+    reduction: Reduction = ...,
+    weights: Tensor | None = ...,
+    class_weights: Tensor | None = ...,
+    label_smoothing: float = ...,
+    z_loss: float | None = ...,
+    mtp_weight: float = ...,
+    return_parts: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def causal_lm_loss(
+    model: nn.Module,
+    batch: THDBatch,
+    *,
+    reduction: Reduction = ...,
+    weights: Tensor | None = ...,
+    class_weights: Tensor | None = ...,
+    label_smoothing: float = ...,
+    z_loss: float | None = ...,
+    mtp_weight: float = ...,
+    return_parts: Literal[True],
+) -> LossParts: ...
+
+
+def causal_lm_loss(
+    model: nn.Module,
+    batch: THDBatch,
+    *,
+    reduction: Reduction = "tokens",
+    weights: Tensor | None = None,
+    class_weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float | None = None,
     mtp_weight: float = _MTP_WEIGHT,
-) -> Tensor:
-    """Sum the negative log-likelihood over a batch's loss tokens, times ``batch.loss_scale``.
+    return_parts: bool = False,
+) -> Tensor | LossParts:
+    """Sum the negative log-likelihood over a batch's loss tokens, times the batch's scale.
 
-    The mean of this over microbatches and ranks is the loss of the step: the sum over its loss tokens divided
-    by their number. A mixture of experts' balancing loss, where ``config.output_router_logits`` asks for it,
-    is added as the model adds it, once a microbatch; it is no sum over tokens.
+    The mean of this over microbatches and ranks is the loss of the step. With ``reduction="tokens"`` that is
+    the sum over its loss tokens divided by their number, or with weights in the data (``batch.weights``) the
+    sum of weight times loss divided by the sum of weights. With ``"sequences"`` every sequence first averages
+    over its own loss tokens; sequences that have any then average, by their weights where the data gives one
+    number a sequence. A mixture of experts' balancing loss, where ``config.output_router_logits`` asks for
+    it, is added as the model adds it, once a microbatch; it is no sum over tokens.
 
     Args:
         model: a Hugging Face causal language model built with ``attn_implementation="thd"``, bare or wrapped
             (DDP, FSDP2, tensor parallel, PEFT, Accelerate, torch.compile).
         batch: the microbatch, on the model's device.
+        reduction: "tokens" or "sequences".
+        weights: floats ``[T]``, a further factor of each slot's loss; no part of the divisor, which the data
+            alone decides. Gets no gradient.
+        class_weights: floats ``[V]``, a further factor by target, likewise.
         label_smoothing: share of a target's mass spread over the vocabulary.
         z_loss: factor of the squared lse, added for each loss token; the config's ``z_loss_coefficient``
             (Bamba's) when None.
         mtp_weight: what the further predictions weigh, in mean, where the model calls its head more than
             once: call k + 1 predicts the token k places after the next.
+        return_parts: give the z-loss beside the loss.
 
     Returns:
-        fp32 ``[]`` (fp64 for an fp64 model), under context parallelism the pack's on every rank, with the
-        gradient of this rank's shard. 10 loss tokens and ``loss_scale`` 0.1 give their mean; no loss
-        token gives 0, with zero gradients.
+        fp32 ``[]`` (fp64 for an fp64 model), or ``LossParts`` of such; under context parallelism the pack's on
+        every rank, with the gradient of this rank's shard. 10 loss tokens and ``loss_scale`` 0.1 give their
+        mean; no loss token gives 0, with zero gradients.
 
     Raises:
-        ValueError: for another kind of model, another attention, or a batch that does not fit the model.
+        TypeError: for arguments of another type.
+        ValueError: for another kind of model, another attention, a batch that does not fit the model, or
+            ``reduction="sequences"`` where the number of the step's sequences is unknown.
         NotImplementedError: for a model that does to its logits what cannot be followed.
     """
     inner = language_model(model)
     if z_loss is None:
         z_loss = float(getattr(text_config(inner), "z_loss_coefficient", None) or 0.0)
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=z_loss)
+    factors = loss_weights(batch, reduction, weights, class_weights, smoothed=label_smoothing > 0)
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
-        loss: Tensor = linear_nll(
-            operands.hidden,
-            operands.weight,
-            targets_after(batch, depth).view(operands.hidden.shape[:-1]),
-            bias=operands.bias,
-            logit_map=logit_map,
-            low_rank=operands.low_rank,
-            token_weights=batch.loss_scale,
-            penalties=penalties,
-            tp_group=operands.tp_group,
-            partial_hidden=operands.partial_hidden,
-        )
-        return loss.view(1)
+        targets, weight = factors(targets_after(batch, depth), depth, operands.vocabulary)
+        found = linear_nll(operands.call(targets, logit_map), penalties, token_weights=weight)
+        return torch.stack([*found])
 
     found = HeadCall.of(inner).run(model, lambda: Job(batch, values))
-    loss = found["values"].squeeze(0)
-    further = [value for name, value in found.items() if name.startswith("value_")]
+    loss, z_part = found["values"].unbind()
+    further = [value[0] for name, value in found.items() if name.startswith("value_")]
     if further:
-        loss = loss + torch.cat(further).mean() * mtp_weight
-    return pack_value(loss + found["aux_loss"] if "aux_loss" in found else loss, batch)
+        loss = loss + torch.stack(further).mean() * mtp_weight
+    loss = pack_value(loss + found["aux_loss"] if "aux_loss" in found else loss, batch)
+    return LossParts(loss, pack_value(z_part.detach(), batch)) if return_parts else loss
 
 
 def causal_lm_logprobs(
-    model: nn.Module, batch: THDBatch, *, temperature: float = 1.0, entropy: bool = True
+    model: nn.Module, batch: THDBatch, *, temperature: float = 1.0, entropy: bool = True, top_k: int = 0
 ) -> LogProbs:
     """Compute log-probability, entropy and lse of every target of a batch, differentiable.
 
@@ -95,7 +146,9 @@ def causal_lm_logprobs(
         model: as for ``causal_lm_loss``.
         batch: the microbatch, on the model's device.
         temperature: divides the model's logits, after its own scale and cap.
-        entropy: whether it is wanted; zeros without gradient otherwise.
+        entropy: whether it is wanted.
+        top_k: number of likeliest tokens wanted in every slot with a target, ``LogProbs.top``; 1 for a token
+            accuracy.
 
     Returns:
         Three tensors ``[T]``, 0 where there is no target; fp32 (fp64 for an fp64 model). Entry i belongs to
@@ -106,21 +159,22 @@ def causal_lm_logprobs(
         NotImplementedError: for a model that does to its logits what cannot be followed.
     """
     LogitMap(temperature=temperature)  # checked before the model runs
+    wide = 3 + 2 * top_k if entropy else 2 + 2 * top_k
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
-        results = linear_logprobs(
-            operands.hidden,
-            operands.weight,
-            targets_after(batch, depth).view(operands.hidden.shape[:-1]),
-            bias=operands.bias,
-            logit_map=replace(logit_map, temperature=temperature),
-            low_rank=operands.low_rank,
-            tp_group=operands.tp_group,
-            partial_hidden=operands.partial_hidden,
-            entropy=entropy,
-        )
-        return torch.cat([part.flatten() for part in results])
+        call = operands.call(targets_after(batch, depth), replace(logit_map, temperature=temperature))
+        results = linear_logprobs(call, entropy=entropy, top_k=top_k)
+        columns = [part.flatten() for part in results if part is not None]
+        if top_k:  # ids travel among the floats: fp32 holds all below 2^24
+            parts = (part.flatten(0, -2).to(columns[0].dtype) for part in results.top)
+            columns += [column for part in parts for column in part.unbind(1)]
+        return torch.cat(columns)
 
     inner = language_model(model)
     found = HeadCall.of(inner).run(model, lambda: Job(batch, values))
-    return LogProbs(*found["values"].chunk(3))
+    columns = list(found["values"].chunk(wide))
+    results = LogProbs(columns[0], columns[1] if entropy else None, columns[2 if entropy else 1])
+    if top_k:
+        logp, tokens = torch.stack(columns[-2 * top_k :], dim=1).detach().chunk(2, dim=1)
+        results = results.with_top(TopTokens(logp, tokens.long()))
+    return results

@@ -2,12 +2,56 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._static import shapes_are_static
 
+if TYPE_CHECKING:
+    from lightning_thd.loss.prepare import Call
+
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def check_tensors(**tensors: object) -> None:
+    """Check that what must be a tensor is one.
+
+    Raises:
+        TypeError: naming the argument and its type.
+    """
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}, wanted a torch.Tensor.")
+
+
+def check_call(call: Call) -> None:
+    """Check the types of a fused loss's arguments.
+
+    Raises:
+        TypeError: naming the argument, what came and what was wanted.
+    """
+    check_tensors(hidden=call.hidden, weight=call.weight, targets=call.targets)
+    optional = {"bias": call.bias, "rows": call.rows}
+    check_tensors(**{name: value for name, value in optional.items() if value is not None})
+    if call.low_rank is not None:
+        if not isinstance(call.low_rank, tuple | list) or len(call.low_rank) != 2:
+            raise TypeError(
+                f"low_rank is a {type(call.low_rank).__name__}, wanted a pair of tensors, x [T, r] and "
+                "weight [V, r]."
+            )
+        check_tensors(**{"low_rank[0]": call.low_rank[0], "low_rank[1]": call.low_rank[1]})
+    if isinstance(call.ignore_index, bool) or not isinstance(call.ignore_index, int):
+        raise TypeError(f"ignore_index is {call.ignore_index!r}, wanted an int.")
+    if not isinstance(call.sequence_parallel, bool):
+        raise TypeError(f"sequence_parallel is {call.sequence_parallel!r}, wanted True or False.")
+    if call.tp_group is not None and not isinstance(call.tp_group, dist.ProcessGroup):
+        raise TypeError(
+            f"tp_group is a {type(call.tp_group).__name__}, wanted a torch.distributed.ProcessGroup; of a "
+            "DeviceMesh pass mesh.get_group('tp')."
+        )
 
 
 def check_operands(

@@ -8,6 +8,7 @@ needs 6THV, for one scalar).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd.loss.checks import refuse_double_backward
-from lightning_thd.loss.prepare import Settings, prepare
+from lightning_thd.loss.prepare import Call, Operands, Settings, make_head, prepare
 from lightning_thd.loss.tiles.logit_map import LogitMap
-from lightning_thd.loss.tiles.logits import Head
 from lightning_thd.loss.tiles.products import without_autocast
 from lightning_thd.loss.tiles.softmax import (
     MAX,
@@ -29,11 +29,18 @@ from lightning_thd.loss.tiles.softmax import (
     gradients,
     softmax_statistics,
 )
+from lightning_thd.loss.tiles.top import Top, TopTokens
 from lightning_thd.loss.tiles.vocab_parallel import merge_statistics, sum_over_ranks
 
 
-class LogProbs(NamedTuple):
-    """Per token, fp32 (fp64 for fp64 inputs), all differentiable.
+class _Three(NamedTuple):
+    logp: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+
+
+class LogProbs(_Three):
+    """Per token, fp32 (fp64 for fp64 inputs), all differentiable; a tuple of three.
 
     Attributes:
         logp: log-probability of the target, in nats; 0 where ignored.
@@ -41,9 +48,47 @@ class LogProbs(NamedTuple):
         lse: log of the sum of exponentials of the logits; 0 where ignored.
     """
 
-    logp: Tensor
-    entropy: Tensor
-    lse: Tensor
+    _top: TopTokens | None = None
+
+    @property
+    def entropy(self) -> Tensor:
+        """The entropy.
+
+        Raises:
+            ValueError: when it was not asked for.
+        """
+        value = self[1]
+        if value is None:
+            raise ValueError(
+                "LogProbs.entropy was not computed, because the call said entropy=False. Call with "
+                "entropy=True."
+            )
+        return value
+
+    @property
+    def top(self) -> TopTokens:
+        """The likeliest tokens.
+
+        Raises:
+            ValueError: when they were not asked for.
+        """
+        if self._top is None:
+            raise ValueError(
+                "LogProbs.top was not computed. Call with top_k=1 for the likeliest token, or more."
+            )
+        return self._top
+
+    def with_top(self, top: TopTokens | None) -> LogProbs:
+        """Return the same with the likeliest tokens beside."""
+        results = LogProbs(*self)
+        results._top = top
+        return results
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> LogProbs:
+        """Apply a function to every tensor; what was not computed stays so."""
+        logp, entropy, lse = self
+        mapped = LogProbs(function(logp), None if entropy is None else function(entropy), function(lse))
+        return mapped.with_top(None if self._top is None else TopTokens(*map(function, self._top)))
 
 
 def fused_linear_logprobs(
@@ -62,6 +107,8 @@ def fused_linear_logprobs(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk: int | Literal["auto"] = "auto",
+    entropy: bool = True,
+    top_k: int = 0,
 ) -> LogProbs:
     """Compute log-probabilities of ``softmax(cap * tanh(scale * (x W^T + b) / cap) / temperature)``.
 
@@ -82,18 +129,22 @@ def fused_linear_logprobs(
         sequence_parallel: ``hidden`` is this rank's ``[T / P, H]`` of the ``tp_group``; ``targets`` stay
             ``[T]``. Gathers once more, and reduce-scatters the gradient instead of reducing it.
         chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. Changes no number but rounding.
+        entropy: whether the entropy is wanted; without it a pass over every tile is saved.
+        top_k: number of likeliest tokens wanted beside, ``LogProbs.top``; without gradient. 1 is the arg-max,
+            as for a token accuracy.
 
     Returns:
         Three tensors of the shape of ``targets``, or ``[R]`` with ``rows``. Hidden ``[[0.]]``, weight
         ``[[1.], [2.]]``, target 0 give log-probability ``-0.6931``, entropy ``0.6931``, lse ``0.6931``.
 
     Raises:
+        TypeError: for arguments of another type.
         ValueError: for shapes, dtypes, devices, targets or settings that do not fit, saying which.
     """
-    results: LogProbs = linear_logprobs(
-        hidden,
-        weight,
-        targets,
+    call = Call(
+        hidden=hidden,
+        weight=weight,
+        targets=targets,
         bias=bias,
         logit_map=LogitMap(
             scale=logit_scale, softcap=softcap, temperature=temperature, valid_vocab_size=valid_vocab_size
@@ -105,103 +156,67 @@ def fused_linear_logprobs(
         sequence_parallel=sequence_parallel,
         chunk=chunk,
     )
+    results: LogProbs = linear_logprobs(call, entropy=entropy, top_k=top_k)
     return results
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None,
-    logit_map: LogitMap,
-    low_rank: tuple[Tensor, Tensor] | None,
-    ignore_index: int = -100,
-    rows: Tensor | None = None,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    partial_hidden: bool = False,
-    chunk: int | Literal["auto"] = "auto",
-    entropy: bool = True,
-) -> LogProbs:
-    """Do the work of ``fused_linear_logprobs``.
+def linear_logprobs(call: Call, *, entropy: bool, top_k: int = 0) -> LogProbs:
+    """Do the work of ``fused_linear_logprobs``."""
+    if not isinstance(entropy, bool):
+        raise TypeError(f"entropy is {entropy!r}, wanted True or False.")
+    if isinstance(top_k, bool) or not isinstance(top_k, int):
+        raise TypeError(f"top_k is {top_k!r}, wanted a number of tokens.")
+    prepared = prepare(call)
+    settings = prepared.settings
+    if not 0 <= top_k <= settings.vocabulary:
+        raise ValueError(f"top_k is {top_k}, wanted 0 to the vocabulary's {settings.vocabulary} tokens.")
+    found = row_logprobs(prepared.operands, prepared.targets, settings, entropy=entropy, top_k=top_k)
+    results = LogProbs(found.logp, found.entropy if entropy else None, found.lse).with_top(found.top)
+    return results.map(prepared.restore)
 
-    ``partial_hidden`` leaves the gradient of ``hidden`` a partial sum over ``tp_group``; without ``entropy``
-    it is zeros, without gradient.
-    """
-    selected, settings = prepare(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        logit_map=logit_map,
-        low_rank=low_rank,
-        ignore_index=ignore_index,
-        rows=rows,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        partial_hidden=partial_hidden,
-        chunk=chunk,
-    )
-    low_weight = None if low_rank is None else low_rank[1]
-    operands = (selected.hidden, weight, bias, selected.low_rank, low_weight)
-    logp, spread, lse, _ = row_logprobs(*operands, selected.targets, settings, entropy=entropy, mean=False)
-    return LogProbs(selected.restore(logp), selected.restore(spread), selected.restore(lse))
+
+class RowValues(NamedTuple):
+    """What rows ``[R]`` give: as ``LogProbs``, and the (weighted) mean of the logits."""
+
+    logp: Tensor
+    entropy: Tensor
+    lse: Tensor
+    mean_logit: Tensor
+    top: TopTokens | None
 
 
 def row_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    low_x: Tensor | None,
-    low_weight: Tensor | None,
+    operands: Operands,
     targets: Tensor,
     settings: Settings,
     *,
-    entropy: bool,
-    mean: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    entropy: bool = False,
+    mean: bool = False,
+    top_k: int = 0,
+) -> RowValues:
     """Give log-probability, entropy, lse and mean logit of prepared rows, ``[R]`` each.
 
     Args:
-        hidden: ``[R, H]``.
-        weight: ``[V, H]``.
-        bias: ``[V]``.
-        low_x: ``[R, r]``.
-        low_weight: ``[V, r]``.
+        operands: of ``prepare``.
         targets: int64 ``[R]``; an ignored target gives a log-probability that means nothing.
-        settings: the rest.
+        settings: of ``prepare``.
         entropy: whether the entropy is wanted; zeros without gradient otherwise.
         mean: whether the mean logit is wanted, likewise.
+        top_k: number of likeliest tokens wanted.
     """
-    results: tuple[Tensor, Tensor, Tensor, Tensor] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, low_x, low_weight, targets, settings, entropy, mean
+    wanted = _Wanted(entropy, mean, top_k)
+    *values, logits, tokens = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        *operands, targets, settings, wanted
     )
-    return results
+    top = TopTokens(logits - values[2].detach()[:, None], tokens) if top_k else None
+    return RowValues(values[0], values[1], values[2], values[3], top)
 
 
-def make_head(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    low_x: Tensor | None,
-    low_weight: Tensor | None,
-    settings: Settings,
-) -> Head:
-    """Bundle the operands for the tile loops."""
-    return Head(
-        hidden=hidden,
-        weight=weight,
-        bias=bias,
-        low_rank=None if low_x is None or low_weight is None else (low_x, low_weight),
-        logit_map=settings.logit_map,
-        columns=settings.columns,
-        start=settings.start,
-        compute=settings.compute,
-        accumulator=settings.accumulator,
-        tile=settings.tile,
-    )
+class _Wanted(NamedTuple):
+    entropy: bool
+    mean: bool
+    top_k: int
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -215,35 +230,44 @@ class _LinearLogprobs(torch.autograd.Function):
         low_weight: Tensor | None,
         targets: Tensor,
         settings: Settings,
-        entropy: bool,
-        mean: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        head = make_head(hidden, weight, bias, low_x, low_weight, settings)
+        wanted: _Wanted,
+    ) -> tuple[Tensor, ...]:
+        head = make_head((hidden, weight, bias, low_x, low_weight), targets, settings)
+        top = Top(head, wanted.top_k)
         with without_autocast(hidden.device):
-            stats = softmax_statistics(head, targets, entropy=entropy, total=mean)
+            stats = softmax_statistics(
+                head,
+                targets,
+                entropy=wanted.entropy,
+                total=wanted.mean,
+                seen=top.update if wanted.top_k else None,
+            )
             if settings.tp_group is not None:
-                stats = merge_statistics(stats, weight.shape[0], settings.tp_group)
+                stats, others = merge_statistics(stats, top.columns(), weight.shape[0], settings.tp_group)
+                top.merge(others)
         log_sum = stats[SUM].log()
         lse = stats[MAX] + log_sum
         # m and log(sum) apart: exact where the target is nearly certain
         logp = stats[TARGET] - stats[MAX] - log_sum
-        spread = (
-            (log_sum - stats[WEIGHTED] / stats[SUM]).clamp_min_(0.0) if entropy else torch.zeros_like(lse)
-        )
+        spread = torch.zeros_like(lse)
+        if wanted.entropy:
+            spread = (log_sum - stats[WEIGHTED] / stats[SUM]).clamp_min_(0.0)
         centre = stats[TOTAL] / settings.vocabulary
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, low_x, low_weight, targets, lse, spread)
-        ctx.mark_non_differentiable(*([] if entropy else [spread]), *([] if mean else [centre]))
-        return logp, spread, lse, centre
+        constant = [*([] if wanted.entropy else [spread]), *([] if wanted.mean else [centre])]
+        ctx.mark_non_differentiable(*constant, top.logits, top.tokens)
+        return logp, spread, lse, centre, top.logits, top.tokens
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("fused_linear_logprobs")
-        hidden, weight, bias, low_x, low_weight, targets, lse, entropy = ctx.saved_tensors
+        *operands, targets, lse, entropy = ctx.saved_tensors
+        hidden, _, bias, low_x, low_weight = operands
         settings: Settings = ctx.settings
-        head = make_head(hidden, weight, bias, low_x, low_weight, settings)
-        wanted = _row_gradients(grads, entropy, settings.vocabulary)
+        head = make_head(tuple(operands), targets, settings)
+        wanted = _row_gradients(grads[:4], entropy, settings.vocabulary)
         needs = ctx.needs_input_grad
         with without_autocast(hidden.device):
             found = gradients(
@@ -255,7 +279,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 d_hidden, d_low_x = _reduced(d_hidden, d_low_x, settings)
         d_bias = None if found.bias is None else found.bias.to(bias.dtype)
         d_low_weight = None if found.low_rank[1] is None else found.low_rank[1].to(low_weight.dtype)
-        return d_hidden, found.weight, d_bias, d_low_x, d_low_weight, None, None, None, None
+        return d_hidden, found.weight, d_bias, d_low_x, d_low_weight, None, None, None
 
 
 def _row_gradients(grads: tuple[Tensor | None, ...], entropy: Tensor, vocabulary: int) -> RowGradients:

@@ -8,7 +8,7 @@ loss is put together from ``linear_logprobs``.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,9 @@ from torch import Tensor
 from lightning_thd._static import shapes_are_static
 from lightning_thd.loss import backends
 from lightning_thd.loss.checks import refuse_double_backward
-from lightning_thd.loss.linear_logprobs import make_head, row_logprobs
-from lightning_thd.loss.prepare import Settings, prepare
+from lightning_thd.loss.dtensors import plain
+from lightning_thd.loss.linear_logprobs import row_logprobs
+from lightning_thd.loss.prepare import Call, Prepared, Settings, make_head, prepare
 from lightning_thd.loss.tiles.budget import stash_rows, tile_shape
 from lightning_thd.loss.tiles.gradient_sums import HeadGradients
 from lightning_thd.loss.tiles.logit_map import LogitMap
@@ -74,6 +75,7 @@ def fused_linear_cross_entropy(
         ``0.6931``.
 
     Raises:
+        TypeError: for arguments of another type.
         ValueError: for arguments that do not fit, or that a chosen backend cannot honour.
     """
     if reduction not in ("sum", "mean"):
@@ -81,113 +83,84 @@ def fused_linear_cross_entropy(
             f"reduction is {reduction!r}, wanted 'sum' or 'mean'; for a value a token, "
             "use fused_linear_logprobs(...).logp."
         )
-    logit_map = LogitMap(
-        scale=logit_scale, softcap=softcap, temperature=temperature, valid_vocab_size=valid_vocab_size
-    )
-    loss: Tensor = linear_nll(
-        hidden,
-        weight,
-        targets,
+    call = Call(
+        hidden=hidden,
+        weight=weight,
+        targets=targets,
         bias=bias,
-        logit_map=logit_map,
+        logit_map=LogitMap(
+            scale=logit_scale, softcap=softcap, temperature=temperature, valid_vocab_size=valid_vocab_size
+        ),
         low_rank=low_rank,
         ignore_index=ignore_index,
-        token_weights=token_weights,
-        penalties=Penalties(label_smoothing=label_smoothing, z_loss=z_loss),
-        mean=reduction == "mean",
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
         chunk=chunk,
-        backend=backend,
     )
+    penalties = Penalties(label_smoothing=label_smoothing, z_loss=z_loss)
+    loss: Tensor = linear_nll(
+        call, penalties, token_weights=token_weights, mean=reduction == "mean", backend=backend
+    ).loss
     return loss
+
+
+class NLL(NamedTuple):
+    """A loss and the part of it that the z-loss adds, ``[]`` each; the part has no gradient."""
+
+    loss: Tensor
+    z_part: Tensor
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def linear_nll(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None,
-    logit_map: LogitMap,
-    low_rank: tuple[Tensor, Tensor] | None,
-    token_weights: Tensor | float | None,
+    call: Call,
     penalties: Penalties,
-    ignore_index: int = -100,
-    mean: bool = False,
-    tp_group: dist.ProcessGroup | None = None,
-    sequence_parallel: bool = False,
-    partial_hidden: bool = False,
-    chunk: int | Literal["auto"] = "auto",
-    backend: str = "auto",
-) -> Tensor:
-    """Do the work of ``fused_linear_cross_entropy``; ``token_weights`` may be one number for all.
-
-    ``partial_hidden`` leaves the gradient of ``hidden`` a partial sum over ``tp_group``.
-    """
-    rows, settings = prepare(
-        hidden,
-        weight,
-        targets,
-        bias=bias,
-        logit_map=logit_map,
-        low_rank=low_rank,
-        ignore_index=ignore_index,
-        rows=None,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        partial_hidden=partial_hidden,
-        chunk=chunk,
-    )
-    weights = _row_weights(token_weights, rows.targets, rows.kept, rows.counts, settings.accumulator)
-    if mean:
-        weights = weights / (targets != ignore_index).sum().clamp_min(1)
-    low_weight = None if low_rank is None else low_rank[1]
-    operands = (rows.hidden, weight, bias, rows.low_rank, low_weight)
-    if backend != "auto":
-        return backends.run(backend, operands, rows.targets, weights, settings, penalties)
-    wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
-    if wants_gradient and tp_group is None and settings.compute != torch.float16:
-        return _scalar_loss(operands, rows.targets, weights, settings, penalties, chunk)
-    logp, _, lse, mean_logit = row_logprobs(
-        *operands, rows.targets, settings, entropy=False, mean=penalties.label_smoothing > 0
-    )
-    return (weights * penalties.loss(logp, lse, mean_logit)).sum()
-
-
-def _row_weights(
+    *,
     token_weights: Tensor | float | None,
-    targets: Tensor,
-    kept: Tensor | None,
-    counts: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    mean: bool = False,
+    backend: str = "auto",
+) -> NLL:
+    """Do the work of ``fused_linear_cross_entropy``; ``token_weights`` may be one number for all."""
+    prepared = prepare(call)
+    settings = prepared.settings
+    weights = _row_weights(token_weights, prepared)
+    if mean:
+        weights = weights / (plain(call.targets) != call.ignore_index).sum().clamp_min(1)
+    if backend != "auto":
+        alike = not isinstance(token_weights, Tensor) or token_weights.ndim == 0
+        loss = backends.run(backend, prepared, weights, penalties, alike=alike)
+        return NLL(loss, torch.zeros_like(loss))
+    operands = prepared.operands
+    wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+    if wants_gradient and settings.tp_group is None and settings.compute != torch.float16:
+        rest = (prepared.targets, weights, settings, penalties, call.chunk)
+        return NLL(*_LinearNLL.apply(*operands, *rest))  # type: ignore[no-untyped-call]
+    found = row_logprobs(operands, prepared.targets, settings, mean=penalties.label_smoothing > 0)
+    losses = weights * penalties.loss(found.logp, found.lse, found.mean_logit)
+    if prepared.counts is not None:
+        losses = torch.where(prepared.counts, losses, 0.0)
+    z_part = (
+        penalties.z_part(weights, found.lse.detach()) if penalties.z_loss else torch.zeros_like(losses.sum())
+    )
+    return NLL(losses.sum(), z_part.detach())
+
+
+def _row_weights(token_weights: Tensor | float | None, prepared: Prepared) -> Tensor:
     """Bring the weights of the tokens to the rows that are multiplied, zero where a row does not count."""
+    targets, kept, counts = prepared.targets, prepared.kept, prepared.counts
+    dtype = prepared.settings.accumulator
     if token_weights is None or not isinstance(token_weights, Tensor) or token_weights.ndim == 0:
         one = 1.0 if token_weights is None else token_weights
         weights = torch.ones(targets.shape, dtype=dtype, device=targets.device) * one
     else:
+        if token_weights.numel() != prepared.shape.numel():
+            raise ValueError(
+                f"token_weights is {list(token_weights.shape)}, wanted one a token, the shape of targets: "
+                f"{list(prepared.shape)}."
+            )
         weights = token_weights.detach().flatten().to(dtype)
         weights = weights if kept is None else weights[kept]
-        if weights.shape != targets.shape:
-            raise ValueError(
-                f"token_weights is {list(token_weights.shape)}, wanted one a token, the shape of targets."
-            )
     return weights if counts is None else torch.where(counts, weights, 0.0)
-
-
-def _scalar_loss(
-    operands: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
-    targets: Tensor,
-    weights: Tensor,
-    settings: Settings,
-    penalties: Penalties,
-    chunk: int | Literal["auto"],
-) -> Tensor:
-    rest = (targets, weights, settings, penalties, chunk)
-    loss: Tensor = _LinearNLL.apply(*operands, *rest)  # type: ignore[no-untyped-call]
-    return loss
 
 
 class _LinearNLL(torch.autograd.Function):
@@ -204,12 +177,13 @@ class _LinearNLL(torch.autograd.Function):
         settings: Settings,
         penalties: Penalties,
         chunk: int | Literal["auto"],
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         ctx.rest = (settings, penalties, chunk)
         saved = (hidden, weight, bias, low_x, low_weight, targets, weights)
         ctx.save_for_backward(*saved)
-        loss, ctx.found = _loss_and_gradients(ctx, saved)
-        return loss
+        loss, z_part, ctx.found = _loss_and_gradients(ctx, saved)
+        ctx.mark_non_differentiable(z_part)
+        return loss, z_part
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -217,8 +191,8 @@ class _LinearNLL(torch.autograd.Function):
         # Handed out once, to be scaled in place; a second backward through a retained graph makes them again.
         found, ctx.found = ctx.found, None
         if found is None:
-            _, found = _loss_and_gradients(ctx, ctx.saved_tensors)
-        (upstream,) = grads
+            *_, found = _loss_and_gradients(ctx, ctx.saved_tensors)
+        upstream = grads[0]
         _, _, bias, _, low_weight, _, _ = ctx.saved_tensors
         parts = [found.hidden, found.weight, found.bias, *found.low_rank]
         if upstream.device.type != "cpu" or shapes_are_static() or float(upstream) != 1.0:
@@ -229,8 +203,9 @@ class _LinearNLL(torch.autograd.Function):
         return (*parts, None, None, None, None, None)
 
 
-def _loss_and_gradients(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadGradients]:
-    hidden, weight, bias, low_x, low_weight, targets, weights = saved
+def _loss_and_gradients(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, Tensor, HeadGradients]:
+    *operands, targets, weights = saved
+    hidden = operands[0]
     settings, penalties, chunk = ctx.rest
     native = is_native(settings.compute, hidden.device)
     rows = stash_rows(
@@ -247,7 +222,7 @@ def _loss_and_gradients(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, HeadG
         itemsize=settings.accumulator.itemsize,
         chunk=rows,
     )
-    head = replace(make_head(hidden, weight, bias, low_x, low_weight, settings), tile=tile)
+    head = replace(make_head(tuple(operands), targets, settings), tile=tile)
     needs = ctx.needs_input_grad
     with without_autocast(hidden.device):
         return nll_and_gradients(

@@ -204,7 +204,7 @@ class PackedRollouts:
             group: context-parallel ranks, each with its shard.
         """
         packed = causal_lm_logprobs(model, self.batch, temperature=temperature, entropy=entropy)
-        return LogProbs(*(self.unpack(values, group=group) for values in packed))
+        return packed.map(lambda values: self.unpack(values, group=group))
 
     def sequence_logprobs(
         self,

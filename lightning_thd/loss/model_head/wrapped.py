@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_thd.loss.dtensors import is_dtensor, local_hidden, plain, vocabulary_group
+from lightning_thd.loss.prepare import Call
 from lightning_thd.loss.tiles.logit_map import LogitMap
 
 
@@ -95,6 +97,19 @@ class HeadOperands:
     partial_hidden: bool
     vocabulary: int
 
+    def call(self, targets: Tensor, logit_map: LogitMap) -> Call:
+        """Make the arguments of a fused loss, with one target a slot."""
+        return Call(
+            hidden=self.hidden,
+            weight=self.weight,
+            targets=targets.view(self.hidden.shape[:-1]),
+            bias=self.bias,
+            logit_map=logit_map,
+            low_rank=self.low_rank,
+            tp_group=self.tp_group,
+            partial_hidden=self.partial_hidden,
+        )
+
 
 def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
     """Look into a head in the middle of its forward call, when FSDP2 has gathered its weight.
@@ -118,12 +133,12 @@ def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
     low_rank = _low_rank(head, hidden) if base is not head else None
     group, partial = None, False
     if is_dtensor(weight):
-        group = _vocabulary_group(weight)
-        weight, bias = _plain(weight), None if bias is None else _plain(bias)
+        group = vocabulary_group(weight)
+        weight, bias = plain(weight), None if bias is None else plain(bias)
     if is_dtensor(hidden):
-        hidden, partial = _local_hidden(hidden, group, low_rank is None)
+        hidden, partial = local_hidden(hidden, group, low_rank is None)
     if low_rank is not None:
-        low_rank = (_plain(low_rank[0]), _plain(low_rank[1]))
+        low_rank = (plain(low_rank[0]), plain(low_rank[1]))
     ranks = 1 if group is None else dist.get_world_size(group)
     return HeadOperands(
         hidden=hidden,
@@ -134,44 +149,6 @@ def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
         partial_hidden=partial,
         vocabulary=weight.shape[0] * ranks,
     )
-
-
-def is_dtensor(tensor: object) -> bool:
-    """Say whether a tensor is distributed, without importing the distributed package for it."""
-    return isinstance(tensor, Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
-
-
-def _plain(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local
-
-
-def _vocabulary_group(weight: Any) -> dist.ProcessGroup | None:
-    """Give the group over which the rows of the weight are sharded; None when every rank has all of them."""
-    sharded = [(axis, p) for axis, p in enumerate(weight.placements) if not p.is_replicate()]
-    if not sharded:
-        return None
-    axis, placement = sharded[0]
-    if len(sharded) > 1 or not placement.is_shard(0):
-        raise ValueError(
-            f"The head's weight is placed as {tuple(weight.placements)}, wanted rows of the "
-            "vocabulary over one "
-            "mesh axis (Shard(0), tensor parallel 'colwise') or replicated. Inside FSDP2, call the module "
-            "that fully_shard was applied to, so that it gathers the weight first."
-        )
-    group: dist.ProcessGroup = weight.device_mesh.get_group(axis)
-    return group
-
-
-def _local_hidden(hidden: Any, group: dist.ProcessGroup | None, may_be_partial: bool) -> tuple[Tensor, bool]:
-    from torch.distributed.tensor import Partial, Replicate
-
-    if any(not placement.is_replicate() for placement in hidden.placements):
-        hidden = hidden.redistribute(placements=[Replicate()] * len(hidden.placements))
-    if group is None or not may_be_partial or len(hidden.placements) != 1:
-        return hidden.to_local(), False
-    # The gradient stays a partial sum: DTensor reduces it, or reduce-scatters it under sequence parallel.
-    return hidden.to_local(grad_placements=[Partial()]), True
 
 
 def _active_copy(head: Any) -> nn.Module:

@@ -1,8 +1,8 @@
 """Gradients of tiles -> gradients of the head's operands.
 
 R rows, H hidden size, V vocabulary columns held here, c x v one tile. Whichever loop is outside, the
-operand it runs over is finished tile by tile in the accumulator's dtype; the other one is added to once an
-outer tile.
+operand it runs over is finished tile by tile; the other one is added to once an outer tile. All sums are
+made in the accumulator's dtype.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_thd.loss.tiles.logits import Head
 from lightning_thd.loss.tiles.products import accumulate
+from lightning_thd.loss.tiles.wide_sum import WideSum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +40,7 @@ class GradientSums:
     Args:
         head: the operands.
         needs: whether hidden, weight, bias and the LoRA need gradients.
-        rows_outside: the loop over rows is the outer one; the weight's gradient is then summed in its own
-            dtype.
+        rows_outside: the loop over rows is the outer one.
     """
 
     def __init__(self, head: Head, *, needs: tuple[bool, bool, bool, bool], rows_outside: bool) -> None:
@@ -53,7 +53,12 @@ class GradientSums:
         hidden_dtype = head.hidden.dtype if rows_outside else wide
         self.hidden = blank(head.hidden.shape, dtype=hidden_dtype, device=device) if needs[0] else None
         blank = torch.empty if rows and filled else torch.zeros
-        self.weight = blank(head.weight.shape, dtype=head.weight.dtype, device=device) if needs[1] else None
+        self.weight: Tensor | None = None
+        self._wide_weight: WideSum | None = None
+        if needs[1] and rows_outside and rows and head.weight.dtype != wide:
+            self._wide_weight = WideSum(head.weight, columns=head.columns, width=head.tile[1], wide=wide)
+        elif needs[1]:
+            self.weight = blank(head.weight.shape, dtype=head.weight.dtype, device=device)
         self.bias = torch.zeros(head.weight.shape[:1], dtype=wide, device=device) if needs[2] else None
         self.low: tuple[Tensor, Tensor] | None = None
         if needs[3] and head.low_rank is not None:
@@ -76,16 +81,22 @@ class GradientSums:
             total = self._tile if self.rows_outside else self.hidden[rows]
             assert total is not None
             accumulate(total, dx, head.weight[columns], head.compute, first=columns.start == 0)
-        if self.weight is not None:
-            total = self.weight[columns] if self.rows_outside else self._tile
-            assert total is not None
-            accumulate(total, dx.t(), head.hidden[rows], head.compute, first=rows.start == 0)
+        if self.weight is not None or self._wide_weight is not None:
+            total = self._weight_tile(columns)
+            accumulate(total, dx.t(), head.hidden_tile(rows), head.compute, first=rows.start == 0)
         if self.bias is not None:
             self.bias[columns] += dx.sum(0)
         if self.low is not None:
             x, w = head.low_rank_tile(rows, columns)
             accumulate(self.low[0][rows], dx, w, head.compute, first=False)
             accumulate(self.low[1][columns], dx.t(), x, head.compute, first=False)
+
+    def _weight_tile(self, columns: slice) -> Tensor:
+        if self._wide_weight is not None:
+            return self._wide_weight.tile(columns)
+        total = self.weight[columns] if self.rows_outside and self.weight is not None else self._tile
+        assert total is not None
+        return total
 
     def close(self, outer: slice) -> None:
         """Finish a tile of the outer loop."""
@@ -95,5 +106,7 @@ class GradientSums:
 
     def result(self) -> HeadGradients:
         """Give the sums."""
+        if self._wide_weight is not None:
+            self.weight = self._wide_weight.result()
         low = (None, None) if self.low is None else self.low
         return HeadGradients(hidden=self.hidden, weight=self.weight, bias=self.bias, low_rank=low)

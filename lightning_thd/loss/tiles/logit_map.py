@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 from torch import Tensor
 
@@ -29,11 +30,16 @@ class LogitMap:
             value = getattr(self, name)
             if value is None:
                 continue
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{name} is a {type(value).__name__}, wanted a Python number.")
             bad_sign = value == 0 if name == "scale" else value <= 0
             if not math.isfinite(value) or bad_sign:
                 wanted = "a finite number other than 0" if name == "scale" else "a finite number above 0"
                 hint = " Greedy decoding is argmax, not temperature 0." if name == "temperature" else ""
                 raise ValueError(f"{name} is {value!r}, wanted {wanted}; leave it out for none.{hint}")
+        size = self.valid_vocab_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+            raise TypeError(f"valid_vocab_size is {size!r}, wanted an int or None.")
         if self.valid_vocab_size is not None and self.valid_vocab_size < 1:
             raise ValueError(f"valid_vocab_size is {self.valid_vocab_size}, wanted at least 1 column.")
 

@@ -24,6 +24,7 @@ class Head:
         weight: ``[V, H]``, this rank's columns of the vocabulary.
         bias: ``[V]``.
         low_rank: a LoRA's ``(x [R, r], weight [V, r])``, added to the product.
+        counts: bool ``[R]``, False for rows to be taken as zeros, whatever they hold; None for none.
         logit_map: what happens between the product and the softmax.
         columns: columns held here that exist; the rest pads the vocabulary.
         start: vocabulary index of the first column.
@@ -36,6 +37,7 @@ class Head:
     weight: Tensor
     bias: Tensor | None
     low_rank: tuple[Tensor, Tensor] | None
+    counts: Tensor | None
     logit_map: LogitMap
     columns: int
     start: int
@@ -57,6 +59,13 @@ class Head:
         size = min(self.tile[0], self.hidden.shape[0]) * min(self.tile[1], self.columns)
         return self.hidden.new_empty(size, dtype=self.accumulator)
 
+    def hidden_tile(self, rows: slice) -> Tensor:
+        """``[c, H]``; rows that do not count are zeros, for a NaN times a weight of zero is a NaN."""
+        return self._counted(self.hidden, rows)
+
+    def _counted(self, x: Tensor, rows: slice) -> Tensor:
+        return x[rows] if self.counts is None else torch.where(self.counts[rows, None], x[rows], 0.0)
+
     def weight_tile(self, columns: slice) -> Tensor:
         """``[v, H]`` as a product takes it."""
         return operand(self.weight[columns], self.compute, self.accumulator)
@@ -64,7 +73,7 @@ class Head:
     def logits(self, rows: slice, columns: slice, weight: Tensor, out: Tensor) -> Tensor:
         """Write the mapped logits of a tile over the front of the buffer ``out``; ``[c, v]``."""
         z = out[: (rows.stop - rows.start) * weight.shape[0]].view(-1, weight.shape[0])
-        product(operand(self.hidden[rows], self.compute, self.accumulator), weight, out=z)
+        product(operand(self.hidden_tile(rows), self.compute, self.accumulator), weight, out=z)
         return self.finish(z, rows, columns)
 
     @property
@@ -79,7 +88,7 @@ class Head:
         shape = (rows.stop - rows.start, weight.shape[0])
         kept, z = (buffer[: shape[0] * shape[1]].view(shape) for buffer in (kept, out))
         return self.finish(
-            rounded_product(self.hidden[rows].to(self.compute), weight, kept=kept, out=z), rows, columns
+            rounded_product(self.hidden_tile(rows).to(self.compute), weight, kept=kept, out=z), rows, columns
         )
 
     def finish(self, z: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -97,4 +106,4 @@ class Head:
     def low_rank_tile(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
         """The LoRA's part of a tile, ``[c, r]`` and ``[v, r]``."""
         assert self.low_rank is not None
-        return self.low_rank[0][rows], self.low_rank[1][columns]
+        return self._counted(self.low_rank[0], rows), self.low_rank[1][columns]

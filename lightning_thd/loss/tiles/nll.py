@@ -8,6 +8,7 @@ few rows span the whole vocabulary: their number follows from a byte budget.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ class Penalties:
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("label_smoothing", "z_loss"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{name} is a {type(value).__name__}, wanted a Python number.")
         if not 0.0 <= self.label_smoothing < 1.0:
             raise ValueError(f"label_smoothing is {self.label_smoothing!r}, wanted at least 0 and below 1.")
         if not 0.0 <= self.z_loss < float("inf"):
@@ -51,6 +56,10 @@ class Penalties:
         if self.z_loss:
             loss = loss + self.z_loss * lse.square()
         return loss
+
+    def z_part(self, weights: Tensor, lse: Tensor) -> Tensor:
+        """Give the part of the rows' loss that ``z_loss`` adds, ``[]``."""
+        return (weights * self.z_loss * lse.square()).sum()
 
     def gradients(self, weights: Tensor, lse: Tensor, vocabulary: int) -> RowGradients:
         """Differentiate ``weights * loss`` for the tiles."""
@@ -70,7 +79,7 @@ def nll_and_gradients(
     penalties: Penalties,
     *,
     needs: tuple[bool, bool, bool, bool],
-) -> tuple[Tensor, HeadGradients]:
+) -> tuple[Tensor, Tensor, HeadGradients]:
     """Sum ``weights * loss`` over the rows and differentiate it.
 
     Args:
@@ -81,9 +90,9 @@ def nll_and_gradients(
         needs: whether hidden, weight, bias and the LoRA need gradients.
 
     Returns:
-        The loss ``[]`` and the gradients. The weight's is summed in its own dtype, once a tile of rows.
+        The loss ``[]``, the part of it that ``z_loss`` adds, and the gradients.
     """
-    loss = head.hidden.new_zeros((), dtype=head.accumulator)
+    loss, z_part = head.hidden.new_zeros((2,), dtype=head.accumulator).unbind()
     sums = GradientSums(head, needs=needs, rows_outside=True)
     stash = _Stash(head)
     for rows in head.row_tiles():
@@ -91,13 +100,19 @@ def nll_and_gradients(
         log_sum = stats[SUM].log()
         lse = stats[MAX] + log_sum
         logp = stats[TARGET] - stats[MAX] - log_sum
-        loss += (weights[rows] * penalties.loss(logp, lse, stats[TOTAL] / head.columns)).sum()
+        row_losses = weights[rows] * penalties.loss(logp, lse, stats[TOTAL] / head.columns)
+        if head.counts is not None:
+            row_losses = torch.where(head.counts[rows], row_losses, 0.0)
+        loss += row_losses.sum()
+        if penalties.z_loss:
+            z_part += penalties.z_part(weights[rows], lse)
         wanted = penalties.gradients(weights[rows], lse, head.columns)
         sums.open(rows)
         for columns in head.column_tiles():
             sums.add(stash.gradient(columns, targets[rows], lse, wanted), rows, columns)
         sums.close(rows)
-    return loss, sums.result()
+    del stash  # before the weight's gradient is rounded
+    return loss, z_part, sums.result()
 
 
 class _Stash:

@@ -89,14 +89,18 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
     """Add ``a @ b``, a gradient's product rounded to ``compute`` before it is multiplied, to ``total``.
 
     Args:
-        total: ``[c, k]``, the accumulator's dtype or ``compute``; changed in place.
+        total: ``[c, k]``, the accumulator's dtype; changed in place.
         a: ``[c, v]``, the accumulator's dtype.
         b: ``[v, k]``, stored in any dtype.
         compute: the dtype of the model's own products.
         first: ``total`` holds nothing yet and is overwritten.
     """
+    beta = 0 if first else 1
     if compute == total.dtype:
-        total.addmm_(a.to(compute), b.to(compute), beta=0 if first else 1)
+        total.addmm_(a.to(compute), b.to(compute), beta=beta)
+        return
+    if compute != torch.float16 and not a.is_cuda and not is_native(compute, a.device):
+        total.addmm_(a.to(compute).to(total.dtype), b.to(compute).to(total.dtype), beta=beta)
         return
     lift = (_HALF_TOP / a.abs().amax().clamp_min(1e-30)) if compute == torch.float16 else None
     part = _low((a if lift is None else a * lift).to(compute), b.to(compute), total.dtype)

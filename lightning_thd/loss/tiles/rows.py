@@ -16,7 +16,7 @@ from lightning_thd._static import shapes_are_static
 _WORTH_SKIPPING = 0.05
 
 
-def rows_with_target(targets: Tensor, ignore_index: int) -> Tensor | None:
+def rows_with_target(targets: Tensor, ignore_index: int) -> tuple[Tensor | None, bool]:
     """Give the rows whose target counts, or None where all rows should be multiplied.
 
     Args:
@@ -24,16 +24,17 @@ def rows_with_target(targets: Tensor, ignore_index: int) -> Tensor | None:
         ignore_index: marks rows that do not count.
 
     Returns:
-        int64 ``[R]``. ``[5, -100, -100, 7]`` gives ``[0, 3]``.
+        int64 ``[R]``, and whether the rows to multiply are known to count, all of them.
+        ``[5, -100, -100, 7]`` gives ``([0, 3], True)``.
     """
     if (
         shapes_are_static()
         or targets.is_meta
         or (targets.is_cuda and torch.cuda.is_current_stream_capturing())
     ):
-        return None
+        return None, False
     counts = targets != ignore_index
     kept = int(counts.sum())  # one read of the device
     if kept > (1.0 - _WORTH_SKIPPING) * targets.numel():
-        return None
-    return counts.nonzero().squeeze(1)
+        return None, kept == targets.numel()
+    return counts.nonzero().squeeze(1), True

@@ -7,6 +7,7 @@ before the next one. Memory is two tiles; nothing of size R x V exists at any ti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,8 @@ from lightning_thd.loss.tiles.gradient_sums import GradientSums, HeadGradients
 from lightning_thd.loss.tiles.logit_map import LogitMap
 from lightning_thd.loss.tiles.logits import Head
 
+# Exponents below this are zero in any dtype; sums of them times zero must not meet an infinity.
+LOWEST = -1e4
 # Columns of the statistics: largest logit m, sum e^(z-m), sum e^(z-m) (z-m), the target's z, sum z.
 MAX, SUM, WEIGHTED, TARGET, TOTAL = range(5)
 
@@ -42,7 +45,14 @@ class RowGradients:
         )
 
 
-def softmax_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> Tensor:
+def softmax_statistics(
+    head: Head,
+    targets: Tensor,
+    *,
+    entropy: bool,
+    total: bool,
+    seen: Callable[[Tensor, slice, slice], None] | None = None,
+) -> Tensor:
     """Run over all tiles once and keep five numbers a row.
 
     Args:
@@ -50,6 +60,7 @@ def softmax_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
         targets: int64 ``[R]``, vocabulary indices; rows of targets held elsewhere get TARGET 0.
         entropy: fill WEIGHTED.
         total: fill TOTAL.
+        seen: is shown every tile of logits ``[c, v]``, its rows and its columns; must not change it.
 
     Returns:
         ``[5, R]`` in the accumulator's dtype, see ``MAX`` and following.
@@ -61,6 +72,8 @@ def softmax_statistics(head: Head, targets: Tensor, *, entropy: bool, total: boo
         weight = head.weight_tile(columns)
         for rows in head.row_tiles():
             z = head.logits(rows, columns, weight, first)
+            if seen is not None:
+                seen(z, rows, columns)
             e = second[: z.numel()].view_as(z)
             update_statistics(
                 stats[:, rows], z, e, targets[rows] - head.start - columns.start, entropy, total
@@ -86,16 +99,21 @@ def update_statistics(
     if total:
         stats[TOTAL] += z.sum(1)
     largest = torch.maximum(stats[MAX], z.amax(1))
-    shift = stats[MAX] - largest
+    base = without_infinity(largest)
+    shift = (stats[MAX] - base).clamp_min_(LOWEST)
     decay = shift.exp()
     if entropy:
-        torch.exp(z.sub_(largest[:, None]), out=e)
-        moved = torch.where(stats[SUM] > 0, stats[SUM] * shift, 0.0)  # 0 * -inf in the first tile
-        stats[WEIGHTED] = decay * (stats[WEIGHTED] + moved) + z.mul_(e).sum(1)
+        torch.exp(z.sub_(base[:, None]).clamp_min_(LOWEST), out=e)
+        stats[WEIGHTED] = decay * (stats[WEIGHTED] + stats[SUM] * shift) + z.mul_(e).sum(1)
     else:
-        torch.sub(z, largest[:, None], out=e).exp_()
+        torch.sub(z, base[:, None], out=e).exp_()
     stats[SUM] = decay * stats[SUM] + e.sum(1)
     stats[MAX] = largest
+
+
+def without_infinity(largest: Tensor) -> Tensor:
+    """Replace maxima of nothing but -inf, which cannot be subtracted from themselves, by 0."""
+    return largest.masked_fill(largest == -torch.inf, 0.0)
 
 
 def _targets_here(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -156,6 +174,7 @@ def logit_gradient(
         dz.exp_().mul_(direct)
     else:
         p = dz.exp() if capped else torch.exp(dz, out=e)
+        dz.clamp_min_(LOWEST)  # p is 0 there
         dz.mul_((wanted.slope * factor)[:, None]).add_(direct).mul_(p)
     if wanted.flat is not None:
         dz.add_((wanted.flat * factor)[:, None])

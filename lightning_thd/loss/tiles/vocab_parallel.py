@@ -12,33 +12,37 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._static import shapes_are_static
-from lightning_thd.loss.tiles.softmax import MAX, SUM, TARGET, TOTAL, WEIGHTED
+from lightning_thd.loss.tiles.softmax import LOWEST, MAX, SUM, TARGET, TOTAL, WEIGHTED, without_infinity
 
 # Groups whose shards were seen to be equal; accelerators read the sizes back once, the CPU every time.
 _EQUAL_SHARDS: set[tuple[int, int]] = set()
 
 
-def merge_statistics(stats: Tensor, columns: int, group: dist.ProcessGroup) -> Tensor:
-    """Combine every rank's statistics; one all-gather of ``[5, R + 1]``.
+def merge_statistics(
+    stats: Tensor, others: Tensor, columns: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Combine every rank's statistics; one all-gather of ``[5 + n, R + 1]``.
 
     Args:
-        stats: ``[5, R]``, see ``tiles``.
+        stats: ``[5, R]``, see ``softmax``.
+        others: ``[n, R]`` of the same dtype, which the caller merges.
         columns: V of this rank's shard; travels along, so that unequal shards are found without a collective.
         group: the tensor-parallel group.
 
     Returns:
-        ``[5, R]``, the same on every rank.
+        ``[5, R]`` and ``[P, n, R]``, the same on every rank.
 
     Raises:
         ValueError: when the shards differ in size.
     """
     ranks = dist.get_world_size(group)
-    sent = torch.cat([stats, stats.new_full((len(stats), 1), float(columns))], dim=1)
+    sent = torch.cat([stats, others])
+    sent = torch.cat([sent, sent.new_full((len(sent), 1), float(columns))], dim=1)
     gathered = sent.new_empty((ranks * len(sent), sent.shape[1]))
     _all_gather(gathered, sent, group)
     every = gathered.view(ranks, *sent.shape)
     _check_equal(every[:, 0, -1], group)
-    return _merge(every[:, :, :-1])
+    return _merge(every[:, : len(stats), :-1]), every[:, len(stats) :, :-1]
 
 
 def _all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
@@ -70,10 +74,10 @@ def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
 def _merge(every: Tensor) -> Tensor:
     """Merge ``[P, 5, R]`` over P, shifting every sum to the largest maximum."""
     largest = every[:, MAX].amax(0)
-    shift = every[:, MAX] - largest
+    shift = (every[:, MAX] - without_infinity(largest)).clamp_min(LOWEST)  # padding alone has maximum -inf
     decay = shift.exp()
     sums = every[:, SUM]
-    moved = torch.where(sums > 0, sums * shift, 0.0)  # a rank that holds padding alone has maximum -inf
+    moved = sums * shift
     merged = torch.empty_like(every[0])
     merged[MAX] = largest
     merged[SUM] = (sums * decay).sum(0)

@@ -1,0 +1,87 @@
+"""DTensors among a loss's operands -> plain tensors of this rank, and the group sharing the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Say whether a tensor is distributed, without importing the distributed package for it."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def plain(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor; a plain tensor comes back as it is."""
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local
+
+
+def vocabulary_group(weight: Any) -> dist.ProcessGroup | None:
+    """Give the group over which the rows of the weight are sharded; None when every rank has all of them.
+
+    Raises:
+        ValueError: for rows sharded over several mesh axes, or a weight sharded along its columns.
+    """
+    sharded = [(axis, p) for axis, p in enumerate(weight.placements) if not p.is_replicate()]
+    if not sharded:
+        return None
+    axis, placement = sharded[0]
+    if len(sharded) > 1 or not placement.is_shard(0):
+        raise ValueError(
+            f"The head's weight is placed as {tuple(weight.placements)}, wanted rows of the vocabulary over "
+            "one mesh axis (Shard(0), tensor parallel 'colwise') or replicated. Inside FSDP2, call the "
+            "module that fully_shard was applied to, so that it gathers the weight first."
+        )
+    group: dist.ProcessGroup = weight.device_mesh.get_group(axis)
+    return group
+
+
+def local_hidden(hidden: Any, group: dist.ProcessGroup | None, may_be_partial: bool) -> tuple[Tensor, bool]:
+    """Gather distributed hidden states, and say whether their gradient stays a partial sum over ``group``."""
+    from torch.distributed.tensor import Partial, Replicate
+
+    if any(not placement.is_replicate() for placement in hidden.placements):
+        hidden = hidden.redistribute(placements=[Replicate()] * len(hidden.placements))
+    if group is None or not may_be_partial or len(hidden.placements) != 1:
+        return hidden.to_local(), False
+    # The gradient stays a partial sum: DTensor reduces it, or reduce-scatters it under sequence parallel.
+    return hidden.to_local(grad_placements=[Partial()]), True
+
+
+def group_of_operands(
+    hidden: Tensor, weight: Any, group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """Find the vocabulary's group of a distributed weight that a user passed to a fused loss.
+
+    A mesh does not tell whether its ranks hold the same tokens: those of tensor parallelism do, those of
+    FSDP do not, and summing over the wrong ones would go unnoticed. So either the hidden states are
+    distributed too, or the group was named, or the mesh axis is called tensor parallel.
+
+    Raises:
+        ValueError: where it cannot be told, or the group is not the weight's.
+    """
+    own = vocabulary_group(weight)
+    if group is not None:
+        if own is None or dist.get_process_group_ranks(own) != dist.get_process_group_ranks(group):
+            raise ValueError(
+                f"weight is a DTensor placed as {tuple(weight.placements)} and tp_group another group, "
+                "wanted the group its rows are sharded over. Leave tp_group out, or pass weight.to_local()."
+            )
+        return group
+    if is_dtensor(hidden) or (own is not None and _tensor_parallel_axis(weight)):
+        return own
+    raise ValueError(
+        f"weight is a DTensor placed as {tuple(weight.placements)} on {weight.device_mesh} and hidden a "
+        "plain tensor, so it is unknown whether the ranks hold the same tokens. If they do (tensor "
+        "parallel), pass tp_group=weight.device_mesh.get_group(); if not (FSDP), call this inside the module "
+        "that fully_shard was applied to, or pass a gathered weight."
+    )
+
+
+def _tensor_parallel_axis(weight: Any) -> bool:
+    names = weight.device_mesh.mesh_dim_names or ()
+    axis = next(axis for axis, p in enumerate(weight.placements) if not p.is_replicate())
+    return len(names) > axis and ("tp" in names[axis] or "tensor" in names[axis])

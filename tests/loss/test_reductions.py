@@ -1,0 +1,242 @@
+"""Reductions and weights of the loss, against whole logits, over microbatches, ranks and shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_thd.alignment import Alignment
+from lightning_thd.batch import THDBatch
+from lightning_thd.data.loader import BatchMaker, THDLoader
+from lightning_thd.data.store.index import build_index
+from lightning_thd.loss import (
+    causal_lm_logprobs,
+    causal_lm_loss,
+    fused_linear_cross_entropy,
+    fused_linear_logprobs,
+)
+from lightning_thd.loss.token_weights import loss_weights
+from lightning_thd.models import register_thd
+from lightning_thd.packing import PackPlanner, Sequences
+from lightning_thd.parallel.shard import shard_batch
+from tests.loss.families import VOCAB, build
+from tests.loss.oracles import Case
+from tests.loss.test_causal_lm import gradients, make_batch
+
+pytest.importorskip("transformers")
+register_thd()
+
+
+def make_samples(weights: str, count: int = 12) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    samples = []
+    for i in range(count):
+        n = int(torch.randint(1, 14, (), generator=generator))
+        ids = torch.randint(3, VOCAB, (n,), generator=generator)
+        labels = torch.where(torch.rand(n, generator=generator) < 0.3, -100, ids)
+        sample: dict[str, Any] = {"input_ids": ids, "labels": labels}
+        if weights == "token" or (weights == "both" and i % 2):
+            sample["weights"] = torch.rand(n, generator=generator).numpy()
+        elif weights != "none":
+            sample["weights"] = float(torch.rand((), generator=generator))
+        samples.append(sample)
+    return samples
+
+
+def step_oracle(model: Any, samples: list[dict[str, Any]], reduction: str, smoothing: float) -> Tensor:
+    """One sequence after the other, whole logits, no packing."""
+    numerator, denominator = torch.zeros((), dtype=torch.float64), 0.0
+    for sample in samples:
+        batch = THDBatch.collate([{"input_ids": sample["input_ids"]}])
+        z = model(**batch.hf_kwargs()).logits[0][:-1]
+        labels = sample["labels"][1:]
+        losses = F.cross_entropy(z, labels, reduction="none", label_smoothing=smoothing)
+        given = torch.as_tensor(sample.get("weights", 1.0)).float().double()
+        weights = given.expand(len(sample["input_ids"]))[1:] * (labels != -100)
+        if not weights.sum():
+            continue
+        if reduction == "tokens":
+            numerator, denominator = numerator + (weights * losses).sum(), denominator + weights.sum()
+        else:
+            of_sequence = given if given.ndim == 0 else 1.0
+            numerator = numerator + of_sequence * (weights * losses).sum() / weights.sum()
+            denominator = denominator + of_sequence
+    return numerator / denominator
+
+
+@pytest.mark.parametrize("weights", ["none", "token", "sequence", "both"])
+@pytest.mark.parametrize("reduction", ["tokens", "sequences"])
+def test_a_step_is_exact_over_ranks_and_microbatches(weights: str, reduction: Any) -> None:
+    model, samples = build("Llama"), make_samples(weights)
+    index = build_index(samples)
+    planner = PackPlanner(index.lengths, 24, global_batch=Sequences(len(samples)))
+    maker = BatchMaker(dataset=samples, index=index, align=Alignment(sequence_multiple=2, total_multiple=4))
+    dp, smoothing, losses = 2, 0.1 if weights == "both" else 0.0, []
+    for rank in range(dp):
+        (step,) = THDLoader(planner, maker, rank=rank, dp=dp, kind="step")
+        assert len(step.microbatches) > 1
+        losses += [
+            causal_lm_loss(model, batch, reduction=reduction, label_smoothing=smoothing)
+            for batch in step.microbatches
+        ]
+    loss = torch.stack(losses).mean()
+    expected = step_oracle(model, samples, reduction, smoothing)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    ours, theirs = gradients(model, loss), gradients(model, expected)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-7, atol=1e-12)
+
+
+def test_further_weights_and_classes_multiply_and_leave_the_divisor_alone() -> None:
+    model, batch = build("Llama"), make_batch(ignored=0.3)
+    weights = torch.rand(len(batch.targets), dtype=torch.float64)
+    weights[::3] = 0.0
+    classes = torch.rand(VOCAB, dtype=torch.float64)
+    z = model(**batch.hf_kwargs()).logits[0]
+    losses = F.cross_entropy(z, batch.targets, reduction="none", weight=classes)
+    loss = causal_lm_loss(model, batch, weights=weights, class_weights=classes)
+    torch.testing.assert_close(loss, (losses * weights).sum() / batch.loss_tokens)
+
+
+@pytest.mark.parametrize("reduction", ["tokens", "sequences"])
+def test_the_z_loss_comes_beside_the_loss_that_holds_it(reduction: Any) -> None:
+    model, batch = build("Llama"), make_batch(ignored=0.3)
+    for run in (torch.enable_grad, torch.no_grad):
+        with run():
+            loss, z_loss = causal_lm_loss(model, batch, reduction=reduction, z_loss=0.01, return_parts=True)
+            plain = causal_lm_loss(model, batch, reduction=reduction)
+        torch.testing.assert_close(loss - z_loss, plain)
+        assert not z_loss.requires_grad
+        assert z_loss > 0.01
+    assert causal_lm_loss(model, batch, return_parts=True).z_loss == 0.0
+
+
+@pytest.mark.parametrize("reduction", ["tokens", "sequences"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_the_shards_of_a_pack_weigh_what_the_pack_does(reduction: Any, cp: int) -> None:
+    samples = make_samples("both", 5)
+    batch = THDBatch.collate(samples, align=Alignment(sequence_multiple=2 * cp, total_multiple=2 * cp))
+    _, whole = loss_weights(batch, reduction, None, None, smoothed=False)(batch.targets, 0, VOCAB)
+    parts = torch.zeros_like(whole)
+    for rank in range(cp):
+        shard = shard_batch(batch, group=None, cp=cp, rank=rank)
+        _, own = loss_weights(shard, reduction, None, None, smoothed=False)(shard.targets, 0, VOCAB)
+        parts[shard.layout.own] += own / cp
+    torch.testing.assert_close(parts, whole)
+    assert whole.count_nonzero() > 5
+
+
+def test_the_likeliest_tokens_come_in_the_same_pass() -> None:
+    model, batch = build("Gemma2"), make_batch(ignored=0.3)
+    found = causal_lm_logprobs(model, batch, top_k=3, entropy=False)
+    log_p = model(**batch.hf_kwargs()).logits[0].log_softmax(-1)
+    counts = batch.targets != -100
+    values, tokens = log_p.topk(3)
+    assert torch.equal(found.top.tokens[counts], tokens[counts])
+    torch.testing.assert_close(found.top.logp[counts], values[counts])
+    assert not found.top.logp[~counts].any()
+    assert not found.top.logp.requires_grad
+    with pytest.raises(ValueError, match=r"LogProbs.top was not computed. Call with top_k=1"):
+        causal_lm_logprobs(model, batch).top  # noqa: B018
+
+
+@pytest.mark.parametrize("chunk", ["auto", 7])
+@pytest.mark.parametrize("k", [1, 5, 101])
+def test_top_k_of_tiles(chunk: Any, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_thd.loss.tiles import budget
+
+    monkeypatch.setitem(budget._WIDEST, "cpu", 7)
+    monkeypatch.setattr(budget, "_CPU_BYTES", 7 * 5 * 16)
+    case = Case(ignored=0.4, temperature=0.7)
+    leaves, targets = case.tensors()
+    found = fused_linear_logprobs(leaves[0], leaves[1], targets, temperature=0.7, chunk=chunk, top_k=k)
+    values, tokens = case.logits(leaves).log_softmax(-1).topk(k)
+    counts = targets != -100
+    assert torch.equal(found.top.tokens[counts], tokens[counts])
+    torch.testing.assert_close(found.top.logp[counts], values[counts])
+    torch.testing.assert_close(
+        found.logp, fused_linear_logprobs(leaves[0], leaves[1], targets, temperature=0.7).logp
+    )
+
+
+def test_without_entropy_the_rest_is_the_same_bit_for_bit() -> None:
+    leaves, targets = Case(dtype=torch.float32, ignored=0.3).tensors()
+    runs = [
+        fused_linear_logprobs(leaves[0], leaves[1], targets, entropy=entropy) for entropy in (True, False)
+    ]
+    for name in ("logp", "lse"):
+        a, b = (getattr(run, name) for run in runs)
+        torch.testing.assert_close(a, b)
+    with pytest.raises(ValueError, match=r"entropy=False. Call with entropy=True"):
+        runs[1].entropy  # noqa: B018
+    gradients_ = [torch.autograd.grad((run.logp + 0.1 * run.lse).sum(), leaves) for run in runs]
+    torch.testing.assert_close(*gradients_)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"reduction": "mean"}, ValueError, "reduction is 'mean', wanted 'tokens' or 'sequences'"),
+        ({"weights": 2.0}, TypeError, "weights is a float, wanted a torch.Tensor"),
+        ({"weights": torch.ones(3)}, ValueError, r"weights is \[3\], wanted one a slot, \[28\]"),
+        ({"class_weights": torch.ones(3)}, ValueError, rf"class_weights has 3 entries, wanted {VOCAB}"),
+        (
+            {"class_weights": torch.ones(VOCAB), "label_smoothing": 0.1},
+            ValueError,
+            "label_smoothing above 0, wanted one of the two",
+        ),
+        ({"label_smoothing": "0.1"}, TypeError, "label_smoothing is a str, wanted a Python number"),
+        ({"z_loss": torch.ones(())}, TypeError, "z_loss is a Tensor"),
+    ],
+)
+def test_messages(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        causal_lm_loss(build("Llama"), make_batch(), **arguments)
+
+
+def test_an_unknown_number_of_sequences_is_said() -> None:
+    batch = THDBatch.collate([{"input_ids": [5, 6, 7]}], loss_scale=0.5)
+    with pytest.raises(
+        ValueError, match=r"needs batch.sequence_scale.*pass sequence_scale to THDBatch.collate"
+    ):
+        causal_lm_loss(build("Llama"), batch, reduction="sequences")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"hidden": [[1.0]]}, "hidden is a list, wanted a torch.Tensor"),
+        ({"weight": None}, "weight is a NoneType, wanted a torch.Tensor"),
+        ({"targets": 3}, "targets is a int, wanted a torch.Tensor"),
+        ({"bias": 0.0}, "bias is a float, wanted a torch.Tensor"),
+        ({"low_rank": torch.ones(2, 2)}, "low_rank is a Tensor, wanted a pair of tensors"),
+        ({"temperature": "1"}, "temperature is a str, wanted a Python number"),
+        ({"softcap": torch.ones(())}, "softcap is a Tensor, wanted a Python number"),
+        ({"ignore_index": 1.5}, "ignore_index is 1.5, wanted an int"),
+        ({"valid_vocab_size": 9.0}, "valid_vocab_size is 9.0, wanted an int or None"),
+        ({"sequence_parallel": 1}, "sequence_parallel is 1, wanted True or False"),
+        ({"tp_group": "tp"}, "tp_group is a str, wanted a torch.distributed.ProcessGroup"),
+    ],
+)
+def test_arguments_of_another_type(arguments: dict[str, Any], message: str) -> None:
+    good = {"hidden": torch.randn(4, 16), "weight": torch.randn(101, 16), "targets": torch.arange(4)}
+    for function in (fused_linear_logprobs, fused_linear_cross_entropy):
+        with pytest.raises(TypeError, match=message):
+            function(**{**good, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"entropy": 1}, TypeError, "entropy is 1, wanted True or False"),
+        ({"top_k": 1.0}, TypeError, "top_k is 1.0, wanted a number of tokens"),
+        ({"top_k": 102}, ValueError, "top_k is 102, wanted 0 to the vocabulary's 101 tokens"),
+    ],
+)
+def test_messages_of_logprobs(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fused_linear_logprobs(torch.randn(4, 16), torch.randn(101, 16), torch.arange(4), **arguments)
