@@ -107,9 +107,9 @@ def causal_lm_loss(
         return_parts: give the z-loss beside the loss.
 
     Returns:
-        fp32 ``[]`` (fp64 for an fp64 model), or ``LossParts`` of such; under context parallelism the pack's on
-        every rank, with the gradient of this rank's shard. 10 loss tokens and ``loss_scale`` 0.1 give their
-        mean; no loss token gives 0, with zero gradients.
+        fp32 ``[]`` (fp64 for an fp64 model), or ``LossParts`` of such; under context parallelism the pack's
+        on every rank, with the gradient of this rank's shard. 10 loss tokens and ``loss_scale`` 0.1 give
+        their mean; no loss token gives 0, with zero gradients.
 
     Raises:
         TypeError: for arguments of another type.
