@@ -18,6 +18,7 @@ Training, every constructor argument settable from the command line or from YAML
 Tools:
   report      print the table of a run and draw its picture
   flops       FLOPs of a model on given sequence lengths, part by part
+  peaks       dense peaks of devices, which MFU is held against
   graph-plan  buckets for CUDA graphs, chosen from the data, and what they should bring
   pack        pack a data set once and write ready packs
 
@@ -74,6 +75,12 @@ def _flops(arguments: list[str]) -> None:
     flops(arguments)
 
 
+def _peaks(arguments: list[str]) -> None:
+    from lightning_thd.cli.peaks import main as peaks
+
+    peaks(arguments)
+
+
 def _pack(arguments: list[str]) -> None:
     from lightning_thd.data.pack import main as pack
 
@@ -89,6 +96,7 @@ def _graph_plan(arguments: list[str]) -> None:
 _TOOLS: dict[str, Callable[[list[str]], None]] = {
     "report": _report,
     "flops": _flops,
+    "peaks": _peaks,
     "pack": _pack,
     "graph-plan": _graph_plan,
 }

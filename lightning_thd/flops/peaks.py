@@ -1,16 +1,12 @@
-"""Device name and dtype -> the FLOP/s its vendor promises for dense matmuls, or None.
-
-Vendors print figures with 2:4 sparsity, and consumer cards are printed with 16-bit accumulation; both are
-halved here to what training can reach. Where a package holds two dies that torch sees as two devices, a row
-is one die.
-"""
+"""Device name and dtype -> the FLOP/s its vendor promises for dense matmuls, or None."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import torch
+
+from lightning_thd.flops.peak_table import PEAKS, Peak
 
 # what callers may say -> column of the table
 _COLUMNS: dict[torch.dtype | str, str] = {
@@ -21,32 +17,11 @@ _COLUMNS: dict[torch.dtype | str, str] = {
     torch.float8_e5m2: "fp8",
     **{name: name for name in ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4")},
 }
-_SLICES = ("mig", "laptop", "mobile", "max q", "vgpu")  # a part of the device, or another clock
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Peak:
-    """One row: dense TFLOP/s by dtype, None where the device has no such unit or the vendor prints none.
-
-    Attributes:
-        name: words that the device name must contain; of several rows the one with the longest name holds.
-        bf16: bfloat16 with 32-bit accumulation.
-        fp16: float16 with 32-bit accumulation.
-        tf32: float32 through tensor cores.
-        fp32: float32.
-        fp8: 8-bit float.
-        fp4: 4-bit float.
-        source: where the figures are printed.
-    """
-
-    name: str
-    bf16: float | None = None
-    fp16: float | None = None
-    tf32: float | None = None
-    fp32: float | None = None
-    fp8: float | None = None
-    fp4: float | None = None
-    source: str
+# words of a device name that do not tell one peak from another; any other word has to stand in the row
+_NEUTRAL = re.compile(
+    r"nvidia|amd|intel|instinct|tesla|geforce|quadro|graphics|gpu|tensor|core|accelerator|generation|google|habana"
+    r"|\d+gb?|hbm\d\w*|pcie|sxm\d?|oam|ac|hl\d+\w*|3e|vf|od|ts|blackwell"
+)
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
@@ -73,97 +48,16 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
 
 
 def find_peak(device_name: str) -> Peak | None:
-    """The row of a device, matched by whole words: an L40S is no L4, and an H200 no H20."""
+    """Find the row of a device; every word of its name that tells devices apart has to be the row's.
+
+    Args:
+        device_name: in any case.
+
+    Returns:
+        The row whose words are all in the name, while no other word of the name means another device: "RTX
+        3070 Ti", "RTX 4090 D", a laptop's or a MIG slice of a device find no sibling's row. None otherwise.
+    """
     words = re.findall(r"[a-z0-9]+", device_name.lower())
-    if any(f" {part} " in f" {' '.join(words)} " for part in _SLICES):
-        return None
-    matches = [row for row in PEAKS if set(row.name.split()) <= set(words)]
-    return max(matches, key=lambda row: len(row.name), default=None)
-
-
-_H100 = "NVIDIA H100 Tensor Core GPU datasheet"
-_GA102 = "NVIDIA Ampere GA102 GPU architecture whitepaper, FP32 accumulate"
-_ADA = "NVIDIA Ada GPU architecture whitepaper, FP32 accumulate"
-_RTX_BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper, FP32 accumulate"
-_TURING = "NVIDIA Turing GPU architecture whitepaper, FP32 accumulate, reference boards"
-_V100 = "NVIDIA V100 datasheet"
-_CDNA2 = "AMD Instinct MI200 series datasheet, one of two dies"
-_CDNA3 = "AMD Instinct MI300 series datasheets"
-_CDNA4 = "AMD Instinct MI350 series product pages, rounded as printed"
-
-
-def _row(
-    name: str,
-    source: str,
-    half: float,
-    tf32: float | None,
-    fp32: float | None,
-    fp8: float | None = None,
-    fp4: float | None = None,
-) -> Peak:
-    return Peak(name=name, bf16=half, fp16=half, tf32=tf32, fp32=fp32, fp8=fp8, fp4=fp4, source=source)
-
-
-PEAKS: tuple[Peak, ...] = (
-    # Blackwell, data centre
-    _row("b200", "NVIDIA HGX B200 datasheet / 8 GPUs", 2250, 1125, 75, 4500, 9000),
-    _row("gb200", "NVIDIA GB200 NVL72 page / 72 GPUs", 2500, 1250, 80, 5000, 10000),
-    _row("b300", "NVIDIA HGX B300 datasheet / 8 GPUs", 2250, 1125, 75, 4500, 14000),
-    _row("gb300", "NVIDIA GB300 NVL72 page / 72 GPUs", 2500, 1250, 80, 5000, 15000),
-    # Hopper
-    _row("h100", _H100, 989.4, 494.7, 66.9, 1979),
-    _row("h100 pcie", _H100, 756, 378, 51.2, 1513),
-    _row("h100 hbm2e", _H100 + " (PCIe board under another name)", 756, 378, 51.2, 1513),
-    _row("h100 nvl", _H100, 835.5, 417.5, 60, 1671),
-    _row("h200", "NVIDIA H200 Tensor Core GPU datasheet", 989.4, 494.7, 66.9, 1979),
-    _row("h200 nvl", "NVIDIA H200 Tensor Core GPU datasheet", 835.5, 417.5, 60, 1671),
-    _row("gh200", "NVIDIA GH200 Grace Hopper Superchip datasheet", 989.4, 494.7, 66.9, 1979),
-    _row("h800", "NVIDIA H800 datasheet: H100's arithmetic, slower links", 989.4, 494.7, 66.9, 1979),
-    _row("h800 pcie", "NVIDIA H800 datasheet: H100's arithmetic, slower links", 756, 378, 51.2, 1513),
-    _row("h20", "NVIDIA H20 datasheet", 148, 74, 44, 296),
-    # Ampere and Ada, data centre
-    _row("a100", "NVIDIA A100 Tensor Core GPU datasheet", 312, 156, 19.5),
-    _row("a800", "NVIDIA A800 datasheet: A100's arithmetic, slower links", 312, 156, 19.5),
-    _row("a30", "NVIDIA A30 datasheet", 165, 82, 10.3),
-    _row("a40", "NVIDIA A40 datasheet", 149.7, 74.8, 37.4),
-    _row("a10", "NVIDIA A10 datasheet", 125, 62.5, 31.2),
-    _row("a10g", "NVIDIA A10G datasheet", 70, 35, 35),
-    _row("l4", "NVIDIA L4 datasheet", 121, 60, 30.3, 242.5),
-    _row("l20", "NVIDIA L20 datasheet", 119.5, 59.8, 59.8, 239),
-    _row("l40", "NVIDIA L40 datasheet", 181, 90.5, 90.5, 362),
-    _row("l40s", "NVIDIA L40S datasheet", 362, 183, 91.6, 733),
-    # workstation
-    _row("rtx a6000", "NVIDIA RTX A6000 datasheet", 154.8, 77.4, 38.7),
-    _row("rtx a5000", "NVIDIA RTX A5000 datasheet", 111.1, 55.6, 27.8),
-    _row("rtx 6000 ada", "NVIDIA RTX 6000 Ada Generation datasheet", 364.2, 182.1, 91.1, 728.5),
-    # consumer
-    _row("rtx 5090", _RTX_BLACKWELL, 209.5, 104.8, 104.8, 419, 1676),
-    _row("rtx 5080", _RTX_BLACKWELL, 112.6, 56.3, 56.3, 225.1, 900.4),
-    _row("rtx 4090", _ADA, 165.2, 82.6, 82.6, 330.3),
-    _row("rtx 4080", _ADA, 97.5, 48.7, 48.7, 194.9),
-    _row("rtx 4080 super", _ADA, 104.4, 52.2, 52.2, 208.8),
-    _row("rtx 3090", _GA102, 71, 35.6, 35.6),
-    _row("rtx 3090 ti", _GA102, 80, 40, 40),
-    _row("rtx 3080", _GA102, 59.5, 29.8, 29.8),
-    _row("rtx 3080 ti", _GA102, 68.2, 34.1, 34.1),
-    _row("rtx 3070", _GA102, 40.6, 20.3, 20.3),
-    # no bfloat16 before Ampere
-    Peak(name="titan rtx", fp16=130.5, fp32=16.3, source=_TURING),
-    Peak(name="rtx 2080 ti", fp16=53.8, fp32=13.4, source=_TURING),
-    Peak(name="rtx 2080", fp16=40.3, fp32=10.1, source=_TURING),
-    Peak(name="quadro rtx 5000", fp16=89.2, fp32=11.2, source="NVIDIA Quadro RTX 5000 datasheet"),
-    Peak(name="t4", fp16=65, fp32=8.1, source="NVIDIA T4 datasheet"),
-    Peak(name="v100 sxm2", fp16=125, fp32=15.7, source=_V100),
-    Peak(name="v100 sxm3", fp16=125, fp32=15.7, source=_V100),
-    Peak(name="v100 pcie", fp16=112, fp32=14, source=_V100),
-    Peak(name="v100s pcie", fp16=130, fp32=16.4, source=_V100),
-    # AMD
-    _row("mi210", "AMD Instinct MI210 datasheet", 181, None, 45.3),
-    _row("mi250", _CDNA2, 181, None, 45.3),
-    _row("mi250x", _CDNA2, 191.5, None, 47.9),
-    _row("mi300a", _CDNA3, 980.6, 490.3, 122.6, 1961.2),
-    _row("mi300x", _CDNA3, 1307, 653.7, 163.4, 2615),
-    _row("mi325x", _CDNA3, 1307, 653.7, 163.4, 2615),
-    _row("mi350x", _CDNA4, 2300, None, None, 4600, 9200),
-    _row("mi355x", _CDNA4, 2500, None, None, 5000, 10000),
-)
+    telling = {word for word in words if not _NEUTRAL.fullmatch(word)}
+    matches = [row for row in PEAKS if telling <= set(row.name.split()) <= set(words)]
+    return max(matches, key=lambda row: len(row.name.split()), default=None)

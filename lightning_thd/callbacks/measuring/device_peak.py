@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_thd.flops.device_name import device_name
 from lightning_thd.flops.measure import measure_flops
 from lightning_thd.flops.peaks import peak_flops
 
@@ -56,7 +57,7 @@ def resolve_peak(
     """
     if not isinstance(peak, str):
         return float(peak)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = device_name(device)
     if peak == "measure":
         kind, measured_as = dtype, dtype
         if isinstance(kind, str):  # torch.mm multiplies no float8; tf32 is a mode of float32

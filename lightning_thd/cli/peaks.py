@@ -1,0 +1,55 @@
+"""``lightning-thd peaks`` -> the table of dense peaks, or the row of one device."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from lightning_thd.flops.peak_table import PEAKS, Peak
+from lightning_thd.flops.peaks import find_peak
+
+_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4")
+
+
+def peaks_table(rows: Sequence[Peak]) -> str:
+    """Lay rows out as text: dense TFLOP/s by dtype, how the vendor printed them, and where.
+
+    Args:
+        rows: of the table.
+    """
+    width = max([len(row.name) for row in rows], default=6)
+    lines = [f"{'device':<{width}}" + "".join(f"{name:>8}" for name in _DTYPES) + "  printed  source"]
+    for row in rows:
+        figures = (getattr(row, name) for name in _DTYPES)
+        cells = "".join(f"{'-' if value is None else f'{value:g}':>8}" for value in figures)
+        lines.append(f"{row.name:<{width}}{cells}  {row.printed:<8} {row.source}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: ``lightning-thd peaks [DEVICE] [--json]``.
+
+    Args:
+        arguments: what follows the command's name; None takes them from the shell.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lightning-thd peaks",
+        description="Dense peaks that MFU is held against, in TFLOP/s of one device, with their sources.",
+    )
+    parser.add_argument("device", nargs="?", help="a device name, as torch.cuda.get_device_name gives it")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(arguments)
+    rows: Sequence[Peak] = PEAKS
+    if given.device:
+        row = find_peak(given.device)
+        if row is None:
+            parser.error(
+                f"no peak is known for {given.device!r}. Pass THDThroughputMonitor(peak=<dense FLOP/s>), or "
+                "peak='measure' to time matmuls; `lightning-thd peaks` lists what is known."
+            )
+        rows = [row]
+    text = json.dumps([asdict(row) for row in rows], indent=2) if given.json else peaks_table(rows)
+    sys.stdout.write(text + "\n")

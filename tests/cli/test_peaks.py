@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lightning_thd.cli.main import main
+from lightning_thd.flops.peak_table import PEAKS
+
+
+def test_the_table_has_a_line_a_device_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["peaks"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(PEAKS) + 1
+    (h100,) = [line for line in lines if line.startswith("h100 pcie ")]
+    assert h100.split()[2:9] == ["756", "756", "378", "51.2", "1513", "-", "sparse"]
+    assert h100.endswith("NVIDIA H100 Tensor Core GPU datasheet")
+
+
+def test_json_and_one_device(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["peaks", "NVIDIA H100 80GB HBM3", "--json"])
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["name"], row["bf16"], row["printed"]) == ("h100", 989.4, "sparse")
+
+
+def test_an_unknown_device_is_told_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["peaks", "NVIDIA GeForce RTX 4090 D"])
+    assert "no peak is known for 'NVIDIA GeForce RTX 4090 D'" in capsys.readouterr().err
