@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -20,11 +19,12 @@ from lightning_thd.callbacks.measuring.device_peak import compute_dtype, resolve
 from lightning_thd.callbacks.measuring.models import find_model
 from lightning_thd.callbacks.measuring.stage import Setting, Stage
 from lightning_thd.data import THDDataModule
-from lightning_thd.data.store.index import MapDataset
-from lightning_thd.loss import causal_lm_loss
+from lightning_thd.integrations.evaluation import mean_loss
+from lightning_thd.integrations.hf_data import keyed_loader, packed_dataset
+from lightning_thd.integrations.hf_evaluation import Rows
+from lightning_thd.integrations.hf_options import refuse_options, refuse_trainer
+from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss
 from lightning_thd.packing import Packs
-
-_MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 where a token is to be learned
 
 
 def packed_trainer(trainer_class: type | None = None) -> type:
@@ -42,68 +42,11 @@ def packed_trainer(trainer_class: type | None = None) -> type:
         Gradient accumulation, several devices, resuming, reporters and evaluation work as in its base; the
         loss of a step is the mean over its loss tokens, whatever ``average_tokens_across_devices`` says.
     """
-    base = trainer_class or require("transformers", feature="packed_trainer").Trainer
+    transformers = require("transformers", feature="packed_trainer")
+    base = trainer_class or transformers.Trainer
+    trl: Any = sys.modules.get("trl")  # imported by whoever passes one of its classes
+    refuse_trainer(base, (transformers.Trainer, *([trl.SFTTrainer] if trl is not None else [])))
     return type(f"Packed{base.__name__}", (_PackedTrainerMixin, base), {"__doc__": base.__doc__})
-
-
-class _WithLabels:
-    """Turns a dataset's masks of learned tokens, where it has them, into labels."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        sample = self._dataset[i]
-        kept = {name: sample[name] for name in ("input_ids", "labels") if name in sample}
-        masks = [np.asarray(sample[name]) for name in _MASKS if name in sample]
-        if masks and "labels" not in kept:
-            learned = np.logical_and.reduce(masks)
-            kept["labels"] = np.where(learned, np.asarray(sample["input_ids"]), -100)
-        return kept
-
-
-class _Loader(DataLoader[Any]):
-    """Loads batches by keys from a batch sampler, so that Trainer and Accelerate can skip them on resume."""
-
-    def set_epoch(self, epoch: int) -> None:
-        sampler = self.batch_sampler
-        cast("_Keys", sampler).set_epoch(epoch)
-
-
-class _Keys:
-    """Presents the cursor of a ``THDLoader`` as a batch sampler of one key a batch."""
-
-    def __init__(self, cursor: Any) -> None:
-        self._cursor = cursor
-
-    def __len__(self) -> int:
-        return len(self._cursor)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return ([key] for key in self._cursor)
-
-    def set_epoch(self, epoch: int) -> None:
-        self._cursor.set_epoch(epoch)
-
-
-class _Sized:
-    """Presents the batches of a rank as a dataset with a length, which Trainer asks for."""
-
-    def __init__(self, steps: Any, length: int) -> None:
-        self._steps, self._length = steps, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, key: Any) -> THDBatch:
-        return cast("THDBatch", self._steps[key])
-
-
-def _first(items: list[THDBatch]) -> dict[str, THDBatch]:
-    return {"batch": items[0]}
 
 
 class _PackedTrainerMixin:
@@ -121,25 +64,37 @@ class _PackedTrainerMixin:
         data_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("data_collator") is not None:
+        collator = kwargs.get("data_collator", args[2] if len(args) > 2 else None)
+        if collator is not None:
             raise ValueError(
-                f"data_collator={type(kwargs['data_collator']).__name__} would pad or stack what is packed "
+                f"data_collator={type(collator).__name__} would pad or stack what is packed "
                 "here. Leave it out: packed_trainer collates by itself."
             )
+        if kwargs.get("compute_loss_func") is not None:
+            raise ValueError(
+                "compute_loss_func is called with logits, which packed_trainer never makes. Subclass "
+                "packed_trainer() and define compute_loss(), or give prepare_thd(loss_fn=...) the loss."
+            )
+        given = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if given is not None:
+            refuse_options(given)  # before the base class warns about them or acts on them
         super().__init__(*args, **kwargs)
+        self._transformers: Any = require("transformers", feature="packed_trainer")
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})
         self._stage = Stage("train", "training", time.perf_counter)
         self._setting: Setting | None = None
+        self._trained_sequences, self._evaluated_packs = 0, 0
         self._refuse_settings()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this rank's training packs."""
         accumulate = self.args.gradient_accumulation_steps
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         data = THDDataModule(
-            self._dataset(self.train_dataset),  # type: ignore[attr-defined]
+            packed_dataset(self.train_dataset),  # type: ignore[attr-defined]
             capacity=self._capacity,
             num_workers=self.args.dataloader_num_workers,
-            **{"seed": self.args.seed, **self._data_kwargs},
+            **{"seed": seed, **self._data_kwargs},
         )
         data.attach(
             rank=self.args.process_index,
@@ -148,17 +103,25 @@ class _PackedTrainerMixin:
             model=self.model,
         )
         data.setup("fit")
-        return self._wrap(data.train_dataloader())
+        return keyed_loader(data.train_dataloader(), pin_memory=self._pins)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return a loader of this rank's evaluation packs, which hold every sequence once."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset  # type: ignore[attr-defined]
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]  # type: ignore[attr-defined]
-        data = THDDataModule(val=self._dataset(dataset), capacity=self._capacity)
+        data = THDDataModule(
+            val=packed_dataset(dataset),
+            capacity=self._capacity,
+            num_workers=self.args.dataloader_num_workers,
+        )
         data.attach(rank=self.args.process_index, ranks=self.args.world_size)
         data.setup("validate")
-        return self._wrap(data.val_dataloader())
+        return keyed_loader(data.val_dataloader(), pin_memory=self._pins)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Return a loader of this rank's packs of a test set."""
+        return self.get_eval_dataloader(test_dataset)
 
     def compute_loss(
         self,
@@ -168,13 +131,21 @@ class _PackedTrainerMixin:
         num_items_in_batch: Any = None,
     ) -> Tensor:
         """Return the pack's share of the step's mean loss."""
-        return causal_lm_loss(model, inputs["batch"].to(self.args.device))
+        return self._loss(model, inputs["batch"].to(self.args.device))
+
+    def _loss(self, model: nn.Module, batch: THDBatch) -> Tensor:
+        if getattr(self.args, "loss_type", None) == "dft":  # arXiv:2508.05629
+            logp = causal_lm_logprobs(model, batch, entropy=False).logp
+            weights = (batch.targets != -100) * (1.0 if batch.weights is None else batch.weights)
+            return -(logp * logp.detach().exp() * weights).sum() * batch.loss_scale
+        return causal_lm_loss(model, batch, label_smoothing=float(self.args.label_smoothing_factor))
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train on a pack and add its tokens to the throughput counters."""
         self._stage.resume(self._ready)
         loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         self._stage.meter.add(inputs["batch"])
+        self._trained_sequences += len(inputs["batch"].lengths)
         return cast("Tensor", loss)
 
     def floating_point_ops(self, inputs: dict[str, THDBatch]) -> int:
@@ -187,42 +158,93 @@ class _PackedTrainerMixin:
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add throughput, MFU and packing to the Trainer's own logs."""
+        rates = [key for key in logs if key.endswith("_steps_per_second") and not key.startswith("train_")]
+        for key in rates:  # Trainer divides rows by a batch size that packs do not have
+            logs[key] = round(self._evaluated_packs / logs[key.replace("_steps_per_second", "_runtime")], 3)
         if "loss" in logs and self._setting is not None:
             ours = self._stage.close(self._setting)  # reporters put "train/" before every key themselves
             logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Return and log the mean loss over all loss tokens of the evaluation set."""
-        begin = time.perf_counter()
-        with self._paused(), torch.no_grad():
-            total = torch.zeros(3, dtype=torch.float64)
-            was_training = self.model.training
-            self.model.eval()
-            for inputs in self.get_eval_dataloader(eval_dataset):
-                batch = inputs["batch"].to(self.args.device)
-                total[0] += float(causal_lm_loss(self.model, batch.replace(loss_scale=1.0)))
-                total[1] += 1.0 / batch.loss_scale if batch.loss_scale else 0.0  # their weight
-                total[2] += batch.loss_tokens
-            self.model.train(was_training)
-            if dist.is_initialized():
-                total = total.to(communication_device(None, self.args.device))
-                dist.all_reduce(total)
-        metrics = {
-            f"{metric_key_prefix}_loss": float(total[0] / total[1]) if total[1] else 0.0,
-            f"{metric_key_prefix}_loss_tokens": float(total[2]),
-            f"{metric_key_prefix}_runtime": time.perf_counter() - begin,
-        }
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(  # type: ignore[attr-defined]
-            self.args,
-            self.state,
-            self.control,  # type: ignore[has-type]
-            metrics,
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Run an evaluation set on packs, for ``evaluate()`` and ``predict()``.
+
+        Returns:
+            Trainer's ``EvalLoopOutput``: predictions and labels with a row a sequence, in the order of the
+            dataset; the mean loss over all loss tokens; what ``compute_metrics`` makes of the rows.
+        """
+        if prediction_loss_only is None:
+            prediction_loss_only = self.args.prediction_loss_only
+        preprocess = self.preprocess_logits_for_metrics  # type: ignore[attr-defined]
+        rows = Rows(preprocess, inputs="inputs" in (self.args.include_for_metrics or ()))
+        sequences = 0
+
+        def seen(batch: THDBatch) -> None:
+            nonlocal sequences
+            sequences += len(batch.lengths)
+            if not prediction_loss_only:
+                rows.add(self.model, batch)
+
+        with self._paused():
+            self._prepare_for_evaluation()
+            packs = (inputs["batch"] for inputs in dataloader)
+            device = torch.device(self.args.device)
+            loss, tokens = mean_loss(self._loss, self.model, packs, device=device, seen=seen)
+        predictions, labels, ids = (None, None, None) if prediction_loss_only else rows.gather()
+        metrics: dict[str, Any] = {}
+        if self.compute_metrics is not None and predictions is not None:  # type: ignore[attr-defined]
+            found = self._transformers.EvalPrediction(predictions=predictions, label_ids=labels, inputs=ids)
+            metrics = self.compute_metrics(found)  # type: ignore[attr-defined]
+        metrics = {**metrics, "loss": loss, "loss_tokens": float(tokens)}
+        self._evaluated_packs = len(dataloader)
+        return self._transformers.trainer_utils.EvalLoopOutput(
+            predictions=predictions,
+            label_ids=labels,
+            metrics={
+                key if key.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{key}": value
+                for key, value in self._transformers.trainer_utils.denumpify_detensorize(metrics).items()
+            },
+            num_samples=self._sum_over_ranks(sequences),
         )
-        return metrics
+
+    def _prepare_for_evaluation(self) -> None:
+        """Give the model the dtype and autocast of Trainer's own evaluation, where it was not trained yet."""
+        model = self.model
+        if len(self.accelerator._models) == 0:
+            self.accelerator.prepare_model(model, evaluation_mode=True)
+        if not self.is_in_train:  # type: ignore[attr-defined]
+            dtypes = {torch.float16: self.args.fp16_full_eval, torch.bfloat16: self.args.bf16_full_eval}
+            for dtype in [dtype for dtype, wanted in dtypes.items() if wanted]:
+                model.to(dtype=dtype, device=self.args.device)
+
+    def _sum_over_ranks(self, count: int) -> int:
+        total = torch.tensor(count, device=self.args.device)
+        return int(self.accelerator.reduce(total, reduction="sum"))
+
+    def _track_num_input_tokens(self, inputs: dict[str, THDBatch]) -> None:
+        wanted = self.args.include_num_input_tokens_seen
+        if wanted != "no":
+            stats = inputs["batch"].stats
+            own = stats.real_tokens if wanted == "non_padding" else stats.slots
+            self.state.num_input_tokens_seen += self._sum_over_ranks(own)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the packs of an optimizer step."""
+        return int(args.gradient_accumulation_steps * args.world_size)
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        # Trainer multiplies by the part of all steps that this call ran; its own count is packs.
+        steps = self.state.global_step - self._initial_global_step  # type: ignore[attr-defined]
+        sequences = self._sum_over_ranks(self._trained_sequences)
+        samples = sequences * max(self.state.max_steps, 1) / max(steps, 1)
+        return super()._finalize_training(trial, samples, start_time)  # type: ignore[misc]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._paused():
@@ -252,29 +274,13 @@ class _PackedTrainerMixin:
         return self._setting
 
     @property
+    def _pins(self) -> bool:
+        return bool(self.args.dataloader_pin_memory) and torch.device(self.args.device).type == "cuda"
+
+    @property
     def precision(self) -> str:
         """Return the Trainer's precision under Lightning's name."""
         return "bf16-mixed" if self.args.bf16 else "16-mixed" if self.args.fp16 else "32-true"
-
-    def _dataset(self, dataset: Any) -> MapDataset:
-        if dataset is None:
-            raise ValueError("The Trainer has no dataset to pack. Pass train_dataset (and eval_dataset).")
-        if not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"{type(dataset).__name__} has no length, so its sequences cannot be planned. "
-                "Pass a map-style dataset."
-            )
-        return cast("MapDataset", _WithLabels(dataset))
-
-    def _wrap(self, loader: Any) -> DataLoader[Any]:
-        inner = loader._loader
-        return _Loader(
-            cast("Any", _Sized(inner.dataset, len(loader))),
-            batch_sampler=cast("Any", _Keys(loader._cursor)),
-            collate_fn=_first,
-            num_workers=inner.num_workers,
-            pin_memory=self.args.dataloader_pin_memory and torch.device(self.args.device).type == "cuda",
-        )
 
     def _refuse_settings(self) -> None:
         config = getattr(self.accelerator, "parallelism_config", None)
@@ -283,12 +289,16 @@ class _PackedTrainerMixin:
                 f"packed_trainer runs data parallel, but the accelerator has {config}. Its context "
                 "parallelism would let documents see each other. Use Lightning with THDModelParallelStrategy."
             )
-        for name in ("packing", "padding_free"):
-            if getattr(self.args, name, False):
-                raise ValueError(
-                    f"{type(self.args).__name__}({name}=True) packs by itself, before packed_trainer does. "
-                    f"Set {name}=False; capacity={self._capacity} says how long a pack is."
-                )
+        if getattr(self, "_is_vision_dataset", False):
+            raise ValueError(
+                "The dataset has images, which TRL prepares batch by batch in its collator. Use "
+                "THDDataModule with samples of pixel_values, as examples/vision_language.py does."
+            )
+        if getattr(self, "aux_loss_enabled", False) and self.args.loss_type == "dft":
+            raise ValueError(
+                "SFTConfig(loss_type='dft') with a mixture of experts: its balancing loss is not added to "
+                "the DFT loss of packs. Set router_aux_loss_coef=0.0, or loss_type='nll'."
+            )
         if isinstance(self._data_kwargs.get("global_batch"), Packs):
             return
         if self._data_kwargs.get("global_batch") is not None:

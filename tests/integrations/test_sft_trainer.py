@@ -10,6 +10,7 @@ import torch
 
 from lightning_thd import Packs
 from lightning_thd.integrations import packed_trainer
+from lightning_thd.integrations.hf_data import packed_dataset
 from lightning_thd.packing import PackPlanner
 from tests.data.chats import MARKED, PLAIN, TALKS, make_tokenizer
 from tests.ranks import run_ranks
@@ -86,7 +87,7 @@ def train(out: str, kind: str) -> dict[str, Any]:
         capacity=CAPACITY,
         peak=1e9,
     )
-    prepared = [trainer._dataset(trainer.train_dataset)[i] for i in range(len(rows))]
+    prepared = [packed_dataset(trainer.train_dataset)[i] for i in range(len(rows))]
     trainer.train()
     return {
         "params": {n: p.detach() for n, p in trainer.model.named_parameters()},

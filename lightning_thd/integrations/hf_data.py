@@ -1,0 +1,105 @@
+"""A Trainer's dataset and a ``THDLoader`` -> a loader of packs that Trainer can skip and resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.data.store.index import MapDataset
+
+_MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 where a token is to be learned
+
+
+def packed_dataset(dataset: Any) -> MapDataset:
+    """Return a dataset whose rows are ids and labels alone.
+
+    Raises:
+        ValueError: for none, and for one without a length.
+    """
+    if dataset is None:
+        raise ValueError("The Trainer has no dataset to pack. Pass train_dataset (and eval_dataset).")
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"{type(dataset).__name__} has no length, so its sequences cannot be planned. "
+            "Pass a map-style dataset."
+        )
+    return cast("MapDataset", WithLabels(dataset))
+
+
+def keyed_loader(loader: Any, *, pin_memory: bool) -> DataLoader[Any]:
+    """Return the batches of a ``THDLoader`` from a loader that Trainer can skip and resume."""
+    inner = loader._loader
+    return KeyedLoader(
+        cast("Any", Sized(inner.dataset, len(loader))),
+        batch_sampler=cast("Any", _Keys(loader._cursor)),
+        collate_fn=first,
+        num_workers=inner.num_workers,
+        prefetch_factor=inner.prefetch_factor,
+        pin_memory=pin_memory,
+    )
+
+
+class WithLabels:
+    """Turns a dataset's masks of learned tokens, where it has them, into labels."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        sample = self._dataset[i]
+        kept = {name: sample[name] for name in ("input_ids", "labels") if name in sample}
+        masks = [np.asarray(sample[name]) for name in _MASKS if name in sample]
+        if masks and "labels" not in kept:
+            learned = np.logical_and.reduce(masks)
+            kept["labels"] = np.where(learned, np.asarray(sample["input_ids"]), -100)
+        return kept
+
+
+class KeyedLoader(DataLoader[Any]):
+    """Loads batches by keys from a batch sampler, so that Trainer and Accelerate can skip them on resume."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch; Trainer calls it."""
+        sampler = self.batch_sampler
+        cast("_Keys", sampler).set_epoch(epoch)
+
+
+class _Keys:
+    """Presents the cursor of a ``THDLoader`` as a batch sampler of one key a batch."""
+
+    def __init__(self, cursor: Any) -> None:
+        self._cursor = cursor
+
+    def __len__(self) -> int:
+        return len(self._cursor)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return ([key] for key in self._cursor)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._cursor.set_epoch(epoch)
+
+
+class Sized:
+    """Presents the batches of a rank as a dataset with a length, which Trainer asks for."""
+
+    def __init__(self, steps: Any, length: int) -> None:
+        self._steps, self._length = steps, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, key: Any) -> THDBatch:
+        return cast("THDBatch", self._steps[key])
+
+
+def first(items: list[THDBatch]) -> dict[str, THDBatch]:
+    """Collate one pack into what Trainer takes for a batch."""
+    return {"batch": items[0]}

@@ -1,0 +1,186 @@
+"""Options of transformers' and TRL's Trainers -> what packs do with each: honour, pass over, or refuse it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+# Read by the base class or by packed_trainer, with the meaning they have there.
+_HONOURED = """
+    output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
+    warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon optim_target_modules
+    gradient_accumulation_steps max_grad_norm label_smoothing_factor bf16 fp16 bf16_full_eval
+    fp16_full_eval tf32 activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing
+    gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode
+    torch_empty_cache_steps logging_strategy logging_steps logging_first_step log_on_each_node
+    logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica disable_tqdm
+    report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy
+    eval_steps eval_delay prediction_loss_only eval_on_start save_only_model save_strategy save_steps
+    save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token hub_private_repo
+    hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end metric_for_best_model
+    greater_is_better ignore_data_skip restore_callback_states_from_checkpoint full_determinism seed
+    data_seed use_cpu parallelism_config dataloader_num_workers dataloader_pin_memory
+    dataloader_prefetch_factor ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
+    ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config skip_memory_metrics debug do_train do_eval
+    do_predict resume_from_checkpoint local_rank model_init_kwargs trust_remote_code
+    router_aux_loss_coef chat_template_path dataset_text_field dataset_kwargs dataset_num_proc eos_token
+    max_length truncation_mode shuffle_dataset completion_only_loss assistant_only_loss loss_type
+    activation_offloading
+"""
+HONOURED = frozenset(_HONOURED.split())
+
+# Read by nobody, and nothing is lost by that.
+IRRELEVANT: Mapping[str, str] = MappingProxyType(
+    {
+        "per_device_train_batch_size": "a batch is a pack of capacity tokens",
+        "per_device_eval_batch_size": "a batch is a pack of capacity tokens",
+        "average_tokens_across_devices": "the loss is always the mean over the tokens of all devices",
+        "use_cache": "packs run without a cache",
+        "accelerator_config": "packs are neither split nor dispatched; the rest goes to Accelerate",
+        "dataloader_persistent_workers": "workers live as long as an epoch, or longer",
+        "remove_unused_columns": "packs take input_ids and labels alone",
+        "length_column_name": "lengths are counted from input_ids",
+        "eval_accumulation_steps": "predictions move to the host pack by pack",
+        "eval_use_gather_object": "predictions of other devices are gathered as objects",
+        "packing_strategy": "TRL's own packing is off",
+        "pad_to_multiple_of": "packs are not padded sequence by sequence",
+        "pad_token": "packs have no pad token",
+        "liger_kernel_config": "it says what use_liger_kernel replaces",
+    }
+)
+
+_OURS = "Leave it at its default"
+
+
+def _differs(default: Any) -> Callable[[Any], bool]:
+    return lambda value: value not in (default, None)
+
+
+# Name: (whether a value is refused, why, what to do).
+REFUSED: Mapping[str, tuple[Callable[[Any], bool], str, str]] = MappingProxyType(
+    {
+        "packing": (bool, "packs by itself, before packed_trainer does", "Set it to False"),
+        "padding_free": (bool, "packs by itself, before packed_trainer does", "Set it to False"),
+        "eval_packing": (bool, "packs by itself, before packed_trainer does", "Set it to False"),
+        "neftune_noise_alpha": (
+            lambda value: value is not None,
+            "scales its noise by the length of the row, which is the whole pack's",
+            "Leave it at None",
+        ),
+        "use_liger_kernel": (
+            bool,
+            "replaces the model's forward pass and, with it, the loss over packs",
+            "Leave it at False; lightning_thd.loss takes Liger's kernel by itself where it can",
+        ),
+        "auto_find_batch_size": (bool, "halves a batch size, but a batch is a pack", "Lower capacity"),
+        "train_sampling_strategy": (_differs("random"), "orders rows, but packs are planned", _OURS),
+        "dataloader_drop_last": (
+            bool,
+            "drops a last batch of rows",
+            "Use packed_trainer(...)(data_kwargs={'tail': 'drop'})",
+        ),
+        "dataloader_in_order": (
+            lambda value: value is False,
+            "hands out packs of one step in another, whose token count they do not carry",
+            _OURS,
+        ),
+        "dataloader_multiprocessing_context": (
+            lambda value: value is not None,
+            "starts workers in another way than THDDataModule does",
+            _OURS,
+        ),
+        "label_names": (
+            lambda value: value not in (None, ["labels"], []),
+            "names columns that packs do not take",
+            "Name the column of labels 'labels'",
+        ),
+        "eval_do_concat_batches": (
+            lambda value: value is False,
+            "wants predictions in batches of rows",
+            _OURS,
+        ),
+        "include_for_metrics": (
+            lambda value: "loss" in (value or ()),
+            "wants a loss of every batch of rows",
+            "Leave 'loss' out; eval_loss is the mean over all loss tokens",
+        ),
+        "batch_eval_metrics": (bool, "wants metrics of batches of rows", "Leave it at False"),
+        "deepspeed": (
+            lambda value: value is not None,
+            "accumulates, clips and steps in an engine of its own",
+            "Use fsdp, or Lightning with THDModelParallelStrategy",
+        ),
+    }
+)
+
+
+def refuse_options(args: Any) -> None:
+    """Refuse what a Trainer was told that packs would ignore, or that would change their loss.
+
+    Args:
+        args: a ``TrainingArguments``, TRL's ``SFTConfig``, or a subclass of them.
+
+    Raises:
+        ValueError: naming the option; also for one that transformers or TRL has added since and that was
+            changed from its default.
+    """
+    kind = type(args).__name__
+    for field in dataclasses.fields(args):
+        name, value = field.name, getattr(args, field.name)
+        if name in REFUSED:
+            is_refused, why, remedy = REFUSED[name]
+            if is_refused(value):
+                raise ValueError(f"{kind}({name}={value!r}) {why}. {remedy}.")
+        elif name not in HONOURED and name not in IRRELEVANT and _is_changed(args, field):
+            raise ValueError(
+                f"{kind}({name}={value!r}): packed_trainer does not know this option and cannot say what "
+                "it does to packs. Leave it at its default."
+            )
+
+
+def _is_changed(args: Any, field: dataclasses.Field[Any]) -> bool:
+    """Return whether a field of transformers or TRL, not of a user's subclass, differs from its default."""
+    owners = [base for base in type(args).__mro__ if field.name in inspect.get_annotations(base)]
+    theirs = bool(owners) and owners[-1].__module__.partition(".")[0] in ("transformers", "trl")
+    default = field.default
+    return theirs and default is not dataclasses.MISSING and getattr(args, field.name) != default
+
+
+# What packed_trainer puts in the place of a Trainer's own.
+REPLACED = (
+    "compute_loss",
+    "evaluation_loop",
+    "prediction_step",
+    "get_train_dataloader",
+    "get_eval_dataloader",
+    "get_test_dataloader",
+)
+
+
+def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
+    """Refuse a Trainer class whose own loss or data would be passed over.
+
+    Args:
+        trainer_class: to be packed.
+        known: ``Trainer`` and TRL's ``SFTTrainer``, whose methods are replaced knowingly.
+
+    Raises:
+        ValueError: naming the method.
+    """
+    for name in REPLACED:
+        owner = next((base for base in trainer_class.__mro__ if name in base.__dict__), None)
+        if owner is None or any(owner is base for known_class in known for base in known_class.__mro__):
+            continue
+        remedy = "Define it in a subclass of packed_trainer(...) instead."
+        if owner.__module__.partition(".")[0] == "trl":
+            remedy = (
+                "Its batches are pairs or groups of sequences: write the loop with prepare_thd and a loss of "
+                "causal_lm_logprobs, as examples/rl_logprobs.py does."
+            )
+        raise ValueError(
+            f"packed_trainer({trainer_class.__name__}): {owner.__name__} has a {name}() of its own, which "
+            f"packed_trainer would replace, and with it what this trainer learns. {remedy}"
+        )

@@ -1,0 +1,147 @@
+"""Evaluation and prediction of Hugging Face's Trainer on packs give what its own give on padded rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from lightning_thd.integrations import packed_trainer
+from tests.ranks import run_ranks
+from tests.tiny import nll, sequences, tiny_llama
+
+SAMPLES = sequences(23, labels=True, seed=4)
+OTHER = sequences(9, labels=True, seed=6)
+CAPACITY = 48
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    predictions, labels = found.predictions[:, :-1], found.label_ids[:, 1:]
+    return {"accuracy": float((predictions == labels)[labels != -100].mean()), "rows": float(len(labels))}
+
+
+def arguments(out: str, **options: Any) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=out, use_cpu=True, report_to=[], disable_tqdm=True, per_device_eval_batch_size=4, **options
+    )
+
+
+def best_token(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    assert logits.shape[:2] == labels.shape
+    return logits.argmax(-1)
+
+
+def padded(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """Pad rows for transformers' own Trainer, sdpa and all."""
+    longest = max(len(s["input_ids"]) for s in samples)
+    batch: dict[str, Any] = {"input_ids": [], "labels": [], "attention_mask": []}
+    for s in samples:
+        n, ids = longest - len(s["input_ids"]), list(s["input_ids"])
+        batch["input_ids"].append(ids + [0] * n)
+        batch["labels"].append([-100, *list(s["labels"])[1:]] + [-100] * n)
+        batch["attention_mask"].append([1] * len(ids) + [0] * n)
+    return {name: torch.tensor(rows) for name, rows in batch.items()}
+
+
+def evaluate(out: str) -> dict[str, Any]:
+    trainer = packed_trainer()(
+        model=tiny_llama(),
+        args=arguments(out, include_for_metrics=["inputs"]),
+        eval_dataset={"first": SAMPLES, "other": OTHER},
+        compute_metrics=accuracy,
+        preprocess_logits_for_metrics=best_token,
+        capacity=CAPACITY,
+    )
+    return {"metrics": trainer.evaluate(), "predicted": trainer.predict(SAMPLES)}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_metrics_equal_those_of_padded_rows(world: int, tmp_path: Path) -> None:
+    model: Any = tiny_llama()
+    model.set_attn_implementation("sdpa")
+    theirs = Trainer(
+        model=model,
+        args=arguments(str(tmp_path), remove_unused_columns=False),
+        data_collator=padded,
+        compute_metrics=accuracy,
+        preprocess_logits_for_metrics=best_token,
+    )
+    wanted = theirs.predict(SAMPLES)
+    for found in run_ranks(evaluate, world, str(tmp_path)):
+        metrics, predicted = found["metrics"], found["predicted"]
+        assert metrics["eval_first_accuracy"] == pytest.approx(wanted.metrics["test_accuracy"], rel=1e-12)
+        assert metrics["eval_first_rows"] == len(SAMPLES)
+        assert metrics["eval_other_rows"] == len(OTHER)
+        np.testing.assert_array_equal(predicted.label_ids, wanted.label_ids)
+        kept = wanted.label_ids != -100
+        np.testing.assert_array_equal(predicted.predictions[kept], wanted.predictions[kept])
+        for name, samples in (("first", SAMPLES), ("other", OTHER)):
+            with torch.no_grad():
+                results = [nll(tiny_llama(), sample) for sample in samples]
+            loss = sum(total for total, _ in results) / sum(count for _, count in results)
+            assert metrics[f"eval_{name}_loss"] == pytest.approx(float(loss), rel=1e-12)
+        runtime = metrics["eval_first_runtime"]
+        assert metrics["eval_first_samples_per_second"] == pytest.approx(len(SAMPLES) / runtime, rel=0.05)
+        assert metrics["eval_first_steps_per_second"] < metrics["eval_first_samples_per_second"]
+
+
+def test_logits_come_back_a_row_a_sequence(tmp_path: Path) -> None:
+    trainer = packed_trainer()(model=tiny_llama(), args=arguments(str(tmp_path)), capacity=CAPACITY)
+    found = trainer.predict(SAMPLES)
+    assert found.predictions.shape[0] == len(SAMPLES)
+    for row, sample in zip(found.predictions, SAMPLES, strict=True):
+        ids = torch.as_tensor(sample["input_ids"])
+        with torch.no_grad():
+            wanted = tiny_llama()(input_ids=ids[None]).logits[0]
+        np.testing.assert_allclose(row[: len(ids)], wanted.numpy(), rtol=1e-9, atol=1e-9)
+        assert (row[len(ids) :] == -100).all()
+
+
+def train(out: str) -> dict[str, Any]:
+    trainer = packed_trainer()(
+        model=tiny_llama(),
+        args=arguments(
+            out,
+            max_steps=4,
+            eval_strategy="steps",
+            eval_steps=1,
+            save_steps=1,
+            logging_steps=1,
+            load_best_model_at_end=True,
+            metric_for_best_model="accuracy",
+            include_num_input_tokens_seen="non_padding",
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+        ),
+        train_dataset=sequences(60, labels=True),
+        eval_dataset=SAMPLES,
+        compute_metrics=accuracy,
+        preprocess_logits_for_metrics=best_token,
+        capacity=CAPACITY,
+    )
+    batches: list[Any] = []
+    kept = trainer.compute_loss
+    trainer.compute_loss = lambda model, inputs, *a, **k: (
+        batches.append(inputs["batch"]) or kept(model, inputs, *a, **k)
+    )
+    result = trainer.train()
+    return {
+        "best": trainer.state.best_metric,
+        "history": [row["eval_accuracy"] for row in trainer.state.log_history if "eval_accuracy" in row],
+        "seen": trainer.state.num_input_tokens_seen,
+        "tokens": sum(batch.stats.real_tokens for batch in batches),
+        "rate": result.metrics["train_samples_per_second"] * result.metrics["train_runtime"],
+        "sequences": sum(len(batch.lengths) for batch in batches),
+    }
+
+
+def test_the_best_model_is_found_by_a_metric_and_totals_are_of_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(train, 2, str(tmp_path))
+    assert first["best"] == max(first["history"])
+    assert len(first["history"]) == 4
+    assert first["seen"] == first["tokens"] + second["tokens"]
+    assert first["rate"] == pytest.approx(first["sequences"] + second["sequences"], rel=0.01)
