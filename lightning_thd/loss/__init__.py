@@ -1,6 +1,7 @@
 """Losses and log-probabilities of packed batches without materialised logits."""
 
 from lightning_thd._static import static_shapes
+from lightning_thd.loss import policy, preference
 from lightning_thd.loss.causal_lm import LossParts, causal_lm_logprobs, causal_lm_loss
 from lightning_thd.loss.linear_logprobs import LogProbs, fused_linear_logprobs
 from lightning_thd.loss.linear_nll import fused_linear_cross_entropy
@@ -18,5 +19,7 @@ __all__ = [
     "fused_linear_cross_entropy",
     "fused_linear_logprobs",
     "mtp_targets",
+    "policy",
+    "preference",
     "static_shapes",
 ]

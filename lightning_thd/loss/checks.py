@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +27,22 @@ def check_tensors(**tensors: object) -> None:
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}, wanted a torch.Tensor.")
+
+
+def check_number(name: str, value: object, *, above: float | None = None, least: float | None = None) -> None:
+    """Check a finite Python number and its bound.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: naming the bound.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is a {type(value).__name__}, wanted a Python number.")
+    number = float(value)
+    low = above is not None and number <= above
+    if not math.isfinite(number) or low or (least is not None and number < least):
+        wanted = f" above {above}" if above is not None else "" if least is None else f" of at least {least}"
+        raise ValueError(f"{name} is {value!r}, wanted a finite number{wanted}.")
 
 
 def check_call(call: Call) -> None:

@@ -1,0 +1,307 @@
+"""Log-probabilities of a pack of rollouts -> losses of policy gradients: PPO-clip, GRPO and GSPO.
+
+T slots, B rows (rollouts). Values of slots stand where ``causal_lm_logprobs(model, rollouts.batch).logp`` has
+them: at the slot that predicts the token; ``rollouts.pack`` brings padded ones there. Where no response token
+is predicted nothing counts, whatever stands there. For a step of several microbatches or ranks, pass
+``scale`` in place of the division each loss makes by itself: ranks x microbatches / the step's rows or
+tokens; the mean over microbatches and ranks is then exact whatever the packing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_thd.batch import IGNORE_INDEX
+from lightning_thd.loss.checks import check_number, check_tensors
+from lightning_thd.loss.rollouts import PackedRollouts
+
+GRPOKind = Literal["grpo", "dr_grpo", "token_mean"]
+
+
+def ppo_clip_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    rollouts: PackedRollouts,
+    *,
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+    scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Push probabilities along their advantages, as far as a ratio near 1: ``-min(r A, clip(r) A)`` a token.
+
+    PPO, arXiv:1707.06347, equation 7, averaged over all response tokens; ``dual_clip`` bounds the loss where
+    the advantage is negative by ``-dual_clip A``, arXiv:1912.09729, equation 5.
+
+    Args:
+        logp: floats ``[T]``, under the policy.
+        old_logp: ``[T]``, under the policy that sampled.
+        advantages: ``[T]``, or ``[B]``, one for all tokens of a row; gets no gradient.
+        rollouts: the pack.
+        clip: how far below 1 the ratio may push.
+        clip_high: how far above; ``clip`` when None (DAPO, arXiv:2503.14476, takes 0.28).
+        dual_clip: largest ratio that counts for negative advantages, above 1; None for none.
+        weights: floats ``[T]``, a factor of each token's loss, no part of the divisor; an importance sampling
+            correction for example.
+        scale: see the module; replaces 1 / response tokens.
+        group: context-parallel ranks, each with its shard of the rollouts.
+
+    Returns:
+        ``[]``. Ratios of 1 and advantages of 1 give -1.
+
+    Raises:
+        TypeError: for arguments of another type.
+        ValueError: for shapes or settings that do not fit.
+    """
+    low, high = _bounds(clip, clip_high)
+    given = _given(rollouts, logp=logp, old_logp=old_logp)
+    of_slot = _advantages(advantages, rollouts)
+    ratio = (given["logp"] - given["old_logp"].detach()).exp()
+    losses = -torch.minimum(ratio * of_slot, ratio.clamp(low, high) * of_slot)
+    if dual_clip is not None:
+        check_number("dual_clip", dual_clip, above=1.0)
+        losses = torch.where(of_slot < 0, torch.minimum(losses, -dual_clip * of_slot), losses)
+    return _reduced(losses, rollouts, "token_mean", None, weights, scale, group)
+
+
+def grpo_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    rollouts: PackedRollouts,
+    *,
+    kind: GRPOKind = "grpo",
+    clip: float = 0.2,
+    clip_high: float | None = None,
+    largest_ratio: float | None = None,
+    reference_logp: Tensor | None = None,
+    beta: float = 0.0,
+    max_tokens: int | None = None,
+    weights: Tensor | None = None,
+    scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Push probabilities along advantages relative to a group of rollouts, near old and reference policy.
+
+    A token's loss is ``-min(r A, clip(r) A) + beta (e^(ref - logp) - (ref - logp) - 1)``, GRPO,
+    arXiv:2402.03300, equations 3 and 4. Kinds:
+
+    - "grpo": the mean over rows of each row's mean over its tokens.
+    - "dr_grpo": the sum over all tokens / (rows x ``max_tokens``), Dr. GRPO, arXiv:2503.20783, which weighs
+      long answers no less.
+    - "token_mean": the mean over all tokens, DAPO, arXiv:2503.14476, equation 8.
+
+    Args:
+        logp: floats ``[T]``, under the policy.
+        old_logp: ``[T]``, under the policy that sampled; ``logp.detach()`` where they are one.
+        advantages: ``[T]``, or ``[B]``, one for all tokens of a row; ``group_advantages`` makes them.
+        rollouts: the pack.
+        kind: how tokens are averaged.
+        clip: how far below 1 the ratio may push.
+        clip_high: how far above; ``clip`` when None.
+        largest_ratio: bound of the unclipped ratio, INTELLECT-2's, arXiv:2505.07291; None for none.
+        reference_logp: ``[T]``, under the reference, where ``beta`` is not 0.
+        beta: factor of the divergence from the reference.
+        max_tokens: longest response that could have been sampled, for "dr_grpo".
+        weights: floats ``[T]``, a factor of each token's loss, no part of the divisor.
+        scale: see the module; replaces 1 / rows, 1 / (rows x ``max_tokens``) or 1 / tokens.
+        group: context-parallel ranks, each with its shard of the rollouts.
+
+    Returns:
+        ``[]``. Ratios of 1 and advantages of 1 give -1 for "grpo" and "token_mean".
+
+    Raises:
+        TypeError: for arguments of another type.
+        ValueError: for shapes or settings that do not fit.
+    """
+    if kind not in get_args(GRPOKind):
+        raise ValueError(f"kind is {kind!r}, wanted one of {', '.join(get_args(GRPOKind))}.")
+    low, high = _bounds(clip, clip_high)
+    given = _given(rollouts, logp=logp, old_logp=old_logp)
+    of_slot = _advantages(advantages, rollouts)
+    ratio = (given["logp"] - given["old_logp"].detach()).exp()
+    clipped = ratio.clamp(low, high)
+    if largest_ratio is not None:
+        check_number("largest_ratio", largest_ratio, above=1.0)
+        ratio = ratio.clamp(max=largest_ratio)
+    losses = -torch.minimum(ratio * of_slot, clipped * of_slot)
+    losses = losses + _divergence(given["logp"], reference_logp, beta, rollouts)
+    return _reduced(losses, rollouts, kind, max_tokens, weights, scale, group)
+
+
+def gspo_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    rollouts: PackedRollouts,
+    *,
+    clip: float = 3e-4,
+    clip_high: float | None = 4e-4,
+    reference_logp: Tensor | None = None,
+    beta: float = 0.0,
+    weights: Tensor | None = None,
+    scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Push whole responses along their advantages: one ratio a row, the geometric mean of its tokens' ratios.
+
+    ``-min(s A, clip(s) A)`` with ``s = exp(mean(logp - old_logp))``, GSPO, arXiv:2507.18071, equations 5
+    and 7, averaged over rows; the clips are the paper's.
+
+    Args:
+        logp: floats ``[T]``, under the policy.
+        old_logp: ``[T]``, under the policy that sampled.
+        advantages: ``[B]``.
+        rollouts: the pack.
+        clip: how far below 1 the ratio may push.
+        clip_high: how far above; ``clip`` when None.
+        reference_logp: as for ``grpo_loss``; the divergence is averaged over each row's tokens.
+        beta: likewise.
+        weights: floats ``[B]``, a factor of each row's loss, no part of the divisor.
+        scale: see the module; replaces 1 / rows.
+        group: context-parallel ranks, each with its shard of the rollouts.
+
+    Returns:
+        ``[]``. Equal policies and advantages of 1 give -1.
+
+    Raises:
+        TypeError: for arguments of another type.
+        ValueError: for shapes or settings that do not fit.
+    """
+    low, high = _bounds(clip, clip_high)
+    given = _given(rollouts, logp=logp, old_logp=old_logp)
+    check_tensors(advantages=advantages)
+    rows = rollouts.shape[0]
+    if advantages.shape != (rows,):
+        raise ValueError(f"advantages is {list(advantages.shape)}, wanted one a row: [{rows}].")
+    of_row = advantages.detach()
+    ratio = rollouts.means(given["logp"] - given["old_logp"].detach(), group=group).exp()
+    losses = -torch.minimum(ratio * of_row, ratio.clamp(low, high) * of_row)
+    losses = torch.where(rollouts.counts > 0, losses, 0.0)
+    losses = losses + rollouts.means(_divergence(given["logp"], reference_logp, beta, rollouts), group=group)
+    if weights is not None:
+        check_tensors(weights=weights)
+        if weights.shape != (rows,):
+            raise ValueError(f"weights is {list(weights.shape)}, wanted one a row: [{rows}].")
+        losses = losses * weights.detach()
+    if scale is not None:
+        check_number("scale", scale)
+    return losses.sum() * (1.0 / max(1, rows) if scale is None else scale)
+
+
+def group_advantages(
+    rewards: Tensor, group_size: int, *, normalise: bool = True, epsilon: float = 1e-4
+) -> Tensor:
+    """Compare every rollout's reward with its group's mean, over the group's standard deviation.
+
+    arXiv:2402.03300, section 4.1.2; without ``normalise`` Dr. GRPO's, arXiv:2503.20783.
+
+    Args:
+        rewards: floats ``[B]``, the rollouts of a prompt next to each other.
+        group_size: rollouts a prompt.
+        normalise: divide by the group's standard deviation (of the sample, n - 1) plus ``epsilon``.
+        epsilon: see there.
+
+    Returns:
+        ``[B]``. Rewards ``[1, 3]`` of one group without ``normalise`` give ``[-1, 1]``.
+
+    Raises:
+        TypeError: for arguments of another type.
+        ValueError: when the rewards are not whole groups, or a group of one is to be normalised.
+    """
+    check_tensors(rewards=rewards)
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        raise TypeError(f"group_size is {group_size!r}, wanted an int.")
+    if rewards.ndim != 1 or group_size < 1 + normalise or rewards.shape[0] % group_size:
+        raise ValueError(
+            f"rewards is {list(rewards.shape)} with group_size={group_size}, wanted [B], a multiple of a "
+            f"group of at least {1 + normalise}."
+        )
+    groups = rewards.view(-1, group_size)
+    centred = groups - groups.mean(1, keepdim=True)
+    if normalise:
+        centred = centred / (groups.std(1, keepdim=True) + epsilon)
+    return centred.flatten()
+
+
+def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
+    check_number("clip", clip, above=0.0)
+    if clip_high is not None:
+        check_number("clip_high", clip_high, above=0.0)
+    return 1.0 - clip, 1.0 + (clip if clip_high is None else clip_high)
+
+
+def _given(rollouts: PackedRollouts, **values: Tensor) -> dict[str, Tensor]:
+    """Check values of slots and blank them where no response token is predicted."""
+    if not isinstance(rollouts, PackedRollouts):
+        raise TypeError(f"rollouts is a {type(rollouts).__name__}, wanted PackedRollouts.")
+    check_tensors(**values)
+    counts = rollouts.batch.targets != IGNORE_INDEX
+    for name, value in values.items():
+        if value.shape != counts.shape:
+            raise ValueError(
+                f"{name} is {list(value.shape)}, wanted one a slot of the pack: {list(counts.shape)}. Bring "
+                "padded values there by rollouts.pack(...)."
+            )
+    return {name: torch.where(counts, value, 0.0) for name, value in values.items()}
+
+
+def _advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
+    check_tensors(advantages=advantages)
+    slots, rows = rollouts.batch.targets.shape, rollouts.shape[0]
+    if advantages.shape == (rows,) and slots != (rows,):
+        of_row = torch.cat([advantages.detach(), advantages.new_zeros(1)])
+        return of_row.index_select(0, rollouts.row)
+    if advantages.shape != slots:
+        raise ValueError(
+            f"advantages is {list(advantages.shape)}, wanted one a row, [{rows}], or one a slot, "
+            f"{list(slots)}."
+        )
+    return _given(rollouts, advantages=advantages)["advantages"].detach()
+
+
+def _divergence(logp: Tensor, reference_logp: Tensor | None, beta: float, rollouts: PackedRollouts) -> Tensor:
+    """``beta`` times the estimate of the divergence of arXiv:2402.03300, equation 4, ``[T]``."""
+    check_number("beta", beta, least=0.0)
+    if (reference_logp is None) != (beta == 0):
+        raise ValueError(
+            f"beta is {beta} and reference_logp {'absent' if reference_logp is None else 'given'}, wanted "
+            "both, or neither."
+        )
+    if reference_logp is None:
+        return torch.zeros_like(logp)
+    distance = _given(rollouts, reference_logp=reference_logp)["reference_logp"].detach() - logp
+    return beta * (distance.exp() - distance - 1.0)
+
+
+def _reduced(
+    losses: Tensor,
+    rollouts: PackedRollouts,
+    kind: str,
+    max_tokens: int | None,
+    weights: Tensor | None,
+    scale: float | None,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    if weights is not None:
+        losses = losses * _given(rollouts, weights=weights)["weights"].detach()
+    rows = rollouts.means(losses, group=group) if kind == "grpo" else rollouts.sums(losses, group=group)
+    if kind == "dr_grpo" and scale is None:
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ValueError(
+                f"kind='dr_grpo' got max_tokens={max_tokens!r}, wanted the longest response's tokens."
+            )
+        return rows.sum() / (max(1, rollouts.shape[0]) * max_tokens)
+    if scale is not None:
+        check_number("scale", scale)
+        return rows.sum() * scale
+    if kind == "grpo":
+        return rows.sum() / max(1, rollouts.shape[0])
+    return rows.sum() / rollouts.counts.sum().clamp_min(1)

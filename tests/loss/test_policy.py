@@ -1,0 +1,262 @@
+"""Policy losses on packs of rollouts against a brute force token by token, and against TRL's own code."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_thd.loss import PackedRollouts, policy
+
+ROWS, COLUMNS, PROMPT = 4, 9, 2
+
+
+def make_rollouts() -> tuple[PackedRollouts, Tensor]:
+    lengths = torch.tensor([9, 5, 3, 7])
+    mask = (torch.arange(COLUMNS) < lengths[:, None]).long()
+    response = mask * (torch.arange(COLUMNS) >= PROMPT)
+    response[2] = 0  # a row without a response
+    ids = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)
+    return PackedRollouts.from_padded(ids, mask, response_mask=response, pad_to=27), response.bool()
+
+
+def padded_values(seed: int, response: Tensor) -> list[Tensor]:
+    """Log-probabilities under policy, old policy and reference, and advantages; NaN outside the responses."""
+    generator = torch.Generator().manual_seed(seed)
+    logp, old, reference = -torch.rand(3, ROWS, COLUMNS, generator=generator, dtype=torch.float64) * 2
+    values = [torch.where(response, x, math.nan) for x in (logp, old, reference)]
+    return [*values, torch.tensor([1.0, -0.5, 2.0, 0.7], dtype=torch.float64)]
+
+
+def token_losses(
+    values: list[Tensor],
+    row: int,
+    column: int,
+    ratio: float,
+    *,
+    beta: float,
+    low: float,
+    high: float,
+    top: float,
+) -> float:
+    logp, _, reference, advantages = (x.tolist() for x in values)
+    a = advantages[row]
+    clipped = min(max(ratio, 1 - low), 1 + high)
+    distance = reference[row][column] - logp[row][column]
+    return -min(min(ratio, top) * a, clipped * a) + beta * (math.exp(distance) - distance - 1)
+
+
+def brute_force(
+    values: list[Tensor], response: Tensor, kind: str, *, beta: float = 0.0, low: float = 0.2,
+    high: float = 0.3, top: float = math.inf, max_tokens: int = 20,
+) -> float:  # fmt: skip
+    rows = []
+    for row in range(ROWS):
+        columns = response[row].nonzero().squeeze(1).tolist()
+        ratios = [math.exp((values[0][row, n] - values[1][row, n]).item()) for n in columns]
+        if kind == "gspo" and columns:
+            ratios = [math.exp(sum(map(math.log, ratios)) / len(ratios))] * len(ratios)
+        rows.append([
+            token_losses(values, row, n, ratio, beta=beta, low=low, high=high, top=top)
+            for n, ratio in zip(columns, ratios, strict=True)
+        ])  # fmt: skip
+    if kind in ("grpo", "gspo"):
+        return sum(sum(row) / max(1, len(row)) for row in rows) / ROWS
+    total = sum(map(sum, rows))
+    return total / (ROWS * max_tokens) if kind == "dr_grpo" else total / sum(map(len, rows))
+
+
+def packed(rollouts: PackedRollouts, values: list[Tensor]) -> list[Tensor]:
+    return [*(rollouts.pack(x, fill=math.nan) for x in values[:3]), values[3]]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "token_mean", "gspo", "ppo"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_equal_to_the_sum_over_tokens_with_a_gradient_that_survives_nan_elsewhere(
+    kind: Any, beta: float
+) -> None:
+    rollouts, response = make_rollouts()
+    values = padded_values(1, response)
+    values[0].requires_grad_()
+    logp, old, reference, advantages = packed(rollouts, values)
+    more: dict[str, Any] = {"clip": 0.2, "clip_high": 0.3}
+    if kind != "ppo":
+        more |= {"beta": beta, "reference_logp": reference if beta else None}
+    if kind == "ppo":
+        loss = policy.ppo_clip_loss(logp, old, advantages, rollouts, **more)
+        wanted = brute_force(values, response, "token_mean")
+    elif kind == "gspo":
+        loss = policy.gspo_loss(logp, old, advantages, rollouts, **more)
+        wanted = brute_force(values, response, kind, beta=beta)
+    else:
+        loss = policy.grpo_loss(
+            logp, old, advantages, rollouts, kind=kind, max_tokens=20, largest_ratio=2.0, **more
+        )
+        wanted = brute_force(values, response, kind, beta=beta, top=2.0)
+    assert loss.item() == pytest.approx(wanted, rel=1e-8)
+    (gradient,) = torch.autograd.grad(loss, values[0])
+    assert gradient[response].isfinite().all()
+    assert not gradient[~response].nan_to_num(0.0).any()
+    by_slot = torch.cat([advantages, advantages.new_zeros(1)])[rollouts.row]
+    if kind == "grpo":
+        again = policy.grpo_loss(logp, old, by_slot, rollouts, kind=kind, largest_ratio=2.0, **more)
+        torch.testing.assert_close(again, loss)
+
+
+def outputs(values: list[Tensor], response: Tensor, **settings: Any) -> tuple[Any, dict[str, Tensor]]:
+    """TRL's trainer and inputs for the same rollouts, responses moved to the left."""
+    width = int(response.sum(1).max())
+    mask = torch.arange(width) < response.sum(1)[:, None]
+    dense = []
+    for x in values[:3]:
+        out = torch.zeros(ROWS, width, dtype=torch.float64)
+        out[mask] = x[response]
+        dense.append(out)
+    stand_in = MagicMock()
+    stand_in.configure_mock(**{
+        "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "use_vllm": False,
+        "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.3, "loss_type": "grpo",
+        "current_gradient_accumulation_steps": 1, "_entropy_bonus_enabled": False, "aux_loss_enabled": False,
+        "max_completion_length": 20, **settings,
+    })  # fmt: skip
+    stand_in.args = SimpleNamespace(
+        delta=settings.get("delta"), use_bias_correction_kl=False, steps_per_generation=1
+    )
+    stand_in.accelerator.gather.side_effect = torch.clone
+    stand_in.accelerator.reduce.side_effect = lambda x, reduction: x
+    stand_in.accelerator.num_processes = 1
+    stand_in._get_per_token_logps_and_entropies.return_value = (dense[0], torch.zeros_like(dense[0]), None)
+    prompt = torch.ones(ROWS, 1, dtype=torch.long)
+    inputs = {
+        "prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": mask.long(),
+        "completion_mask": mask.long(),
+        "advantages": values[3], "old_per_token_logps": dense[1], "ref_per_token_logps": dense[2],
+        "num_items_in_batch": mask.sum(),
+    }  # fmt: skip
+    return stand_in, inputs
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("kind", "trl_kind"),
+    [
+        ("grpo", "grpo"),
+        ("dr_grpo", "dr_grpo"),
+        ("token_mean", "bnpo"),
+        ("token_mean", "dapo"),
+        ("gspo", "grpo"),
+    ],
+)
+def test_equal_to_trl(kind: Any, trl_kind: str, beta: float) -> None:
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+    rollouts, response = make_rollouts()
+    values = padded_values(2, response)
+    values[0].requires_grad_()
+    level = "sequence" if kind == "gspo" else "token"
+    delta = None if kind == "gspo" else 2.0
+    stand_in, inputs = outputs(
+        values, response, loss_type=trl_kind, importance_sampling_level=level, beta=beta, delta=delta
+    )
+    theirs = trainer._compute_loss(stand_in, None, inputs)
+    logp, old, reference, advantages = packed(rollouts, values)
+    more: dict[str, Any] = {
+        "clip": 0.2,
+        "clip_high": 0.3,
+        "beta": beta,
+        "reference_logp": reference if beta else None,
+    }
+    if kind == "gspo":
+        ours = policy.gspo_loss(logp, old, advantages, rollouts, **more)
+    else:
+        ours = policy.grpo_loss(
+            logp, old, advantages, rollouts, kind=kind, largest_ratio=2.0, max_tokens=20, **more
+        )
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+    mine, other = (torch.autograd.grad(loss, values[0], retain_graph=True)[0] for loss in (ours, theirs))
+    torch.testing.assert_close(mine[response], other[response], rtol=1e-8, atol=1e-10)
+
+
+def test_microbatches_with_a_scale_make_the_loss_of_the_step() -> None:
+    rollouts, response = make_rollouts()
+    values = padded_values(3, response)
+    for kind, total in (("grpo", ROWS), ("token_mean", int(response.sum()))):
+        whole = policy.grpo_loss(*packed(rollouts, values)[:2], values[3], rollouts, kind=kind)  # type: ignore[arg-type]
+        losses = []
+        for part in (slice(0, 1), slice(1, 4)):
+            ids = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)[part]
+            mask = rollouts.mask[part].long()
+            own = PackedRollouts.from_padded(ids, mask, response_mask=response[part].long())
+            logp, old = (own.pack(x[part], fill=math.nan) for x in values[:2])
+            losses.append(policy.grpo_loss(logp, old, values[3][part], own, kind=kind, scale=2 / total))  # type: ignore[arg-type]
+        torch.testing.assert_close(torch.stack(losses).mean(), whole)
+
+
+def test_weights_and_the_dual_clip() -> None:
+    rollouts, response = make_rollouts()
+    values = padded_values(4, response)
+    logp, old, _, advantages = packed(rollouts, values)
+    weights = torch.rand(len(logp), dtype=torch.float64)
+    loss = policy.ppo_clip_loss(logp, old, advantages, rollouts, weights=weights, dual_clip=1.1)
+    counts = rollouts.batch.targets != -100
+    ratio, a = (logp - old).exp(), torch.cat([advantages, advantages.new_zeros(1)])[rollouts.row]
+    wanted = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+    wanted = torch.where(a < 0, torch.minimum(wanted, -1.1 * a), wanted)
+    torch.testing.assert_close(loss, (wanted * weights)[counts].sum() / counts.sum())
+    by_row = torch.tensor([1.0, 2.0, 3.0, 0.0], dtype=torch.float64)
+    one = policy.gspo_loss(logp, old, advantages, rollouts, weights=by_row, scale=1.0)
+    ratios = rollouts.means(torch.where(counts, logp - old, 0.0)).exp()
+    rows = -torch.minimum(ratios * advantages, ratios.clamp(1 - 3e-4, 1 + 4e-4) * advantages)
+    torch.testing.assert_close(one, (rows * by_row)[rollouts.counts > 0].sum())
+
+
+def test_group_advantages() -> None:
+    assert policy.group_advantages(torch.tensor([1.0, 3.0]), 2, normalise=False).tolist() == [-1.0, 1.0]
+    rewards = torch.rand(6, dtype=torch.float64)
+    found = policy.group_advantages(rewards, 3)
+    for i in range(6):
+        group = rewards[i // 3 * 3 : i // 3 * 3 + 3]
+        assert found[i].item() == pytest.approx(((rewards[i] - group.mean()) / (group.std() + 1e-4)).item())
+
+
+GRPO: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"logp": torch.zeros(26)}, ValueError, r"logp is \[26\], wanted one a slot"),
+    ({"logp": None}, TypeError, "logp is a NoneType"),
+    ({"advantages": torch.ones(3)}, ValueError, r"advantages is \[3\], wanted one a row, \[4\]"),
+    ({"rollouts": None}, TypeError, "rollouts is a NoneType, wanted PackedRollouts"),
+    ({"kind": "x"}, ValueError, "kind is 'x', wanted one of grpo"),
+    ({"kind": "dr_grpo"}, ValueError, "got max_tokens=None"),
+    ({"beta": 0.1}, ValueError, "beta is 0.1 and reference_logp absent"),
+    ({"reference_logp": torch.zeros(27)}, ValueError, "reference_logp given"),
+    ({"clip": 0.0}, ValueError, "clip is 0.0"),
+    ({"largest_ratio": 1.0}, ValueError, "largest_ratio is 1.0"),
+    ({"scale": "1"}, TypeError, "scale is a str"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), GRPO)
+def test_messages(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    rollouts, _ = make_rollouts()
+    good = {"logp": torch.zeros(27), "old_logp": torch.zeros(27), "advantages": torch.ones(4)}
+    with pytest.raises(error, match=message):
+        policy.grpo_loss(**{**good, "rollouts": rollouts, **changes})
+
+
+def test_messages_of_the_others() -> None:
+    rollouts, _ = make_rollouts()
+    zeros, ones = torch.zeros(27), torch.ones(4)
+    with pytest.raises(ValueError, match="dual_clip is 1.0"):
+        policy.ppo_clip_loss(zeros, zeros, ones, rollouts, dual_clip=1.0)
+    with pytest.raises(ValueError, match=r"advantages is \[27\], wanted one a row: \[4\]"):
+        policy.gspo_loss(zeros, zeros, zeros, rollouts)
+    with pytest.raises(ValueError, match=r"weights is \[27\], wanted one a row: \[4\]"):
+        policy.gspo_loss(zeros, zeros, ones, rollouts, weights=zeros)
+    with pytest.raises(ValueError, match=r"rewards is \[5\] with group_size=2"):
+        policy.group_advantages(torch.ones(5), 2)
+    with pytest.raises(ValueError, match="group of at least 2"):
+        policy.group_advantages(torch.ones(2), 1)

@@ -1,0 +1,336 @@
+"""Preference losses against a brute force written row by row, and against TRL's own code."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, get_args
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.loss import PackedRollouts, causal_lm_logprobs, preference
+from lightning_thd.loss.preference import DPOKind
+from tests.loss.families import VOCAB, build
+
+KINDS = get_args(DPOKind)
+SMOOTH = ("robust", "exo_pair")
+
+
+def sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x))
+
+
+def of_pair(kind: str, c: float, r: float, beta: float, e: float, tokens: tuple[int, int]) -> float:
+    """One pair, in Python floats, from the papers."""
+    if kind in ("ipo", "sigmoid_norm"):
+        c, r = c / tokens[0], r / tokens[1]
+    d = beta * (c - r)
+    win, lose = math.log(sigmoid(d)), math.log(sigmoid(-d))
+    blend = sigmoid(d / 0.05)
+    return {
+        "sigmoid": -(1 - e) * win - e * lose,
+        "sigmoid_norm": -(1 - e) * win - e * lose,
+        "hinge": max(0.0, 1 - d),
+        "ipo": (c - r - 1 / (2 * beta)) ** 2,
+        "robust": (-(1 - e) * win + e * lose) / (1 - 2 * e),
+        "exo_pair": sigmoid(d) * (win - math.log(1 - e)) + sigmoid(-d) * (lose - math.log(max(e, 1e-9))),
+        "nca_pair": -math.log(sigmoid(beta * c))
+        - 0.5 * math.log(sigmoid(-beta * c))
+        - 0.5 * math.log(sigmoid(-beta * r)),
+        "bco_pair": -math.log(sigmoid(beta * c)) - math.log(sigmoid(-beta * r)),
+        "sppo_hard": (c - 1 / (2 * beta)) ** 2 + (r + 1 / (2 * beta)) ** 2,
+        "apo_zero": 1 - sigmoid(beta * c) + sigmoid(beta * r),
+        "apo_down": sigmoid(beta * c) + 1 - sigmoid(d),
+        "discopop": -win * (1 - blend) + math.exp(-d) * blend,
+    }[kind]
+
+
+def numbers(count: int, *, below_zero: bool = True) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    rows = -torch.rand(4, count, generator=generator, dtype=torch.float64) * 5 - 0.05
+    return [row.requires_grad_() for row in (rows if below_zero else rows + 2.5)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dpo_equals_the_sum_over_its_pairs(kind: Any) -> None:
+    leaves = numbers(6)
+    tokens = torch.tensor([3, 1, 4, 2, 9, 5]), torch.tensor([2, 6, 5, 3, 8, 1])
+    e = 0.1 if kind in (*SMOOTH, "sigmoid") else 0.0
+    lengths = {"chosen_tokens": tokens[0], "rejected_tokens": tokens[1]}
+    weights = torch.tensor([1.0, 0.0, 2.0, 0.5, 1.0, 3.0], dtype=torch.float64)
+    rows = []
+    for i in range(6):
+        c, r = ((leaves[k][i] - leaves[k + 2][i]).item() for k in (0, 1))
+        rows.append(of_pair(kind, c, r, 0.3, e, (int(tokens[0][i]), int(tokens[1][i]))))
+    wanted = torch.tensor(rows, dtype=torch.float64)
+    options: dict[str, Any] = {"kind": kind, "beta": 0.3, "label_smoothing": e, **lengths}
+    for more, expected in (
+        ({}, wanted.mean()),
+        ({"weights": weights}, (wanted * weights).sum() / weights.sum()),
+        ({"weights": weights, "scale": 0.25}, (wanted * weights).sum() * 0.25),
+    ):
+        torch.testing.assert_close(
+            preference.dpo_loss(*leaves, **options, **more), expected, rtol=1e-8, atol=1e-10
+        )
+    halves = [preference.dpo_loss(*(x[part] for x in leaves), **{
+        **options, "chosen_tokens": tokens[0][part], "rejected_tokens": tokens[1][part]}, scale=2 / 6)
+        for part in (slice(0, 2), slice(2, 6))]  # fmt: skip
+    torch.testing.assert_close(torch.stack(halves).mean(), wanted.mean(), rtol=1e-8, atol=1e-10)
+
+
+def outputs_of(logps: Tensor) -> MagicMock:
+    """A model whose fused head in TRL gives these log-probabilities; the rest is for TRL's metrics."""
+    zeros = torch.zeros_like(logps)
+    return MagicMock(
+        return_value=SimpleNamespace(log_probs=logps, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+    )
+
+
+def trl_trainer(**settings: Any) -> MagicMock:
+    """What TRL's loss method reads of its trainer, on one rank."""
+    stand_in = MagicMock(aux_loss_enabled=False, precompute_ref_logps=False, _total_train_tokens=0)
+    stand_in.configure_mock(**settings)
+    stand_in.accelerator.gather.side_effect = stand_in.accelerator.gather_for_metrics.side_effect = (
+        torch.clone
+    )
+    stand_in.accelerator.device = torch.device("cpu")
+    stand_in._tp_size = 1
+    return stand_in
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_dpo_equals_trl(kind: str) -> None:
+    trainer = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
+    generator = torch.Generator().manual_seed(0)
+    pairs, columns = 3, 7
+    policy, reference = (-torch.rand(2 * pairs, columns, generator=generator) * 2 for _ in range(2))
+    mask = torch.ones(2 * pairs, columns + 1, dtype=torch.long)
+    for row, length in enumerate((7, 3, 5, 2, 6, 4)):
+        mask[row, length + 1 :] = 0
+        policy[row, length:] = 0.0
+        reference[row, length:] = 0.0
+    mask[:, 0] = 0  # the prompt
+    e = 0.1 if kind in SMOOTH else 0.0
+    policy.requires_grad_()
+    model = outputs_of(policy)
+    stand_in = trl_trainer(
+        loss_types=[kind], loss_weights=[1.0], beta=0.3, label_smoothing=e, ld_alpha=None, model=model,
+        f_divergence_type="reverse_kl", use_weighting=False, ref_model=outputs_of(reference),
+    )  # fmt: skip
+    stand_in.args.discopop_tau = 0.05
+    inputs = {
+        "input_ids": torch.ones_like(mask), "attention_mask": torch.ones_like(mask), "completion_mask": mask,
+    }  # fmt: skip
+    theirs = trainer._compute_loss(stand_in, model, inputs, return_outputs=False)
+    sums = [x.sum(1).chunk(2) for x in (policy, reference)]
+    chosen_tokens, rejected_tokens = mask.sum(1).chunk(2)
+    ours = preference.dpo_loss(
+        sums[0][0], sums[0][1], sums[1][0], sums[1][1], kind=kind, beta=0.3,  # type: ignore[arg-type]
+        label_smoothing=e, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens,
+    )  # fmt: skip
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, policy, retain_graph=True),
+        torch.autograd.grad(theirs, policy),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_orpo_equals_its_odds_and_trl() -> None:
+    chosen, rejected, *_ = numbers(5)
+    rows = []
+    for c, r in zip(chosen.tolist(), rejected.tolist(), strict=True):
+        odds = [math.exp(x) / (1 - math.exp(x)) for x in (c, r)]
+        rows.append(-0.2 * math.log(sigmoid(math.log(odds[0] / odds[1]))))
+    ours = preference.orpo_loss(chosen, rejected, beta=0.2)
+    assert ours.item() == pytest.approx(sum(rows) / 5, rel=1e-8)
+    for tiny in (-1e-12, -800.0):
+        edge = torch.tensor([tiny], dtype=torch.float64, requires_grad=True)
+        loss = preference.orpo_loss(edge, torch.tensor([-1.0], dtype=torch.float64))
+        assert torch.autograd.grad(loss, edge)[0].isfinite()
+        assert loss.isfinite()
+    trainer = pytest.importorskip("trl.experimental.orpo").ORPOTrainer
+    stand_in = SimpleNamespace(beta=0.2, accelerator=SimpleNamespace(device="cpu"))
+    losses = trainer.odds_ratio_loss(stand_in, chosen, rejected)[0]
+    assert ours.item() == pytest.approx(-losses.mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("e", [0.0, 0.1])
+def test_simpo_equals_its_rows_and_trl(e: float) -> None:
+    chosen, rejected, *_ = numbers(5)
+    rows = []
+    for c, r in zip(chosen.tolist(), rejected.tolist(), strict=True):
+        z = 2.0 * (c - r) - 0.7
+        rows.append(-(1 - e) * math.log(sigmoid(z)) - e * math.log(sigmoid(-z)))
+    ours = preference.simpo_loss(chosen, rejected, beta=2.0, margin=0.7, label_smoothing=e)
+    assert ours.item() == pytest.approx(sum(rows) / 5, rel=1e-8)
+    trainer = pytest.importorskip("trl.experimental.cpo").CPOTrainer
+    stand_in = SimpleNamespace(
+        alpha=0.0, beta=2.0, loss_type="simpo", simpo_gamma=0.7, label_smoothing=e,
+        accelerator=SimpleNamespace(device="cpu"),
+    )  # fmt: skip
+    assert ours.item() == pytest.approx(
+        trainer.cpo_loss(stand_in, chosen, rejected)[0].mean().item(), rel=1e-8
+    )
+
+
+@pytest.mark.parametrize("divergence", [0.0, 0.4])
+def test_kto_equals_its_rows_and_trl(divergence: float) -> None:
+    logps, reference, *_ = numbers(6)
+    desirable = torch.tensor([True, False, False, True, True, False])
+    rows = []
+    for x, y, liked in zip(logps.tolist(), reference.tolist(), desirable.tolist(), strict=True):
+        distance = x - y - divergence
+        rows.append(1.5 * (1 - sigmoid(0.3 * distance)) if liked else 0.5 * (1 - sigmoid(-0.3 * distance)))
+    ours = preference.kto_loss(
+        logps,
+        reference,
+        desirable,
+        divergence=divergence,
+        beta=0.3,
+        desirable_weight=1.5,
+        undesirable_weight=0.5,
+    )
+    assert ours.item() == pytest.approx(sum(rows) / 6, rel=1e-8)
+    as_tensor = torch.tensor(divergence, dtype=torch.float64)
+    again = preference.kto_loss(
+        logps,
+        reference,
+        desirable,
+        divergence=as_tensor,
+        beta=0.3,
+        desirable_weight=1.5,
+        undesirable_weight=0.5,
+    )
+    assert ours.item() == pytest.approx(again.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("divergence", [False, True])
+def test_kto_equals_trl(divergence: bool) -> None:
+    trainer = pytest.importorskip("trl.trainer.kto_trainer").KTOTrainer
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = (-torch.rand(6, 4, generator=generator) for _ in range(2))
+    kl, ref_kl = (-torch.rand(6, generator=generator) * (1 + i) for i in range(2))
+    models = outputs_of(policy), outputs_of(reference)
+    stand_in = trl_trainer(
+        loss_type="kto" if divergence else "apo_zero_unpaired", calculate_KL=divergence, beta=0.3,
+        desirable_weight=1.5, undesirable_weight=0.5, ref_model=models[1],
+    )  # fmt: skip
+    stand_in._compute_kl_logps.side_effect = lambda model, _: kl if model is models[0] else ref_kl
+    mask = torch.ones(6, 5, dtype=torch.long)
+    labels = [True, False, False, True, True, False]
+    batch = {
+        "input_ids": mask,
+        "attention_mask": mask,
+        "completion_mask": mask,
+        "label": torch.tensor(labels),
+    }
+    theirs = trainer._compute_loss(stand_in, models[0], batch, return_outputs=False)
+    ours = preference.kto_loss(
+        policy.sum(1), reference.sum(1), torch.tensor(labels), beta=0.3, desirable_weight=1.5,
+        undesirable_weight=0.5, divergence=(kl - ref_kl).mean().clamp_min(0) if divergence else 0.0,
+    )  # fmt: skip
+    theirs = theirs[0] if isinstance(theirs, tuple) else theirs
+    torch.testing.assert_close(ours, theirs.nanmean(), rtol=1e-6, atol=1e-6)
+
+
+def test_reward_pairs_equal_their_rows() -> None:
+    chosen, rejected, margins, _ = numbers(5, below_zero=False)
+    rows = [
+        -math.log(sigmoid(c - r - m)) + 0.1 * (c + r) ** 2
+        for c, r, m in zip(chosen.tolist(), rejected.tolist(), margins.tolist(), strict=True)
+    ]
+    ours = preference.reward_pair_loss(chosen, rejected, margin=margins, centre=0.1)
+    assert ours.item() == pytest.approx(sum(rows) / 5, rel=1e-8)
+
+
+def test_pairs_of_a_pack_equal_padded_rows() -> None:
+    """DPO from hidden states to gradient: one pack of chosen and rejected against a run a row."""
+    pytest.importorskip("transformers")
+    model, reference = build("Llama"), build("Llama")
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(0.9)
+    generator = torch.Generator().manual_seed(2)
+    lengths, prompts = (9, 5, 7, 4, 11, 6), (3, 2, 2, 3, 2, 2)
+    ids = torch.randint(3, VOCAB, (6, 11), generator=generator)
+    mask = (torch.arange(11) < torch.tensor(lengths)[:, None]).long()
+    response = mask * (torch.arange(11) >= torch.tensor(prompts)[:, None])
+    rollouts = PackedRollouts.from_padded(ids, mask, response_mask=response)
+    logps = rollouts.sequence_logprobs(model)
+    with torch.no_grad():
+        references = rollouts.sequence_logprobs(reference)
+    ours = preference.dpo_loss(*logps.chunk(2), *references.chunk(2), beta=0.3)
+    rows = [[], []]  # type: ignore[var-annotated]
+    for i in range(6):
+        row = ids[i, : lengths[i]]
+        batch = THDBatch.collate([{"input_ids": row}])
+        for found, one in zip(rows, (model, reference), strict=True):
+            log_p = one(**batch.hf_kwargs()).logits[0].log_softmax(-1)
+            found.append(sum(log_p[j - 1, row[j]] for j in range(prompts[i], lengths[i])))
+    pairs = [torch.stack(found).chunk(2) for found in rows]
+    brute = -torch.stack([
+        torch.nn.functional.logsigmoid(0.3 * ((c - cr) - (r - rr)))
+        for c, r, cr, rr in zip(*pairs[0], *pairs[1], strict=True)
+    ]).mean()  # fmt: skip
+    torch.testing.assert_close(ours, brute, rtol=1e-8, atol=0)
+    weight = model.get_output_embeddings().weight  # type: ignore[operator]
+    torch.testing.assert_close(
+        *(torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in (ours, brute)),
+        rtol=1e-8,
+        atol=1e-12,
+    )
+    packed = causal_lm_logprobs(model, rollouts.batch, entropy=False).logp
+    torch.testing.assert_close(preference.sequence_sums(packed, rollouts.batch), logps)
+
+
+ONE = torch.zeros(2)
+FOUR = {"chosen": ONE, "rejected": ONE, "reference_chosen": ONE, "reference_rejected": ONE}
+BAD_DPO: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"reference_rejected": torch.zeros(3)}, ValueError, r"reference_rejected is \[3\] on cpu and chosen"),
+    ({"reference_rejected": None}, TypeError, "reference_rejected is a NoneType"),
+    ({"kind": "dpo"}, ValueError, "kind is 'dpo', wanted one of sigmoid, hinge"),
+    ({"beta": 0.0}, ValueError, "beta is 0.0, wanted a finite number above 0.0"),
+    ({"beta": "1"}, TypeError, "beta is a str"),
+    ({"kind": "ipo"}, ValueError, "kind='ipo' averages over tokens, wanted chosen_tokens"),
+    ({"kind": "hinge", "label_smoothing": 0.1}, ValueError, "label_smoothing is 0.1 with kind='hinge'"),
+    ({"kind": "exo_pair"}, ValueError, "kind='exo_pair' needs label_smoothing above 0"),
+    ({"weights": torch.ones(3)}, ValueError, r"weights is \[3\]"),
+    ({"scale": math.inf}, ValueError, "scale is inf"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), BAD_DPO)
+def test_messages_of_dpo(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        preference.dpo_loss(**{**FOUR, **changes})
+
+
+def test_messages() -> None:
+    with pytest.raises(ValueError, match=r"chosen is \[1, 2\], wanted one number a response"):
+        preference.orpo_loss(ONE[None], ONE[None])
+    with pytest.raises(ValueError, match="margin is nan"):
+        preference.simpo_loss(ONE, ONE, margin=math.nan)
+    with pytest.raises(ValueError, match=r"desirable is torch.float32 \[2\], wanted bool"):
+        preference.kto_loss(ONE, ONE, ONE)
+    with pytest.raises(ValueError, match=r"divergence is \[2\], wanted one number"):
+        preference.kto_loss(ONE, ONE, ONE > 0, divergence=ONE)
+    with pytest.raises(ValueError, match="chosen is torch.int64, wanted floats"):
+        preference.reward_pair_loss(ONE.long(), ONE.long())
+    with pytest.raises(ValueError, match="centre is -1.0, wanted a finite number of at least 0"):
+        preference.reward_pair_loss(ONE, ONE, centre=-1.0)
+
+
+def test_worked_values() -> None:
+    assert preference.dpo_loss(ONE, ONE, ONE, ONE).item() == pytest.approx(math.log(2))
+    assert preference.kto_loss(ONE, ONE, ONE > 0).item() == pytest.approx(0.5)
+    assert preference.reward_pair_loss(ONE, ONE).item() == pytest.approx(math.log(2))
+    batch = THDBatch.collate([{"input_ids": [5, 6]}, {"input_ids": [7]}])
+    assert preference.sequence_sums(torch.tensor([1.0, 2.0, 4.0]), batch).tolist() == [1.0, 0.0]
+    with pytest.raises(ValueError, match=r"values is \[2\], wanted one a slot: \[3\]"):
+        preference.sequence_sums(torch.zeros(2), batch)
