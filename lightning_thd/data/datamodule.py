@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,10 +17,11 @@ from torch import nn
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
 from lightning_thd.data.planning import PlanSettings, make_planner
-from lightning_thd.data.read.encode import Tokenizer
+from lightning_thd.data.read.encode import Tokenizer, load_tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
 from lightning_thd.data.sets import DataSet, open_set
 from lightning_thd.data.store.index import Empty
+from lightning_thd.data.streams import Stream, StreamLoader, StreamPolicies, is_stream, stream_loader
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.planner import Tail
@@ -38,7 +40,8 @@ class THDDataModule(L.LightningDataModule):
             ``input_ids`` or a folder of them, a text file, a folder of text or ``.jsonl`` files, or a folder
             that ``datasets.Dataset.save_to_disk`` or ``TokenStore.save`` wrote. Instead of ids, rows and JSON
             objects may hold text, ``prompt`` and ``completion``, or ``messages``: these are tokenised once,
-            with loss on what the assistant says alone where there is one.
+            with loss on what the assistant says alone where there is one. An ``IterableDataset``, a function
+            that begins an iterator, ``.tar`` shards, or a ``data.streams.Stream``: read once, front to back.
         capacity: most tokens of a pack.
         global_batch: ``Packs(n)``, n packs to an optimizer step, or ``Sequences(n)``, exactly n sequences
             to a step in as many microbatches as they need (needs a strategy of ours). Default: one pack a
@@ -84,7 +87,7 @@ class THDDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        train: Source | None = None,
+        train: Source | Stream | None = None,
         *,
         capacity: int,
         global_batch: Packs | Sequences | None = None,
@@ -134,6 +137,9 @@ class THDDataModule(L.LightningDataModule):
         )
         self.empty, self.vocab_size = empty, vocab_size
         self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
+        self._stream = _as_stream(train)
+        if self._stream is not None:
+            train = None
         given = {"train": train, "val": val, "test": test, "predict": predict}
         self._sources = _named({stage: source for stage, source in given.items() if source is not None})
         for stage in ("val", "test", "predict"):
@@ -193,8 +199,11 @@ class THDDataModule(L.LightningDataModule):
         """Of every opened set, the sequences empty, dropped, truncated, split, and the tokens lost."""
         return {name: dict(self._planner(name).entries.counts) for name in self._sets}
 
-    def train_dataloader(self) -> THDLoader:
+    def train_dataloader(self) -> THDLoader | StreamLoader:
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
+        if self._stream is not None:
+            kind: Literal["pack", "step"] = "step" if isinstance(self.global_batch, Sequences) else "pack"
+            return self._streamed(self._stream, kind)
         return self._loader(
             "train",
             kind="step" if isinstance(self.global_batch, Sequences) else "pack",
@@ -202,8 +211,10 @@ class THDDataModule(L.LightningDataModule):
             progress=link.Progress(self.trainer) if self.trainer is not None else None,
         )
 
-    def train_steps(self) -> THDLoader:
+    def train_steps(self) -> THDLoader | StreamLoader:
         """Return this rank's training steps as ``THDStep``, for a loop without a Trainer: see ``attach``."""
+        if self._stream is not None:
+            return self._streamed(self._stream, "step")
         return self._loader("train", kind="step", fixed_order=False)
 
     def val_dataloader(self) -> THDLoader | list[THDLoader]:
@@ -217,6 +228,45 @@ class THDDataModule(L.LightningDataModule):
     def predict_dataloader(self) -> THDLoader | list[THDLoader]:
         """Return this rank's prediction batches, as ``val_dataloader``."""
         return self._evaluation("predict")
+
+    def _streamed(self, stream: Stream, kind: Literal["pack", "step"]) -> StreamLoader:
+        """Make the loader of a stream; every rank of the job calls this."""
+        if getattr(self.trainer, "overfit_batches", 0) > 0:
+            raise MisconfigurationException(
+                "overfit_batches repeats the first batches of data that can be asked for them, and a stream "
+                "cannot. Pass a dataset with a length, or overfit_batches=0."
+            )
+        plans, opener = self._plans, self._opener
+        if plans.schedule is not None:
+            raise MisconfigurationException(
+                "A schedule numbers the sequences of a dataset with a length. Leave it out for a stream."
+            )
+        progress = link.Progress(self.trainer) if self.trainer is not None else None
+        policies = StreamPolicies(
+            capacity=plans.capacity,
+            global_batch=plans.global_batch,
+            tokenizer=partial(load_tokenizer, opener.tokenizer),
+            text_key=opener.text_key,
+            append_eos=opener.append_eos,
+            oversize=plans.oversize,
+            drop_empty=self.empty == "drop",
+            tail=plans.tail,
+            seed=plans.seed,
+            cost=plans.cost,
+            scheduler=plans.scheduler,
+            pad_to=plans.pad_to,
+            vocab_size=self.vocab_size,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+        )
+        return stream_loader(
+            stream,
+            policies,
+            self._host,
+            kind=kind,
+            consumed=progress.consumed if progress is not None else None,
+            on_load=progress.match if progress is not None else None,
+        )
 
     def _evaluation(self, stage: str) -> THDLoader | list[THDLoader]:
         several = [name for name in self._sources if name.startswith(f"{stage}/")]
@@ -277,6 +327,13 @@ class THDDataModule(L.LightningDataModule):
 def _named(sources: Mapping[str, Any]) -> dict[str, Source]:
     """Give each source of an evaluation stage that has several a name of its own: ``val/code``."""
     return dict(sources)
+
+
+def _as_stream(train: object) -> Stream | None:
+    """Wrap training data that can only be iterated; None for data with a length."""
+    if isinstance(train, Stream):
+        return train
+    return None if train is None or not is_stream(train) else Stream(source=train)
 
 
 def _announce(data: DataSet, planner: PackPlanner, host: link.Host) -> None:

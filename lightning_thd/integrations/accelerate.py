@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_thd._imports import require
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
+from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.evaluation import LossFn
 from lightning_thd.integrations.loop import Host, PackedLoop, as_loader
 from lightning_thd.loss import causal_lm_loss
@@ -20,7 +21,7 @@ _PRECISION = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": 
 def prepare_thd(
     accelerator: Any,
     model: nn.Module,
-    data: THDDataModule | THDLoader,
+    data: THDDataModule | THDLoader | StreamLoader,
     optimizer: Any,
     scheduler: Any = None,
     *,

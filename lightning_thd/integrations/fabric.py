@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
+from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.evaluation import LossFn
 from lightning_thd.integrations.loop import Host, PackedLoop, as_loader
 from lightning_thd.loss import causal_lm_loss
@@ -19,7 +20,7 @@ from lightning_thd.loss import causal_lm_loss
 def prepare_fabric(
     fabric: Fabric,
     model: nn.Module,
-    data: THDDataModule | THDLoader,
+    data: THDDataModule | THDLoader | StreamLoader,
     optimizer: Any,
     *,
     accumulate: int = 1,

@@ -24,6 +24,7 @@ from lightning_thd.cuda_graph import GraphCosts, GraphedStep
 from lightning_thd.cuda_graph.capture.backend import Backend
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
+from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.evaluation import LossFn, mean_loss
 from lightning_thd.integrations.graphs import MaxSequences, graphed_loss
 from lightning_thd.loss import causal_lm_loss
@@ -75,7 +76,7 @@ class PackedLoop:
         self,
         host: Host,
         model: nn.Module,
-        loader: THDLoader,
+        loader: THDLoader | StreamLoader,
         optimizer: Any,
         scheduler: Any = None,
         *,
@@ -196,7 +197,7 @@ class PackedLoop:
         self._graphed = graphed_loss(
             self._loss_fn,
             self.model,
-            self.loader._planner,
+            getattr(self.loader, "_planner", None),
             ranks=self._host.ranks,
             device=self._host.device,
             max_sequences=max_sequences,
@@ -235,7 +236,9 @@ class PackedLoop:
             self._host.log(self.latest, self.global_step)
 
 
-def as_loader(data: object, model: nn.Module, *, rank: int, ranks: int, accumulate: int) -> THDLoader:
+def as_loader(
+    data: object, model: nn.Module, *, rank: int, ranks: int, accumulate: int
+) -> THDLoader | StreamLoader:
     """Return the loader of training steps of a data module, or the given loader after a check.
 
     Raises:
@@ -246,7 +249,7 @@ def as_loader(data: object, model: nn.Module, *, rank: int, ranks: int, accumula
         data.prepare_data()
         data.setup("fit")
         return data.train_steps()
-    if isinstance(data, THDLoader):
+    if isinstance(data, THDLoader | StreamLoader):
         return data
     raise ValueError(
         f"prepare_thd got data of type {type(data).__name__}, wanted a THDDataModule, or what its "

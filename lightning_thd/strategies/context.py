@@ -142,7 +142,7 @@ class ContextParallelMixin(Strategy):
         """Prepare a dataloader so that ranks which share a pack read the same data."""
         dataloader = super().process_dataloader(dataloader)
         sizes = self.sizes
-        if self.broadcast_data and sizes.peers > 1:
+        if self.broadcast_data and sizes.peers > 1 and not getattr(dataloader, "reads_for_peers", False):
             assert self._meshes is not None
             return BroadcastLoader(dataloader, self._meshes.peers.get_group(), self._wire_device)
         set_data_rank(dataloader, self.data_rank, self.data_size, sizes.peers)

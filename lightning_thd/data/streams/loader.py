@@ -1,0 +1,246 @@
+"""A stream and who reads it -> batches of one rank, made ahead in a thread, and a state all ranks share."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.data.streams.engine import Engine, Made, Settings
+from lightning_thd.data.streams.peers import Peers
+from lightning_thd.data.streams.shards import open_shards
+from lightning_thd.data.streams.wire import Wire
+from lightning_thd.packing.resume import fingerprint
+
+_AHEAD = 2  # steps that are made while one runs
+
+
+class StreamLoader:
+    """Batches of one rank from a stream, epoch after epoch.
+
+    An epoch ends with the shards, after ``steps_per_epoch`` steps, or where the Trainer's limit is; the next
+    goes on where the stream stands. Ranks that share packs iterate too, and read nothing.
+
+    Args:
+        settings: how the stream is read and packed.
+        rank: data-parallel rank.
+        kind: ``"pack"`` hands out one ``THDBatch`` after the other, ``"step"`` a ``THDStep``.
+        parts: the parts that the source was taken apart in, which a checkpoint keeps.
+        replays: whether reading the shards again gives the same records for sure.
+        source: of the shards, to be taken apart anew where a checkpoint says in how many parts.
+        steps_per_epoch: steps of an epoch; None ends it with the shards.
+        consumed: number of batches the trainer is done with in this epoch; what was handed out if absent.
+        on_load: told the batch of the epoch at which a restored loader goes on.
+        pin_memory: page-lock batches.
+    """
+
+    reads_for_peers = True  # a strategy need not hand the batches of one rank to others
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        rank: int = 0,
+        kind: Literal["pack", "step"] = "pack",
+        parts: int = 1,
+        replays: bool = True,
+        source: Any = None,
+        steps_per_epoch: int | None = None,
+        consumed: Callable[[], int] | None = None,
+        on_load: Callable[[int], None] | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self._settings, self._rank, self._kind = settings, rank, kind
+        self._parts, self._replays, self._steps_per_epoch = parts, replays, steps_per_epoch
+        self._source = source
+        self._consumed, self._on_load, self._pin = consumed, on_load, pin_memory
+        dp = settings.scheduling.dp
+        self._per_step = settings.scheduling.step.n // dp if kind == "pack" else 1
+        self._peers = Peers.of_job(rank, dp, timeout_s=settings.timeout_s)
+        self.epoch = 0
+        self._start = 0  # step of the epoch that comes first
+        self._handed_out = 0
+        self._running = 0  # the epoch whose batches were asked for last
+        self._states: deque[tuple[int, dict[str, Any]]] = deque()  # steps handed out -> what to save
+        self._latest: dict[str, Any] | None = None  # of the stream, after the last step handed out
+        self._base: dict[str, Any] = {"epoch": 0, "step": 0, "stream": None}
+        self._same = False
+        self._engine: Engine | None = None
+        self._ahead: _Ahead | None = None
+
+    def __len__(self) -> int:
+        if self._steps_per_epoch is None:
+            raise TypeError("A stream has no length. Pass steps_per_epoch to give its epochs one.")
+        return self._steps_per_epoch * self._per_step
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Records that could not be used and sequences that ``tail="drop"`` left out, of all ranks."""
+        return {} if self._engine is None else dict(self._engine.counts)
+
+    def __iter__(self) -> Iterator[THDBatch | THDStep]:
+        # A generator starts at the first next(); until then the position is that of the epoch before.
+        number = self._start
+        self._running, self._handed_out = self.epoch, number * self._per_step
+        self._base = {"epoch": self.epoch, "step": number, "stream": self._latest}
+        self._states.clear()
+        ends = False
+        while not ends:
+            made = self._next()
+            if made is None:
+                raise ValueError(
+                    "A pass over the stream gave no step: it has too few sequences for one step of "
+                    f"{self._settings.scheduling.step}, or none. Set tail='pad', or ask for fewer to a step."
+                )
+            number += 1
+            ends = number == self._steps_per_epoch or (self._steps_per_epoch is None and made.last)
+            self._latest = made.state
+            self.epoch, self._start = (self._running + 1, 0) if ends else (self._running, number)
+            self._states.append((number, {"epoch": self.epoch, "step": self._start, "stream": made.state}))
+            step = made.step.pin_memory() if self._pin else made.step
+            for batch in [step] if self._kind == "step" else step.microbatches:
+                self._handed_out += 1
+                yield batch
+
+    def _next(self) -> Made | None:
+        """Take the next step: made by this rank, or received from the one that reads for it."""
+        if not self._peers.reads:
+            made: Made | None = self._peers.receive()
+            return made
+        if self._ahead is None:
+            self._begin()
+        assert self._ahead is not None
+        try:
+            made = self._ahead.take()
+        except Exception as err:
+            self._peers.send(err)
+            raise
+        self._peers.send(made)
+        return made
+
+    def _begin(self) -> None:
+        wire = Wire(
+            self._rank,
+            self._settings.scheduling.dp,
+            self._peers.readers,
+            timeout_s=self._settings.timeout_s,
+        )
+        self._engine = Engine(self._settings, wire, self._latest, same=self._same)
+        self._ahead = _Ahead(self._engine)
+
+    def _plan_key(self) -> str:
+        how = self._settings.scheduling
+        return repr((how.step, how.slots, how.cost, how.dp, getattr(how.scheduler, "__qualname__", None)))
+
+    def _names(self) -> str:
+        return fingerprint({"shards": [shard.name for shard in self._settings.shards]})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last whole step that was consumed, the same on every rank."""
+        consumed = self._handed_out if self._consumed is None else self._consumed()
+        while len(self._states) > 1 and self._states[1][0] <= consumed // self._per_step:
+            self._states.popleft()  # nobody asks for earlier steps again
+        found = [state for number, state in self._states if number == consumed // self._per_step]
+        return {**(found[0] if found else self._base), **self._identity()}
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "parts": self._parts,
+            "shards": len(self._settings.shards),
+            "names": self._names(),
+            "plan": self._plan_key(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the last whole step of ``state``, on any number of ranks and workers.
+
+        Raises:
+            ValueError: when the state is of another stream.
+        """
+        if "stream" not in state or "names" not in state:
+            raise ValueError(
+                f"The state holds {', '.join(sorted(state)) or 'nothing'}, not that of a stream. Was the "
+                "checkpoint written with a dataset that has a length? Start the stream without it."
+            )
+        if int(state["parts"]) != self._parts:
+            self._parts = int(state["parts"])
+            shards = open_shards(self._source, parts=self._parts).shards
+            self._settings = replace(self._settings, shards=shards)
+        if state["names"] != self._names():
+            raise ValueError(
+                f"The checkpoint was written with {state['shards']} shards, and the stream has "
+                f"{len(self._settings.shards)}, or others. Restore them in the same order, or start anew."
+            )
+        if not self._replays and state["stream"] is not None:
+            rank_zero_warn(
+                "The stream is a generator or a dataset without a position: it begins anew, and the records "
+                "that were used are passed over. That is exact where it gives the same records again."
+            )
+        if self._ahead is not None:
+            self._ahead.stop()
+        self._ahead = self._engine = None
+        self._latest, self._same = state["stream"], state["plan"] == self._plan_key()
+        self._running = self.epoch = int(state["epoch"])
+        self._start = int(state["step"])
+        self._handed_out = self._start * self._per_step
+        self._states.clear()
+        self._base = {"epoch": self.epoch, "step": self._start, "stream": self._latest}
+        if self._on_load is not None and self._start:
+            self._on_load(self._handed_out)
+
+
+class _Ahead:
+    """Makes steps in a thread, always as many as were taken and two more: the same number on every rank."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._allowed = threading.Semaphore(_AHEAD)
+        self._opened = threading.Event()
+        self._made: queue.SimpleQueue[Made | Exception | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> Made | None:
+        """Return the next step, and let one more be made."""
+        if self._error is not None:
+            raise self._error
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="thd-stream", daemon=True)
+            self._thread.start()
+        made = self._made.get()
+        if isinstance(made, Exception):
+            self._error = made
+            raise made
+        if made is None or made.last:  # the thread waits: workers of the next pass start in this one
+            self._engine.open_pass()
+            self._opened.set()
+        self._allowed.release()
+        return made
+
+    def stop(self) -> None:
+        """Let the thread end once it has made what was allowed."""
+        self._stopped = True
+        self._opened.set()
+        self._allowed.release()
+
+    def _run(self) -> None:
+        while True:
+            self._allowed.acquire()
+            if self._stopped:
+                return
+            try:
+                made = self._engine.make()
+            except Exception as err:
+                self._made.put(err)
+                return
+            self._made.put(made)
+            if made is None or made.last:
+                self._opened.wait()
+                self._opened.clear()

@@ -1,0 +1,89 @@
+"""Ranks of a job -> who reads a stream; a message a step from a reader to those that share its packs."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_thd.data.streams.wire import host_group
+
+_HEADER = 8  # bytes: length of the message, little-endian
+
+
+class Peers:
+    """The ranks of one data rank: the first of them reads, the others receive.
+
+    Args:
+        readers: global ranks that read, by data rank.
+        own: global ranks with this data rank.
+        rank: global rank of this process.
+        timeout_s: seconds until a reader that gives nothing is given up.
+    """
+
+    def __init__(self, readers: list[int], own: list[int], rank: int, *, timeout_s: float) -> None:
+        self.readers, self._own = readers, own
+        self.reads = own[0] == rank
+        self._timeout_s = timeout_s
+        self._group: Any = host_group(own, timeout_s) if len(own) > 1 else None
+        self._buffer = torch.zeros(1 << 16, dtype=torch.uint8)
+
+    @classmethod
+    def of_job(cls, data_rank: int, data_ranks: int, *, timeout_s: float) -> Peers:
+        """Find the peers of every rank. Collective over the job, where there is one.
+
+        Raises:
+            ValueError: when data ranks are missing: a job of several processes without a process group.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            if data_ranks > 1:
+                raise ValueError(
+                    f"The stream is shared by {data_ranks} data-parallel ranks, but torch.distributed is not "
+                    "initialised. Let the Trainer, Accelerate or Fabric start the job first."
+                )
+            return cls([0], [0], 0, timeout_s=timeout_s)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, data_rank)
+        own = [[rank for rank, of in enumerate(found) if of == wanted] for wanted in range(data_ranks)]
+        if not all(own):
+            raise ValueError(
+                f"The ranks of the job have the data ranks {found}; wanted each of 0 to {data_ranks - 1}."
+            )
+        return cls([ranks[0] for ranks in own], own[data_rank], dist.get_rank(), timeout_s=timeout_s)
+
+    def send(self, value: Any) -> None:
+        """Give the other ranks of this data rank a step, or the error that ended the stream."""
+        if self._group is None:
+            return
+        payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        message = torch.frombuffer(
+            bytearray(len(payload).to_bytes(_HEADER, "little") + payload), dtype=torch.uint8
+        )
+        room = len(self._buffer)
+        self._buffer[: min(room, len(message))] = message[:room]
+        dist.broadcast(self._buffer, self._own[0], group=self._group)
+        if len(message) > room:
+            dist.broadcast(message, self._own[0], group=self._group)
+            self._buffer = torch.zeros_like(message)
+
+    def receive(self) -> Any:
+        """Wait for the reader's step; a second message only where it is larger than all before."""
+        try:
+            dist.broadcast(self._buffer, self._own[0], group=self._group)
+            size = _HEADER + int.from_bytes(self._buffer[:_HEADER].numpy().tobytes(), "little")
+            message = self._buffer[:size]
+            if size > len(self._buffer):
+                message = torch.empty(size, dtype=torch.uint8)
+                dist.broadcast(message, self._own[0], group=self._group)
+                self._buffer = torch.zeros_like(message)
+        except RuntimeError as err:
+            raise RuntimeError(
+                f"Rank {self._own[0]}, which reads for this rank, gave nothing for timeout_s="
+                f"{self._timeout_s:g} seconds. Look for the first error in its log. ({err})"
+            ) from err
+        value = pickle.loads(message[_HEADER:].numpy().tobytes())
+        if isinstance(value, Exception):
+            raise value
+        return value

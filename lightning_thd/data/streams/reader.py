@@ -1,0 +1,196 @@
+"""The shards of one rank and how far each was read -> samples, one after the other, and what was wrong."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_thd.data.streams.samples import Sample, Sampler
+from lightning_thd.data.streams.shards import Bad, Shard
+
+OnError = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """One record that was read, or the place where reading failed.
+
+    Attributes:
+        shard: number of its shard.
+        row: its row in the shard.
+        sample: None where a policy left it out or it is bad.
+        bad: what is wrong with it; None otherwise.
+        counts: what the policies count, after it, in this process.
+    """
+
+    shard: int
+    row: int
+    sample: Sample | None
+    bad: str | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def assign(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Share shards out by size, the largest first, each to the rank with the least so far.
+
+    Args:
+        sizes: of the shards.
+        ranks: that read.
+
+    Returns:
+        The numbers of each rank's shards, in order; the same on every rank. ``([5, 1, 4], 2)`` gives
+        ``[[0], [1, 2]]``.
+    """
+    heap = [(0, 0, rank) for rank in range(ranks)]
+    own: list[list[int]] = [[] for _ in range(ranks)]
+    for number in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        load, count, rank = heapq.heappop(heap)
+        own[rank].append(number)
+        heapq.heappush(heap, (load + sizes[number], count + 1, rank))
+    return [sorted(numbers) for numbers in own]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Which shards a rank reads and how.
+
+    Attributes:
+        shards: all of the stream.
+        own: numbers of those this rank reads, in the order they are read.
+        sampler: makes samples.
+        on_error: ``"raise"`` for the first record that cannot be used, or ``"skip"`` it.
+    """
+
+    shards: Sequence[Shard]
+    own: Sequence[int]
+    sampler: Sampler
+    on_error: OnError = "raise"
+
+    def rows(self, number: int, start: int, *, only: Iterable[int] | None = None) -> Iterator[Read]:
+        """Read one shard from a row on; with ``only`` these rows alone, up to the last of them."""
+        wanted = None if only is None else set(only)
+        shard, row = self.shards[number], start - 1
+        try:
+            for row, record in shard.read(start):
+                if wanted is None or row in wanted:
+                    yield self._read(number, row, record)
+                if wanted is not None:
+                    wanted.discard(row)
+                    if not wanted:
+                        return
+        except ModuleNotFoundError:
+            raise
+        except Exception as err:  # of a file system, a decoder or the user's iterator: no record comes after
+            yield Read(shard=number, row=row + 1, sample=None, bad=f"reading stopped: {err}")
+
+    def _read(self, number: int, row: int, record: Any) -> Read:
+        try:
+            if isinstance(record, Bad):
+                raise ValueError(record.reason)
+            sample = self.sampler(record, row)
+        except (ValueError, TypeError) as err:
+            return Read(shard=number, row=row, sample=None, bad=str(err))
+        return Read(shard=number, row=row, sample=sample, counts=dict(self.sampler.counts))
+
+    def place(self, read: Read) -> str:
+        """Say where a record stands."""
+        return f"shard {self.shards[read.shard].name}, row {read.row}"
+
+
+class _Rows(IterableDataset[Read]):
+    """What one worker reads: every so-many-th shard of its rank."""
+
+    def __init__(self, reading: Reading, starts: dict[int, int]) -> None:
+        self._reading, self._starts = reading, starts
+
+    def __iter__(self) -> Iterator[Read]:
+        worker = get_worker_info()
+        first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for number in self._reading.own[first::every]:
+            yield from self._reading.rows(number, self._starts[number])
+
+
+class Reader:
+    """Reads the shards of a rank in order, in this process or in workers, and counts what is left out.
+
+    Args:
+        reading: which shards and how.
+        starts: the first row of each own shard that was not read yet.
+        num_workers: processes that read.
+        timeout_s: seconds after which a worker that gives nothing counts as dead.
+    """
+
+    def __init__(
+        self, reading: Reading, starts: dict[int, int], *, num_workers: int = 0, timeout_s: float = 600.0
+    ) -> None:
+        self._reading = reading
+        self.exhausted = False
+        self.bad: list[str] = []
+        self._counts: dict[int, dict[str, int]] = {}
+        rows = _Rows(reading, starts)
+        self._rows: Iterator[Read]
+        if num_workers and reading.own:
+            workers = min(num_workers, len(reading.own))
+            # Workers start here, in the thread that makes the reader.
+            self._rows = iter(DataLoader(rows, batch_size=None, num_workers=workers, timeout=timeout_s))
+        else:
+            self._rows = iter(rows)
+
+    def take(self, count: int) -> list[Read]:
+        """Read up to ``count`` samples; fewer only at the end of the shards.
+
+        Raises:
+            ValueError: for a record that cannot be used, with ``on_error="raise"``.
+        """
+        taken: list[Read] = []
+        while len(taken) < count:
+            try:
+                read = next(self._rows, None)
+            except RuntimeError as err:  # a worker that died or gave nothing
+                names = ", ".join(self._reading.shards[i].name for i in self._reading.own[:4])
+                raise ValueError(f"A worker that reads {names} ended: {err}") from err
+            if read is None:
+                self.exhausted = True
+                break
+            if read.counts:
+                self._counts[read.shard] = read.counts
+            if read.bad is not None:
+                place = f"{self._reading.place(read)}: {read.bad}"
+                if self._reading.on_error == "raise":
+                    raise ValueError(f"{place} To leave such records out, pass on_error='skip'.")
+                self.bad.append(place)
+            elif read.sample is not None:
+                taken.append(read)
+        return taken
+
+    def again(self, pending: dict[int, list[int]]) -> list[Read]:
+        """Read rows a second time: those that were read and not used when a checkpoint was written.
+
+        Raises:
+            ValueError: when a row is not there any more.
+        """
+        found = []
+        for number in self._reading.own:
+            rows = pending.get(number, [])
+            reads = (
+                [read for read in self._reading.rows(number, min(rows), only=rows) if read.sample is not None]
+                if rows
+                else []
+            )
+            if len(reads) != len(rows):
+                raise ValueError(
+                    f"Shard {self._reading.shards[number].name} held {len(rows)} sequences when the "
+                    f"checkpoint was written that it gives {len(reads)} of now. Restore it, or start anew."
+                )
+            found += reads
+        return found
+
+
+def shard_order(count: int, *, seed: int, number: int, shuffle: bool) -> list[int]:
+    """Order the shards of a pass: as given, or drawn by the seed and the number of the pass."""
+    return np.random.default_rng([seed, number]).permutation(count).tolist() if shuffle else [*range(count)]

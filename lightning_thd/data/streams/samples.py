@@ -1,0 +1,250 @@
+"""A record of a stream -> a sample that can be packed and sent: ids, labels, and the rest as bytes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from lightning_thd.batch.samples import (
+    PER_TOKEN,
+    check_attention_mask,
+    check_modalities,
+    per_token_row,
+    position_row,
+    token_row,
+)
+from lightning_thd.batch.weights import whole_weight
+from lightning_thd.data.read.encode import Encoder, Tokenizer, kind_of
+
+StreamOversize = Literal["error", "drop", "truncate", "own_pack"]
+
+# What every rank knows of a sequence that any rank holds, 40 bytes: its place, its size, what it weighs.
+META = np.dtype(
+    [
+        ("length", "<i4"),  # tokens
+        ("keys", "<i4"),  # bit 0: labels; the others: see _KEYS
+        ("extra", "<i4"),  # bytes of everything but ids and labels
+        ("shard", "<i4"),
+        ("row", "<i8"),
+        ("weight", "<f8"),  # of its loss tokens together; their number where nothing is weighed
+        ("sequences", "<f8"),  # its weight among sequences
+    ]
+)
+LABELS = 1
+# Either all sequences of a job carry one of these or none does: bits of META's ``keys``.
+_KEYS = {**{name: 2 << i for i, name in enumerate(PER_TOKEN)}, "position_ids": 2 << len(PER_TOKEN)}
+_OWN = ("input_ids", "labels", "attention_mask")
+_INT32 = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A sequence that a rank holds.
+
+    Attributes:
+        ids: int32 ``[n]``.
+        labels: int32 ``[n]``, unshifted, -100 where ignored; None where every token is its own label.
+        extra: the other keys, pickled; empty where there are none.
+        meta: its entry of ``META``, but for shard and row.
+    """
+
+    ids: npt.NDArray[np.int32]
+    labels: npt.NDArray[np.int32] | None
+    extra: bytes
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+def unpacked(ids: Any, labels: Any, extra: bytes) -> dict[str, Any]:
+    """Return a sample as ``THDBatch.collate`` takes it."""
+    sample: dict[str, Any] = {"input_ids": ids}
+    if labels is not None:
+        sample["labels"] = labels
+    if extra:
+        sample |= pickle.loads(extra)
+    return sample
+
+
+class Sampler:
+    """Turns records into samples by the policies of a data module, and counts what they leave out.
+
+    Args:
+        capacity: most tokens of a sequence.
+        oversize: what becomes of a longer one.
+        drop_empty: leave sequences without tokens out instead of raising.
+        tokenizer: for records without ids.
+        text_key: the key of the text in a record.
+        append_eos: end documents with the tokenizer's EOS.
+        vocab_size: ids are checked against it.
+    """
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        oversize: StreamOversize = "error",
+        drop_empty: bool = False,
+        tokenizer: Tokenizer,
+        text_key: str = "text",
+        append_eos: bool = True,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.capacity, self.oversize, self.drop_empty = capacity, oversize, drop_empty
+        self.vocab_size, self.text_key = vocab_size, text_key
+        self.counts = {"empty": 0, "dropped": 0, "truncated": 0, "own_pack": 0, "tokens_lost": 0}
+        self._how: dict[str, Any] = {"tokenizer": tokenizer, "text_key": text_key, "append_eos": append_eos}
+        self._encoders: dict[str, Encoder] = {}
+
+    def __call__(self, record: Any, row: int) -> Sample | None:
+        """Make a sample, or None where a policy leaves the record out.
+
+        Raises:
+            ValueError: for a record that is no sequence, and for what policies refuse.
+            TypeError: for a record or value of another type.
+        """
+        sample = self._with_ids(record)
+        if sample is None or not len(sample["input_ids"]):
+            if not self.drop_empty:
+                raise ValueError("the sequence has no tokens. Remove it, or pass empty='drop'.")
+            self.counts["empty"] += 1
+            return None
+        sample = self._fitted(sample, row)
+        return None if sample is None else self._packed(sample, row)
+
+    def _with_ids(self, record: Any) -> dict[str, Any] | None:
+        if isinstance(record, Mapping) and "input_ids" in record:
+            sample = dict(record)
+            ids = sample["input_ids"]
+            if ids is None or (hasattr(ids, "__len__") and not len(ids)):
+                return None
+            return sample
+        if not isinstance(record, str | Mapping):
+            raise TypeError(
+                f"a {type(record).__name__} is no sequence. A stream gives dicts with input_ids, or text."
+            )
+        kind = kind_of("the record", dict(record) if isinstance(record, Mapping) else record, self.text_key)
+        if kind not in self._encoders:
+            self._encoders[kind] = Encoder(kind=kind, **self._how)
+        rows = self._encoders[kind].encode([("the record", record)])  # type: ignore[list-item]
+        sample = {"input_ids": rows.tokens}
+        if rows.labels is not None:
+            sample["labels"] = rows.labels
+        return sample
+
+    def _fitted(self, sample: dict[str, Any], row: int) -> dict[str, Any] | None:
+        """Apply ``oversize``."""
+        length = len(sample["input_ids"])
+        if length <= self.capacity:
+            return sample
+        if self.oversize == "error":
+            raise ValueError(
+                f"the sequence has {length} tokens but capacity={self.capacity}. Set oversize='truncate', "
+                "'drop' or 'own_pack', or raise capacity."
+            )
+        self.counts["dropped" if self.oversize == "drop" else self._past] += 1
+        if self.oversize == "own_pack":
+            return sample
+        self.counts["tokens_lost"] += length - (self.capacity if self.oversize == "truncate" else 0)
+        return _cut(sample, length, self.capacity, row) if self.oversize == "truncate" else None
+
+    @property
+    def _past(self) -> str:
+        return "truncated" if self.oversize == "truncate" else "own_pack"
+
+    def _packed(self, sample: dict[str, Any], row: int) -> Sample:
+        ids = token_row(sample, "input_ids", row)
+        length = len(ids)
+        limit = self.vocab_size if self.vocab_size is not None else _INT32 + 1
+        if int(ids.min()) < 0 or int(ids.max()) >= limit:
+            raise ValueError(
+                f"the token ids run from {int(ids.min())} to {int(ids.max())}, wanted 0 to {limit - 1}. Use "
+                "the tokenizer the model was made for."
+            )
+        labels: npt.NDArray[Any] | None = None
+        if "labels" in sample:
+            labels = per_token_row(sample, "labels", length, row)
+            if ((labels < 0) & (labels != -100)).any() or int(labels.max()) >= limit:
+                raise ValueError(f"labels hold {labels.min()} to {labels.max()}; wanted ids or -100.")
+            labels = labels.astype(np.int32)
+        if "attention_mask" in sample:
+            check_attention_mask(sample, length, row)
+        extras = {key: value for key, value in sample.items() if key not in _OWN and _kept(key, value)}
+        check_modalities(extras)
+        keys = 0 if labels is None else LABELS
+        for name, bit in _KEYS.items():
+            if name in extras:
+                keys |= bit
+                _check_row(sample, name, length, row)
+        weighed = {**extras, "input_ids": ids, "labels": ids if labels is None else labels}
+        weight, sequences = whole_weight(weighed, row)
+        extra = pickle.dumps(extras, protocol=pickle.HIGHEST_PROTOCOL) if extras else b""
+        extra += b"." * (-len(extra) % 4)  # whole int32; pickle stops at its end
+        meta = {
+            "length": length,
+            "keys": keys,
+            "extra": len(extra),
+            "weight": weight,
+            "sequences": sequences if weight else 0.0,
+        }
+        return Sample(ids=ids.astype(np.int32), labels=labels, extra=extra, meta=meta)
+
+
+def _check_row(sample: dict[str, Any], name: str, length: int, row: int) -> None:
+    if name == "position_ids":
+        position_row(sample, length, row)
+    else:
+        per_token_row(sample, name, length, row)
+
+
+def _kept(key: str, value: Any) -> bool:
+    """Say whether a key is an input of the model; texts and names that came along are none."""
+    if key in _KEYS or key == "weights":
+        return True
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and value.dtype.kind in "biufc"
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _cut(sample: dict[str, Any], length: int, capacity: int, row: int) -> dict[str, Any]:
+    """Keep the first ``capacity`` tokens of everything that has one value a token."""
+    cut = {}
+    for key, value in sample.items():
+        if key in _OWN or key in PER_TOKEN or (key == "weights" and np.ndim(value) == 1):
+            cut[key] = value[:capacity]
+        elif key == "position_ids":
+            cut[key] = np.asarray(value)[..., :capacity]
+        elif key != "weights" and _kept(key, value):
+            raise ValueError(
+                f"the sequence has {length} tokens and carries {key!r}, which cannot be truncated with it. "
+                "Set oversize='drop' or 'own_pack'."
+            )
+        else:
+            cut[key] = value
+    return cut
+
+
+def check_keys(table: npt.NDArray[Any], names: list[str]) -> None:
+    """Raise when some sequences of the job carry a key that others lack.
+
+    Args:
+        table: ``META`` of any sequences.
+        names: of the shards.
+
+    Raises:
+        ValueError: naming the key and two shards; every rank that looks at the same table raises the same.
+    """
+    for key, bit in _KEYS.items():
+        if key == "position_ids":  # a sequence without counts from 0
+            continue
+        has = (table["keys"] & bit) != 0
+        if has.any() and not has.all():
+            one, other = (names[int(table["shard"][mask][0])] for mask in (has, ~has))
+            raise ValueError(
+                f"Sequences of shard {one} carry {key!r} and some of shard {other} do not. Give it to all of "
+                "them, or drop it."
+            )

@@ -1,0 +1,135 @@
+"""What all ranks hold together, in one table -> the next optimizer steps: who runs which sequence when.
+
+A pure function of numbers that every rank has, so that every rank finds the same steps by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd.data.streams.samples import META
+from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
+from lightning_thd.packing.balance import balanced_bins, scheduled_bins
+from lightning_thd.packing.planner import Tail
+from lightning_thd.packing.slots import Slots
+
+# META and the rank that holds the sequence.
+POOL = np.dtype([*META.descr, ("holder", "<i4")])
+Table = npt.NDArray[np.void]
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheduling:
+    """What decides the steps, besides the sequences.
+
+    Attributes:
+        step: what one optimizer step takes.
+        slots: what a pack offers.
+        cost: work of a sequence by its length.
+        dp: data-parallel ranks.
+        tail: what becomes of a last step that has too few sequences or packs.
+        scheduler: a function in the place of ``packing.balance``, for ``Sequences(n)``.
+    """
+
+    step: Packs | Sequences
+    slots: Slots
+    cost: Cost
+    dp: int
+    tail: Tail = "pad"
+    scheduler: Scheduler | None = None
+
+    @property
+    def needed(self) -> int:
+        """Fewest sequences of which a step may be made."""
+        return self.step.n if isinstance(self.step, Sequences) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One optimizer step.
+
+    Attributes:
+        table: ``POOL`` of its sequences, rank after rank, microbatch after microbatch.
+        offsets: int64 ``[dp * microbatches + 1]`` of the microbatches in it.
+        dp: data-parallel ranks.
+    """
+
+    table: Table
+    offsets: IntArray
+    dp: int
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of each rank."""
+        return (len(self.offsets) - 1) // self.dp
+
+    def targets(self) -> IntArray:
+        """Return the rank that runs each sequence of the table."""
+        ranks = np.arange(len(self.offsets) - 1) // self.microbatches
+        return np.repeat(ranks, np.diff(self.offsets))
+
+    def work(self, cost: Cost) -> npt.NDArray[np.float64]:
+        """Work of each microbatch, float64 ``[dp, microbatches]``."""
+        sums = np.concatenate([[0.0], np.cumsum(cost(self.table["length"].astype(np.int64)))])
+        return np.diff(sums[self.offsets]).reshape(self.dp, -1)
+
+
+def plan_steps(pool: Table, how: Scheduling, *, ended: bool) -> tuple[list[Planned], Table]:
+    """Plan as many steps as the sequences at hand are good for.
+
+    Args:
+        pool: ``POOL`` of sequences nobody planned yet, in the order they are to be used.
+        how: what decides the steps.
+        ended: no more sequences will come.
+
+    Returns:
+        The steps, in order, and what is left of the pool. No step where more sequences are needed first.
+    """
+    if not len(pool):
+        return [], pool
+    if isinstance(how.step, Sequences):
+        n = how.step.n
+        if len(pool) < n and not (ended and how.tail == "pad"):
+            return [], pool
+        return [_step(pool[:n], how, None)], pool[n:]
+    return _pack_steps(pool, how, how.step.n // how.dp, ended)
+
+
+def _pack_steps(pool: Table, how: Scheduling, each: int, ended: bool) -> tuple[list[Planned], Table]:
+    """Fill the fewest packs, equal in work, and take steps of ``each`` packs a rank from them."""
+    whole = _step(pool, how, None)
+    microsteps = whole.microbatches
+    bins = np.split(np.arange(len(whole.table)), whole.offsets[1:-1])
+    bin_of = np.arange(len(bins)).reshape(how.dp, microsteps)
+    steps = []
+    for first in range(0, microsteps - each + 1, each):
+        chosen = [bins[b] for b in bin_of[:, first : first + each].ravel()]
+        steps.append(_planned(whole.table, chosen, how.dp))
+    # The lightest packs come last: what makes no whole step waits for better company.
+    left = [bins[b] for b in bin_of[:, len(steps) * each :].ravel()]
+    rest = whole.table[np.sort(np.concatenate([np.empty(0, np.int64), *left]))]
+    if ended and how.tail == "pad" and len(rest):
+        return [*steps, _step(rest, how, each)], rest[:0]
+    return steps, rest
+
+
+def _step(table: Table, how: Scheduling, num_microbatches: int | None) -> Planned:
+    lengths = table["length"].astype(np.int64)
+    padded = how.slots.padded(lengths)
+    if how.scheduler is not None:
+        order, offsets = scheduled_bins(how.scheduler, padded, how.slots.usable, dp=how.dp, cost=how.cost)
+    else:
+        order, offsets = balanced_bins(
+            padded, how.cost(lengths), how.slots, dp=how.dp, num_microbatches=num_microbatches
+        )
+    return Planned(table[order], offsets, how.dp)
+
+
+def _planned(table: Table, bins: Sequence[IntArray], dp: int) -> Planned:
+    rows = np.concatenate([np.empty(0, np.int64), *bins])
+    return Planned(table[rows], np.cumsum([0, *map(len, bins)]), dp)

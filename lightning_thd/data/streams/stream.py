@@ -1,0 +1,172 @@
+"""A source that is read in order, and how -> a ``Stream``, which ``THDDataModule`` trains on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from lightning_thd._checks import whole_number
+from lightning_thd.batch import THDBatch
+from lightning_thd.data.read.encode import Tokenizer
+from lightning_thd.data.streams.engine import Settings
+from lightning_thd.data.streams.loader import StreamLoader
+from lightning_thd.data.streams.reader import OnError
+from lightning_thd.data.streams.samples import Sampler
+from lightning_thd.data.streams.schedule import Scheduling
+from lightning_thd.data.streams.shards import open_shards
+from lightning_thd.data.trainer_link import Host, model_cost, model_windows, vocab_size
+from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
+from lightning_thd.packing.planner import Tail
+from lightning_thd.packing.slots import make_slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """Data without a length: read once from front to back, on every rank its own shards.
+
+    ``THDDataModule(Stream(source="shards/*.jsonl.gz", shuffle_buffer=1_000), capacity=8_192)``. An
+    ``IterableDataset`` or a generator function given to ``THDDataModule`` is ``Stream(source=...)``.
+
+    Attributes:
+        source: paths or globs of ``.jsonl[.gz|.zst]``, ``.parquet``, ``.arrow`` and ``.tar`` shards, alone or
+            in a list, local or through fsspec; a Hugging Face or torch ``IterableDataset``; a function that
+            begins an iterator, ``make()`` or ``make(part, parts)``. One that is not in parts is read by one
+            rank for all, and must not split itself by rank.
+        window: sequences each rank keeps at hand to choose from: more fill packs and share work better, and
+            take memory.
+        shuffle_buffer: sequences each rank keeps at hand to draw steps from at random; 0 keeps their order.
+        steps_per_epoch: optimizer steps of an epoch; None ends it with the shards. Endless streams need one,
+            or a Trainer with ``max_steps``.
+        on_error: ``"raise"`` for a record that cannot be used, or ``"skip"`` and count it.
+        max_errors: most records that are skipped, of the whole job; None for no limit.
+        timeout_s: seconds until a rank, or a worker, that gives nothing ends the job.
+    """
+
+    source: Any
+    window: int = 256
+    shuffle_buffer: int = 0
+    steps_per_epoch: int | None = None
+    on_error: OnError = "raise"
+    max_errors: int | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        whole_number(self.window, "window", least=1, advice="It is the number of sequences a rank keeps.")
+        whole_number(self.shuffle_buffer, "shuffle_buffer", advice="0 keeps the order of the shards.")
+        if self.steps_per_epoch is not None:
+            whole_number(self.steps_per_epoch, "steps_per_epoch", least=1, advice="None has no limit.")
+        if self.max_errors is not None:
+            whole_number(self.max_errors, "max_errors", advice="None has no limit.")
+        if self.on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error={self.on_error!r} is unknown. Choose 'raise' or 'skip'.")
+        if not self.timeout_s > 0:
+            raise ValueError(f"timeout_s={self.timeout_s}; wanted seconds above 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPolicies:
+    """What a data module decides for its streams; the names are those of its arguments."""
+
+    capacity: int
+    global_batch: Packs | Sequences | None
+    tokenizer: Callable[[], Tokenizer]
+    text_key: str = "text"
+    append_eos: bool = True
+    oversize: str = "error"
+    drop_empty: bool = False
+    tail: Tail = "pad"
+    seed: int = 0
+    cost: Cost | None = None
+    scheduler: Scheduler | None = None
+    pad_to: int | None = None
+    vocab_size: int | None = None
+    num_workers: int = 0
+    pin_memory: bool | None = None
+
+
+def stream_loader(
+    stream: Stream,
+    policies: StreamPolicies,
+    host: Host,
+    *,
+    kind: Literal["pack", "step"],
+    parts: int | None = None,
+    consumed: Callable[[], int] | None = None,
+    on_load: Callable[[int], None] | None = None,
+) -> StreamLoader:
+    """Make the loader of one rank. Collective over the job.
+
+    Args:
+        stream: what is read.
+        policies: of the data module.
+        host: who runs it.
+        kind: what the loader hands out.
+        parts: parts of sources that can be asked for any number; by default the data-parallel ranks.
+        consumed: batches of the epoch that the Trainer is done with.
+        on_load: told where a restored loader goes on.
+
+    Raises:
+        ValueError: for a source that is no stream, and policies that a stream cannot keep.
+    """
+    if policies.oversize == "split":
+        raise ValueError(
+            "oversize='split' needs every length before the first step, which a stream does not know. Set "
+            "'truncate', 'drop' or 'own_pack', or cut the sequences while they are read."
+        )
+    step = policies.global_batch or Packs(host.ranks * host.accumulate)
+    if isinstance(step, Packs) and step.n % host.ranks:
+        raise ValueError(f"{step} cannot be shared by {host.ranks} data-parallel ranks. Use a multiple.")
+    if policies.scheduler is not None and isinstance(step, Packs):
+        raise ValueError(f"A scheduler cannot serve {step}. Pass global_batch=Sequences(n).")
+    slots = make_slots(policies.capacity, host.alignment)
+    parts = parts or host.ranks
+    found = open_shards(stream.source, parts=parts)
+    tokenizer = policies.tokenizer()
+    settings = Settings(
+        shards=found.shards,
+        make_sampler=partial(
+            Sampler,
+            capacity=slots.usable // slots.multiple * slots.multiple,
+            oversize=policies.oversize,  # type: ignore[arg-type]  # checked above
+            drop_empty=policies.drop_empty,
+            tokenizer=tokenizer,
+            text_key=policies.text_key,
+            append_eos=policies.append_eos,
+            vocab_size=policies.vocab_size or vocab_size(host.model),
+        ),
+        scheduling=Scheduling(
+            step=step,
+            slots=slots,
+            cost=policies.cost or model_cost(host.model, policies.capacity) or Cost(),
+            dp=host.ranks,
+            tail=policies.tail,
+            scheduler=policies.scheduler,
+        ),
+        collate=partial(
+            THDBatch.collate,
+            align=host.alignment,
+            pad_to=policies.pad_to,
+            windows=model_windows(host.model),
+        ),
+        window=max(stream.window, stream.shuffle_buffer),
+        shuffle=stream.shuffle_buffer > 0,
+        seed=policies.seed,
+        num_workers=policies.num_workers,
+        on_error=stream.on_error,
+        max_errors=stream.max_errors,
+        timeout_s=stream.timeout_s,
+    )
+    return StreamLoader(
+        settings,
+        rank=host.rank,
+        kind=kind,
+        parts=parts,
+        replays=found.replays,
+        source=stream.source,
+        steps_per_epoch=stream.steps_per_epoch,
+        consumed=consumed,
+        on_load=on_load,
+        pin_memory=host.on_gpu if policies.pin_memory is None else policies.pin_memory,
+    )

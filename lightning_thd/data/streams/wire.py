@@ -1,0 +1,94 @@
+"""Bytes of one rank -> what other ranks hold: the collectives of a stream, on a host group of its own."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+Bytes = npt.NDArray[np.uint8]
+Int32 = npt.NDArray[np.int32]
+
+
+class Wire:
+    """Messages among the ranks that read, and their number of bytes.
+
+    Args:
+        rank: of this process among the readers.
+        ranks: readers.
+        members: global ranks of the readers, in the order of their data ranks; unused with one reader.
+        timeout_s: seconds until a rank that does not answer is given up.
+    """
+
+    def __init__(self, rank: int, ranks: int, members: list[int], *, timeout_s: float) -> None:
+        self.rank, self.ranks, self._timeout_s = rank, ranks, timeout_s
+        self.gathered_bytes = self.exchanged_bytes = 0
+        self._group: Any = None
+        if ranks > 1:
+            self._group = host_group(members, timeout_s)
+
+    def gather(self, message: Bytes) -> list[Bytes]:
+        """Give every rank the message of every rank; all messages have one length."""
+        self.gathered_bytes += message.nbytes
+        if self._group is None:
+            return [message]
+        own = torch.from_numpy(message)
+        found = [torch.empty_like(own) for _ in range(self.ranks)]
+        self._call(dist.all_gather, found, own)
+        return [one.numpy() for one in found]
+
+    def texts(self, text: str) -> list[str]:
+        """Give every rank the text of every rank."""
+        if self._group is None:
+            return [text]
+        found: list[Any] = [None] * self.ranks
+        self._call(dist.all_gather_object, found, text)
+        return found
+
+    def exchange(self, outgoing: list[Int32], sizes: list[int]) -> list[Int32]:
+        """Send each rank its part and receive one from each.
+
+        Args:
+            outgoing: int32, one array a rank; the own one is empty.
+            sizes: numbers that come from each rank.
+
+        Returns:
+            int32, one array a rank.
+        """
+        if self._group is None:
+            return outgoing
+        self.exchanged_bytes += sum(part.nbytes for part in outgoing)
+        given = torch.from_numpy(np.concatenate(outgoing))
+        found = torch.empty(sum(sizes), dtype=torch.int32)
+        self._call(
+            dist.all_to_all_single,
+            found,
+            given,
+            output_split_sizes=sizes,
+            input_split_sizes=[len(part) for part in outgoing],
+        )
+        return np.split(found.numpy(), np.cumsum(sizes)[:-1])
+
+    def _call(self, collective: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            collective(*args, group=self._group, **kwargs)
+        except RuntimeError as err:
+            raise RuntimeError(
+                f"Rank {self.rank} of {self.ranks} that read the stream waited for the others in vain: one "
+                f"ended, or gave nothing for timeout_s={self._timeout_s:g} seconds. Look for the first error "
+                f"in the logs of the others; raise timeout_s where shards are slow. ({err})"
+            ) from err
+
+
+def host_group(members: list[int], timeout_s: float) -> Any:
+    """Make a gloo group of some ranks; only they call this."""
+    return dist.new_group(
+        members,
+        backend="gloo",
+        timeout=timedelta(seconds=timeout_s),
+        use_local_synchronization=True,
+    )

@@ -1,0 +1,105 @@
+"""Streams that ranks of tests read: shards on disk, their sequences by id, and loops over loaders."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from lightning_thd import Packs, Sequences, THDDataModule
+from lightning_thd.batch import THDStep
+from lightning_thd.data.streams import Stream
+
+ROW_BITS = 40
+
+
+def write_shards(
+    folder: Path, sizes: list[int], *, labels: bool = False, seed: int = 0, longest: int = 24
+) -> None:
+    """Write JSONL shards whose tokens tell where they are from, so that none can be mixed up."""
+    rng = np.random.default_rng(seed)
+    for shard, size in enumerate(sizes):
+        with (folder / f"{shard:03}.jsonl").open("w") as file:
+            for row in range(size):
+                length = int(rng.integers(2, longest + 1))
+                ids = [(shard * 31 + row * 7 + i) % 64 for i in range(length)]
+                record: dict[str, Any] = {"input_ids": ids}
+                if labels:
+                    record["labels"] = [i if rng.random() < 0.6 else -100 for i in ids]
+                file.write(json.dumps(record) + "\n")
+
+
+def read_shards(folder: Path) -> dict[int, dict[str, Any]]:
+    """Read every sequence by its id, shard after shard."""
+    found = {}
+    for shard, file in enumerate(sorted(folder.glob("*.jsonl"))):
+        for row, line in enumerate(file.read_text().splitlines()):
+            found[shard << ROW_BITS | row] = json.loads(line)
+    return found
+
+
+def module(
+    source: Any, *, capacity: int = 64, n: int = 12, packs: bool = False, **kwargs: Any
+) -> THDDataModule:
+    """Make a data module, of this rank where there is a job."""
+    stream = {k: kwargs.pop(k) for k in [*kwargs] if k in Stream.__dataclass_fields__}
+    data = THDDataModule(
+        Stream(source=source, **({"window": 16} | stream)),
+        capacity=capacity,
+        global_batch=Packs(n) if packs else Sequences(n),
+        **kwargs,
+    )
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    data.attach(rank=dist.get_rank() if ranks > 1 else 0, ranks=ranks, accumulate=n // ranks if packs else 1)
+    return data
+
+
+def describe(step: THDStep) -> dict[str, Any]:
+    """Tell what a step holds in plain values."""
+    return {
+        "ids": [batch.sequence_ids for batch in step.microbatches],
+        "tokens": [[row.tolist() for row in batch.unpack(batch.input_ids)] for batch in step.microbatches],
+        "targets": [[row.tolist() for row in batch.unpack(batch.targets)] for batch in step.microbatches],
+        "scale": step.microbatches[0].loss_scale,
+        "slots": [len(batch.input_ids) for batch in step.microbatches],
+    }
+
+
+def run(source: Any, *, steps: int | None = None, state: Any = None, epochs: int = 1, **kwargs: Any) -> Any:
+    """Run a loader; return what every step held, the state after the last, and what was moved."""
+    loader = module(source, **kwargs).train_steps()
+    if state is not None:
+        loader.load_state_dict(state)
+    seen: list[dict[str, Any]] = []
+    for _ in range(epochs):
+        for step in loader:
+            seen.append(describe(step))
+            if steps is not None and len(seen) == steps:
+                break
+    return seen, loader.state_dict(), loader._engine.moved_bytes if loader._engine else 0
+
+
+def counted(ranks: list[Any]) -> Counter[int]:
+    """Count the uses of every sequence over ranks and steps."""
+    return Counter(i for seen, *_ in ranks for step in seen for batch in step["ids"] for i in batch)
+
+
+def check_content(ranks: list[Any], wanted: dict[int, dict[str, Any]], *, capacity: int) -> None:
+    """Assert that sequences keep their tokens and targets, scales are exact, and nothing overflows."""
+    for seen, *_ in ranks:
+        for step in seen:
+            assert max(step["slots"]) <= capacity
+            for ids, tokens, targets in zip(step["ids"], step["tokens"], step["targets"], strict=True):
+                for i, row, goals in zip(ids, tokens, targets, strict=True):
+                    assert row == wanted[i]["input_ids"]
+                    assert goals == [*wanted[i].get("labels", wanted[i]["input_ids"])[1:], -100]
+    for number in range(len(ranks[0][0])):
+        of_ranks = [seen[number] for seen, *_ in ranks]
+        assert len({len(step["ids"]) for step in of_ranks}) == 1
+        total = sum(t != -100 for step in of_ranks for batch in step["targets"] for row in batch for t in row)
+        scale = len(ranks) * len(of_ranks[0]["ids"]) / total if total else 0.0
+        assert all(abs(step["scale"] - scale) <= 1e-12 * scale for step in of_ranks)
