@@ -11,11 +11,33 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.attention import varlen_attention
-from lightning_thd.models.pack import current_pack
+from lightning_thd.models.pack import CAUSAL, current_pack, current_scope
 
 _UNSET: Final = -1  # `sliding_window` not passed, which is not the same as passed as None
-# What some attentions add to or ask of their scores, and no packed kernel here does.
-_REFUSED = ("position_bias", "alibi", "head_mask", "cache", "block_mask")
+# Arguments that transformers hands down to every attention and that none of its own implementations reads to
+# form scores. Whatever is not here and not None might change the result, so it is refused by name.
+_INERT: Final = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "inputs_embeds",
+        "labels",
+        "layer_idx",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "num_logits_to_keep",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "shift_labels",
+        "target_dtype",
+        "token_type_ids",
+        "use_cache",
+    }
+)
 
 
 class _Boundaries(NamedTuple):
@@ -59,7 +81,7 @@ def thd_attention(
         scaling: of the scores; None is ``D ** -0.5``.
         sliding_window: keys a query sees, its own included; to both sides where not causal.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
-        is_causal: hide later keys.
+        is_causal: hide later keys; what the model asked of its masks comes first.
         s_aux: ``[H]`` attention sinks.
         cu_seq_lens_q: int32 ``[S + 1]``, offsets of the sequences.
         cu_seq_lens_k: the same for keys.
@@ -71,8 +93,9 @@ def thd_attention(
         ``[B, T, H, E]`` and None for the weights.
     """
     _refuse(module, attention_mask, dropout, others)
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = _is_causal(module, is_causal)
     if cu_seq_lens_q is not None:
+        _refuse_other_keys(module, query, key)
         bounds = _given(query, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     else:
         bounds = _ambient(module, query, key, causal=causal)
@@ -91,6 +114,31 @@ def thd_attention(
         sinks=s_aux,
     )
     return out_THD.view(rows, slots, *out_THD.shape[1:]), None
+
+
+def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    """Say whether later keys are hidden: the mask decides, as in eager attention, then the layer.
+
+    A layer with ``is_causal=False`` may rely on a causal mask that "thd" never builds (PaliGemma's text
+    model), and one with ``is_causal=True`` may sit in a model that asks for a bidirectional one.
+    """
+    scope = current_scope()
+    asked = () if scope is None else scope.masks
+    if len(asked) == 1:
+        return asked[0] == CAUSAL
+    stated: bool = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    return stated
+
+
+def _refuse_other_keys(module: nn.Module, query: Tensor, key: Tensor) -> None:
+    """Refuse keys beside those of the pack's own slots: no boundary says whose they are."""
+    slots, slots_k = query.shape[2], key.shape[2]
+    if slots != slots_k:
+        raise ValueError(
+            f"{type(module).__name__} attends from {slots} slots of a pack to {slots_k} keys, so it adds keys "
+            "of its own (compressed blocks, memories, another sequence) that no boundary of the pack covers. "
+            "Feed this model padded rows, one sequence each, with attn_implementation='eager'."
+        )
 
 
 def _given(
@@ -123,6 +171,8 @@ def _ambient(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> 
     rows, slots, slots_k = query.shape[0], query.shape[2], key.shape[2]
     if pack is not None and rows == 1 and slots == pack.slots and slots_k == slots:
         return _Boundaries(pack.cu_seqlens_q, pack.cu_seqlens_k, pack.max_length_q, pack.max_length_k)
+    if pack is not None and rows == 1 and slots == pack.slots:
+        _refuse_other_keys(module, query, key)
     if causal and pack is not None:
         raise ValueError(
             f"{type(module).__name__} attends over {rows} x {slots} queries and {slots_k} keys while the "
@@ -133,7 +183,7 @@ def _ambient(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> 
         raise ValueError(
             f"{type(module).__name__} got {slots} queries and {slots_k} keys, so there is a KV cache. "
             "Generation with a cache through 'thd' is not possible: pass use_cache=False, or generate with "
-            "model.set_attn_implementation('sdpa')."
+            "model.set_attn_implementation('eager')."
         )
     return _Boundaries(_rows(rows, slots, query), _rows(rows, slots_k, query), slots, slots_k)
 
@@ -154,14 +204,14 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, ot
             f"{type(module).__name__} wants attention dropout {dropout}, which packed kernels do not have. "
             "Set attention_dropout (or attn_pdrop) of the config to 0.0."
         )
-    for name in _REFUSED:
-        if others.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__} passes {name} to its attention, which 'thd' does not apply. Use "
-                "attn_implementation='eager' or 'sdpa' for this model."
-            )
     if others.get("output_attentions"):
         raise ValueError(
             "output_attentions=True asks for attention weights, which packed kernels never form. Use "
             "attn_implementation='eager' to look at weights."
         )
+    for name, value in others.items():
+        if value is not None and value is not False and name not in _INERT:
+            raise ValueError(
+                f"{type(module).__name__} passes {name} to its attention, which 'thd' does not apply. Use "
+                "attn_implementation='eager' for this model, or leave the argument out where it is yours."
+            )

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from lightning_thd.models.masks import learn_window
 from lightning_thd.models.mixers import adopt_mixers
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped, set_scope
+from lightning_thd.models.position_tables import adopt_position_tables
 from lightning_thd.models.positions import pack_from_positions, refuse_plain_positions
+from lightning_thd.models.ropes import adopt_ropes
 from lightning_thd.models.unknown_layers import refuse_unknown_layers
 
 NAME = "thd"
@@ -31,6 +33,8 @@ def install(model: Any) -> None:
     model._thd_takes_use_cache = "use_cache" in inspect.signature(type(model).forward).parameters
     model._thd_checked = False
     adopt_mixers(type(model))
+    adopt_position_tables(type(model))
+    adopt_ropes(type(model), model.config)
     learn_window(model.config)
     model.register_forward_pre_hook(_enter, with_kwargs=True)
     # Also when forward raises: an abandoned scope would claim the next batch.
@@ -73,7 +77,9 @@ def _enter(
         if model._thd_takes_use_cache:
             kwargs = {**kwargs, "use_cache": False}
     families = outer.families if outer is not None and outer.families else _families(model)
-    set_scope(Scope(pack, outer, module=model, families=families))
+    # A model inside the language model may be handed the masks its caller asked for.
+    masks = outer.masks if outer is not None and outer.families else ()
+    set_scope(Scope(pack, outer, module=model, families=families, masks=masks))
     return args, kwargs
 
 
@@ -147,7 +153,9 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None) -> Pack:
 
 
 def _refuse_mask_and_cache(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    if kwargs.get("attention_mask") is not None:
+    mask = kwargs.get("attention_mask")
+    # A multimodal model hands its text model the masks it asked for, a layer type each: None from "thd".
+    if mask is not None and not (isinstance(mask, dict) and all(x is None for x in mask.values())):
         raise ValueError(
             f"{type(model).__name__} got a pack and an attention_mask. The boundaries of the pack are its "
             "mask: pass attention_mask=None, and pad by a trailing sequence (THDBatch.collate(..., pad_to=))."

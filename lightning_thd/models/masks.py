@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_thd.models.pack import current_scope
+from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, current_scope
 
 
 def thd_mask(
@@ -39,6 +39,10 @@ def thd_mask(
     Raises:
         ValueError: when the mask would hide or show anything the attention does not know about.
     """
+    scope = current_scope()
+    kind = CAUSAL if allow_is_bidirectional_skip is None else BIDIRECTIONAL
+    if scope is not None and kind not in scope.masks:
+        scope.masks = (*scope.masks, kind)
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ValueError(
             f"attn_implementation='thd' got an attention_mask {tuple(attention_mask.shape)} hiding tokens. "

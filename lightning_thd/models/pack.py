@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,11 @@ class Pack:
         return seq_idx
 
 
+# What a model can ask of a mask.
+CAUSAL: Final = "causal"
+BIDIRECTIONAL: Final = "bidirectional"
+
+
 class Scope:
     """One entry of the stack: what the model that is running works on.
 
@@ -113,9 +118,10 @@ class Scope:
         module: the model that pushed it; None for ``packed``.
         families: types of the configs that mean the language model; an inner model with another config (a
             vision tower) does not work on the pack.
+        masks: the kinds of mask that the model has asked for so far, each once.
     """
 
-    __slots__ = ("families", "module", "outer", "pack")
+    __slots__ = ("families", "masks", "module", "outer", "pack")
 
     def __init__(
         self,
@@ -124,11 +130,13 @@ class Scope:
         *,
         module: nn.Module | None = None,
         families: tuple[type, ...] = (),
+        masks: tuple[str, ...] = (),
     ) -> None:
         self.pack = pack
         self.outer = outer
         self.module = module
         self.families = families
+        self.masks = masks
 
 
 # The top of the stack, one a thread, as backward recomputes checkpoints in threads of its own. No subclass

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from lightning_thd.models.position_tables import counts_in_sequences
+
 _POSITION_TABLE = re.compile(r"Position\w*Embedding")
 # Does a modeling file ask transformers' attention table, by the name of its Python module?
 _ASKS: dict[str, bool] = {}
@@ -63,7 +65,7 @@ def _refuse_state(found: _Found) -> None:
 
 def _refuse_own_positions(found: _Found) -> None:
     kind = type(found.module).__name__
-    if not _POSITION_TABLE.search(kind) or "Rotary" in kind:
+    if not _POSITION_TABLE.search(kind) or "Rotary" in kind or counts_in_sequences(found.module):
         return
     if "position_ids" not in inspect.signature(type(found.owner).forward).parameters:
         raise ValueError(

@@ -1,0 +1,232 @@
+"""Every family of the installed transformers, tiny: packs through "thd" against stock eager, one document at a time.
+
+``python -m benchmarks.families`` writes ``benchmarks/FAMILIES.md``, a line a family: exact; refused, with the
+reason; wrong, with the error; crash; or could not be built. ``--only llama,gpt2`` prints instead of writing,
+``--kinds causal,image_text`` chooses tables. Families run in groups, a process each, so that one that
+crashes or hangs takes no other along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.tiny_configs import VOCAB, tiny
+from lightning_thd import THDBatch
+
+KINDS = {
+    "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "image_text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "encoder": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "token": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+}
+# A single token, more than one window and one chunk (8) of the tiny configs, and neighbours of both.
+LENGTHS = (7, 1, 21, 9)
+PAD_TO = 48
+TOLERANCE = 2e-5  # fp32, of the largest logit; gradients, sums of many more terms, ten times that
+VERDICTS = ("exact", "refused", "wrong", "crash", "no reference", "not built")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """What became of one family."""
+
+    kind: str
+    family: str
+    model: str
+    verdict: str
+    detail: str = ""
+
+
+def families(kind: str) -> dict[str, str]:
+    """Model types of one kind and their model classes, as the installed transformers lists them."""
+    from transformers.models.auto import modeling_auto
+
+    names = getattr(modeling_auto, KINDS[kind])
+    return {name: cls if isinstance(cls, str) else cls[0] for name, cls in names.items()}
+
+
+def build(family: str, model_class: str, attention: str) -> Any:
+    """Build a tiny model with random weights, the same for every attention."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = tiny(CONFIG_MAPPING[family])
+    cls = getattr(transformers, model_class)
+    if not isinstance(config, cls.config_class):
+        config = next(x for x in vars(config).values() if isinstance(x, cls.config_class))
+    if hasattr(config, "is_decoder") and "CausalLM" in model_class or "LMHead" in model_class:
+        config.is_decoder = True
+    torch.manual_seed(0)
+    model = cls._from_config(config, attn_implementation=attention).eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():  # biases, norms, gates and sinks off their initial zeros and ones
+        for parameter in model.parameters():
+            if parameter.ndim == 1 and parameter.is_floating_point():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def samples(seed: int = 0) -> list[Tensor]:
+    """Documents of ordinary tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(8, VOCAB - 8, (n,), generator=generator) for n in LENGTHS]
+
+
+def _loss(logits: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
+    total: Tensor = sum(
+        (cross_entropy(x.float(), y % x.shape[-1], reduction="sum") for x, y in zip(logits, ids, strict=True)),
+        torch.zeros(()),
+    )
+    return total
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _alone(model: Any, docs: Sequence[Tensor], kind: str) -> list[Tensor]:
+    arguments = {} if kind in ("encoder", "sequence", "token") else {"use_cache": False}
+    rows = [model(input_ids=ids[None], **arguments).logits for ids in docs]
+    return [row if kind == "sequence" else row[0] for row in rows]
+
+
+def _packed(model: Any, docs: Sequence[Tensor], kind: str) -> list[Tensor]:
+    batch = THDBatch.collate([{"input_ids": ids} for ids in docs], pad_to=PAD_TO)
+    logits = model(**batch.hf_kwargs()).logits
+    return [logits[i][None] for i in range(len(docs))] if kind == "sequence" else list(batch.unpack(logits))
+
+
+def _error(got: Tensor, want: Tensor, scale: float) -> float:
+    return float((got - want).abs().max() / max(scale, 1e-30))
+
+
+def compare(kind: str, family: str, model_class: str) -> tuple[str, str]:
+    """Give the verdict on one family and what there is to say about it."""
+    try:
+        stock = build(family, model_class, "eager")
+    except Exception as error:
+        return "not built", _brief(error)
+    docs = samples()
+    try:
+        want = _alone(stock, docs, kind)
+    except Exception as error:
+        return "no reference", _brief(error)
+    targets = [ids[: x.shape[0]] for ids, x in zip(docs, want, strict=True)]
+    _loss(want, targets).backward()  # type: ignore[no-untyped-call]
+    try:
+        ours = build(family, model_class, "thd")
+        ours.load_state_dict(stock.state_dict())
+        got = _packed(ours, docs, kind)
+        _loss(got, targets).backward()  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        if "thd" in traceback.format_exc().split("Traceback")[-1] or "pack" in str(error):
+            return "refused", _brief(error)
+        return "crash", _brief(error)
+    except Exception as error:
+        return "crash", _brief(error)
+    return _judge(got, want, _gradients(ours), _gradients(stock))
+
+
+def _judge(
+    got: Sequence[Tensor], want: Sequence[Tensor], ours: dict[str, Tensor], theirs: dict[str, Tensor]
+) -> tuple[str, str]:
+    scale = max(float(x.detach().abs().max()) for x in want)
+    error = max(_error(a.detach(), b.detach(), scale) for a, b in zip(got, want, strict=True))
+    if not error <= TOLERANCE:
+        return "wrong", f"logits {error:.1e}"
+    if ours.keys() != theirs.keys():
+        return "wrong", f"gradients of {sorted(ours.keys() ^ theirs.keys())[:3]}"
+    largest = max(float(g.abs().max()) for g in theirs.values())
+    if not all(bool(g.isfinite().all()) for g in theirs.values()):
+        return "no reference", "stock gradients are not finite"
+    errors = {
+        name: _error(ours[name], g, max(float(g.abs().max()), 1e-3 * largest)) for name, g in theirs.items()
+    }
+    bad = {name: e for name, e in errors.items() if not e <= 10 * TOLERANCE}
+    if bad:
+        worst = max(bad, key=lambda name: bad[name] if bad[name] == bad[name] else 1e9)
+        return "wrong", f"{len(bad)} of {len(errors)} gradients, {bad[worst]:.1e} in {worst}"
+    return "exact", f"{error:.0e}"
+
+
+def _brief(error: BaseException) -> str:
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    place = "" if "lightning_thd" in where.filename else f" ({Path(where.filename).name}:{where.lineno})"
+    return f"{type(error).__name__}: {text[:300]}{place}"
+
+
+def _work(kind: str, names: Sequence[str]) -> None:
+    """Run families in this process, a JSON line each."""
+    warnings.simplefilter("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    table = families(kind)
+    for name in names:
+        verdict, detail = compare(kind, name, table[name])
+        line = Line(kind=kind, family=name, model=table[name], verdict=verdict, detail=detail)
+        print("LINE " + json.dumps(asdict(line)), flush=True)
+
+
+def sweep(kind: str, names: Sequence[str], *, group: int = 12, timeout_s: int = 300) -> Iterator[Line]:
+    """Run families in processes of ``group``; the one a process dies in is a crash, the rest goes on."""
+    waiting = list(names)
+    table = families(kind)
+    while waiting:
+        now = waiting[:group]
+        command = [sys.executable, "-m", "benchmarks.families", "--worker", kind, "--only", ",".join(now)]
+        try:
+            out = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False).stdout
+            why = "the process died"
+        except subprocess.TimeoutExpired as late:
+            out = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else (late.stdout or "")
+            why = f"no answer within {timeout_s} s"
+        lines = [Line(**json.loads(x[5:])) for x in out.splitlines() if x.startswith("LINE ")]
+        yield from lines
+        waiting = waiting[len(lines) :]
+        if len(lines) < len(now):
+            lost = waiting.pop(0)
+            yield Line(kind=kind, family=lost, model=table[lost], verdict="crash", detail=why)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the sweep and write or print its table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of " + ", ".join(KINDS))
+    parser.add_argument("--only", default="", help="families, by model type")
+    parser.add_argument("--out", default=str(Path(__file__).with_name("FAMILIES.md")))
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    only = [name for name in args.only.split(",") if name]
+    if args.worker:
+        _work(args.worker, only)
+        return
+    lines: list[Line] = []
+    for kind in args.kinds.split(","):
+        names = [name for name in families(kind) if not only or name in only]
+        for line in sweep(kind, names):
+            lines.append(line)
+            print(f"{line.kind:10} {line.family:28} {line.verdict:12} {line.detail}", flush=True)
+    print(Counter((line.kind, line.verdict) for line in lines))
+
+
+if __name__ == "__main__":
+    main()

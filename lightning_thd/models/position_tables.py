@@ -1,0 +1,139 @@
+"""Learned and sinusoidal position embeddings -> the same embeddings, counting from the start of every sequence.
+
+Two kinds of transformers' embedding layers do not take a pack's positions as they are: those of the RoBERTa
+kind, whose first position is ``padding_idx + 1`` and which skip padding tokens, and those of the BART kind,
+which count along the row and cannot be told otherwise. The forward of their class is replaced once; outside
+a pack it does what it did.
+
+Legend: T slots in a pack, L its longest sequence, D width of the embedding.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd.models.pack import Pack, current_pack, current_scope
+from lightning_thd.parallel import layout
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
+
+_ROW_COUNTER = re.compile(r"\w*(Learned|Sinusoidal)PositionalEmbedding")
+_FROM_TOKENS = re.compile(r"create_position_ids_from_input_ids\(\s*input_ids,\s*self\.padding_idx")
+
+
+def adopt_position_tables(model_class: type) -> None:
+    """Teach the position embeddings that a model class is built from about packs.
+
+    Args:
+        model_class: a PreTrainedModel class; the modules it and its bases come from are searched.
+    """
+    for base in model_class.__mro__:
+        module = sys.modules.get(base.__module__)
+        if module is None or ".modeling_" not in base.__module__:
+            continue
+        tables = [cls for cls in vars(module).values() if inspect.isclass(cls) and issubclass(cls, nn.Module)]
+        told = any(hasattr(cls, "config_class") and "position_ids" in _parameters(cls) for cls in tables)
+        for cls in tables:
+            if cls.__module__ != base.__module__ or hasattr(cls.forward, "_thd_positions"):
+                continue
+            names = _parameters(cls)
+            if "position_ids" in names and _FROM_TOKENS.search(inspect.getsource(cls.forward)):
+                cls.forward = _from_padding_index(cls.forward, names)
+            elif not told and _ROW_COUNTER.fullmatch(cls.__name__) and len(names) > 1:
+                cls.forward = _from_sequence_starts(cls.forward)
+
+
+def counts_in_sequences(module: nn.Module) -> bool:
+    """Say whether the position embedding restarts in every sequence of a pack."""
+    return hasattr(type(module).forward, "_thd_positions")
+
+
+def _parameters(cls: Any) -> list[str]:
+    return list(inspect.signature(cls.forward).parameters)[1:]
+
+
+def _pack_of_model() -> Pack | None:
+    """Return the pack, if a model with "thd" attention announced it."""
+    scope = current_scope()
+    return None if scope is None or scope.module is None else current_pack()
+
+
+def _from_padding_index(forward: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def forward_in_pack(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pack = _pack_of_model()
+        if pack is None:
+            return forward(self, *args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given["position_ids"] = padded_positions(
+            given.get("input_ids"), given.get("position_ids"), self.padding_idx, pack
+        )
+        return forward(self, **given)
+
+    forward_in_pack._thd_positions = True  # type: ignore[attr-defined]
+    return forward_in_pack
+
+
+def padded_positions(
+    input_ids: Tensor | None, position_ids: Tensor | None, padding_idx: int, pack: Pack
+) -> Tensor:
+    """Count positions as RoBERTa does in a row of its own: from ``padding_idx + 1``, padding tokens skipped.
+
+    Args:
+        input_ids: int64 ``[1, T]``, or None where embeddings were given.
+        position_ids: int64 ``[1, T]``, from 0 in every sequence; used on a shard, whose sequences begin
+            elsewhere.
+        padding_idx: position of padding tokens.
+        pack: of T slots.
+
+    Returns:
+        int64 ``[1, T]``. ``[[5, 6, 7, 1, 8]]`` in sequences of 2 and 3 with ``padding_idx`` 1 gives
+        ``[[2, 3, 2, 1, 3]]``.
+    """
+    if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
+        assert position_ids is not None
+        return position_ids + (padding_idx + 1)
+    if input_ids is None:
+        return _starts_at_zero(pack)[None] + (padding_idx + 1)
+    real = input_ids.ne(padding_idx).long()
+    before = real.cumsum(1) - real
+    first = before[0].index_select(0, pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1))
+    counted = before - first.index_select(0, _members(pack)) + 1
+    return counted * real + padding_idx
+
+
+def _from_sequence_starts(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def forward_in_pack(self: nn.Module, like: Any, *args: Any, **kwargs: Any) -> Any:
+        pack = _pack_of_model()
+        if pack is None:
+            return forward(self, like, *args, **kwargs)
+        if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
+            raise ValueError(
+                f"{type(self).__name__} counts positions along the row and cannot be told those of a shard. "
+                "Train this model without context parallelism."
+            )
+        # What a row as long as the longest sequence is given, looked up by the place in the sequence.
+        row = like[:, : pack.max_length_q] if isinstance(like, Tensor) else torch.Size((1, pack.max_length_q))
+        table = forward(self, row)
+        return table.index_select(-2, _starts_at_zero(pack))
+
+    forward_in_pack._thd_positions = True  # type: ignore[attr-defined]
+    return forward_in_pack
+
+
+def _members(pack: Pack) -> Tensor:
+    return seq_idx_from_cu_seqlens(pack.cu_seqlens_q, pack.slots).long()
+
+
+def _starts_at_zero(pack: Pack) -> Tensor:
+    """Count the slots of every sequence from 0; int64 ``[T]``."""
+    starts = pack.cu_seqlens_q[:-1].long().index_select(0, _members(pack))
+    return torch.arange(pack.slots, device=starts.device) - starts
