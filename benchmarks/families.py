@@ -68,8 +68,8 @@ def build(family: str, model_class: str, attention: str) -> Any:
     config = tiny(CONFIG_MAPPING[family])
     cls = getattr(transformers, model_class)
     if not isinstance(config, cls.config_class):
-        config = next(x for x in vars(config).values() if isinstance(x, cls.config_class))
-    if hasattr(config, "is_decoder") and "CausalLM" in model_class or "LMHead" in model_class:
+        config = next((x for x in vars(config).values() if isinstance(x, cls.config_class)), config)
+    if hasattr(config, "is_decoder") and ("CausalLM" in model_class) or "LMHead" in model_class:
         config.is_decoder = True
     torch.manual_seed(0)
     model = cls._from_config(config, attn_implementation=attention).eval()
@@ -124,10 +124,10 @@ def compare(kind: str, family: str, model_class: str) -> tuple[str, str]:
     docs = samples()
     try:
         want = _alone(stock, docs, kind)
+        targets = [ids[: x.shape[0]] for ids, x in zip(docs, want, strict=True)]
+        _loss(want, targets).backward()  # type: ignore[no-untyped-call]
     except Exception as error:
         return "no reference", _brief(error)
-    targets = [ids[: x.shape[0]] for ids, x in zip(docs, want, strict=True)]
-    _loss(want, targets).backward()  # type: ignore[no-untyped-call]
     try:
         ours = build(family, model_class, "thd")
         ours.load_state_dict(stock.state_dict())

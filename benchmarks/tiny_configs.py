@@ -16,7 +16,7 @@ WINDOW = 8
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCAB),
     **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "word_embed_proj_dim"), HIDDEN
+        ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "word_embed_proj_dim", "out_hidden_size", "text_hidden_size"), HIDDEN
     ),
     **dict.fromkeys(
         ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "n_inner", "mlp_dim"), 48
@@ -92,7 +92,27 @@ _SIZES: dict[str, Any] = {
 
 # What the sizes above do not settle, by model_type.
 _EXTRA: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+            for name in ("sliding_attention", "full_attention")
+        },
+    },
+    # Sections of M-RoPE that only the model knows fit these head sizes.
+    "glm4v_text": {"head_dim": 64},
+    "glm_ocr_text": {"head_dim": 64},
+    "glm4v_moe_text": {"head_dim": 128},
+    "cosmos3_edge_text": {"head_dim": 128},
+    "ernie4_5_vl_moe_text": {"head_dim": 128},
+    "hunyuan_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    },
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "emu3": {"vocabulary_map": {"<image>": 5}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "glm5_next_text": {"index_kpool": 2},
+    "molmo2_adapter": {"vision_feature_layer": [0, 1]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
@@ -105,8 +125,8 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"head_dim": 16},
     "zamba": {
-        "num_hidden_layers": 3,
-        "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+        "num_hidden_layers": 5,
+        "layers_block_type": [*("linear_attention", "hybrid") * 2, "linear_attention"],
         "num_key_value_heads": 4,
         "head_dim": 16,
         "attention_head_dim": 16,
@@ -117,7 +137,11 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "roc_bert": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16, "pronunciation_embed_dim": 8,
                  "shape_embed_dim": 8},
     "moshi": {"audio_vocab_size": 32},
-    "blt": {},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    "xmod": {"default_language": "en_XX"},
+    "dbrx": {"attn_config": {"kv_n_heads": 2}, "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "hidden_size": HIDDEN}},
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
     "nemotron_h": {"hybrid_override_pattern": "M*-", "num_hidden_layers": 3},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
@@ -133,6 +157,8 @@ def tiny(config_class: Any, overrides: dict[str, Any] | None = None) -> Any:
     overrides = {**_EXTRA.get(kind, {}), **(overrides or {})}
     known = _attributes(config_class)
     given = {name: value for name, value in _SIZES.items() if name in known}
+    if "kv_lora_rank" in known:
+        given["num_key_value_heads"] = HEADS
     for name, inner in _inner_configs(config_class).items():
         made = overrides.pop(name, None)
         given[name] = tiny(inner, made).to_dict()

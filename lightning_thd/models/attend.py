@@ -122,11 +122,19 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     A layer with ``is_causal=False`` may rely on a causal mask that "thd" never builds (PaliGemma's text
     model), and one with ``is_causal=True`` may sit in a model that asks for a bidirectional one.
     """
+    stated: bool = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     scope = current_scope()
     asked = () if scope is None else scope.masks
+    if not asked or getattr(module, "is_cross_attention", False):
+        return stated
     if len(asked) == 1:
         return asked[0] == CAUSAL
-    stated: bool = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if not stated and scope is not None and scope.pack is not None:
+        raise ValueError(
+            f"{type(module).__name__} says is_causal=False in a model that builds a causal and a "
+            "bidirectional mask, and 'thd' builds neither, so it cannot tell which one was meant. Feed this "
+            "model padded rows with attn_implementation='eager'."
+        )
     return stated
 
 
@@ -197,7 +205,7 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, ot
         raise ValueError(
             f"{type(module).__name__} got an attention_mask of shape {tuple(attention_mask.shape)}; 'thd' "
             "attention takes its boundaries from cu_seq_lens_q. Pass attention_mask=None, or use "
-            "attn_implementation='sdpa'."
+            "attn_implementation='eager'."
         )
     if dropout:
         raise ValueError(

@@ -6,22 +6,29 @@ Hooks are module-level functions: a model that carries them can be copied, pickl
 from __future__ import annotations
 
 import inspect
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from lightning_thd.models.labels import keep_labels_inside
 from lightning_thd.models.masks import learn_window
 from lightning_thd.models.mixers import adopt_mixers
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped, set_scope
+from lightning_thd.models.pooled_heads import adopt_pooled_head, pool_again, refuse_pooled_output
 from lightning_thd.models.position_tables import adopt_position_tables
 from lightning_thd.models.positions import pack_from_positions, refuse_plain_positions
 from lightning_thd.models.ropes import adopt_ropes
-from lightning_thd.models.unknown_layers import refuse_unknown_layers
+from lightning_thd.models.unknown_layers import unknown_layers
+from lightning_thd.models.zero_embeddings import adopt_zero_embeddings
 
 NAME = "thd"
 PACK_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_NUMBERS = itertools.count()
+_MODELS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _CACHE_KWARGS = ("past_key_values", "cache_params")
 
 
@@ -32,27 +39,17 @@ def install(model: Any) -> None:
     model._thd_installed = True
     model._thd_takes_use_cache = "use_cache" in inspect.signature(type(model).forward).parameters
     model._thd_checked = False
+    model._thd_number = next(_NUMBERS)
+    _MODELS[model._thd_number] = model
     adopt_mixers(type(model))
     adopt_position_tables(type(model))
     adopt_ropes(type(model), model.config)
+    adopt_zero_embeddings(type(model))
+    adopt_pooled_head(type(model))
     learn_window(model.config)
     model.register_forward_pre_hook(_enter, with_kwargs=True)
     # Also when forward raises: an abandoned scope would claim the next batch.
     model.register_forward_hook(_leave, always_call=True)
-
-
-def refuse_own_attention(model: Any) -> None:
-    """Refuse a model class whose attention never asks which implementation is wanted.
-
-    Raises:
-        ValueError: for Bloom, Falcon, GPT-J, MPT and others of older code.
-    """
-    if not type(model)._can_set_attn_implementation():
-        raise ValueError(
-            f"{type(model).__name__} has an attention of its own that ignores attn_implementation, so 'thd' "
-            "would leave it leaking across sequences. Use padded rows with attn_implementation='eager', or a "
-            "model whose modeling file uses transformers' AttentionInterface."
-        )
 
 
 def _enter(
@@ -69,11 +66,12 @@ def _enter(
         return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
     pack = _find_pack(outer, args, kwargs)
     if pack is not None:
+        _refuse_encoder_decoder(model)
         _refuse_mask_and_cache(model, kwargs)
         refuse_plain_positions(model, kwargs)
-        if not model._thd_checked and not torch.compiler.is_compiling():
-            refuse_unknown_layers(model)
-            model._thd_checked = True
+        _refuse_wrong_layers(model)
+        if outer is None or outer.module is None:
+            kwargs = keep_labels_inside(model, kwargs, pack)
         if model._thd_takes_use_cache:
             kwargs = {**kwargs, "use_cache": False}
     families = outer.families if outer is not None and outer.families else _families(model)
@@ -83,10 +81,37 @@ def _enter(
     return args, kwargs
 
 
-def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _refuse_wrong_layers(model: Any) -> None:
+    """Look for layers that "thd" cannot make right, once a model; while compiling at every trace."""
+    if torch.compiler.is_compiling():
+        reason = _reason_of(model._thd_number)
+    elif not model._thd_checked:
+        reason = unknown_layers(model)
+        model._thd_checked = reason is None
+    else:
+        reason = None
+    if reason is not None:
+        raise ValueError(reason)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _reason_of(number: int) -> str | None:
+    """Run the survey while a model is being traced, on the model as it stands."""
+    model = _MODELS.get(number)
+    return None if model is None else unknown_layers(model)
+
+
+def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Take the model off the stack; what it pooled of the whole pack is pooled again or refused."""
     scope = current_scope()
-    if scope is not None and scope.module is model:  # not when _enter raised or did nothing
-        set_scope(scope.outer)
+    if scope is None or scope.module is not model:  # _enter raised or did nothing
+        return output
+    set_scope(scope.outer)
+    if scope.pack is None or output is None:
+        return output
+    output = pool_again(model, scope.pack, output)
+    refuse_pooled_output(model, scope.pack, output)
+    return output
 
 
 def _families(model: nn.Module) -> tuple[type, ...]:
@@ -152,6 +177,14 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None) -> Pack:
     )
 
 
+def _refuse_encoder_decoder(model: Any) -> None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(model).__name__} got a pack. An encoder-decoder has two sequences for every sample, and "
+            "a pack holds one: feed it padded rows, or train its decoder alone."
+        )
+
+
 def _refuse_mask_and_cache(model: nn.Module, kwargs: dict[str, Any]) -> None:
     mask = kwargs.get("attention_mask")
     # A multimodal model hands its text model the masks it asked for, a layer type each: None from "thd".
@@ -165,7 +198,7 @@ def _refuse_mask_and_cache(model: nn.Module, kwargs: dict[str, Any]) -> None:
         raise ValueError(
             f"{type(model).__name__} got a pack and {cache or 'use_cache=True'}. Generation with a cache "
             "through 'thd' is not possible: call the model with use_cache=False, or generate with "
-            "model.set_attn_implementation('sdpa')."
+            "model.set_attn_implementation('eager')."
         )
 
 

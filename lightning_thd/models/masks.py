@@ -6,19 +6,30 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, current_scope
 
 
+_MASKING_UTILS = "transformers.masking_utils"
+_UNDERSTOOD = (
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay",
+    "blockwise_overlay",
+)
+
+
 def thd_mask(
     *,
     q_length: int = 0,
+    mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     config: Any = None,
@@ -30,6 +41,7 @@ def thd_mask(
 
     Args:
         q_length: T.
+        mask_function: what the mask would show, as transformers composes it.
         attention_mask: the user's padding mask ``[B, T]``; must be None or all true.
         local_size: window or chunk that only a mask would carry in some families.
         config: of the model.
@@ -47,14 +59,19 @@ def thd_mask(
         raise ValueError(
             f"attn_implementation='thd' got an attention_mask {tuple(attention_mask.shape)} hiding tokens. "
             "Pack the rows instead, THDBatch.from_padded(input_ids, attention_mask), and call "
-            "model(**batch.hf_kwargs()); or use attn_implementation='sdpa'."
+            "model(**batch.hf_kwargs()). To generate from left-padded rows, take rows of equal length, or "
+            "model.set_attn_implementation('eager')."
         )
     plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
     if not plain:
+        plain, window = _plain_after_all(mask_function)
+        local_size = local_size or window
+    if not plain:
         raise ValueError(
             f"{type(config).__name__}: this model needs a mask with a pattern of its own (tokens that see "
-            "each other both ways, blocks, an index), which 'thd' attention cannot apply. Use "
-            "attn_implementation='sdpa'."
+            "each other both ways, blocks, an index), which 'thd' attention cannot apply. Leave "
+            "token_type_ids and images out where the text needs neither, or use "
+            "attn_implementation='eager' on padded rows."
         )
     if (
         local_size is not None
@@ -65,8 +82,39 @@ def thd_mask(
             f"{type(config).__name__}: this model hides keys further than {local_size} by a mask alone and "
             "does not pass the window to its attention, so 'thd' cannot apply it to sequences of "
             f"{_longest(q_length)}. Use sequences of at most {local_size}, switch the window off in the "
-            "config, or use attn_implementation='sdpa'."
+            "config, or use attn_implementation='eager' on padded rows."
         )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _plain_after_all(mask_function: Callable[..., Any] | None) -> tuple[bool, int | None]:
+    """Say whether a composed mask shows what a plain one does, and the window it is cut to.
+
+    Text through a multimodal model asks for blocks of tokens that see each other, and there are none. Looks
+    at their ids, a device read. A plain mask that must not be skipped is wanted for itself, by an index.
+    """
+    window: int | None = None
+    parts = list(_parts(mask_function))
+    for part in parts:
+        variables = inspect.getclosurevars(part).nonlocals
+        name = part.__qualname__.partition(".")[0]
+        if part.__module__ != _MASKING_UTILS or name not in _UNDERSTOOD:
+            return False, None
+        if name == "blockwise_overlay" and bool((variables["block_sequence_ids"] >= 0).any()):
+            return False, None
+        window = variables.get("sliding_window", window)
+    return len(parts) > 1, window
+
+
+def _parts(mask_function: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
+    """Take apart what ``and_masks`` and ``or_masks`` put together."""
+    if mask_function is None:
+        return
+    inner = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions")
+    if inner is None:
+        yield mask_function
+    for part in inner or ():
+        yield from _parts(part)
 
 
 def _longest(q_length: int) -> int:

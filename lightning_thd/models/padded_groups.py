@@ -9,7 +9,7 @@ Legend: T slots in a pack, S sequences, N rows of a group, L its longest row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,26 @@ def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
         placed += grid.size
         sources.append(torch.from_numpy(grid).to(device, non_blocking=True))
     return Groups(sources=tuple(sources), back=torch.from_numpy(back).to(device, non_blocking=True))
+
+
+def group_rows(lengths: Sequence[int], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Lay sequences out as rows, a group of similar lengths at a time.
+
+    Args:
+        lengths: slots of every sequence, none zero.
+        device: where the indices shall live.
+
+    Yields:
+        Which sequences, int64 ``[N]``, and the slots of each, int64 ``[N, L]``, T where padding stands.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    order = np.argsort(-sizes, kind="stable")
+    while len(order):
+        longest = int(sizes[order[0]])
+        members, order = _split(order, sizes, longest)
+        grid = _grid(starts[members], sizes[members], longest, int(starts[-1]))
+        yield torch.from_numpy(members).to(device), torch.from_numpy(grid).to(device)
 
 
 def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups:

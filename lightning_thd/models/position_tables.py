@@ -111,18 +111,23 @@ def padded_positions(
 
 def _from_sequence_starts(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def forward_in_pack(self: nn.Module, like: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward_in_pack(
+        self: nn.Module, like: Any, past: Any = 0, position_ids: Tensor | None = None, **kwargs: Any
+    ) -> Any:
         pack = _pack_of_model()
         if pack is None:
-            return forward(self, like, *args, **kwargs)
+            told = {} if position_ids is None else {"position_ids": position_ids}
+            return forward(self, like, past, **told, **kwargs)
         if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
             raise ValueError(
                 f"{type(self).__name__} counts positions along the row and cannot be told those of a shard. "
                 "Train this model without context parallelism."
             )
+        if position_ids is not None:  # counted along the row by the model
+            return forward(self, like, past, position_ids=_starts_at_zero(pack).view_as(position_ids), **kwargs)
         # What a row as long as the longest sequence is given, looked up by the place in the sequence.
         row = like[:, : pack.max_length_q] if isinstance(like, Tensor) else torch.Size((1, pack.max_length_q))
-        table = forward(self, row)
+        table = forward(self, row, past, **kwargs)
         return table.index_select(-2, _starts_at_zero(pack))
 
     forward_in_pack._thd_positions = True  # type: ignore[attr-defined]

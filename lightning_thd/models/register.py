@@ -61,7 +61,8 @@ def _register_mask(masking_utils: ModuleType) -> None:
 
 def _watch_models(base: Any) -> None:
     """Hook every model given "thd" attention, and every activation checkpointing that is switched on."""
-    from lightning_thd.models.hooks import carry_scope, install, refuse_own_attention
+    from lightning_thd.models.hooks import carry_scope, install
+    from lightning_thd.models.own_attention import picks_attention_from_table, refuse_own_attention
     from lightning_thd.models.mixers import has_mixers
 
     choose: Callable[..., str] = base.get_correct_attn_implementation
@@ -70,6 +71,8 @@ def _watch_models(base: Any) -> None:
     @functools.wraps(choose)
     def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:
         chosen = choose(self, *args, **kwargs)
+        if chosen == NAME and picks_attention_from_table(self):
+            return choose(self, None)  # a tower: packs are none of its business
         if chosen == NAME:
             refuse_own_attention(self)
             install(self)

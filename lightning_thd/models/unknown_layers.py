@@ -25,6 +25,15 @@ class _Found(NamedTuple):
     owner: Any
 
 
+def unknown_layers(model: nn.Module) -> str | None:
+    """Say why ``refuse_unknown_layers`` refuses a model; None where it does not."""
+    try:
+        refuse_unknown_layers(model)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def refuse_unknown_layers(model: nn.Module) -> None:
     """Refuse what would mix sequences or count positions across them without anybody noticing.
 

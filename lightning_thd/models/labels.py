@@ -1,0 +1,68 @@
+"""Labels handed to a transformers model together with a pack -> labels whose loss stays inside sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_thd.models.pack import Pack
+from lightning_thd.parallel import layout
+
+_SHIFTED = ("ForCausalLM", "ForConditionalGeneration")
+# Losses of one token alone, and of one row a sequence.
+_IN_PLACE = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification")
+_IGNORED = -100
+
+
+def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[str, Any]:
+    """Hide the first token of every sequence from a loss that would predict it from the sequence before.
+
+    A causal LM's own loss shifts labels by one slot along the row; the first token of a sequence is never a
+    target of its own sequence, so hiding it changes nothing else.
+
+    Args:
+        model: what is called.
+        kwargs: its arguments; ``labels`` int64 ``[1, T]``, not shifted, as transformers wants them.
+        pack: of T slots.
+
+    Returns:
+        The arguments to call it with.
+
+    Raises:
+        ValueError: for a loss that is neither a causal LM's nor one of single tokens or whole sequences.
+    """
+    labels = kwargs.get("labels")
+    if labels is None or kwargs.get("shift_labels") is not None:
+        return kwargs
+    kind = _loss_kind(model)
+    if kind in _IN_PLACE:
+        return kwargs
+    if kind not in _SHIFTED:
+        raise ValueError(
+            f"{type(model).__name__} got a pack and labels, and its loss is not known to stay inside the "
+            "sequences of a pack. Leave labels out and compute the loss from the logits, or feed it padded "
+            "rows."
+        )
+    if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
+        raise ValueError(
+            f"{type(model).__name__} got labels and one rank's shard of a pack, whose last token's target is "
+            "on another rank. Leave labels out and use lightning_thd.causal_lm_loss(model, batch)."
+        )
+    return {**kwargs, "labels": labels.masked_fill(_first_slots(pack), _IGNORED)}
+
+
+def _loss_kind(model: Any) -> str | None:
+    name = type(model).__name__
+    if "LMHead" in name:  # BERT, GPT-2 and others of older naming
+        return "ForCausalLM"
+    kind: str | None = getattr(model, "loss_type", None)
+    return kind
+
+
+def _first_slots(pack: Pack) -> Tensor:
+    """Mark the first slot of every sequence; bool ``[T]``."""
+    starts = pack.cu_seqlens_q[:-1].long()
+    first = torch.zeros(pack.slots + 1, dtype=torch.bool, device=starts.device)
+    return first.index_fill(0, starts, True)[:-1]  # an empty last sequence begins behind the row

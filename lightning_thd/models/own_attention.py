@@ -1,0 +1,43 @@
+"""A model class given "thd" attention -> an error where it would never ask for it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from typing import Any
+
+# Older modeling files keep a dictionary of attention classes instead of asking for a function.
+_TABLE = re.compile(r"(\w+_CLASSES)\[\s*(?:self\.)?config\._attn_implementation\s*\]")
+
+
+def refuse_own_attention(model: Any) -> None:
+    """Refuse a model class whose attention never asks which implementation is wanted.
+
+    Raises:
+        ValueError: for Bloom, Falcon, GPT-J, MPT, Git and others of older code.
+    """
+    own_table = any("VISION" not in name for name in _tables(model)) and not _sees_images(model)
+    if own_table or not type(model)._can_set_attn_implementation():
+        raise ValueError(
+            f"{type(model).__name__} has an attention of its own that ignores attn_implementation, so 'thd' "
+            "would leave it leaking across sequences. Use padded rows with attn_implementation='eager', or a "
+            "model whose modeling file uses transformers' AttentionInterface."
+        )
+
+
+def picks_attention_from_table(model: Any) -> bool:
+    """Say whether a vision tower looks its attention up in a table that does not know "thd"."""
+    return _sees_images(model) and bool(_tables(model))
+
+
+def _sees_images(model: Any) -> bool:
+    return list(inspect.signature(type(model).forward).parameters)[1:2] == ["pixel_values"]
+
+
+def _tables(model: Any) -> list[str]:
+    module = sys.modules.get(type(model).__module__)
+    try:
+        return [] if module is None else _TABLE.findall(inspect.getsource(module))
+    except (OSError, TypeError):  # a class typed into a prompt has no source
+        return []

@@ -1,0 +1,187 @@
+"""A model that makes one row of a sequence -> one row of every sequence of a pack.
+
+Heads of classifiers and reward models look at the first or the last token of a row, or at its mean. Here the
+layers below run on the pack, and the head's own code runs on their outputs laid out as padded rows, a few
+groups of similar length.
+
+Legend: T slots in a pack, S sequences, N rows of a group, L its longest row, C labels.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_thd._static import shapes_are_static
+from lightning_thd.models.pack import Pack, Scope, current_pack, current_scope, scoped
+from lightning_thd.models.padded_groups import group_rows
+from lightning_thd.parallel import layout
+
+_HEAD = "ForSequenceClassification"
+
+
+def adopt_pooled_head(model_class: Any) -> None:
+    """Teach the forward of a sequence classifier or reward model to give one row a sequence of a pack."""
+    if _HEAD in model_class.__name__ and not hasattr(model_class.forward, "_thd_pooled"):
+        model_class.forward = _row_a_sequence(model_class.forward)
+
+
+def pool_again(model: Any, pack: Pack, output: Any) -> Any:
+    """Give an encoder's ``pooler_output`` one row a sequence in place of the first one's."""
+    pooled = getattr(output, "pooler_output", None)
+    pooler = getattr(model, "pooler", None)
+    hidden = getattr(output, "last_hidden_state", None)
+    if pooled is None or pooler is None or hidden is None or hidden.shape[:2] != (1, pack.slots):
+        return output
+    if "[:, 0]" not in inspect.getsource(type(pooler).forward):
+        raise ValueError(
+            f"{type(model).__name__} pools a whole row by {type(pooler).__name__}, which on a pack mixes "
+            "sequences. Build it with add_pooling_layer=False and pool batch.unpack(hidden) yourself."
+        )
+    starts = pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1)
+    output.pooler_output = pooler(hidden[0].index_select(0, starts)[:, None])
+    return output
+
+
+def refuse_pooled_output(model: Any, pack: Pack, output: Any) -> None:
+    """Refuse an output that is one row for all sequences of a pack.
+
+    Raises:
+        ValueError: naming the model.
+    """
+    logits = getattr(output, "logits", None)
+    several = pack.cu_seqlens_q.shape[0] > 2
+    if several and isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[0] == 1:
+        raise ValueError(
+            f"{type(model).__name__} returns one row of logits for a pack of {pack.cu_seqlens_q.shape[0] - 1} "
+            "sequences. Feed it padded rows, or take the hidden states of its base model and pool them by "
+            "batch.unpack()."
+        )
+
+
+def _row_a_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
+    names = list(inspect.signature(forward).parameters)[1:]
+
+    @functools.wraps(forward)
+    def forward_in_pack(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = current_scope()
+        pack = None if scope is None or scope.module is not self else current_pack()
+        if pack is None:
+            return forward(self, *args, **kwargs)
+        return _classify(forward, self, {**dict(zip(names, args, strict=False)), **kwargs}, pack)
+
+    forward_in_pack._thd_pooled = True  # type: ignore[attr-defined]
+    return forward_in_pack
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pack: Pack) -> Any:
+    """Run the base on the pack and the head on its rows."""
+    base = model.base_model
+    _refuse(model, base, pack)
+    labels = given.pop("labels", None)
+    with _captured(base) as outputs:
+        output = forward(model, **given)
+    logits = output.logits if hasattr(output, "logits") else output[0]
+    rows = torch.empty(len(pack.lengths), logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    for members, source in group_rows(pack.lengths, logits.device):
+        part = _head_on_rows(forward, model, base, outputs[0], given, source, pack)
+        rows = rows.index_copy(0, members, part.to(rows.dtype))
+    loss = None if labels is None else _loss(model, rows, labels)
+    if isinstance(output, tuple):
+        return (rows,) if loss is None else (loss, rows)
+    output.logits = rows
+    output.loss = loss
+    return output
+
+
+def _refuse(model: Any, base: Any, pack: Pack) -> None:
+    sharded = layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None
+    if base is model or sharded or shapes_are_static() or 0 in pack.lengths:
+        raise ValueError(
+            f"{type(model).__name__} makes one row of every sequence, which needs whole sequences of known "
+            "lengths, none of them empty: train it without context parallelism and without CUDA graphs."
+        )
+
+
+@contextmanager
+def _captured(base: Any) -> Generator[list[Any]]:
+    """Keep what the base model returns."""
+    outputs: list[Any] = []
+    handle = base.register_forward_hook(lambda _, __, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def _head_on_rows(
+    forward: Callable[..., Any],
+    model: Any,
+    base: Any,
+    output: Any,
+    given: dict[str, Any],
+    source: Tensor,
+    pack: Pack,
+) -> Tensor:
+    """Run the head's own code on some sequences as padded rows ``[N, L]``; logits ``[N, C]``."""
+    text = model.config.get_text_config()
+    pad = text.pad_token_id
+    filler = -1 if pad is None else pad
+    real = source < pack.slots
+    ids = given.get("input_ids")
+    if ids is None:  # embeddings were given: any token that is no padding will do
+        ids = torch.full((1, pack.slots), filler + 1, device=source.device)
+    token_rows = torch.where(real, ids[0][source.clamp(max=pack.slots - 1)], filler)
+    arguments = {"input_ids": token_rows, "attention_mask": real.long()}
+    if "return_dict" in given:
+        arguments["return_dict"] = given["return_dict"]
+    scope = current_scope()
+    assert scope is not None
+    text.pad_token_id = filler
+    base.__dict__["forward"] = lambda *_, **__: _as_rows(base, output, source, pack)
+    try:
+        with scoped(Scope(None, scope.outer, module=model, families=scope.families)):
+            result = forward(model, **arguments)
+    finally:
+        del base.__dict__["forward"]
+        text.pad_token_id = pad
+    logits: Tensor = result.logits if hasattr(result, "logits") else result[0]
+    return logits
+
+
+def _as_rows(base: Any, output: Any, source: Tensor, pack: Pack) -> Any:
+    """Lay the base model's output out as rows; what it pooled of the pack is pooled again."""
+
+    def rows(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape[:2] != (1, pack.slots):
+            return None
+        padded = torch.cat([value[0], value.new_zeros(1, *value.shape[2:])])
+        return padded[source]
+
+    if isinstance(output, tuple):
+        hidden = rows(output[0])
+        return (hidden, base.pooler(hidden)) if getattr(base, "pooler", None) is not None else (hidden,)
+    made = type(output)(**{name: rows(value) for name, value in output.items()})
+    if getattr(base, "pooler", None) is not None and hasattr(made, "pooler_output"):
+        made.pooler_output = base.pooler(made.last_hidden_state)
+    return made
+
+
+def _loss(model: Any, rows: Tensor, labels: Tensor) -> Tensor:
+    """Compute the class's own loss over the sequences that have a label; the first ones."""
+    from transformers.loss.loss_utils import ForSequenceClassificationLoss
+
+    if labels.shape[0] > rows.shape[0]:
+        raise ValueError(
+            f"{type(model).__name__} got {labels.shape[0]} labels for a pack of {rows.shape[0]} sequences. "
+            "Pass one label a sequence, in the order of the pack; a trailing padding sequence needs none."
+        )
+    loss: Tensor = ForSequenceClassificationLoss(labels, rows[: labels.shape[0]], model.config)
+    return loss
