@@ -1,4 +1,4 @@
-"""Every family of the installed transformers, tiny: packs through "thd" against stock eager, one document at a time.
+"""Tiny models of every family of transformers: packs through "thd" against stock eager, each document alone.
 
 ``python -m benchmarks.families`` writes ``benchmarks/FAMILIES.md``, a line a family: exact; refused, with the
 reason; wrong, with the error; crash; or could not be built. ``--only llama,gpt2`` prints instead of writing,
@@ -69,7 +69,7 @@ def build(family: str, model_class: str, attention: str) -> Any:
     cls = getattr(transformers, model_class)
     if not isinstance(config, cls.config_class):
         config = next((x for x in vars(config).values() if isinstance(x, cls.config_class)), config)
-    if hasattr(config, "is_decoder") and ("CausalLM" in model_class) or "LMHead" in model_class:
+    if (hasattr(config, "is_decoder") and ("CausalLM" in model_class)) or "LMHead" in model_class:
         config.is_decoder = True
     torch.manual_seed(0)
     model = cls._from_config(config, attn_implementation=attention).eval()
@@ -89,7 +89,10 @@ def samples(seed: int = 0) -> list[Tensor]:
 
 def _loss(logits: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
     total: Tensor = sum(
-        (cross_entropy(x.float(), y % x.shape[-1], reduction="sum") for x, y in zip(logits, ids, strict=True)),
+        (
+            cross_entropy(x.float(), y % x.shape[-1], reduction="sum")
+            for x, y in zip(logits, ids, strict=True)
+        ),
         torch.zeros(()),
     )
     return total
@@ -192,7 +195,9 @@ def sweep(kind: str, names: Sequence[str], *, group: int = 12, timeout_s: int = 
         now = waiting[:group]
         command = [sys.executable, "-m", "benchmarks.families", "--worker", kind, "--only", ",".join(now)]
         try:
-            out = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False).stdout
+            out = subprocess.run(
+                command, capture_output=True, text=True, timeout=timeout_s, check=False
+            ).stdout
             why = "the process died"
         except subprocess.TimeoutExpired as late:
             out = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else (late.stdout or "")

@@ -18,7 +18,7 @@ from lightning_thd.models.labels import keep_labels_inside
 from lightning_thd.models.masks import learn_window
 from lightning_thd.models.mixers import adopt_mixers
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped, set_scope
-from lightning_thd.models.pooled_heads import adopt_pooled_head, pool_again, refuse_pooled_output
+from lightning_thd.models.pooled_heads import a_row_a_sequence, adopt_pooled_head, may_pool
 from lightning_thd.models.position_tables import adopt_position_tables
 from lightning_thd.models.positions import pack_from_positions, refuse_plain_positions
 from lightning_thd.models.ropes import adopt_ropes
@@ -66,7 +66,7 @@ def _enter(
         return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
     pack = _find_pack(outer, args, kwargs)
     if pack is not None:
-        _refuse_encoder_decoder(model)
+        _refuse_class(model)
         _refuse_mask_and_cache(model, kwargs)
         refuse_plain_positions(model, kwargs)
         _refuse_wrong_layers(model)
@@ -101,17 +101,15 @@ def _reason_of(number: int) -> str | None:
     return None if model is None else unknown_layers(model)
 
 
-def _leave(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _leave(model: Any, args: tuple[Any, ...], output: Any) -> Any:
     """Take the model off the stack; what it pooled of the whole pack is pooled again or refused."""
     scope = current_scope()
     if scope is None or scope.module is not model:  # _enter raised or did nothing
-        return output
+        return None
     set_scope(scope.outer)
-    if scope.pack is None or output is None:
-        return output
-    output = pool_again(model, scope.pack, output)
-    refuse_pooled_output(model, scope.pack, output)
-    return output
+    if scope.pack is None or output is None or not may_pool(model):
+        return None
+    return a_row_a_sequence(model, scope.pack, output)
 
 
 def _families(model: nn.Module) -> tuple[type, ...]:
@@ -177,11 +175,17 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None) -> Pack:
     )
 
 
-def _refuse_encoder_decoder(model: Any) -> None:
+def _refuse_class(model: Any) -> None:
+    """Refuse models whose samples are not one sequence each."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
             f"{type(model).__name__} got a pack. An encoder-decoder has two sequences for every sample, and "
             "a pack holds one: feed it padded rows, or train its decoder alone."
+        )
+    if "MultipleChoice" in type(model).__name__:
+        raise ValueError(
+            f"{type(model).__name__} got a pack. It compares several sequences of every sample in one "
+            "softmax, and a pack does not say which belong together: feed it padded rows."
         )
 
 

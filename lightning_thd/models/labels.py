@@ -13,6 +13,7 @@ from lightning_thd.parallel import layout
 _SHIFTED = ("ForCausalLM", "ForConditionalGeneration")
 # Losses of one token alone, and of one row a sequence.
 _IN_PLACE = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification")
+_OF_A_ROW = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
 _IGNORED = -100
 
 
@@ -33,6 +34,12 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
     Raises:
         ValueError: for a loss that is neither a causal LM's nor one of single tokens or whole sequences.
     """
+    of_a_row = next((name for name in _OF_A_ROW if kwargs.get(name) is not None), None)
+    if of_a_row is not None:
+        raise ValueError(
+            f"{type(model).__name__} got a pack and {of_a_row}, which speaks of a whole row. Leave it out "
+            "and compute the loss of every sequence from batch.unpack(), or feed it padded rows."
+        )
     labels = kwargs.get("labels")
     if labels is None or kwargs.get("shift_labels") is not None:
         return kwargs

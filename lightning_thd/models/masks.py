@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, current_scope
 
-
 _MASKING_UTILS = "transformers.masking_utils"
 _UNDERSTOOD = (
     "causal_mask_function",

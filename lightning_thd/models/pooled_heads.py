@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +25,9 @@ from lightning_thd.models.padded_groups import group_rows
 from lightning_thd.parallel import layout
 
 _HEAD = "ForSequenceClassification"
+_A_ROW_A_TOKEN = re.compile(
+    r"CausalLM|LMHead|MaskedLM|ForConditionalGeneration|TokenClassification|QuestionAnswering|Model$"
+)
 
 
 def adopt_pooled_head(model_class: Any) -> None:
@@ -32,13 +36,34 @@ def adopt_pooled_head(model_class: Any) -> None:
         model_class.forward = _row_a_sequence(model_class.forward)
 
 
-def pool_again(model: Any, pack: Pack, output: Any) -> Any:
-    """Give an encoder's ``pooler_output`` one row a sequence in place of the first one's."""
-    pooled = getattr(output, "pooler_output", None)
+def may_pool(model: Any) -> bool:
+    """Say whether a model may make one row of a whole pack; language models and token classifiers do not."""
+    return getattr(model, "pooler", None) is not None or not _A_ROW_A_TOKEN.search(type(model).__name__)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def a_row_a_sequence(model: Any, pack: Pack, output: Any) -> Any:
+    """Give what an encoder pooled one row a sequence in place of the first one's.
+
+    Args:
+        model: what returned ``output`` for a pack.
+        pack: of S sequences.
+        output: of transformers; ``pooler_output`` ``[1, D]`` becomes ``[S, D]``.
+
+    Raises:
+        ValueError: where the pooling is not known, or logits are one row for all sequences.
+    """
+    num_sequences = pack.cu_seqlens_q.shape[0] - 1
+    logits = getattr(output, "logits", None)
+    if num_sequences > 1 and isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[0] == 1:
+        raise ValueError(
+            f"{type(model).__name__} returns one row of logits for a pack of {num_sequences} sequences. Feed "
+            "it padded rows, or take the hidden states of its base model and pool them by batch.unpack()."
+        )
+    pooled, hidden = getattr(output, "pooler_output", None), getattr(output, "last_hidden_state", None)
     pooler = getattr(model, "pooler", None)
-    hidden = getattr(output, "last_hidden_state", None)
     if pooled is None or pooler is None or hidden is None or hidden.shape[:2] != (1, pack.slots):
-        return output
+        return None
     if "[:, 0]" not in inspect.getsource(type(pooler).forward):
         raise ValueError(
             f"{type(model).__name__} pools a whole row by {type(pooler).__name__}, which on a pack mixes "
@@ -47,22 +72,6 @@ def pool_again(model: Any, pack: Pack, output: Any) -> Any:
     starts = pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1)
     output.pooler_output = pooler(hidden[0].index_select(0, starts)[:, None])
     return output
-
-
-def refuse_pooled_output(model: Any, pack: Pack, output: Any) -> None:
-    """Refuse an output that is one row for all sequences of a pack.
-
-    Raises:
-        ValueError: naming the model.
-    """
-    logits = getattr(output, "logits", None)
-    several = pack.cu_seqlens_q.shape[0] > 2
-    if several and isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[0] == 1:
-        raise ValueError(
-            f"{type(model).__name__} returns one row of logits for a pack of {pack.cu_seqlens_q.shape[0] - 1} "
-            "sequences. Feed it padded rows, or take the hidden states of its base model and pool them by "
-            "batch.unpack()."
-        )
 
 
 def _row_a_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Learned and sinusoidal position embeddings -> the same embeddings, counting from the start of every sequence.
+"""Learned and sinusoidal position embeddings -> the same ones, counting from the start of every sequence.
 
 Two kinds of transformers' embedding layers do not take a pack's positions as they are: those of the RoBERTa
 kind, whose first position is ``padding_idx + 1`` and which skip padding tokens, and those of the BART kind,
@@ -124,7 +124,9 @@ def _from_sequence_starts(forward: Callable[..., Any]) -> Callable[..., Any]:
                 "Train this model without context parallelism."
             )
         if position_ids is not None:  # counted along the row by the model
-            return forward(self, like, past, position_ids=_starts_at_zero(pack).view_as(position_ids), **kwargs)
+            return forward(
+                self, like, past, position_ids=_starts_at_zero(pack).view_as(position_ids), **kwargs
+            )
         # What a row as long as the longest sequence is given, looked up by the place in the sequence.
         row = like[:, : pack.max_length_q] if isinstance(like, Tensor) else torch.Size((1, pack.max_length_q))
         table = forward(self, row, past, **kwargs)

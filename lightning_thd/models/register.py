@@ -62,8 +62,8 @@ def _register_mask(masking_utils: ModuleType) -> None:
 def _watch_models(base: Any) -> None:
     """Hook every model given "thd" attention, and every activation checkpointing that is switched on."""
     from lightning_thd.models.hooks import carry_scope, install
-    from lightning_thd.models.own_attention import picks_attention_from_table, refuse_own_attention
     from lightning_thd.models.mixers import has_mixers
+    from lightning_thd.models.own_attention import picks_attention_from_table, refuse_own_attention
 
     choose: Callable[..., str] = base.get_correct_attn_implementation
     set_checkpointing: Callable[..., None] = base._set_gradient_checkpointing

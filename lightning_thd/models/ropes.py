@@ -93,13 +93,11 @@ def _original_length(rotary: Any, kind: str, layer_type: str | None) -> int:
 
 def _refuse_unknown_lengths(rotary: nn.Module, kind: str, limit: int, *, sharded: bool) -> None:
     """Refuse where the length of every sequence cannot be looked at on the host."""
-    where = (
-        "under context parallelism" if sharded else "in a recorded step" if shapes_are_static() else None
-    )
+    where = "under context parallelism" if sharded else "in a recorded step" if shapes_are_static() else None
     if where is not None:
         raise ValueError(
-            f"{type(rotary).__name__} has a rope of type {kind!r}, which turns a sequence longer than {limit} "
-            f"tokens differently from a shorter one, and lengths cannot be told apart {where}. Use sequences "
+            f"{type(rotary).__name__} has a rope of type {kind!r}, which turns a sequence longer than "
+            f"{limit} tokens differently from a shorter one, and lengths cannot be told apart {where}. Use sequences "
             f"of at most {limit} tokens."
         )
 
@@ -122,7 +120,9 @@ def _one_by_one(
         if length > limit:
             own = run(position_ids[..., end - length : end], *args, **kwargs)
             # The slots of a longer sequence are those its positions were computed for.
-            parts.append(tuple(_place(value, whole, end) for value, whole in zip(own, parts[-1], strict=True)))
+            parts.append(
+                tuple(_place(value, whole, end) for value, whole in zip(own, parts[-1], strict=True))
+            )
     outputs: tuple[Tensor, ...] = parts[-1]
     return outputs
 

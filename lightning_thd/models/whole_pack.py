@@ -54,7 +54,9 @@ def run_on_pack(
             return value
         return value.index_select(1, layout.own)
 
-    whole = Scope(_whole_pack(layout), scope.outer, module=scope.module, families=scope.families, masks=scope.masks)
+    whole = Scope(
+        _whole_pack(layout), scope.outer, module=scope.module, families=scope.families, masks=scope.masks
+    )
     with scoped(whole):
         return cut(function(*map(gather, args), **{name: gather(value) for name, value in kwargs.items()}))
 

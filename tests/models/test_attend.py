@@ -111,6 +111,9 @@ def test_rows_and_lengths_that_do_not_fit_the_pack_are_refused() -> None:
         ({"dropout": 0.1}, r"attention dropout 0\.1.*Set attention_dropout .* to 0\.0"),
         ({"position_bias": torch.zeros(1)}, r"passes position_bias to its attention"),
         ({"head_mask": torch.zeros(1)}, r"passes head_mask to its attention"),
+        ({"block_indices": torch.zeros(1)}, r"Layer passes block_indices to its attention, which 'thd'"),
+        ({"sinks": torch.zeros(1)}, r"passes sinks to its attention"),
+        ({"never_heard_of": 1}, r"passes never_heard_of to its attention"),
         ({"output_attentions": True}, r"never form.*'eager'"),
     ],
 )
@@ -118,3 +121,23 @@ def test_what_would_change_the_result_is_refused(arguments: dict[str, Any], mess
     arguments = {"attention_mask": None, **arguments}
     with pytest.raises(ValueError, match=message):
         thd_attention(Layer(), *qkv(1, 3), **arguments)
+
+
+def test_what_every_attention_is_handed_is_no_reason_to_refuse() -> None:
+    handed = {
+        "position_ids": torch.zeros(1, 3),
+        "use_cache": False,
+        "output_attentions": False,
+        "alibi": None,
+    }
+    thd_attention(Layer(), *qkv(1, 3), None, **handed)
+
+
+def test_keys_beside_those_of_the_pack_are_refused_whether_boundaries_are_passed_or_not() -> None:
+    q, k, v = qkv(1, 7, keys=9)
+    batch = THDBatch.collate([{"input_ids": [1] * 4}, {"input_ids": [1] * 3}])
+    with pytest.raises(ValueError, match=r"from 7 slots of a pack to 9 keys, so it adds keys of its own"):
+        thd_attention(Layer(), q, k, v, None, cu_seq_lens_q=batch.cu_seqlens, max_length_q=4)
+    for causal in (True, False):
+        with packed(batch), pytest.raises(ValueError, match=r"adds keys of its own"):
+            thd_attention(Layer(is_causal=causal), q, k, v, None)

@@ -64,6 +64,22 @@ def test_patterns_beyond_causal_are_refused() -> None:
         causal(config(), block_sequence_ids=torch.tensor([[-1, 0, 0, -1, -1, -1]]))
 
 
+def test_blocks_that_hold_nothing_are_plain() -> None:
+    # Text through a multimodal model: -1 is a token of no image.
+    assert causal(config(), block_sequence_ids=torch.full((1, 6), -1)) is None
+    windowed = config()
+    windowed.sliding_window = 2
+    overlay = masking_utils.blockwise_overlay(torch.full((1, 6), -1))
+    window = masking_utils.sliding_window_overlay(2)
+    with pytest.raises(ValueError, match="hides keys further than 2 by a mask alone"):
+        causal(windowed, or_mask_function=overlay, and_mask_function=window)
+
+
+def test_a_mask_wanted_for_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match="pattern of its own"):
+        causal(config(), allow_is_causal_skip=False)
+
+
 def test_a_bidirectional_mask_is_nothing() -> None:
     assert masking_utils.create_bidirectional_mask(config(), torch.zeros(1, 6, 16), None) is None
 

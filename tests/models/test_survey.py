@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
-
-import transformers
 
 from lightning_thd.models import register_thd
 from lightning_thd.models.unknown_layers import refuse_unknown_layers
@@ -29,21 +28,26 @@ def test_an_unknown_layer_with_a_state_is_refused_by_name() -> None:
         model(**batch.hf_kwargs())
 
 
-def test_positions_counted_inside_the_model_are_refused() -> None:
-    config = transformers.BartConfig(
-        vocab_size=64,
-        d_model=16,
-        decoder_layers=1,
-        decoder_attention_heads=2,
-        decoder_ffn_dim=16,
-        dropout=0.0,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd")
-    (batch, _) = matrix.packs()
+class RowPositionEmbedding(nn.Module):
+    """Counts along the row, and is told nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.arange(x.shape[1])[:, None] * x
+
+
+def test_positions_counted_inside_the_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = build("llama", "thd")
+    model.model.embed_positions = RowPositionEmbedding()
+    forward = type(model.model).forward
+
+    def without_positions(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        return forward(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(type(model.model), "forward", without_positions)
     with pytest.raises(
-        ValueError, match=r"embed_positions \(Bart\w+\) counts positions .* BartDecoder takes no"
+        ValueError, match=r"embed_positions \(RowPosition\w+\) counts positions .* LlamaModel takes no"
     ):
-        model(**batch.hf_kwargs())
+        model(**matrix.packs()[0].hf_kwargs())
 
 
 def test_a_model_without_any_layer_that_knows_packs_is_refused() -> None:
