@@ -144,8 +144,8 @@ def _refuse_other_keys(module: nn.Module, query: Tensor, key: Tensor) -> None:
     if slots != slots_k:
         raise ValueError(
             f"{type(module).__name__} attends from {slots} slots of a pack to {slots_k} keys, so it adds "
-            "keys of its own (compressed blocks, memories, another sequence) that no boundary of the pack covers. "
-            "Feed this model padded rows, one sequence each, with attn_implementation='eager'."
+            "keys of its own (compressed blocks, memories, another sequence) that no boundary of the "
+            "pack covers. Feed this model padded rows, one sequence each, with attn_implementation='eager'."
         )
 
 

@@ -97,8 +97,8 @@ def _refuse_unknown_lengths(rotary: nn.Module, kind: str, limit: int, *, sharded
     if where is not None:
         raise ValueError(
             f"{type(rotary).__name__} has a rope of type {kind!r}, which turns a sequence longer than "
-            f"{limit} tokens differently from a shorter one, and lengths cannot be told apart {where}. Use sequences "
-            f"of at most {limit} tokens."
+            f"{limit} tokens differently from a shorter one, and lengths cannot be told apart {where}. Use "
+            f"sequences of at most {limit} tokens."
         )
 
 
