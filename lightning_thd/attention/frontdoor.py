@@ -116,6 +116,7 @@ def describe(
         spec=spec,
         sinks=sinks is not None,
         needs_lse=needs_lse,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
         capability=_capability(q.device.index or 0) if q.is_cuda else None,
     )
 
@@ -131,7 +132,8 @@ def run(
     if name == "torch":
         return torch_varlen.attend(q, k, v, at, spec, sinks)
     if name == "te":
-        return te.attend(q, k, v, at, spec, self_attention=at.cu_q is at.cu_kv)
+        attended: Tensor = te.attend(q, k, v, at, spec, self_attention=at.cu_q is at.cu_kv)
+        return attended
     if name != "cpu":
         return kernel.attend(flash.KERNELS[int(name[-1])], q, k, v, at, spec, sinks)
     out: Tensor

@@ -39,6 +39,7 @@ class Support:
         padding_between: whether padding between sequences may belong to none.
         lse: whether partial results can be merged (context parallelism).
         deterministic: when the backward is bitwise reproducible.
+        deterministic_to: largest head size with such a backward, None for any.
         capability: CUDA compute capabilities (major), None for any.
         probe: module that must import, None when nothing more than torch is needed.
         install: how to get it.
@@ -54,6 +55,7 @@ class Support:
     padding_between: bool = False
     lse: bool = True
     deterministic: str
+    deterministic_to: int | None = None
     capability: tuple[int, ...] | None = None
     probe: str | None = None
     install: str = ""
@@ -103,7 +105,8 @@ SUPPORT: dict[Kernel, Support] = {
         sizes_text=_TO_256,
         softcap=True,
         sinks="through lse",
-        deterministic=_WITH_FLAG,
+        deterministic=f"{_WITH_FLAG}, head sizes up to 192",
+        deterministic_to=192,
         capability=(9,),
         probe=flash.MODULES[3],
         install="build the hopper folder of the flash-attention repository (flash-attn 3)",
@@ -152,6 +155,17 @@ SUPPORT: dict[Kernel, Support] = {
 }
 
 
+# Kernels in the order in which "auto" tries them, by compute capability; by published speed until
+# ``benchmarks.gpu`` has measured it: flash-attn 3 reports 1.5 to 2.0 times flash-attn 2 on Hopper (Shah et
+# al. 2024, arXiv:2407.08608), and flash-attn 4 more than cuDNN on Blackwell. torch's is flash-attn 2.
+_USUAL: tuple[Kernel, ...] = ("cpu", "torch", "flash2", "te", "flash3", "flash4")
+_FASTEST: dict[int, tuple[Kernel, ...]] = {
+    9: ("flash3", "flash4", "torch", "flash2", "te"),
+    10: ("flash4", "torch", "flash2", "te"),
+    11: ("flash4", "torch", "flash2", "te"),
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """The features of a call that decide which kernels can run it."""
@@ -163,6 +177,7 @@ class Request:
     spec: AttentionSpec
     sinks: bool = False
     needs_lse: bool = False
+    deterministic: bool = False
     capability: int | None = None
 
 
@@ -170,11 +185,12 @@ def choose(backend: Backend, request: Request) -> Kernel:
     """Pick the first kernel of a backend that runs exactly what is asked.
 
     Args:
-        backend: a name, or "auto" for any, in the order of ``SUPPORT``.
+        backend: a name, or "auto" for any, the fastest for the device first.
         request: the call.
 
     Returns:
-        The kernel. A bf16 call of head size 128 on a CUDA device with ``backend="auto"`` gives "torch".
+        The kernel. A bf16 call of head size 128 with ``backend="auto"`` gives "torch" on a CUDA device where
+        nothing else is installed, and "flash3" on Hopper where it is.
 
     Raises:
         ValueError: where none does; the message says why, and which would.
@@ -182,8 +198,9 @@ def choose(backend: Backend, request: Request) -> Kernel:
     names = ("auto", *dict.fromkeys(row.backend for row in SUPPORT.values()))
     if backend not in names:
         raise ValueError(f"backend={backend!r} is not known; choose one of {', '.join(names)}.")
-    for kernel, row in SUPPORT.items():
-        if backend in ("auto", row.backend) and why_not(kernel, request) is None and missing(kernel) is None:
+    for kernel in _FASTEST.get(request.capability or 0, _USUAL):
+        asked = backend in ("auto", SUPPORT[kernel].backend)
+        if asked and why_not(kernel, request) is None and missing(kernel) is None:
             return kernel
     lines = [f"backend={backend!r} cannot run this call ({_describe(request)})."]
     for kernel, row in SUPPORT.items():
@@ -216,6 +233,12 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
         return "has no sinks"
     if request.needs_lse and not row.lse:
         return "returns no log-sum-exp to merge partial results with"
+    largest = max(request.head_size, request.value_size)
+    if request.deterministic and row.deterministic_to is not None and largest > row.deterministic_to:
+        return (
+            f"has no deterministic backward for head sizes over {row.deterministic_to}, and "
+            "torch.use_deterministic_algorithms(True) asks for one"
+        )
     if row.capability and request.capability is not None and request.capability not in row.capability:
         wanted = " or ".join(map(str, row.capability))
         return f"needs compute capability {wanted}, this GPU has {request.capability}"
@@ -270,4 +293,6 @@ def _describe(request: Request) -> str:
         parts.append("sinks")
     if request.needs_lse:
         parts.append("log-sum-exp")
+    if request.deterministic:
+        parts.append("deterministic")
     return ", ".join(parts)

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._imports import available
 from lightning_thd._static import shapes_are_static
+from lightning_thd.models.fused_kernels import boundaries, can_run
 from lightning_thd.models.pack import Pack, current_pack, current_scope
 from lightning_thd.models.padded_groups import plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.whole_pack import run_on_pack
@@ -92,17 +92,12 @@ def _pack_aware(forward: Callable[..., Any], kernels: tuple[str, ...] | None) ->
         shard = layout.layout_of(pack.cu_seqlens_q) if layout.in_use else None
         if shard is not None:
             return run_on_pack(functools.partial(pack_aware_forward, self), args, kwargs, shard)
-        if _fused(tokens, kernels):
-            seq_idx = pack.seq_idx
-            return forward(self, *args, **kwargs, seq_idx=seq_idx, cu_seq_lens_q=pack.cu_seqlens_q)
+        if kernels is not None and can_run(kernels, tokens):
+            return forward(self, *args, **kwargs, **boundaries(kernels, pack, type(self)))
         return _grouped(functools.partial(forward, self), args, kwargs)
 
     pack_aware_forward._thd_mixer = True  # type: ignore[attr-defined]
     return pack_aware_forward
-
-
-def _fused(tokens: Tensor, kernels: tuple[str, ...] | None) -> bool:
-    return kernels is not None and tokens.is_cuda and all(map(available, kernels))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -1,8 +1,8 @@
 """Strict doubles of GPU libraries: their signatures, what hardware refuses, and the CPU kernel's numbers.
 
-Each takes exactly the parameters of the library (flash-attn 2.8.3, 3.0's hopper interface, flash-attn-4
-4.0.0b36, Transformer Engine 2.x, torch 2.10 to 2.13): an unknown keyword is a TypeError, a wrong dtype or
-layout an AssertionError.
+Each takes exactly the parameters of the library (flash-attn 2.8.3, 3 of that tag and of main, flash-attn-4
+4.0.0b36, Transformer Engine 2.20.2, torch 2.10 to 2.13; ``tests.signatures`` reads them from the sources): an
+unknown keyword is a TypeError, a wrong dtype or layout an AssertionError.
 """
 
 from __future__ import annotations
@@ -137,6 +137,43 @@ def flash2_backward(
 
 
 # flash-attn 3
+
+
+def flash3_tag_forward(
+    q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+    max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary,
+    q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1), attention_chunk=0,
+    softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    left, right = window_size
+    return flash3_forward(
+        q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+        max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale, causal=causal, window_size_left=left,
+        window_size_right=right, softcap=softcap, num_splits=num_splits,
+    )  # fmt: skip
+
+
+def flash3_tag_backward(
+    dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
+    max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0, deterministic=False,
+    sm_margin=0,
+):  # fmt: skip
+    assert not deterministic or q.shape[2] <= 192
+    left, right = window_size
+    flash3_backward(
+        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
+        max_seqlen_k, dq, dk, dv, softmax_scale, causal, left, right, softcap, deterministic,
+    )  # fmt: skip
+
+
+class Operator:
+    """Stands for what ``torch.library.custom_op`` makes of a function: its call hides the parameters."""
+
+    def __init__(self, function: Any) -> None:
+        self._init_fn = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._init_fn(*args, **kwargs)
 
 
 def flash3_forward(
@@ -281,9 +318,11 @@ class DotProductAttention(torch.nn.Module):
 
     def __init__(
         self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
-        qkv_format="sbhd", attn_mask_type="causal", window_size=None, sequence_parallel=False, tp_size=1,
-        get_rng_state_tracker=None, tp_group=None, layer_number=None, attention_type="self", cp_group=None,
-        cp_global_ranks=None, cp_stream=None, cp_comm_type="p2p", softmax_scale=None,
+        qkv_format="sbhd", attn_mask_type="causal", window_size=None, bottom_right_diagonal=None,
+        softcap=None, sequence_parallel=False, tp_size=1, get_rng_state_tracker=None, tp_group=None,
+        layer_number=None, attention_type="self", cp_group=None, cp_global_ranks=None,
+        cp_stream=None, cp_comm_type="p2p", softmax_scale=None, softmax_type=None,
+        return_max_logit=None, name=None,
     ):  # fmt: skip
         super().__init__()
         assert attention_dropout == 0.0
@@ -292,11 +331,15 @@ class DotProductAttention(torch.nn.Module):
         self.scale = softmax_scale
 
     def forward(
-        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
-        cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None,
-        max_seqlen_kv=None, attn_mask_type=None, window_size=None, checkpoint_core_attention=False,
+        self, query_layer=None, key_layer=None, value_layer=None, attention_mask=None,
+        qkv_format=None, cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None,
+        window_size=None, bottom_right_diagonal=None, softcap=None, checkpoint_core_attention=False,
         core_attention_bias_type="no_bias", core_attention_bias=None, alibi_slopes=None,
-        fast_zero_fill=True, inference_params=None, pad_between_seqs=None,
+        fast_zero_fill=True, inference_params=None, pad_between_seqs=None, fp8_output=None,
+        bf16_backward=None, num_splits=None, score_mod=None, score_mod_bprop=None,
+        score_mod_tensors=None, score_mod_bprop_tensors=None, qkv_layer=None, kv_layer=None,
+        qkv_interleave_dim=None, thd_attention_policies=None, thd_attention_policy_dispatch=None,
     ):  # fmt: skip
         q, k, v = query_layer, key_layer, value_layer
         channels = q.shape[2] if q.shape[2] == v.shape[2] else (q.shape[2], v.shape[2])
@@ -312,8 +355,11 @@ class DotProductAttention(torch.nn.Module):
         causal = attn_mask_type != "padding"
         if attn_mask_type == "padding_causal":  # top-left: right only where lengths agree
             assert torch.equal(cu_seqlens_q, cu_seqlens_kv)
-        assert not causal or window_size[1] == 0
         left, right = window_size
+        if causal:
+            assert right == 0
+        else:  # check_set_window_size: both sides open, or both closed
+            assert window_size == (-1, -1) or (left >= 0 and right >= 0)
         rows = real_rows(cu_seqlens_q, cu_seqlens_q_padded)
         keys = real_rows(cu_seqlens_kv, cu_seqlens_kv_padded)
         real, _ = varlen_attention_cpu(
@@ -341,8 +387,14 @@ def install(monkeypatch: pytest.MonkeyPatch, *which: str) -> None:
         },
         "flash3": {
             "flash_attn_interface": {
-                "_flash_attn_forward": flash3_forward,
-                "_flash_attn_backward": flash3_backward,
+                "_flash_attn_forward": Operator(flash3_forward),
+                "_flash_attn_backward": Operator(flash3_backward),
+            }
+        },
+        "flash3 tag": {
+            "flash_attn_interface": {
+                "_flash_attn_forward": flash3_tag_forward,
+                "_flash_attn_backward": flash3_tag_backward,
             }
         },
         "flash4": {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+import types
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from lightning_thd.attention.spec import make_spec
 from lightning_thd.attention.support import Request, choose
 from tests.attention import standins
 from tests.attention.oracle import dense_attention
+from tests.signatures import parameters_of, recorded
 
 # bf16 keeps 8 bits: out is rounded once, gradients go through products of a few rounded numbers.
 TOLERANCE = {"rtol": 2e-2, "atol": 2e-2}
@@ -27,9 +30,10 @@ CASES = {
     "window": ({"window": 5}, (4, 0)),
     "two-sided": ({"window": (3, 2), "causal": False}, (3, 2)),
     "right only": ({"window": (-1, 2), "causal": False}, (-1, 2)),
+    "left only": ({"window": (3, -1), "causal": False}, (3, -1)),
     "scale": ({"scale": 0.3}, (-1, 0)),
 }
-BACKENDS = ["torch", "torch without gqa", "torch 2.10", "flash2", "flash3", "flash4", "te"]
+BACKENDS = ["torch", "torch without gqa", "torch 2.10", "flash2", "flash3", "flash3 tag", "flash4", "te"]
 
 
 def cu(lengths: list[int]) -> Tensor:
@@ -223,3 +227,45 @@ def test_deterministic_algorithms_reach_the_kernel(on_cuda: pytest.MonkeyPatch) 
         finally:
             torch.use_deterministic_algorithms(False)
     assert seen == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "double"),
+    [
+        ("flash2_forward", standins.flash2_forward),
+        ("flash2_backward", standins.flash2_backward),
+        ("flash3_tag_forward", standins.flash3_tag_forward),
+        ("flash3_tag_backward", standins.flash3_tag_backward),
+        ("flash4_forward", standins.flash4_forward),
+        ("flash4_backward", standins.flash4_backward),
+        ("te_init", standins.DotProductAttention.__init__),
+        ("te_forward", standins.DotProductAttention.forward),
+    ],
+)
+def test_doubles_take_what_the_real_sources_take(name: str, double: Any) -> None:
+    assert parameters_of(double) == recorded(name)
+
+
+def test_transformer_engine_chooses_once_for_every_window(on_cuda: pytest.MonkeyPatch) -> None:
+    """It keeps one choice; layers of two windows in turns made it choose in every one of them."""
+    standins.install(on_cuda, "te")
+    module = types.ModuleType(te._CHOOSES)
+    module._attention_backends = {"attention_params": None}  # type: ignore[attr-defined]
+    on_cuda.setitem(sys.modules, te._CHOOSES, module)
+    on_cuda.setattr(te, "_CHOICES", {})
+    choices = []
+    forward = standins.DotProductAttention.forward
+
+    def choosing(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        params = (kwargs["max_seqlen_q"], kwargs["window_size"])
+        if module._attention_backends["attention_params"] != params:  # type: ignore[attr-defined]
+            choices.append(params)
+            module._attention_backends["attention_params"] = params  # type: ignore[attr-defined]
+        return forward(self, *args, **kwargs)
+
+    on_cuda.setattr(standins.DotProductAttention, "forward", choosing)
+    q, k, v = (normal(4, 2, 16) for _ in range(3))
+    for _ in range(5):
+        for window in (None, 2):
+            varlen_attention(q, k, v, cu([4]), cu([4]), 4, 4, window=window, backend="te")
+    assert choices == [(4, (-1, 0)), (4, (1, 0))]

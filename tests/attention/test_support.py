@@ -23,15 +23,33 @@ def test_auto_takes_the_cpu_kernel_for_everything_on_the_cpu() -> None:
     assert choose("auto", hard) == "cpu"
 
 
-def test_auto_takes_torch_first_on_cuda(on_cuda: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_fastest_for_the_device(on_cuda: pytest.MonkeyPatch) -> None:
+    """torch's kernels are flash-attn 2: on Hopper and Blackwell what is newer comes first."""
+    assert choose("auto", CUDA) == "torch"  # nothing else is installed
     standins.install(on_cuda, "flash2", "flash3", "flash4", "te")
-    assert choose("auto", CUDA) == "torch"
-    assert choose("auto", replace(CUDA, sinks=True)) == "torch"
+    for capability, kernel in ((8, "torch"), (9, "flash3"), (10, "flash4"), (11, "flash4"), (12, "torch")):
+        assert choose("auto", replace(CUDA, capability=capability)) == kernel
+        assert choose("auto", replace(CUDA, capability=capability, sinks=True)) == kernel
     assert choose("flash", CUDA) == "flash3"
     assert choose("flash", replace(CUDA, capability=10)) == "flash4"
     assert choose("flash", replace(CUDA, capability=8)) == "flash2"
-    assert choose("auto", replace(CUDA, spec=make_spec(64, softcap=30.0))) == "flash3"
+    capped = replace(CUDA, spec=make_spec(64, softcap=30.0))
+    assert choose("auto", capped) == "flash3"
+    assert choose("auto", replace(capped, capability=12)) == "flash2"
     assert choose("te", CUDA) == "te"
+    assert choose("torch", CUDA) == "torch"
+
+
+def test_a_deterministic_backward_of_large_heads_goes_to_a_kernel_that_has_it(
+    on_cuda: pytest.MonkeyPatch,
+) -> None:
+    standins.install(on_cuda, "flash3")
+    large = replace(CUDA, head_size=256, value_size=256)
+    assert choose("auto", large) == "flash3"
+    assert choose("auto", replace(large, deterministic=True)) == "torch"
+    assert choose("auto", replace(large, deterministic=True, head_size=192, value_size=128)) == "flash3"
+    with pytest.raises(ValueError, match="no deterministic backward for head sizes over 192"):
+        choose("flash", replace(large, deterministic=True))
 
 
 def test_a_backend_that_is_not_installed_is_skipped_or_named(on_cuda: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 Each is driven through its forward that returns the log-sum-exp and its backward that takes it, so that sinks
 and context parallelism work the same on all three. Signatures: flash-attn 2.8, hopper/flash_attn_interface.py
-of 3.0, and flash-attn-4 4.0.0b36. Their imports stand in the functions, where torch.compile follows them;
-``support`` has checked that they succeed.
+of its 2.8.3 tag and of main, and flash-attn-4 4.0.0b36. Their imports stand in the functions, where
+torch.compile follows them; ``support`` has checked that they succeed.
 """
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,31 +81,18 @@ class Flash2:
 
 
 class Flash3:
-    """flash-attn 3, built from the hopper folder."""
+    """flash-attn 3, built from the hopper folder: of the 2.8.3 tag, or of the main branch after it."""
 
     sizes = staticmethod(one_size)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Call ``_flash_attn_forward`` by keywords: their order moved between builds, their names did not."""
+        """Call ``_flash_attn_forward``."""
         from flash_attn_interface import _flash_attn_forward
 
-        out, lse, *_ = _flash_attn_forward(
-            q,
-            k,
-            v,
-            cu_seqlens_q=at.cu_q,
-            cu_seqlens_k=at.cu_kv,
-            max_seqlen_q=at.max_q,
-            max_seqlen_k=at.max_kv,
-            softmax_scale=spec.scale,
-            causal=spec.causal,
-            window_size_left=spec.left,
-            window_size_right=spec.right,
-            softcap=spec.softcap,
-            num_splits=1,
-        )
+        options = _flash3_options(_flash_attn_forward, at, spec)
+        out, lse, *_ = _flash_attn_forward(q, k, v, num_splits=1, **options)
         return out, lse.t()
 
     def backward(
@@ -117,21 +106,54 @@ class Flash3:
             grad,
             *saved[:4],
             saved.lse.t().contiguous(),
-            cu_seqlens_q=at.cu_q,
-            cu_seqlens_k=at.cu_kv,
-            max_seqlen_q=at.max_q,
-            max_seqlen_k=at.max_kv,
             dq=dq,
             dk=dk,
             dv=dv,
-            softmax_scale=spec.scale,
-            is_causal=spec.causal,
-            window_size_left=spec.left,
-            window_size_right=spec.right,
-            softcap=spec.softcap,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_flash3_options(_flash_attn_backward, at, spec),
         )
         return dq, dk, dv
+
+
+def _flash3_options(function: Any, at: Offsets, spec: AttentionSpec) -> dict[str, Any]:
+    """Say offsets and mask in the keywords of this build, by names, as their order moved as well.
+
+    The tag has ``window_size`` and ``causal`` and no defaults before them; main has ``window_size_left`` and
+    ``window_size_right``, and ``is_causal`` in the backward.
+    """
+    names, required = _flash3_signature(function)
+    options: dict[str, Any] = dict.fromkeys(required)
+    options |= {
+        "cu_seqlens_q": at.cu_q,
+        "cu_seqlens_k": at.cu_kv,
+        "max_seqlen_q": at.max_q,
+        "max_seqlen_k": at.max_kv,
+        "softmax_scale": spec.scale,
+        "is_causal" if "is_causal" in names else "causal": spec.causal,
+        "softcap": spec.softcap,
+    }
+    if "window_size" in names:
+        return options | {"window_size": (spec.left, spec.right)}
+    return options | {"window_size_left": spec.left, "window_size_right": spec.right}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _flash3_signature(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return _names_of(function)
+
+
+@cache
+def _names_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """List a function's parameters, and those without a default that callers here leave out.
+
+    ``torch.library.custom_op``, which wraps the functions of main, keeps the function in ``_init_fn``.
+    """
+    parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
+    ours = {"q", "k", "v", "out", "dout", "softmax_lse", "dq", "dk", "dv"}
+    if "dout" not in parameters:  # out is where a forward writes, if it is told
+        ours.remove("out")
+    required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in ours]
+    return tuple(parameters), tuple(required)
 
 
 class Flash4:

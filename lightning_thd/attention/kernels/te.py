@@ -7,6 +7,9 @@ Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E v
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +20,13 @@ from lightning_thd._imports import require
 from lightning_thd.attention.kernels.kernel import Offsets
 from lightning_thd.attention.spec import AttentionSpec
 
+_CHOOSES = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+# Lengths of the longest sequence differ from batch to batch; what is older than this many calls is of no use.
+_MOST_CHOICES = 256
+_CHOICES: dict[tuple[Any, ...], dict[str, Any]] = {}
 
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as Transformer Engine's own forward is
 def attend(
     q: Tensor,
     k: Tensor,
@@ -53,21 +62,24 @@ def attend(
         self_attention,
         torch.are_deterministic_algorithms_enabled(),
     )
-    out: Tensor = attention(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        qkv_format="thd",
-        cu_seqlens_q=at.cu_q,
-        cu_seqlens_kv=at.cu_kv,
-        cu_seqlens_q_padded=where.cu_q,
-        cu_seqlens_kv_padded=where.cu_kv,
-        max_seqlen_q=where.max_q,
-        max_seqlen_kv=where.max_kv,
-        attn_mask_type=mask_type(spec, self_attention=self_attention),
-        window_size=(spec.left, spec.right),
-        pad_between_seqs=padded is not None,
-    )
+    mask, window = mask_type(spec, self_attention=self_attention), window_of(spec, where)
+    call = (q.shape, k.shape, v.shape, q.dtype, where.max_q, where.max_kv, mask, window)
+    with _remembered_choice(call):
+        out: Tensor = attention(
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            qkv_format="thd",
+            cu_seqlens_q=at.cu_q,
+            cu_seqlens_kv=at.cu_kv,
+            cu_seqlens_q_padded=where.cu_q,
+            cu_seqlens_kv_padded=where.cu_kv,
+            max_seqlen_q=where.max_q,
+            max_seqlen_kv=where.max_kv,
+            attn_mask_type=mask,
+            window_size=window,
+            pad_between_seqs=padded is not None,
+        )
     return out.view(q.shape[0], q.shape[1], v.shape[2])
 
 
@@ -76,6 +88,37 @@ def mask_type(spec: AttentionSpec, *, self_attention: bool) -> str:
     if not spec.causal:
         return "padding"
     return "padding_causal" if self_attention else "padding_causal_bottom_right"
+
+
+def window_of(spec: AttentionSpec, at: Offsets) -> tuple[int, int]:
+    """Say a window as Transformer Engine takes it: with causality, both sides open, or both closed.
+
+    Returns:
+        The sides. ``(-1, 2)`` with keys up to 40 long becomes ``(40, 2)``, which hides no more keys.
+    """
+    left, right = spec.left, spec.right
+    if spec.causal or (left < 0 and right < 0):
+        return left, right
+    return (at.max_kv if left < 0 else left), (at.max_q if right < 0 else right)
+
+
+@contextlib.contextmanager
+def _remembered_choice(call: tuple[Any, ...]) -> Iterator[None]:
+    """Give Transformer Engine back what it chose for a call like this, in place of choosing anew.
+
+    It remembers one choice of a kernel, and forgets it as soon as a layer has another window or length. What
+    is put back is compared with the call once more there, so that a wrong memory costs time only.
+    """
+    chosen = getattr(sys.modules.get(_CHOOSES), "_attention_backends", None)
+    if not isinstance(chosen, dict):
+        yield
+        return
+    if call in _CHOICES:
+        chosen.update(_CHOICES[call])
+    yield
+    if len(_CHOICES) >= _MOST_CHOICES:
+        _CHOICES.clear()
+    _CHOICES[call] = dict(chosen)
 
 
 @lru_cache(maxsize=64)

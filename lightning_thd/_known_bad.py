@@ -1,0 +1,118 @@
+"""Installed packages and the GPU -> which combinations are known to fail or to compute wrong numbers.
+
+The one table of such versions: ``lightning-thd doctor`` prints it, and what chooses kernels reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownBad:
+    """One combination.
+
+    Attributes:
+        feature: import name of the package, or ``"graphs"``, that the combination breaks.
+        versions: distribution -> versions it concerns; all of them have to be installed.
+        without: distribution that mends it, "" for none.
+        capability: CUDA compute capability (major) it needs, None for any device.
+        problem: what happens.
+        instead: what to do; where this package works around it by itself, what it does.
+    """
+
+    feature: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    without: str = ""
+    capability: int | None = None
+    problem: str
+    instead: str
+
+
+TABLE: tuple[KnownBad, ...] = (
+    KnownBad(
+        feature="fla",
+        versions={"fla-core": ">=0", "triton": ">=3.4,<3.7.1"},
+        without="tilelang",
+        capability=9,
+        problem="flash-linear-attention refuses its gated backward, which is wrong there (its issue 640)",
+        instead="install triton>=3.7.1 or tilelang",
+    ),
+    KnownBad(
+        feature="mamba_ssm",
+        versions={"transformers": "<5.15", "mamba-ssm": ">=0"},
+        problem="transformers hands no seq_idx to the fused Mamba-2 kernels, so that state crosses sequences",
+        instead="install transformers>=5.15",
+    ),
+    KnownBad(
+        feature="flash_attn",
+        versions={"flash-attn": "<2.7"},
+        problem="its functions take other arguments than those of 2.7 and later",
+        instead="install flash-attn>=2.8, or use backend='torch', which is in torch",
+    ),
+    KnownBad(
+        feature="torch",
+        versions={"torch": "<2.11"},
+        problem="torch.nn.attention.varlen lacks what is called here",
+        instead="install torch>=2.11",
+    ),
+    KnownBad(
+        feature="lightning",
+        versions={"lightning": "<2.6.6"},
+        problem="earlier releases carry known vulnerabilities",
+        instead="install lightning>=2.6.6",
+    ),
+    KnownBad(
+        feature="graphs",
+        versions={"torch": ">=2.12,<2.14"},
+        problem="a capture that fails at its end keeps the memory of its pool reserved (pytorch pull 190348)",
+        instead="train without CUDAGraphCallback where it says that graphs are off and memory is short",
+    ),
+)
+
+
+def installed_version(distribution: str) -> str | None:
+    """Give the version of a distribution, or None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def known_problems(
+    feature: str | None = None,
+    *,
+    capability: int | None = None,
+    version_of: Callable[[str], str | None] = installed_version,
+) -> list[KnownBad]:
+    """List the combinations of the table that are present here.
+
+    Args:
+        feature: only those of one package; None for all.
+        capability: CUDA compute capability (major) of the device, None without one: combinations that need a
+            certain one are left out then.
+        version_of: of a distribution, None where it is absent.
+    """
+    return [
+        entry
+        for entry in TABLE
+        if feature in (None, entry.feature)
+        and entry.capability in (None, capability)
+        and not (entry.without and version_of(entry.without) is not None)
+        and all(_within(version_of(name), wanted) for name, wanted in entry.versions.items())
+    ]
+
+
+def _within(version: str | None, wanted: str) -> bool:
+    """Whether a version is one of those concerned; pre-releases and local builds count as their base."""
+    if version is None:
+        return False
+    try:
+        return Version(Version(version).base_version) in SpecifierSet(wanted)
+    except InvalidVersion:  # a build that names itself; nothing is known about it
+        return False
