@@ -71,10 +71,10 @@ class LogsMetric(GraphModule):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (ReadsHost, r"test_callback_refusals.py:\d+ in training_step: the step reads batch.lengths"),
+        (ReadsHost, r"test_cuda_graph_refusals.py:\d+ in training_step: the step reads batch.lengths"),
         (
             ReadsIndex,
-            r"callback_refusals.py:\d+ in training_step: the step uses argument 2 of the step \(batch_idx\)",
+            r"cuda_graph_refusals.py:\d+ in training_step: the step uses argument 2 of the step \(batch_idx\)",
         ),
         (ReadsProgress, r"in training_step: the step uses trainer.global_step"),
         (Counts, r"the step changes Counts.calls, which a replay does not run again"),

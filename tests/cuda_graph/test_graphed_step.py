@@ -329,8 +329,12 @@ def test_a_batch_of_another_type_runs_eagerly() -> None:
 def test_extras_run_eagerly() -> None:
     model = tiny_llama(torch.float64)
     batch = random_batch(1, count=4).replace(extras={"output_attentions": torch.tensor(0)})
-    step = GraphedStep(lambda m, b: causal_lm_loss(m, b.replace(extras={})), model, buckets=BUCKETS)
-    step.backend = RecordingBackend()
+    step = GraphedStep(
+        lambda m, b: causal_lm_loss(m, b.replace(extras={})),
+        model,
+        buckets=BUCKETS,
+        backend=RecordingBackend(),
+    )
     step(batch)
     assert step.stats.fallbacks == {"extras": 1}
 

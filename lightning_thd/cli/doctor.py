@@ -1,0 +1,157 @@
+"""This machine -> what is installed, which kernels run here and why the others do not, and known-bad versions.
+
+``lightning-thd doctor`` prints it, with ``--json`` for a program or a bug report. Nothing is trained, and a
+GPU is asked for its name only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from lightning_thd import __version__
+from lightning_thd._imports import available
+from lightning_thd._known_bad import installed_version, known_problems
+from lightning_thd.attention.support import SUPPORT, missing
+from lightning_thd.cuda_graph.capture.backend import CudaBackend
+
+# Distributions whose versions a bug report needs, in the order of the data flow.
+_DISTRIBUTIONS = (
+    *("torch", "lightning", "numpy", "transformers", "accelerate", "trl", "datasets", "pyarrow"),
+    *("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "mamba-ssm"),
+    *("causal-conv1d", "fla-core", "flash-linear-attention", "tilelang", "liger-kernel"),
+    *("cut-cross-entropy", "torchao", "ray", "fsspec", "wandb"),
+)
+# What runs a kind of layer or loss, and what must import for it; all of them need a CUDA device.
+_FUSED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "mamba-2 layers": ("fused by mamba-ssm", ("mamba_ssm", "causal_conv1d")),
+    "gated delta layers": ("fused by flash-linear-attention", ("fla", "causal_conv1d")),
+    "short convolutions": ("fused by causal-conv1d", ("causal_conv1d",)),
+    "loss backend='liger'": ("liger-kernel", ("liger_kernel",)),
+    "loss backend='cce'": ("cut-cross-entropy", ("cut_cross_entropy",)),
+    "fp8 by torchao": ("torchao", ("torchao",)),
+    "fp8 by Transformer Engine": ("transformer-engine", ("transformer_engine.pytorch",)),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One thing that may run here.
+
+    Attributes:
+        serves: what it is for.
+        name: what does it.
+        usable: whether it runs here.
+        why_not: what stands in the way, with what to do; "" where it is usable.
+    """
+
+    serves: str
+    name: str
+    usable: bool
+    why_not: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """What ``lightning-thd doctor`` found.
+
+    Attributes:
+        machine: names and versions of what is no Python package.
+        packages: distribution -> version, None where it is absent.
+        kernels: what may run here.
+        problems: combinations that are known to be bad, each with what to do.
+    """
+
+    machine: dict[str, str]
+    packages: dict[str, str | None]
+    kernels: list[Kernel]
+    problems: list[str]
+
+    def __str__(self) -> str:
+        width = max(map(len, (*self.machine, *self.packages)))
+        lines = [f"{name:<{width}}  {value}" for name, value in self.machine.items()]
+        lines += ["", *(f"{name:<{width}}  {v or '-'}" for name, v in self.packages.items()), ""]
+        width = max(len(f"{x.serves}: {x.name}") for x in self.kernels)
+        for x in self.kernels:
+            what = f"{x.serves}: {x.name}"
+            lines.append(f"{what:<{width}}  {'yes' if x.usable else 'no: ' + x.why_not}")
+        found = [f"PROBLEM  {problem}" for problem in self.problems]
+        return "\n".join([*lines, "", *(found or ["No combination that is known to be bad."])])
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine; nothing is changed, and nothing is sent anywhere."""
+    capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
+    problems = known_problems(capability=capability)
+    return Diagnosis(
+        machine=_machine(),
+        packages={name: installed_version(name) for name in _DISTRIBUTIONS},
+        kernels=[*_attention(capability), *_fused(capability), _graphs()],
+        problems=[f"{x.feature}: {x.problem}; {x.instead}." for x in problems],
+    )
+
+
+def _machine() -> dict[str, str]:
+    found = {
+        "lightning_thd": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "cuda of torch": str(torch.version.cuda or "none, a CPU build"),
+    }
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found[f"gpu {index}"] = (
+            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
+            f"compute capability {properties.major}.{properties.minor}"
+        )
+    return found
+
+
+def _attention(capability: int | None) -> list[Kernel]:
+    kernels = []
+    for name, row in SUPPORT.items():
+        why = missing(name)
+        if why is None and row.device == "cuda":
+            why = _no_device(capability)
+            if capability is not None and row.capability and capability not in row.capability:
+                wanted = " or ".join(map(str, row.capability))
+                why = f"needs compute capability {wanted}, this GPU has {capability}"
+        what = f"attention backend={row.backend!r}"
+        kernels.append(Kernel(serves=what, name=name, usable=why is None, why_not=why or ""))
+    return kernels
+
+
+def _fused(capability: int | None) -> list[Kernel]:
+    kernels = []
+    for serves, (name, modules) in _FUSED.items():
+        absent = [module for module in modules if not available(module)]
+        why = f"{', '.join(absent)} does not import here" if absent else _no_device(capability)
+        bad = [x for module in modules for x in known_problems(module, capability=capability)]
+        if why is None and bad:
+            why = f"{bad[0].problem}; {bad[0].instead}"
+        kernels.append(Kernel(serves=serves, name=name, usable=why is None, why_not=why or ""))
+    return kernels
+
+
+def _graphs() -> Kernel:
+    why = CudaBackend().unavailable(torch.device("cuda"))
+    return Kernel(serves="CUDA graphs", name="torch.cuda.CUDAGraph", usable=why is None, why_not=why or "")
+
+
+def _no_device(capability: int | None) -> str | None:
+    return "there is no CUDA device" if capability is None else None
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the diagnosis."""
+    parser = argparse.ArgumentParser("lightning-thd doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    found = diagnose()
+    print(json.dumps(asdict(found), indent=1) if parser.parse_args(list(arguments)).json else found)
