@@ -1,4 +1,4 @@
-"""This machine -> what is installed, which kernels run here and why the others do not, and known-bad versions.
+"""This machine -> what is installed, which kernels run here and why others do not, and known-bad versions.
 
 ``lightning-thd doctor`` prints it, with ``--json`` for a program or a bug report. Nothing is trained, and a
 GPU is asked for its name only.
@@ -102,7 +102,9 @@ def _machine() -> dict[str, str]:
         "lightning_thd": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "cpu cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+        "cpu cores": str(
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        ),
         "cuda of torch": str(torch.version.cuda or "none, a CPU build"),
     }
     for index in range(torch.cuda.device_count()):

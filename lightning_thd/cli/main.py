@@ -21,6 +21,7 @@ Tools:
   peaks       dense peaks of devices, which MFU is held against
   graph-plan  buckets for CUDA graphs, chosen from the data, and what they should bring
   pack        pack a data set once and write ready packs
+  doctor      what is installed, which kernels run here, and versions known to be wrong
 
 `lightning-thd COMMAND --help` tells more."""
 
@@ -93,10 +94,17 @@ def _graph_plan(arguments: list[str]) -> None:
     graph_plan(arguments)
 
 
+def _doctor(arguments: list[str]) -> None:
+    from lightning_thd.cli.doctor import main as doctor
+
+    doctor(arguments)
+
+
 _TOOLS: dict[str, Callable[[list[str]], None]] = {
     "report": _report,
     "flops": _flops,
     "peaks": _peaks,
     "pack": _pack,
     "graph-plan": _graph_plan,
+    "doctor": _doctor,
 }

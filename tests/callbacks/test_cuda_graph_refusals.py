@@ -74,7 +74,7 @@ class LogsMetric(GraphModule):
         (ReadsHost, r"test_cuda_graph_refusals.py:\d+ in training_step: the step reads batch.lengths"),
         (
             ReadsIndex,
-            r"cuda_graph_refusals.py:\d+ in training_step: the step uses argument 2 of the step \(batch_idx\)",
+            r"refusals.py:\d+ in training_step: the step uses argument 2 of the step \(batch_idx\)",
         ),
         (ReadsProgress, r"in training_step: the step uses trainer.global_step"),
         (Counts, r"the step changes Counts.calls, which a replay does not run again"),

@@ -1,0 +1,82 @@
+"""``lightning-thd doctor``: everything it says about a machine, on this one and on made-up ones."""
+
+from __future__ import annotations
+
+import functools
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_thd._known_bad import known_problems
+from lightning_thd.attention.support import SUPPORT
+from lightning_thd.cli import doctor, main
+from lightning_thd.cli.doctor import Diagnosis, diagnose
+
+
+def kernel(found: Diagnosis, name: str) -> doctor.Kernel:
+    return next(x for x in found.kernels if x.name == name)
+
+
+def hopper(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]) -> None:
+    """A machine with one H200 and everything installed, in the versions given."""
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=150 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(doctor, "available", lambda name: True)
+    monkeypatch.setattr(doctor, "missing", lambda kernel: None)
+    monkeypatch.setattr(doctor, "installed_version", versions.get)
+    reading = functools.partial(known_problems, version_of=versions.get)
+    monkeypatch.setattr(doctor, "known_problems", reading)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
+def test_without_a_gpu_only_the_cpu_kernel_runs_and_every_other_says_why() -> None:
+    found = diagnose()
+    assert found.packages["torch"] == torch.__version__
+    assert found.packages["tilelang"] is None
+    assert [x.name for x in found.kernels if x.usable] == ["cpu"]
+    for x in found.kernels:
+        assert x.usable == (x.why_not == "")
+    assert {x.name for x in found.kernels} >= set(SUPPORT)
+    assert kernel(found, "torch").why_not == "there is no CUDA device"
+    assert "pip install" in kernel(found, "te").why_not
+
+
+def test_on_hopper_all_runs_but_what_is_known_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.11.0", "lightning": "2.6.6", "triton": "3.6.0", "fla-core": "0.6.0"}
+    hopper(monkeypatch, versions)
+    found = diagnose()
+    assert found.machine["gpu 0"] == "NVIDIA H200, 150 GiB, compute capability 9.0"
+    assert [x.name for x in found.kernels if not x.usable] == ["fused by flash-linear-attention"]
+    assert "install triton>=3.7.1" in kernel(found, "fused by flash-linear-attention").why_not
+    assert len(found.problems) == 1
+    assert "PROBLEM  fla: flash-linear-attention refuses its gated backward" in str(found)
+    versions["tilelang"] = "0.1.15"
+    healthy = diagnose()
+    assert all(x.usable for x in healthy.kernels)
+    assert "No combination that is known to be bad." in str(healthy)
+
+
+def test_a_gpu_that_a_kernel_is_not_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper(monkeypatch, {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: (7, 5))
+    found = diagnose()
+    assert kernel(found, "flash3").why_not == "needs compute capability 9, this GPU has 7"
+    assert not kernel(found, "torch").usable
+
+
+def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    shown = capsys.readouterr().out
+    assert "attention backend='flash': flash3" in shown
+    assert torch.__version__ in shown
+    main(["doctor", "--json"])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert set(found) == {"machine", "packages", "kernels", "problems"}
+    assert found["packages"]["torch"] == torch.__version__
+    assert {"serves", "name", "usable", "why_not"} == set(found["kernels"][0])
