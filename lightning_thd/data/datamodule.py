@@ -206,7 +206,7 @@ class THDDataModule(L.LightningDataModule):
             return self._streamed(self._stream, kind)
         return self._loader(
             "train",
-            kind="step" if isinstance(self.global_batch, Sequences) else "pack",
+            kind="step" if isinstance(self.global_batch, Sequences) or self._host.whole_steps else "pack",
             fixed_order=getattr(self.trainer, "overfit_batches", 0) > 0,
             progress=link.Progress(self.trainer) if self.trainer is not None else None,
         )

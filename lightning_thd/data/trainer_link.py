@@ -30,6 +30,7 @@ class Host:
         alignment: what the strategy asks lengths to be multiples of.
         model: the module that is trained.
         loggers: of the Trainer.
+        whole_steps: a batch of ``Packs(n)`` is all packs of this rank's step, as a pipeline needs.
     """
 
     rank: int = 0
@@ -40,6 +41,7 @@ class Host:
     alignment: Alignment | None = None
     model: nn.Module | None = None
     loggers: tuple[Logger, ...] = ()
+    whole_steps: bool = False
 
 
 def host_of(trainer: L.Trainer) -> Host:
@@ -55,6 +57,7 @@ def host_of(trainer: L.Trainer) -> Host:
         alignment=getattr(trainer.strategy, "alignment", None),
         model=trainer.lightning_module,
         loggers=tuple(trainer.loggers),
+        whole_steps=getattr(trainer.strategy, "packs_as_steps", False),
     )
 
 
@@ -124,7 +127,29 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
             f"{type(trainer.strategy).__name__}. Or use Packs(n)."
         )
     host = host_of(trainer)
-    check_packs(step, ranks=host.ranks, accumulate=host.accumulate)
+    if host.whole_steps:
+        check_whole_steps(step, ranks=host.ranks, accumulate=host.accumulate)
+    else:
+        check_packs(step, ranks=host.ranks, accumulate=host.accumulate)
+
+
+def check_whole_steps(step: Packs | Sequences | None, *, ranks: int, accumulate: int) -> None:
+    """Refuse what contradicts a strategy that runs all microbatches of a step in one batch.
+
+    Raises:
+        MisconfigurationException: for accumulation, or packs that the ranks do not divide.
+    """
+    if accumulate != 1:
+        raise MisconfigurationException(
+            f"accumulate_grad_batches={accumulate}, but a pipeline runs all microbatches of a step in one "
+            f"batch. Set accumulate_grad_batches=1 and global_batch=Packs({ranks * accumulate}), or "
+            "Sequences(n)."
+        )
+    if isinstance(step, Packs) and step.n % ranks:
+        raise MisconfigurationException(
+            f"global_batch={step} does not divide over {ranks} data-parallel ranks. Set a multiple of "
+            f"{ranks}."
+        )
 
 
 def check_packs(step: Packs | Sequences | None, *, ranks: int, accumulate: int) -> None:

@@ -128,7 +128,7 @@ def causal_lm_loss(
         found = linear_nll(operands.call(targets, logit_map), penalties, token_weights=weight)
         return torch.stack([*found])
 
-    found = HeadCall.of(inner).run(model, lambda: Job(batch, values))
+    found = HeadCall.of(inner).run(model, lambda: Job(batch, values, size=2))
     loss, z_part = found["values"].unbind()
     further = [value[0] for name, value in found.items() if name.startswith("value_")]
     if further:
@@ -171,7 +171,7 @@ def causal_lm_logprobs(
         return torch.cat(columns)
 
     inner = language_model(model)
-    found = HeadCall.of(inner).run(model, lambda: Job(batch, values))
+    found = HeadCall.of(inner).run(model, lambda: Job(batch, values, size=wide * batch.targets.numel()))
     columns = list(found["values"].chunk(wide))
     results = LogProbs(columns[0], columns[1] if entropy else None, columns[2 if entropy else 1])
     if top_k:

@@ -51,7 +51,7 @@ def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.d
     dist.all_gather(rows, mine)
     found = [tuple(row.tolist()) for row in rows]
     for data in range(sizes.data):
-        ranks = range(data * sizes.peers, (data + 1) * sizes.peers)
+        ranks = sizes.readers(data)
         if len({found[rank][0] for rank in ranks}) > 1:
             raise ValueError(
                 f"Ranks {_listed(ranks)} share one pack ({sizes.context} context-parallel x {sizes.tensor} "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +14,13 @@ from torch.distributed.tensor import DTensor
 _Key: TypeAlias = tuple[Any, tuple[int, ...], torch.dtype]
 
 
-def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+def clip_by_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    *,
+    across: dist.ProcessGroup | None = None,
+    counted_elsewhere: Collection[int] = (),
+) -> Tensor:
     """Scale gradients so that their norm over everything is at most ``max_norm``; a collective.
 
     torch's own function wants all gradients on one mesh, but weights that tensor parallelism leaves whole
@@ -23,19 +29,31 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     Args:
         parameters: with gradients, DTensors or plain.
         max_norm: the largest norm.
+        across: ranks with other parameters of the same model, the stages of a pipeline.
+        counted_elsewhere: ``id`` of parameters that another of those ranks holds too and counts.
 
     Returns:
         The norm before, ``[]``, the same on every rank.
     """
-    groups = _by_mesh(parameters)
-    if not groups:
+    own = list(parameters)
+    groups = _by_mesh(own)
+    counted = _by_mesh(p for p in own if id(p) not in counted_elsewhere) if counted_elsewhere else groups
+    if not groups and across is None:
         return torch.zeros(())
-    squares = [_sum_of_squares(grads, key) for key, grads in groups.items()]
-    total = torch.stack(squares).sum().sqrt()
+    squares = [_sum_of_squares(grads, key) for key, grads in counted.items()]
+    square = torch.stack(squares).sum() if squares else _zero_like(own)
+    if across is not None:
+        dist.all_reduce(square, group=across)
+    total = square.sqrt()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's rule, its constant included
     for grads in groups.values():
         torch._foreach_mul_(grads, factor.to(grads[0].dtype))
     return total
+
+
+def _zero_like(parameters: list[nn.Parameter]) -> Tensor:
+    device = parameters[0].device if parameters else torch.device("cpu")
+    return torch.zeros((), device=device)
 
 
 def _sum_of_squares(grads: list[Tensor], key: _Key) -> Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DATA, CONTEXT, TENSOR = AXES = ("data_parallel", "context_parallel", "tensor_parallel")
+PIPELINE = "pipeline_parallel"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,55 +23,77 @@ class AxisSizes:
         data: groups that read different data.
         context: ranks that share the slots of a pack.
         tensor: ranks that share the rows and columns of weights.
+        pipeline: ranks that share the layers of a model, the outermost axis.
     """
 
     data: int = 1
     context: int = 1
     tensor: int = 1
+    pipeline: int = 1
 
     @property
     def world(self) -> int:
-        """Return the number of processes of the job."""
+        """Number of processes of the job."""
         return self.data * self.peers
 
     @property
     def peers(self) -> int:
-        """Return the number of ranks that work on the same data."""
-        return self.context * self.tensor
+        """Number of ranks that work on the same data."""
+        return self.pipeline * self.context * self.tensor
+
+    @property
+    def stage(self) -> int:
+        """Number of ranks that hold the same layers."""
+        return self.world // self.pipeline
 
     def data_rank(self, rank: int) -> int:
-        """Return which data a rank reads: under ``AxisSizes(data=2, context=2)`` ranks 0 and 1 read 0."""
-        return rank // self.peers
+        """Return which data a global rank reads: of ``AxisSizes(data=2, context=2)`` ranks 0 and 1 read 0."""
+        return rank % self.stage // (self.context * self.tensor)
+
+    def readers(self, data: int) -> list[int]:
+        """List the global ranks that read the same data.
+
+        ``AxisSizes(data=2, pipeline=2)`` has ranks 1 and 3 read 1.
+        """
+        return [rank for rank in range(self.world) if self.data_rank(rank) == data]
 
 
 def resolve_sizes(
-    world: int, *, data: int | Literal["auto"] = "auto", context: int = 1, tensor: int = 1
+    world: int,
+    *,
+    data: int | Literal["auto"] = "auto",
+    context: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
 ) -> AxisSizes:
     """Check sizes against the number of processes; ``data="auto"`` takes what the others leave.
 
     Raises:
         ValueError: when they do not make up the job.
     """
-    for name, size in (("context", context), ("tensor", tensor), ("data", 1 if data == "auto" else data)):
+    given = {"pipeline": pipeline, "context": context, "tensor": tensor}
+    for name, size in {**given, "data": 1 if data == "auto" else data}.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(
                 f"{name}_parallel_size={size!r}; wanted 1 or more ranks"
                 + (" or 'auto'." if name == "data" else ", where 1 means not at all.")
             )
+    shown = " x ".join(
+        f"{name}_parallel_size={size}" for name, size in given.items() if name != "pipeline" or size > 1
+    )
+    model = pipeline * context * tensor
     if data == "auto":
-        if world % (context * tensor):
+        if world % model:
             raise ValueError(
-                f"context_parallel_size={context} x tensor_parallel_size={tensor} does not divide the "
-                f"{world} processes of the job. Start a multiple of {context * tensor} processes, or lower "
-                "a size."
+                f"{shown} does not divide the {world} processes of the job. Start a multiple of {model} "
+                "processes, or lower a size."
             )
-        data = world // (context * tensor)
-    sizes = AxisSizes(data=data, context=context, tensor=tensor)
+        data = world // model
+    sizes = AxisSizes(data=data, context=context, tensor=tensor, pipeline=pipeline)
     if sizes.world != world:
         raise ValueError(
-            f"data_parallel_size={data} x context_parallel_size={context} x tensor_parallel_size={tensor} is "
-            f"{sizes.world}, but the job has {world} processes. Start {sizes.world} processes, or use "
-            "data_parallel_size='auto'."
+            f"data_parallel_size={data} x {shown} is {sizes.world}, but the job has {world} processes. Start "
+            f"{sizes.world} processes, or use data_parallel_size='auto'."
         )
     return sizes
 
@@ -80,26 +103,48 @@ class Meshes:
     """Holds the mesh of a job and the flattened meshes made of its axes.
 
     Attributes:
-        axes: ``data_parallel`` x ``context_parallel`` x ``tensor_parallel``.
-        data_context: the first two as one axis: ranks that see different tokens.
-        peers: the last two as one axis: ranks that read the same data.
+        axes: ``data_parallel`` x ``context_parallel`` x ``tensor_parallel``, behind ``pipeline_parallel``
+            where a model is cut by depth.
+        data_context: data and context as one axis: ranks of a stage that see different tokens.
+        peers: all axes but data as one axis: ranks that read the same data.
+        stage: all axes but pipeline as one axis: ranks that hold the same layers.
     """
 
     axes: DeviceMesh
     data_context: DeviceMesh
     peers: DeviceMesh
+    stage: DeviceMesh
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """Return the process group of this rank along one of the three axes."""
+        """Return the process group of this rank along one of the axes."""
         group: dist.ProcessGroup = self.axes.get_group(axis)
         return group
 
 
 def make_meshes(sizes: AxisSizes, device_type: str) -> Meshes:
     """Build the mesh and its process groups; a collective over the whole job."""
-    mesh = init_device_mesh(device_type, (sizes.data, sizes.context, sizes.tensor), mesh_dim_names=AXES)
+    shape, names = (sizes.data, sizes.context, sizes.tensor), AXES
+    if sizes.pipeline == 1:
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
+        peers = mesh[CONTEXT, TENSOR]
+    else:
+        mesh = init_device_mesh(device_type, (sizes.pipeline, *shape), mesh_dim_names=(PIPELINE, *names))
+        peers = mesh[PIPELINE, CONTEXT, TENSOR]
     return Meshes(
         axes=mesh,
         data_context=mesh[DATA, CONTEXT]._flatten("data_context_parallel"),
-        peers=mesh[CONTEXT, TENSOR]._flatten("peers"),
+        peers=peers._flatten("peers"),
+        stage=mesh[DATA, CONTEXT, TENSOR]._flatten("stage"),
     )
+
+
+def second_group(sizes: AxisSizes) -> dist.ProcessGroup:
+    """Make a second group of this rank's pipeline; a collective of the whole job."""
+    rank = dist.get_rank()
+    own: dist.ProcessGroup | None = None
+    for place in range(sizes.stage):
+        ranks = list(range(place, sizes.world, sizes.stage))
+        group = dist.new_group(ranks)
+        own = group if rank in ranks else own
+    assert own is not None
+    return own

@@ -64,6 +64,7 @@ class ContextParallelMixin(Strategy):
                 data=self.data_parallel_size,
                 context=self.context_parallel_size,
                 tensor=self.tensor_parallel_size,
+                pipeline=getattr(self, "pipeline_parallel_size", 1),
             )
         except ValueError as err:
             raise MisconfigurationException(str(err)) from err

@@ -62,7 +62,12 @@ def own_axes(strategy: Any) -> tuple[int, int] | None:
 
 
 def resolve_axes(
-    strategy: Strategy, *, data: int | Literal["auto"] | None, context: int, tensor: int
+    strategy: Strategy,
+    *,
+    data: int | Literal["auto"] | None,
+    context: int,
+    tensor: int,
+    pipeline: int = 1,
 ) -> AxisSizes:
     """Return the sizes of a job's axes, the host strategy's own axes taken into account.
 
@@ -74,6 +79,7 @@ def resolve_axes(
         data: groups that read different data, as the mixin was told.
         context: ranks that share a pack.
         tensor: ranks that share weights; 1 takes the host's.
+        pipeline: ranks that share the layers of a model.
 
     Raises:
         ValueError: when they do not make up the job, or contradict the host's.
@@ -87,7 +93,9 @@ def resolve_axes(
                 "by rows and columns. Put THDStrategyMixin on ModelParallelStrategy, or use "
                 "THDModelParallelStrategy(tensor_parallel_size=...)."
             )
-        return resolve_sizes(world, data="auto" if data is None else data, context=context, tensor=tensor)
+        return resolve_sizes(
+            world, data="auto" if data is None else data, context=context, tensor=tensor, pipeline=pipeline
+        )
     host_data, host_tensor = own
     fits = host_data % context == 0 and data in (None, "auto", host_data // context)
     if not fits or tensor not in (1, host_tensor):

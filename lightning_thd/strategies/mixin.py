@@ -68,7 +68,7 @@ class THDStrategyMixin(ShardingMixin):
         self._pending = (batch, tuple(rest))
         self._logs = StepLogs(trainer)
         output = self._forward(batch.microbatches[0], tuple(rest), last=len(batch) == 1)
-        self._losses = [_loss(output).detach()]
+        self._losses = [loss_of(output).detach()]
         return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -82,7 +82,7 @@ class THDStrategyMixin(ShardingMixin):
             result = super().backward(closure_loss / len(step), optimizer, *args, **kwargs)
         for i, batch in enumerate(step.microbatches[1:], start=2):
             last = i == len(step)
-            loss = _loss(self._forward(batch, rest, last=last))
+            loss = loss_of(self._forward(batch, rest, last=last))
             self._losses.append(loss.detach())
             with self._synchronised(last=last):
                 result = super().backward(loss / len(step), optimizer, *args, **kwargs)
@@ -116,7 +116,12 @@ class THDStrategyMixin(ShardingMixin):
         return self.lightning_module.trainer
 
 
-def _loss(output: object) -> Tensor:
+def loss_of(output: object) -> Tensor:
+    """Return the loss of what ``training_step`` returned.
+
+    Raises:
+        MisconfigurationException: when there is none.
+    """
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise MisconfigurationException(

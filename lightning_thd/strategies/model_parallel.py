@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel import fsdp
 from lightning_thd.parallel.layout import Communication
-from lightning_thd.strategies.mixin import THDStrategyMixin
+from lightning_thd.parallel.pipeline import ScheduleName
+from lightning_thd.strategies.pipeline import PipelineMixin
 
 
-class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
+class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
     """``Trainer(strategy="thd_model_parallel")``: the strategy shards the model that the user built.
 
     Weights are cut over the tensor-parallel ranks by the model's own plan, and sharded by FSDP2 over all
@@ -47,7 +48,10 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             rank 0 writes one file of whole weights.
         process_group_backend: of ``torch.distributed``.
         timeout: of its collectives; a rank that dies ends the job after it at the latest.
-        pipeline_parallel_size: must be 1.
+        pipeline_parallel_size: ranks that share the layers of a model; see ``docs`` on what a step must be.
+        pipeline_schedule: ``1f1b``, or ``interleaved`` with several stages a rank and a smaller bubble.
+        stages_per_rank: stages of each rank, above 1 for ``interleaved`` alone.
+        pipeline_split: ``auto`` by FLOPs and memory, or the number of layers of each stage.
         expert_parallel_size: must be 1; tensor-parallel ranks share out experts.
     """
 
@@ -70,6 +74,9 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         pipeline_parallel_size: int = 1,
+        pipeline_schedule: ScheduleName = "1f1b",
+        stages_per_rank: int = 1,
+        pipeline_split: Literal["auto"] | Sequence[int] = "auto",
         expert_parallel_size: int = 1,
     ) -> None:
         super().__init__(
@@ -77,7 +84,12 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        _refuse_other_axes(pipeline=pipeline_parallel_size, expert=expert_parallel_size)
+        _refuse_other_axes(expert=expert_parallel_size)
+        _check_pipeline(pipeline_parallel_size, pipeline_schedule, stages_per_rank, sequence_parallel)
+        self.pipeline_parallel_size = pipeline_parallel_size
+        self.pipeline_schedule = pipeline_schedule
+        self.stages_per_rank = stages_per_rank
+        self.pipeline_split = pipeline_split
         self.data_parallel_size = data_parallel_size
         self.context_parallel_size = context_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
@@ -107,7 +119,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
                     "save_pretrained(), wanted one. Pass model=."
                 )
             model = found[0]
-        state = whole_state_dict(model)
+        state = self._all_stages(whole_state_dict(model, keep=self._first_of_stage))
         if self.is_global_zero:
             exporter: Any = model
             exporter.save_pretrained(str(folder), state_dict=state)
@@ -119,21 +131,42 @@ def _refuse_other_axes(**sizes: int) -> None:
         if size != 1:
             raise MisconfigurationException(
                 f"{axis}_parallel_size={size}: there is no {axis} axis. Supported are data_parallel_size, "
-                "context_parallel_size and tensor_parallel_size"
-                + (", whose ranks share out experts." if axis == "expert" else ".")
+                "context_parallel_size, pipeline_parallel_size and tensor_parallel_size, whose ranks share "
+                "out experts."
             )
 
 
-def whole_state_dict(model: nn.Module) -> Mapping[str, torch.Tensor]:
+def _check_pipeline(size: int, schedule: str, stages_per_rank: int, sequence_parallel: bool) -> None:
+    if schedule not in ("1f1b", "interleaved"):
+        raise ValueError(f"pipeline_schedule={schedule!r} is not one of '1f1b', 'interleaved'.")
+    if (stages_per_rank > 1) != (schedule == "interleaved") or stages_per_rank < 1:
+        raise ValueError(
+            f"pipeline_schedule={schedule!r} with stages_per_rank={stages_per_rank}: 'interleaved' takes 2 "
+            "or more stages a rank, '1f1b' one."
+        )
+    if size == 1 and stages_per_rank > 1:
+        raise ValueError(
+            f"stages_per_rank={stages_per_rank} with pipeline_parallel_size=1: set pipeline_parallel_size "
+            "to the ranks of the pipeline."
+        )
+    if size > 1 and sequence_parallel:
+        raise MisconfigurationException(
+            "sequence_parallel=True with pipeline_parallel_size > 1: hidden states between stages are whole "
+            "on every tensor-parallel rank. Set sequence_parallel=False."
+        )
+
+
+def whole_state_dict(model: nn.Module, *, keep: bool | None = None) -> Mapping[str, torch.Tensor]:
     """Gather every weight whole onto the CPU of rank 0; a collective.
 
     Args:
         model: sharded or not.
+        keep: whether this rank wants them; the job's first one by default.
 
     Returns:
         Names to tensors; empty on the other ranks.
     """
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    first = (not dist.is_initialized() or dist.get_rank() == 0) if keep is None else keep
     state: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value

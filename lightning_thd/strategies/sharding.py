@@ -78,11 +78,13 @@ class ShardingMixin(ContextParallelMixin):
             for model in fsdp.models_of(module):
                 check_heads(model, tensor)
         assert self._meshes is not None
+        # By position: precision plugins may replace modules.
+        plans = [self.tensor_parallel_plan or model_plan(m) for m in fsdp.models_of(module) if tensor > 1]
+        self._cut_by_depth(module)
         self.model = self._put(module)
-        _sync_module_states(self.model)
+        self._share_weights(self.model)
         if tensor > 1:
-            for model in fsdp.models_of(self.model):
-                plan = self.tensor_parallel_plan or model_plan(model)
+            for model, plan in zip(fsdp.models_of(self.model), plans, strict=True):
                 apply_tensor_parallel(model, plan, self._meshes.axes[TENSOR])
                 if self.sequence_parallel:
                     apply_sequence_parallel(model, self._meshes.group(TENSOR))
@@ -94,6 +96,13 @@ class ShardingMixin(ContextParallelMixin):
             policy=policy,
             reshard_after_forward=self.reshard_after_forward,
         )
+
+    def _cut_by_depth(self, module: nn.Module) -> None:
+        """Leave a model whole; pipelines keep the layers of this rank."""
+
+    def _share_weights(self, module: nn.Module) -> None:
+        """Give every rank the initial weights of rank 0."""
+        _sync_module_states(module)
 
     def _put(self, module: nn.Module) -> nn.Module:
         """Give a module its weights, dtype and device, as the base strategy does."""

@@ -49,11 +49,12 @@ class Layout:
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    pp: int = 1
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
-        return self.dp * self.cp * self.tp
+        return self.dp * self.cp * self.tp * self.pp
 
     @property
     def align(self) -> Alignment | None:
@@ -73,15 +74,27 @@ class Layout:
         return THDModelParallelStrategy(
             context_parallel_size=self.cp,
             tensor_parallel_size=self.tp,
-            tensor_parallel_plan=LFM2_PLAN if family == "lfm2" and self.tp > 1 else None,
+            pipeline_parallel_size=self.pp,
+            tensor_parallel_plan=LFM2_PLAN if family.startswith("lfm2") and self.tp > 1 else None,
             **self.options,
         )
 
 
 def family_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Build two layers of a family, with the same weights in every process."""
+    """Build a family with the same weights in every process.
+
+    Args:
+        family: two layers of it; ``"qwen3@4"`` has four, ``"qwen3@4t"`` ties its embedding to its head.
+        dtype: of the weights.
+    """
+    family, _, depth = family.partition("@")
     chosen = FAMILIES[family]
     arguments = {**chosen.arguments, **({} if chosen.kind == "ssm" else _WIDE)}
+    if depth:
+        arguments |= {"num_hidden_layers": int(depth.rstrip("t")), "tie_word_embeddings": depth[-1] == "t"}
+        kinds = arguments.get("layer_types")
+        if kinds is not None:
+            arguments["layer_types"] = (kinds * int(depth.rstrip("t")))[: int(depth.rstrip("t"))]
     config = getattr(transformers, chosen.config)(**arguments)
     torch.manual_seed(0)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(
@@ -172,7 +185,7 @@ def train(
     warnings.filterwarnings("ignore", message=advice)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch|lightning\\.fabric")
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
-    accumulate = step.n // layout.dp if isinstance(step, Packs) else 1
+    accumulate = step.n // layout.dp if isinstance(step, Packs) and layout.pp == 1 else 1
     module = Job(family, dtype)
     trainer = make_trainer(layout, family, accumulate_grad_batches=accumulate, **(trainer_options or {}))
     trainer.fit(module, data(step))

@@ -50,11 +50,10 @@ def test_sizes_that_do_not(world: int, sizes: dict[str, Any], message: str) -> N
         resolve_sizes(world, **sizes)
 
 
-@pytest.mark.parametrize("axis", ["pipeline", "expert"])
-def test_axes_that_do_not_exist(axis: str) -> None:
-    message = f"no {axis} axis. Supported are data_parallel_size, context_parallel_size"
+def test_axes_that_do_not_exist() -> None:
+    message = "no expert axis. Supported are data_parallel_size, context_parallel_size, pipeline_par"
     with pytest.raises(MisconfigurationException, match=message):
-        THDModelParallelStrategy(**{f"{axis}_parallel_size": 2})
+        THDModelParallelStrategy(expert_parallel_size=2)
 
 
 class NotThd(Job):

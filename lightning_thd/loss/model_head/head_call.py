@@ -23,6 +23,7 @@ from lightning_thd.loss.model_head.wrapped import HeadOperands, guess_logit_map,
 from lightning_thd.loss.tiles.logit_map import LogitMap
 from lightning_thd.models.mixers import has_mixers
 from lightning_thd.models.pack import packed
+from lightning_thd.parallel.pipeline.stage import stage_of
 from lightning_thd.parallel.shard import THDShard
 
 _ATTRIBUTE = "_thd_head_call"
@@ -36,12 +37,14 @@ class Job:
         batch: the microbatch.
         values: from the head's operands, how many times the head was called before, and what the model does
             to its logits, to what is wanted, ``[n]``.
+        size: n, for pipeline stages that have no head.
         logits: what the head gave, one entry a call of it.
         seen: what the model did to the logits it returned.
     """
 
     batch: THDBatch
     values: Callable[[HeadOperands, int, LogitMap], Tensor]
+    size: int = 1
     logits: list[LazyLogits] = field(default_factory=list)
     seen: LogitMap | None = None
 
@@ -87,6 +90,8 @@ class HeadCall:
             if current.seen.agrees(self.logit_map):
                 break
             self.logit_map = current.seen
+            if (stage := stage_of(self.inner)) is not None:
+                stage.again()
         return outputs
 
     def _run(self, model: nn.Module, job: Job) -> dict[str, Tensor]:
@@ -122,7 +127,12 @@ class HeadCall:
         """Stand in for the head's forward: hidden states ``[1, T, H]`` -> values that look like logits."""
         job = self.job
         assert job is not None
-        operands = head_operands(self.inner.get_output_embeddings(), hidden)
+        head, stage = self.inner.get_output_embeddings(), stage_of(self.inner)
+        if stage is not None and not stage.holds_head:
+            logits = carry_values(stage.stand_in(job.size, hidden), (*hidden.shape[:-1], head.out_features))
+            job.logits.append(logits)
+            return logits
+        operands = head_operands(head, hidden)
         slots = job.batch.targets.numel()
         if operands.hidden.shape[:-1].numel() != slots:
             raise ValueError(
@@ -130,6 +140,7 @@ class HeadCall:
                 "slot. Leave logits_to_keep alone, and pass no inputs that add tokens."
             )
         values = job.values(operands, len(job.logits), self.logit_map)
+        values = values if stage is None else stage.share(values)
         logits = carry_values(values, (*operands.hidden.shape[:-1], operands.vocabulary))
         job.logits.append(logits)
         return logits

@@ -1,0 +1,169 @@
+"""Activations of one stage -> the next one, and their gradients back, between the ranks of a pipeline.
+
+One process group a direction, so that what goes down never waits for what goes up. Sends do not wait;
+receives may be posted ahead. A message needs no tag and no shape: both sides know what comes next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Direction: TypeAlias = Literal["down", "up"]
+
+# The order is part of the protocol: the index travels once when a pipeline first runs.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank has sent.
+
+    Attributes:
+        messages: number of activations and gradients.
+        bytes: their size.
+    """
+
+    messages: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
+class Channel:
+    """Point-to-point messages of one rank with the ranks before and behind it.
+
+    Attributes:
+        down: group of the pipeline's ranks for activations.
+        up: another group of the same ranks for gradients.
+        traffic: what was sent so far.
+        waited_s: seconds this rank has waited for messages; 0 on devices that do not wait on the host.
+    """
+
+    down: dist.ProcessGroup
+    up: dist.ProcessGroup
+    traffic: Traffic = field(default_factory=Traffic)
+    waited_s: float = 0.0
+    _dtype: torch.dtype | None = None
+    _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)
+    _posted: dict[Direction, deque[tuple[Any, Tensor]]] = field(
+        default_factory=lambda: {"down": deque(), "up": deque()}
+    )
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the pipeline, from 0."""
+        return self.down.rank()
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return self.down.size()
+
+    def send(self, tensor: Tensor, direction: Direction) -> None:
+        """Hand a tensor to the next rank in a direction, and keep it until it has left."""
+        if direction == "down":
+            self._tell_dtype(tensor)
+        data = tensor.detach().contiguous()
+        self.traffic.messages += 1
+        self.traffic.bytes += data.numel() * data.element_size()
+        self._sent.append((dist.isend(data, self._peer(direction, 1), group=self._group(direction)), data))
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+
+    def post(self, shape: torch.Size, device: torch.device, direction: Direction) -> None:
+        """Begin to receive the next message from a direction, while something else runs."""
+        buffer = torch.empty(shape, dtype=self.dtype(device), device=device)
+        work = dist.irecv(buffer, self._peer(direction, -1), group=self._group(direction))
+        self._posted[direction].append((work, buffer))
+
+    def receive(self, shape: torch.Size, device: torch.device, direction: Direction) -> Tensor:
+        """Wait for the next message from a direction.
+
+        Args:
+            shape: of the message, which both sides know.
+            device: where it is needed.
+            direction: ``down`` for activations of the stage before, ``up`` for gradients of the one behind.
+        """
+        if not self._posted[direction]:
+            self.post(shape, device, direction)
+        work, buffer = self._posted[direction].popleft()
+        started = time.perf_counter()
+        work.wait()
+        self.waited_s += time.perf_counter() - started
+        if buffer.shape != shape:
+            raise AssertionError(f"expected {tuple(shape)} {direction}, posted {tuple(buffer.shape)}")
+        return buffer
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has left."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+        assert not any(self._posted.values()), "a message was expected and not taken"
+
+    def dtype(self, device: torch.device) -> torch.dtype:
+        """Say which dtype hidden states have; the first call on a rank waits for the stage before."""
+        if self._dtype is None:
+            code = torch.empty(1, dtype=torch.int64, device=device)
+            dist.recv(code, self._peer("down", -1), group=self.down)
+            self._dtype = _DTYPES[int(code)]
+            if self.rank + 1 < self.ranks:
+                dist.send(code, self._peer("down", 1), group=self.down)
+        return self._dtype
+
+    def _tell_dtype(self, tensor: Tensor) -> None:
+        """Tell the ranks behind, before the first message of the first rank."""
+        if self._dtype is None:
+            self._dtype = tensor.dtype
+            code = torch.tensor([_DTYPES.index(tensor.dtype)], device=tensor.device)
+            dist.send(code, self._peer("down", 1), group=self.down)
+        elif tensor.dtype != self._dtype:
+            raise ValueError(
+                f"A pipeline stage ends in {tensor.dtype}, but the first one ended in {self._dtype}. Use one "
+                "precision for all layers, or pipeline_parallel_size=1."
+            )
+
+    def _group(self, direction: Direction) -> dist.ProcessGroup:
+        return self.down if direction == "down" else self.up
+
+    def _peer(self, direction: Direction, step: int) -> int:
+        """Give the global rank one place behind (or before) this one, seen in a direction."""
+        along = step if direction == "down" else -step
+        return dist.get_global_rank(self._group(direction), (self.rank + along) % self.ranks)
+
+
+class Receive(torch.autograd.Function):
+    """Hidden states of the stage before; their gradient goes back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, channel: Channel, shape: torch.Size) -> Tensor:
+        """Wait for the hidden states; ``anchor`` only makes them part of the graph."""
+        ctx.channel = channel
+        return channel.receive(shape, anchor.device, "down")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        """Send the gradient up."""
+        ctx.channel.send(grads[0], "up")
+        return None, None, None
+
+
+class Send(torch.autograd.Function):
+    """A zero that stands for the loss on a stage that has none; its gradient is the next stage's."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, channel: Channel) -> Tensor:
+        """Send hidden states down."""
+        ctx.channel, ctx.shape, ctx.device = channel, hidden.shape, hidden.device
+        channel.send(hidden, "down")
+        return hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Wait for the gradient of the hidden states, whatever that of the zero is."""
+        return ctx.channel.receive(ctx.shape, ctx.device, "up"), None

@@ -1,0 +1,240 @@
+"""A whole model -> this rank's part of it, in place, before any weight is materialised or moved.
+
+The embedding stays on the first stage, the head and what comes behind the layers on the last; other ranks get
+stand-ins without parameters, and the names of everything that stays are those of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_thd.parallel.pipeline.channel import Channel
+from lightning_thd.parallel.pipeline.split import LayerCost, Split, layer_flops, split_layers
+from lightning_thd.parallel.pipeline.stage import (
+    _ATTRIBUTE,
+    NoEmbedding,
+    NoHead,
+    PassThrough,
+    Stage,
+    StageLayers,
+    stage_of,
+)
+
+# Lengths that stages are balanced for: those of a pack of mixed documents (tokens).
+_LENGTHS = (4096, 2048, 1024, 512, 512)
+
+
+def cut_model(
+    model: nn.Module,
+    channel: Channel,
+    *,
+    stages_per_rank: int = 1,
+    split: Literal["auto"] | Sequence[int] = "auto",
+) -> Stage:
+    """Keep the layers of this rank.
+
+    Args:
+        model: a Hugging Face causal language model, perhaps wrapped; the same on all ranks.
+        channel: to the pipeline's other ranks.
+        stages_per_rank: above 1 for the interleaved schedule.
+        split: ``auto`` by FLOPs and memory, or the number of layers of each stage.
+
+    Returns:
+        The stage, which ``stage_of(inner)`` finds too.
+
+    Raises:
+        ValueError: for a model that cannot be cut by depth, naming what stands in the way.
+    """
+    inner = language_model_of(model)
+    if (known := stage_of(inner)) is not None:
+        return known
+    path, parent, layers = decoder_stack(inner)
+    before, behind = _around(inner, parent, layers)
+    _refuse_shared(inner, layers)
+    found = plan_split(inner, channel.ranks, stages_per_rank=stages_per_rank, split=split)
+    stage = Stage(found, channel)
+    parent._modules[path.rpartition(".")[2]] = StageLayers(layers, stage)
+    first, last = channel.rank == 0, channel.rank == channel.ranks - 1
+    for owner, name in before:
+        absent = _no_embedding(owner, name, channel)
+        if first:
+            _run_only_where(owner._modules[name], lambda: stage.holds_embedding, absent)
+        else:
+            owner._modules[name] = absent
+    for owner, name in behind:
+        if last:
+            _run_only_where(owner._modules[name], lambda: stage.holds_head, PassThrough())
+        else:
+            owner._modules[name] = PassThrough()
+    if not last:
+        head = inner.get_output_embeddings()
+        inner.set_output_embeddings(NoHead(_rows(head, inner)))
+    inner.__dict__[_ATTRIBUTE] = stage
+    return stage
+
+
+def language_model_of(model: nn.Module) -> Any:
+    """Find the Hugging Face model with a head under wrappers such as PEFT's.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    for module in model.modules():
+        getter = getattr(module, "get_output_embeddings", None)
+        if callable(getter) and hasattr(module, "config") and isinstance(getter(), nn.Module):
+            return module
+    raise ValueError(
+        "pipeline_parallel_size > 1 cuts Hugging Face causal language models, and "
+        f"{type(model).__name__} holds none (looked for a module with config and get_output_embeddings())."
+    )
+
+
+def decoder_stack(inner: Any) -> tuple[str, nn.Module, nn.ModuleList]:
+    """Find the list of decoder layers.
+
+    Returns:
+        Its name, the module that holds it, and the list.
+
+    Raises:
+        ValueError: when there is none, or more than one, naming what was looked for.
+    """
+    wanted: int = getattr(inner.config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    lists = {name: m for name, m in inner.named_modules() if isinstance(m, nn.ModuleList)}
+    found = {name: m for name, m in lists.items() if len(m) == wanted and any(True for _ in m.parameters())}
+    outermost = [n for n in found if not any(n.startswith(f"{other}.") for other in found if other != n)]
+    if len(outermost) != 1:
+        seen = ", ".join(f"{name} ({len(m)})" for name, m in lists.items()) or "none at all"
+        raise ValueError(
+            f"pipeline_parallel_size > 1 needs one nn.ModuleList of num_hidden_layers={wanted} decoder "
+            f"layers in {type(inner).__name__}; its lists are {seen}. Set pipeline_parallel_size=1."
+        )
+    path = outermost[0]
+    return path, inner.get_submodule(path.rpartition(".")[0]), found[path]
+
+
+def _around(
+    inner: Any, parent: nn.Module, layers: nn.ModuleList
+) -> tuple[list[tuple[nn.Module, str]], list[tuple[nn.Module, str]]]:
+    """List what has parameters before and behind the layers, by the order in which it was registered.
+
+    A module in the wrong place would not go unseen: what stands before the layers gives NaN on other stages.
+
+    Raises:
+        ValueError: for parameters that belong to neither.
+    """
+    head, names = inner.get_output_embeddings(), list(parent._modules)
+    at = next(i for i, name in enumerate(names) if parent._modules[name] is layers)
+    before: list[tuple[nn.Module, str]] = []
+    behind: list[tuple[nn.Module, str]] = []
+    for i, name in enumerate(names):
+        child = parent._modules[name]
+        if child is None or child is layers or child is head or not any(True for _ in child.parameters()):
+            continue
+        if i < at and not isinstance(child, nn.Embedding):
+            raise ValueError(
+                f"{type(inner).__name__} has {name} ({type(child).__name__}) before its layers, wanted "
+                "embeddings alone: other pipeline stages could not stand in for it. Set "
+                "pipeline_parallel_size=1."
+            )
+        (before if i < at else behind).append((parent, name))
+    placed = {id(p) for owner, name in [*before, *behind] for p in owner._modules[name].parameters()}  # type: ignore[union-attr]
+    placed |= {id(p) for module in (layers, head) for p in module.parameters()}
+    left = [name for name, p in inner.named_parameters() if id(p) not in placed]
+    if left:
+        raise ValueError(
+            f"{type(inner).__name__} has parameters outside its embedding, layers, final norm and head: "
+            f"{left[:4]}. A pipeline stage for them is not known: set pipeline_parallel_size=1."
+        )
+    return before, behind
+
+
+def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
+    """Refuse what layers share with each other, which would need a gradient or a state from another stage."""
+    seen: dict[int, int] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            other = seen.setdefault(id(parameter), index)
+            if other != index:
+                raise ValueError(
+                    f"Layers {other} and {index} of {type(inner).__name__} share {name}, and pipeline stages "
+                    "hold layers of their own. Set pipeline_parallel_size=1."
+                )
+    config = inner.config.get_text_config(decoder=True)
+    for option, wish in (
+        ("num_kv_shared_layers", "its later layers use keys of earlier ones"),
+        ("output_router_logits", "its balancing loss needs the routers of all layers"),
+    ):
+        if getattr(config, option, None):
+            raise ValueError(
+                f"{type(inner).__name__} has {option}={getattr(config, option)!r}: {wish}, which lie on "
+                f"other pipeline stages. Set config.{option} off, or pipeline_parallel_size=1."
+            )
+
+
+def plan_split(
+    inner: Any,
+    ranks: int,
+    *,
+    stages_per_rank: int = 1,
+    split: Literal["auto"] | Sequence[int] = "auto",
+    lengths: Sequence[int] = _LENGTHS,
+) -> Split:
+    """Choose which stage holds which layers, by FLOPs first and parameters second.
+
+    Args:
+        inner: the whole model; on the meta device it will do.
+        ranks: of the pipeline.
+        stages_per_rank: stages each of them holds.
+        split: ``auto``, or the number of layers of each stage.
+        lengths: tokens of sequences like those to come.
+    """
+    layers = decoder_stack(inner)[2]
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
+    around = [sum(p.numel() for p in module.parameters()) for module in (embedding, head)]
+    counted = layer_flops(inner.config, len(layers), lengths)
+    if counted is None:  # a matrix parameter costs 6 FLOPs a token, and an embedding none
+        flops = [6.0 * sum(lengths) * size for size in sizes]
+        counted = flops, 0.0, 6.0 * sum(lengths) * around[1]
+    return split_layers(
+        [LayerCost(flops=f, parameters=n) for f, n in zip(counted[0], sizes, strict=True)],
+        ranks=ranks,
+        stages_per_rank=stages_per_rank,
+        embedding=LayerCost(flops=counted[1], parameters=around[0]),
+        head=LayerCost(flops=counted[2], parameters=around[1]),
+        split=split,
+    )
+
+
+def tied_weight(inner: Any) -> nn.Parameter | None:
+    """Give the embedding's weight if the head uses the same; asked before the model is cut."""
+    embedding = getattr(inner.get_input_embeddings(), "weight", None)
+    head = getattr(inner.get_output_embeddings(), "weight", None)
+    return embedding if embedding is not None and embedding is head else None
+
+
+def stages_in(model: nn.Module) -> Iterator[Stage]:
+    """Yield the stages of all models that a LightningModule holds."""
+    for module in model.modules():
+        if (stage := stage_of(module)) is not None:
+            yield stage
+
+
+def _no_embedding(owner: nn.Module, name: str, channel: Channel) -> NoEmbedding:
+    embedding = owner._modules[name]
+    assert embedding is not None
+    return NoEmbedding(embedding, channel)
+
+
+def _run_only_where(module: Any, here: Any, instead: nn.Module) -> None:
+    """Run ``instead`` in passes of this rank's other stages."""
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **kwargs) if here() else instead(*args, **kwargs)
+
+
+def _rows(head: Any, inner: Any) -> int:
+    size: int = getattr(head, "out_features", 0) or inner.config.get_text_config(decoder=True).vocab_size
+    return size

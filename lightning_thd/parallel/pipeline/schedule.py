@@ -1,0 +1,242 @@
+"""Ranks, stages and microbatches -> the order in which every rank runs forward and backward passes.
+
+Every rank visits forward passes in one order and backward passes in one order, the same on all ranks, so what
+travels between two ranks arrives in the order in which it was sent and needs no tag. What differs by rank is
+how many forward passes come before the first backward pass: the warm-up. The schedules are one forward, one
+backward (PipeDream-Flush, arXiv:2006.09503) and its interleaved form (Megatron-LM, arXiv:2104.04473).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeAlias
+
+ScheduleName: TypeAlias = Literal["1f1b", "interleaved"]
+# (stage, microbatch) -> time of the forward pass; the backward pass takes twice as long
+Work: TypeAlias = Callable[[int, int], float]
+
+
+class Op(NamedTuple):
+    """One pass of one microbatch through one stage.
+
+    Attributes:
+        forward: a forward pass, else a backward pass.
+        microbatch: from 0.
+        chunk: which of the rank's stages, from 0 in order of depth.
+    """
+
+    forward: bool
+    microbatch: int
+    chunk: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """What every rank of a pipeline runs in one optimizer step.
+
+    Attributes:
+        ranks: p.
+        chunks: stages a rank, v; stage ``chunk * p + rank`` is the rank's ``chunk``.
+        microbatches: n.
+        programs: for each rank its passes in order, ``2 n v`` of them.
+    """
+
+    ranks: int
+    chunks: int
+    microbatches: int
+    programs: tuple[tuple[Op, ...], ...]
+
+    def in_flight(self, rank: int) -> int:
+        """Count the forward passes whose activations a rank holds at most at once.
+
+        1F1B on 4 ranks with 8 microbatches: 4 on rank 0, 1 on rank 3.
+        """
+        held = most = 0
+        for op in self.programs[rank]:
+            held += 1 if op.forward else -1
+            most = max(most, held)
+        return most
+
+
+def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule:
+    """Plan a step of a pipeline; any number of microbatches from 1 on.
+
+    Args:
+        ranks: p, at least 1.
+        microbatches: n, at least 1.
+        chunks: v; above 1 is the interleaved schedule.
+
+    Returns:
+        The schedule. For p=2, n=2, v=1 rank 0 runs F0 F1 B0 B1 and rank 1 F0 B0 F1 B1.
+
+    Raises:
+        ValueError: for a number below 1.
+    """
+    for name, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+        if number < 1:
+            raise ValueError(f"{name}={number}; wanted 1 or more.")
+    forwards = _visits(ranks, microbatches, range(chunks))
+    backwards = _visits(ranks, microbatches, range(chunks)[::-1])
+    total = len(forwards)
+    for extra in range(total + 1):  # extra 0 but for a last group of fewer than p microbatches
+        programs = tuple(
+            _program(forwards, backwards, min(total, _warm_up(rank, ranks, chunks) + extra))
+            for rank in range(ranks)
+        )
+        schedule = Schedule(ranks=ranks, chunks=chunks, microbatches=microbatches, programs=programs)
+        if timeline(schedule, lambda stage, microbatch: 1.0) is not None:
+            return schedule
+    raise AssertionError("all forward passes first always works")
+
+
+def _visits(ranks: int, microbatches: int, chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """List (microbatch, chunk) by groups of p microbatches, each group through one chunk after the other."""
+    if len(chunks) == 1:
+        return [(m, chunks[0]) for m in range(microbatches)]
+    groups = [range(at, min(at + ranks, microbatches)) for at in range(0, microbatches, ranks)]
+    return [(m, chunk) for group in groups for chunk in chunks for m in group]
+
+
+def _warm_up(rank: int, ranks: int, chunks: int) -> int:
+    """Count the forward passes before the first alternation, as Megatron-LM does."""
+    if chunks == 1:
+        return ranks - rank - 1
+    return 2 * (ranks - rank - 1) + (chunks - 1) * ranks
+
+
+def _program(
+    forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], warm_up: int
+) -> tuple[Op, ...]:
+    run_forward = [Op(True, *visit) for visit in forwards]
+    run_backward = [Op(False, *visit) for visit in backwards]
+    steady = [op for pair in zip(run_forward[warm_up:], run_backward, strict=False) for op in pair]
+    return (*run_forward[:warm_up], *steady, *run_backward[len(run_forward) - warm_up :])
+
+
+class Timed(NamedTuple):
+    """When a pass ran: seconds, or whatever unit the work was given in."""
+
+    op: Op
+    start: float
+    end: float
+
+
+def timeline(schedule: Schedule, work: Work, *, transfer: float = 0.0) -> list[list[Timed]] | None:
+    """Simulate a step.
+
+    Args:
+        schedule: who runs what.
+        work: time of a forward pass of (stage, microbatch); a backward pass takes twice that.
+        transfer: time between a pass and the one on another rank that needs its result.
+
+    Returns:
+        For each rank its passes with their times; None when ranks wait for each other for ever.
+    """
+    p, last = schedule.ranks, schedule.ranks * schedule.chunks - 1
+    done: dict[tuple[bool, int, int], float] = {}
+    lines: list[list[Timed]] = [[] for _ in range(p)]
+    at = [0] * p
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(schedule.programs):
+            while at[rank] < len(program):
+                op = program[at[rank]]
+                stage = op.chunk * p + rank
+                needs = _needs(op, stage, last)
+                if any(need not in done for need in needs):
+                    break
+                cost = work(stage, op.microbatch) * (1.0 if op.forward else 2.0)
+                ready = max((done[n] + (transfer if n[1] != stage else 0.0) for n in needs), default=0.0)
+                start = max(ready, lines[rank][-1].end if lines[rank] else 0.0)
+                lines[rank].append(Timed(op, start, start + cost))
+                done[op.forward, stage, op.microbatch] = start + cost
+                at[rank] += 1
+                moved = True
+    return lines if all(n == len(program) for n, program in zip(at, schedule.programs, strict=True)) else None
+
+
+def _needs(op: Op, stage: int, last: int) -> list[tuple[bool, int, int]]:
+    """List the passes that have to be over before one can start."""
+    if op.forward:
+        return [(True, stage - 1, op.microbatch)] if stage else []
+    own = (True, stage, op.microbatch)
+    return [own] if stage == last else [own, (False, stage + 1, op.microbatch)]
+
+
+def makespan(schedule: Schedule, work: Work, *, transfer: float = 0.0) -> float:
+    """Simulate a step and return when its last pass ends; see ``timeline``."""
+    lines = timeline(schedule, work, transfer=transfer)
+    assert lines is not None
+    return max(line[-1].end for line in lines)
+
+
+def bubble_fraction(schedule: Schedule, work: Work, *, transfer: float = 0.0) -> float:
+    """Simulate a step and return the share of the ranks' time in which they wait.
+
+    Args:
+        schedule: who runs what.
+        work: as for ``timeline``.
+        transfer: likewise.
+
+    Returns:
+        0 to 1. Four ranks, eight microbatches of equal work: 3 / 11 = 0.273.
+    """
+    lines = timeline(schedule, work, transfer=transfer)
+    assert lines is not None
+    busy = sum(timed.end - timed.start for line in lines for timed in line)
+    total = schedule.ranks * max(line[-1].end for line in lines)
+    return 1.0 - busy / total if total else 0.0
+
+
+def expected_bubble(ranks: int, microbatches: int, *, chunks: int = 1) -> float:
+    """Compute the waiting share of equal microbatches: ``(p - 1) / (v n + p - 1)``.
+
+    Source: Megatron-LM (arXiv:2104.04473), section 2.2, as a share of the step's time.
+
+    Returns:
+        ``expected_bubble(4, 8)`` is 3 / 11.
+    """
+    return (ranks - 1) / (chunks * microbatches + ranks - 1)
+
+
+def best_order(schedule: Schedule, work: Sequence[float]) -> list[int]:
+    """Choose the order in which unequal microbatches of a step run so that ranks wait least.
+
+    Orders tried are the given one, by size up and down, and those with the smallest at both ends, where the
+    pipeline fills and drains; the best one is improved by exchanges of neighbours in size.
+
+    Args:
+        schedule: who runs what.
+        work: of each microbatch, in any unit.
+
+    Returns:
+        Indices of microbatches; the given order where nothing is better.
+    """
+    n = len(work)
+    up = sorted(range(n), key=lambda m: work[m])
+    mountain = up[0::2] + up[1::2][::-1]
+    candidates = [list(range(n)), up, up[::-1], mountain, mountain[::-1], _small_ends(up, schedule.ranks)]
+
+    def cost(order: list[int]) -> float:
+        return makespan(schedule, lambda _, m: work[order[m]])
+
+    best = min(candidates, key=cost)
+    least = cost(best)
+    for first, second in list(pairwise(up)) if n <= _EXCHANGE else []:
+        tried = [{first: second, second: first}.get(m, m) for m in best]
+        if (found := cost(tried)) < least:
+            best, least = tried, found
+    return best
+
+
+# Above this many microbatches the ends of the pipeline weigh little, and exchanges cost more than they save.
+_EXCHANGE = 32
+
+
+def _small_ends(up: list[int], ranks: int) -> list[int]:
+    """Put the ``ranks - 1`` smallest last, the next smallest first, and the rest by size down between."""
+    last, first, middle = up[: ranks - 1], up[ranks - 1 : 2 * (ranks - 1)], up[2 * (ranks - 1) :]
+    return [*first, *middle[::-1], *last[::-1]]

@@ -1,0 +1,190 @@
+"""Costs of a model's layers -> which stage of a pipeline holds which of them.
+
+The embedding belongs to the first stage, the final norm and the head to the last: with a vocabulary of 152k a
+head costs as much as several layers, so the last stage gets fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+from lightning_thd.flops import FlopsModel
+from lightning_thd.stats import SeqStats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCost:
+    """What a layer, the embedding or the head costs.
+
+    Attributes:
+        flops: of training on the sequences it was counted for.
+        parameters: number of weights.
+    """
+
+    flops: float
+    parameters: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """Which layers each stage holds.
+
+    Attributes:
+        bounds: stage s holds layers ``bounds[s]`` to ``bounds[s + 1]``.
+        flops: of each stage, the embedding and the head counted.
+        parameters: of each stage, likewise.
+        ranks: stage s runs on rank ``s % ranks``.
+    """
+
+    bounds: tuple[int, ...]
+    flops: tuple[float, ...]
+    parameters: tuple[int, ...]
+    ranks: int
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, ranks x stages a rank."""
+        return len(self.bounds) - 1
+
+    def layers(self, stage: int) -> range:
+        """Indices of the layers that a stage holds."""
+        return range(self.bounds[stage], self.bounds[stage + 1])
+
+    def share(self, rank: int) -> float:
+        """Share of the model's FLOPs that a rank computes, 0 to 1."""
+        total = sum(self.flops)
+        return sum(self.flops[rank :: self.ranks]) / total if total else 1.0 / self.ranks
+
+    def table(self) -> str:
+        """Print a line a stage: its rank, layers, share of the FLOPs and parameters."""
+        total = sum(self.flops) or 1.0
+        lines = ["stage  rank  layers     share of FLOPs  parameters"]
+        for stage in range(self.stages):
+            held = self.layers(stage)
+            extras = " + embedding" * (stage == 0) + " + head" * (stage == self.stages - 1)
+            lines.append(
+                f"{stage:>5}  {stage % self.ranks:>4}  {f'{held.start}-{held.stop - 1}':<9}  "
+                f"{self.flops[stage] / total:>14.1%}  {self.parameters[stage]:>10,}{extras}"
+            )
+        return "\n".join(lines)
+
+
+def split_layers(
+    layers: Sequence[LayerCost],
+    *,
+    ranks: int,
+    stages_per_rank: int = 1,
+    embedding: LayerCost | None = None,
+    head: LayerCost | None = None,
+    split: Literal["auto"] | Sequence[int] = "auto",
+) -> Split:
+    """Cut a stack of layers into stages of equal work.
+
+    Among the cuts whose slowest stage is fastest, the one whose largest stage is smallest is taken.
+
+    Args:
+        layers: cost of each layer.
+        ranks: of the pipeline.
+        stages_per_rank: above 1 for the interleaved schedule.
+        embedding: counted to the first stage.
+        head: counted to the last stage.
+        split: ``auto``, or the number of layers of each stage.
+
+    Returns:
+        The split; four equal layers over 2 ranks give bounds (0, 2, 4).
+
+    Raises:
+        ValueError: for more stages than layers, or a ``split`` that does not fit.
+    """
+    stages = ranks * stages_per_rank
+    if split == "auto":
+        if stages > len(layers):
+            raise ValueError(
+                f"pipeline_parallel_size={ranks} x stages_per_rank={stages_per_rank} makes {stages} stages, "
+                f"but the model has {len(layers)} layers. Every stage needs one: lower either."
+            )
+        bounds = _even_bounds(layers, stages, embedding, head)
+    else:
+        bounds = _given_bounds(split, stages, len(layers))
+    flops = [sum(x.flops for x in layers[a:b]) for a, b in pairwise(bounds)]
+    parameters = [sum(x.parameters for x in layers[a:b]) for a, b in pairwise(bounds)]
+    for stage, extra in ((0, embedding), (-1, head)):
+        if extra is not None:
+            flops[stage] += extra.flops
+            parameters[stage] += extra.parameters
+    return Split(bounds=tuple(bounds), flops=tuple(flops), parameters=tuple(parameters), ranks=ranks)
+
+
+def _given_bounds(split: Sequence[int], stages: int, layers: int) -> list[int]:
+    if len(split) != stages or any(n < 1 for n in split) or sum(split) != layers:
+        raise ValueError(
+            f"pipeline_split={list(split)} gives {len(split)} stages {sum(split)} layers; wanted {stages} "
+            f"numbers of 1 or more that add up to the model's {layers} layers. Or set pipeline_split='auto'."
+        )
+    return [0, *accumulate(split)]
+
+
+def _even_bounds(
+    layers: Sequence[LayerCost], stages: int, embedding: LayerCost | None, head: LayerCost | None
+) -> list[int]:
+    """Minimise the slowest stage, then the largest, by dynamic programming over (stage, first layer)."""
+    n = len(layers)
+    flops = [0.0, *accumulate(x.flops for x in layers)]
+    sizes = [0, *accumulate(x.parameters for x in layers)]
+
+    def cost(stage: int, a: int, b: int) -> tuple[float, int]:
+        first, last = stage == 0, stage == stages - 1
+        extra = [x for x, here in ((embedding, first), (head, last)) if x is not None and here]
+        return (
+            flops[b] - flops[a] + sum(x.flops for x in extra),
+            sizes[b] - sizes[a] + sum(x.parameters for x in extra),
+        )
+
+    # best[b]: (slowest, largest, bounds) of the stages so far, which hold layers 0..b
+    best: dict[int, tuple[float, int, list[int]]] = {0: (0.0, 0, [0])}
+    for stage in range(stages):
+        after: dict[int, tuple[float, int, list[int]]] = {}
+        left = stages - stage - 1
+        for a, (slow, large, bounds) in best.items():
+            for b in range(a + 1, n - left + 1) if left else (n,):
+                own = cost(stage, a, b)
+                found = (max(slow, own[0]), max(large, own[1]), [*bounds, b])
+                if b > a and (b not in after or found[:2] < after[b][:2]):
+                    after[b] = found
+        best = after
+    return best[n][2]
+
+
+def layer_flops(
+    config: Any, num_layers: int, lengths: Sequence[int]
+) -> tuple[list[float], float, float] | None:
+    """Count a model's layers one by one with ``FlopsModel``.
+
+    Args:
+        config: of a transformers model.
+        num_layers: of the decoder stack.
+        lengths: tokens of sequences like those to come.
+
+    Returns:
+        Training FLOPs of each layer, of what stands before them, and of what stands behind them (the head);
+        None for a family whose FLOPs are not known layer by layer.
+    """
+    try:
+        model = FlopsModel.from_config(config)
+    except ValueError:
+        return None
+    names = [f"layers.{i}" for i in range(num_layers)]
+    paths = [layer.path for layer in model.layers]
+    if not set(names) <= set(paths):
+        return None
+
+    def flops(wanted: Collection[str]) -> float:
+        part = replace(model, layers=tuple(layer for layer in model.layers if layer.path in wanted))
+        return float(part.training_flops(SeqStats.from_lengths(lengths, windows=part.windows)).model)
+
+    before = [path for path in paths[: paths.index(names[0])] if path not in names]
+    behind = set(paths) - set(names) - set(before)
+    return [flops([name]) for name in names], flops(before), flops(behind)

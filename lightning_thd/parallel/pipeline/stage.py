@@ -1,0 +1,299 @@
+"""A Hugging Face decoder -> the same decoder with the layers of one rank, and boundaries in place of others.
+
+The model's own ``forward`` runs on every rank, over all of its layers: those of other ranks are boundaries
+that let hidden states pass. The boundary before the first layer of a stage receives them, the one behind its
+last layer sends them. What stands before the first layer is the first stage's alone; elsewhere it gives NaN,
+which the boundary replaces, so that anything of it that got past the boundary would be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_thd.parallel.pipeline.channel import Channel, Receive, Send
+from lightning_thd.parallel.pipeline.schedule import Op
+from lightning_thd.parallel.pipeline.split import Split
+
+_ATTRIBUTE = "_thd_pipeline_stage"
+
+
+def stage_of(model: object) -> Stage | None:
+    """Find the stage of a model that was cut by depth; None for any other."""
+    return getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+
+
+class Stage:
+    """What one rank holds of a model, and which of it takes part in the pass that is running.
+
+    Args:
+        split: who holds what.
+        channel: to the ranks before and behind.
+    """
+
+    def __init__(self, split: Split, channel: Channel) -> None:
+        self.split, self.channel = split, channel
+        self.active: int | None = None
+        self.tail: Tensor | None = None
+        self._calls = 0
+        self._width: int | None = None
+        self._last = split.ranks * self.chunks - 1
+        self._chunk_of = {
+            layer: chunk for chunk in range(self.chunks) for layer in split.layers(self._stage(chunk))
+        }
+
+    @property
+    def chunks(self) -> int:
+        """Stages of this rank."""
+        return self.split.stages // self.split.ranks
+
+    @property
+    def layers(self) -> list[int]:
+        """Indices of the layers that this rank holds."""
+        return sorted(self._chunk_of)
+
+    @property
+    def holds_embedding(self) -> bool:
+        """Whether the running pass begins with the embedding on this rank."""
+        return self.channel.rank == 0 and self.active in (None, 0)
+
+    @property
+    def holds_head(self) -> bool:
+        """Whether the running pass ends with the head on this rank."""
+        return self.channel.rank == self.split.ranks - 1 and self.active in (None, self.chunks - 1)
+
+    def begin(self, chunk: int | None) -> None:
+        """Begin a forward pass through one chunk; None is all of them, without gradients."""
+        self.active, self.tail, self._calls = chunk, None, 0
+
+    def again(self) -> None:
+        """Count a call that is run once more, by all stages alike, as one."""
+        self._calls -= 1
+
+    def require_one_call(self) -> None:
+        """Refuse a step that called the model more or less than once: other stages wait for one message.
+
+        Raises:
+            ValueError: naming the number of calls.
+        """
+        if self._calls != 1:
+            raise ValueError(
+                f"training_step computed {self._calls} losses of the model for a microbatch; pipeline "
+                "stages run one. Call causal_lm_loss(self.model, batch) exactly once, or set "
+                "pipeline_parallel_size=1."
+            )
+
+    def runs(self, layer: int) -> bool:
+        """Say whether a layer takes part in the running pass on this rank."""
+        chunk = self._chunk_of.get(layer)
+        return chunk is not None and self.active in (None, chunk)
+
+    def cross(self, index: int, hidden: Tensor) -> Tensor:
+        """Pass a boundary: send what the layer before it gave, receive what the layer behind it needs.
+
+        Args:
+            index: the place of the boundary among the layers.
+            hidden: ``[1, T, H]``.
+        """
+        if index and self.runs(index - 1):
+            self._width = hidden.shape[-1]
+            if torch.is_grad_enabled():
+                self.tail = Send.apply(hidden, self.channel)  # type: ignore[no-untyped-call]
+                hidden = hidden.detach()
+            else:
+                self.channel.send(hidden, "down")
+        if self.runs(index + 1):
+            hidden = self._receive(hidden)
+        return hidden
+
+    def stand_in(self, size: int, hidden: Tensor) -> Tensor:
+        """Give a rank without the head what stands for the values made there.
+
+        While gradients are wanted these are zeros that lead back through this rank's layers; without
+        gradients, the values themselves, one broadcast.
+
+        Args:
+            size: number of values.
+            hidden: what the head was called with, ``[1, T, H]``.
+
+        Returns:
+            ``[size]``.
+        """
+        self._calls += 1
+        if torch.is_grad_enabled():
+            assert self.tail is not None
+            tail, self.tail = self.tail, None
+            return tail.expand(size)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        return self._broadcast(torch.empty(size, dtype=dtype, device=hidden.device))
+
+    def share(self, values: Tensor) -> Tensor:
+        """Send what the head made to the ranks without it, where no gradients are wanted.
+
+        Args:
+            values: ``[n]``.
+
+        Returns:
+            The same.
+        """
+        self._calls += 1
+        return values if torch.is_grad_enabled() else self._broadcast(values.contiguous())
+
+    def _broadcast(self, values: Tensor) -> Tensor:
+        source = dist.get_global_rank(self.channel.down, self.split.ranks - 1)
+        dist.broadcast(values, source, group=self.channel.down)
+        self.channel.finish()
+        return values
+
+    def expect(self, op: Op, slots: int, device: torch.device) -> None:
+        """Begin to receive what a coming pass will wait for, while another one runs.
+
+        Args:
+            op: a pass of this rank.
+            slots: of its microbatch on this rank.
+            device: where it is needed.
+        """
+        stage = self._stage(op.chunk)
+        waits = stage > 0 if op.forward else stage < self._last
+        if waits and self._width is not None:
+            shape = torch.Size((1, slots, self._width))
+            self.channel.post(shape, device, "down" if op.forward else "up")
+
+    def _receive(self, like: Tensor) -> Tensor:
+        self._width = like.shape[-1]
+        if torch.is_grad_enabled():
+            anchor = torch.zeros((), device=like.device, requires_grad=True)
+            received: Tensor = Receive.apply(anchor, self.channel, like.shape)  # type: ignore[no-untyped-call]
+            return received
+        return self.channel.receive(like.shape, like.device, "down")
+
+    def _stage(self, chunk: int) -> int:
+        return chunk * self.split.ranks + self.channel.rank
+
+
+class StageLayers(nn.ModuleList):
+    """The layers of one rank under the names they have in the whole model; iterates over all places.
+
+    Args:
+        layers: of the whole model.
+        stage: which of them to keep.
+    """
+
+    def __init__(self, layers: nn.ModuleList, stage: Stage) -> None:
+        super().__init__()
+        self._stage = stage
+        # A tuple is not searched for modules: boundaries have no parameters, and no place in checkpoints.
+        self._boundaries = tuple(Boundary(layer, i, stage) for i, layer in enumerate(layers))
+        for i in stage.layers:
+            self.add_module(str(i), layers[i])
+            layers[i].register_forward_hook(_require_hidden)
+
+    def __len__(self) -> int:
+        return len(self._boundaries)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        place = range(len(self))[index]
+        found: nn.Module | None = self._modules[str(place)] if self._stage.runs(place) else None
+        return self._boundaries[place] if found is None else found
+
+
+def _require_hidden(layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
+    if not isinstance(output, Tensor):
+        raise ValueError(
+            f"{type(layer).__name__} returns {type(output).__name__}, wanted the hidden states alone: what "
+            "else it returns would not reach the next pipeline stage. Set pipeline_parallel_size=1."
+        )
+
+
+class Boundary(nn.Module):
+    """Stands for a layer of another rank, or of another stage of this one.
+
+    Args:
+        layer: whose plain attributes models ask for (``attention_type``, ``layer_idx``).
+        index: its place.
+        stage: knows what to send and receive here.
+    """
+
+    def __init__(self, layer: nn.Module, index: int, stage: Stage) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if isinstance(value, str | int | float | bool) and not name.startswith("_"):
+                setattr(self, name, value)
+        self._index, self._stage = index, stage
+        self._checked = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Let hidden states pass."""
+        given = dict(kwargs)
+        hidden = args[0] if args else given.pop("hidden_states")
+        if not self._checked:
+            _require_own_inputs(self._index, {**dict(enumerate(args[1:], start=1)), **given})
+            self._checked = True
+        crossed: Tensor = self._stage.cross(self._index, hidden)
+        return crossed
+
+
+def _require_own_inputs(index: int, inputs: dict[Any, Any]) -> None:
+    """Refuse layers that are given something made of the embedding, which this rank does not have."""
+    for name, value in inputs.items():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, Tensor) and part.is_floating_point() and bool(torch.isnan(part).any()):
+                raise ValueError(
+                    f"Layer {index} is given {name!r}, which is made of the embedding; only the first "
+                    "pipeline stage has that. Set pipeline_parallel_size=1 for this model."
+                )
+
+
+class NoEmbedding(nn.Module):
+    """Stands for an embedding on stages that have none: NaN of the right shape.
+
+    Args:
+        embedding: whose width is taken.
+        channel: knows the dtype of hidden states.
+    """
+
+    def __init__(self, embedding: nn.Module, channel: Channel) -> None:
+        super().__init__()
+        self.embedding_dim: int = getattr(embedding, "embedding_dim", 0)
+        self._channel = channel
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Give ``[..., T, H]``."""
+        dtype = self._channel.dtype(ids.device)
+        return torch.full((*ids.shape, self.embedding_dim), torch.nan, dtype=dtype, device=ids.device)
+
+
+class PassThrough(nn.Module):
+    """Stands for what comes behind the layers on stages that have none of it."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Give the argument back."""
+        return hidden
+
+
+class NoHead(nn.Module):
+    """Stands for the head on stages without it; losses of ``lightning_thd.loss`` know what to do.
+
+    Args:
+        vocabulary: entries of the whole head.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.out_features = vocabulary
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Refuse to make logits of which this rank has nothing."""
+        raise ValueError(
+            "Only the last pipeline stage has logits. Compute the loss with causal_lm_loss(model, batch) or "
+            "causal_lm_logprobs(model, batch), which give every stage what it needs."
+        )

@@ -1,0 +1,231 @@
+"""A ``THDStep`` -> its microbatches through a pipeline of stages, inside one Lightning batch.
+
+Every rank of a pipeline reads the same plan, so no metadata travels: a stage knows the shape of every
+microbatch before it comes. As without stages, Lightning's closure runs ``training_step``, then zero_grad,
+then backward: the first forward pass runs in ``training_step``, all other passes in ``backward``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.parallel.clip import clip_by_norm
+from lightning_thd.parallel.mesh import PIPELINE, second_group
+from lightning_thd.parallel.pipeline import Schedule, ScheduleName, expected_bubble
+from lightning_thd.parallel.pipeline.channel import Channel
+from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, tied_weight
+from lightning_thd.parallel.pipeline.stage import Stage
+from lightning_thd.parallel.pipeline.ties import copy_tied, sum_tied
+from lightning_thd.strategies.mixin import THDStrategyMixin
+from lightning_thd.strategies.pipeline_checkpoint import (
+    complete_groups,
+    gather_states,
+    load_folder,
+    rename,
+    rename_optimizer,
+)
+from lightning_thd.strategies.pipeline_step import PipelineStep
+
+
+class PipelineMixin(THDStrategyMixin):
+    """Runs a model cut by depth over the ranks of a pipeline; a size of 1 changes nothing.
+
+    Attributes:
+        pipeline_parallel_size: ranks that share the layers of a model.
+        pipeline_schedule: ``1f1b``, or ``interleaved`` with several stages a rank.
+        stages_per_rank: stages of each rank, above 1 for ``interleaved``.
+        pipeline_split: ``auto`` by FLOPs and memory, or the number of layers of each stage.
+    """
+
+    pipeline_parallel_size: int = 1
+    pipeline_schedule: ScheduleName = "1f1b"
+    stages_per_rank: int = 1
+    pipeline_split: Literal["auto"] | Sequence[int] = "auto"
+
+    _channel: Channel | None = None
+    _stage: Stage | None = None
+    _inner: Any = None
+    _is_tied: bool = False
+    _tied: nn.Parameter | None = None
+    _tied_name: Mapping[str, str] = MappingProxyType({})
+    _run: PipelineStep | None = None
+    _warned: bool = False
+
+    @property
+    def packs_as_steps(self) -> bool:
+        """Whether a batch of ``Packs(n)`` holds all packs of this rank's step, as a pipeline needs."""
+        return self.pipeline_parallel_size > 1
+
+    def setup_environment(self) -> None:
+        """Build the mesh, then one group for activations and one for gradients."""
+        super().setup_environment()
+        if self.pipeline_parallel_size > 1:
+            assert self._meshes is not None
+            self._channel = Channel(down=self._meshes.group(PIPELINE), up=second_group(self.sizes))
+
+    def _cut_by_depth(self, module: nn.Module) -> None:
+        if self._channel is None:
+            return
+        trainer = self._trainer
+        if not trainer.lightning_module.automatic_optimization:
+            raise MisconfigurationException(
+                f"pipeline_parallel_size={self.pipeline_parallel_size} runs the microbatches of a step in "
+                "an order of its own, which automatic_optimization=False would not see. Use automatic "
+                "optimisation, or pipeline_parallel_size=1."
+            )
+        inner = language_model_of(module)
+        tied = tied_weight(inner)
+        ends = [
+            f"{name}.weight"
+            for end in (inner.get_output_embeddings(), inner.get_input_embeddings())
+            for name, child in module.named_modules()
+            if child is end
+        ]
+        self._stage = cut_model(
+            module, self._channel, stages_per_rank=self.stages_per_rank, split=self.pipeline_split
+        )
+        last = self._channel.rank == self._channel.ranks - 1
+        self._is_tied = tied is not None and (last or self._channel.rank == 0)
+        self._tied_name = dict([ends]) if last and tied is not None else {}
+        self._inner = inner
+        rank_zero_info(self._stage.split.table())
+
+    def _tie_ends(self) -> None:
+        if self._stage is None or not self._is_tied:
+            return
+        assert self._channel is not None
+        first = self._channel.rank == 0
+        owner = self._inner.get_input_embeddings() if first else self._inner.get_output_embeddings()
+        self._tied = owner.weight
+        copy_tied(self._tied, self._channel)
+
+    def _shard_model(self, module: nn.Module) -> None:
+        super()._shard_model(module)
+        self._tie_ends()
+
+    def _share_weights(self, module: nn.Module) -> None:
+        """Give every rank of a stage the initial weights of its first one."""
+        if self._channel is None:
+            super()._share_weights(module)
+            return
+        assert self._meshes is not None
+        group = self._meshes.stage.get_group()
+        source = dist.get_global_rank(group, 0)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), source, group=group)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the first forward pass of a step."""
+        if self._stage is None:
+            return super().training_step(*args, **kwargs)
+        batch, *rest = args
+        if not isinstance(batch, THDBatch | THDStep):
+            raise MisconfigurationException(
+                f"pipeline_parallel_size={self.pipeline_parallel_size} runs THDBatch, but the dataloader "
+                f"gave {type(batch).__name__}. Use THDDataModule."
+            )
+        step = batch if isinstance(batch, THDStep) else THDStep([batch])
+        self._run = PipelineStep(self, step, tuple(rest))
+        self._warn_of_bubble(self._run.schedule)
+        return self._run.first()
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run all other passes of the step."""
+        if self._run is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        run = self._run
+        result = closure_loss
+        for op in run.rest():
+            if op.forward:
+                run.forward(op)
+                continue
+            loss = closure_loss if run.is_first(op) else run.take_loss(op)
+            with self._synchronise_chunk(op.chunk if run.is_last_of_chunk(op) else None):
+                result = super().backward(loss / len(run.step), optimizer, *args, **kwargs)
+        self._losses = run.finish()
+        if self._tied is not None:
+            assert self._channel is not None
+            sum_tied(self._tied, self._channel)
+        self._run = None
+        return result
+
+    def forward_pass(self, batch: THDBatch, rest: tuple[Any, ...]) -> Any:
+        """Run ``training_step`` of the user on one microbatch."""
+        return super().training_step(batch, *rest)
+
+    @contextlib.contextmanager
+    def _synchronise_chunk(self, chunk: int | None) -> Generator[None]:
+        """Reduce gradients in a chunk's last backward pass alone, and gather weights once a step."""
+        assert self.model is not None
+        assert self._stage is not None
+        sharded = [child for child in self.model.modules() if isinstance(child, FSDPModule)]
+        for child in sharded:
+            child.set_requires_gradient_sync(chunk is not None, recurse=False)
+            child.set_reshard_after_backward(chunk is not None, recurse=False)
+        yield
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        if self._channel is None:
+            super()._clip_by_norm(optimizer, clip_val)
+            return
+        counted_twice = {id(self._tied)} if self._channel.rank else set()
+        clip_by_norm(
+            self.precision_plugin.main_params(optimizer),
+            float(clip_val),
+            across=self._channel.down,
+            counted_elsewhere=counted_twice,
+        )
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return this stage's weights under the names of the whole model."""
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return rename(state, self._tied_name)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return this stage's optimizer state, listing the parameters of all stages."""
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        if self._channel is None:
+            return state
+        return complete_groups(rename_optimizer(state, self._tied_name), self._channel.down)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load this stage's part of a checkpoint folder that any layout has written."""
+        if self._channel is None:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        path = Path(self.broadcast(checkpoint_path))
+        assert self.model is not None
+        return load_folder(path, self.model, self.optimizers, self._tied_name)
+
+    @property
+    def _first_of_stage(self) -> bool:
+        return self._meshes is None or self._meshes.stage.get_local_rank() == 0
+
+    def _all_stages(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Put the weights of all stages together on the first rank, a tied one once."""
+        if self._channel is None or not self._first_of_stage:
+            return state
+        names = {name.partition(".")[2] for name in self._tied_name}
+        own = {name: value for name, value in state.items() if name not in names}
+        return gather_states(own, self._channel.down)
+
+    def _warn_of_bubble(self, schedule: Schedule) -> None:
+        if self._warned or schedule.microbatches >= schedule.ranks:
+            return
+        self._warned = True
+        bubble = expected_bubble(schedule.ranks, schedule.microbatches, chunks=schedule.chunks)
+        rank_zero_warn(
+            f"A step has {schedule.microbatches} microbatches for pipeline_parallel_size={schedule.ranks}: "
+            f"ranks wait {bubble:.0%} of the time. Raise global_batch (Packs(n) or Sequences(n)), or lower "
+            "the capacity so that a step has more microbatches."
+        )

@@ -1,0 +1,103 @@
+"""One optimizer step of a pipeline -> its passes in the order of the schedule, and what they left behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as L
+from torch import Tensor
+
+from lightning_thd.batch import THDStep
+from lightning_thd.parallel.pipeline import Op, expected_bubble, make_schedule
+from lightning_thd.parallel.pipeline.channel import Channel
+from lightning_thd.parallel.pipeline.schedule import best_order
+from lightning_thd.parallel.pipeline.stage import Stage
+from lightning_thd.strategies.mixin import loss_of
+from lightning_thd.strategies.pipeline_logs import RecordedLogs
+
+# Squares of a sequence's length that cost what a token's linear part does; decides the order alone.
+_LINEAR = 4096
+
+
+class PipelineStep:
+    """One optimizer step of a pipeline: its schedule, and what its passes have left so far."""
+
+    def __init__(self, strategy: Any, step: THDStep, rest: tuple[Any, ...]) -> None:
+        self.strategy = strategy
+        self.stage: Stage = strategy._stage
+        self.channel: Channel = strategy._channel
+        self.step, self.rest_args = step, rest
+        self.schedule = make_schedule(self.channel.ranks, len(step), chunks=self.stage.chunks)
+        work = [float(batch.stats.sum_squares + _LINEAR * batch.stats.slots) for batch in step.microbatches]
+        self.batches = [step.microbatches[m] for m in best_order(self.schedule, work)]
+        self.program = self.schedule.programs[self.channel.rank]
+        self.logs = RecordedLogs(strategy._trainer, self.channel)
+        self.losses: dict[tuple[int, int], Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.started, self.channel.waited_s = time.perf_counter(), 0.0
+
+    def first(self) -> Any:
+        """Run the first pass and return what Lightning is given."""
+        return self.forward(self.program[0])
+
+    def rest(self) -> Iterator[Op]:
+        """Yield the passes behind the first; what the next one waits for travels while one runs."""
+        ahead = iter(self.program[1:])
+        self._expect(next(ahead, None))
+        for op in self.program[1:]:
+            self._expect(next(ahead, None))
+            yield op
+
+    def _expect(self, op: Op | None) -> None:
+        if op is not None:
+            ids = self.batches[op.microbatch].input_ids
+            self.stage.expect(op, ids.numel(), ids.device)
+
+    def is_first(self, op: Op) -> bool:
+        """Return whether a backward pass is that of the first forward pass, whose loss Lightning holds."""
+        return (op.microbatch, op.chunk) == (self.program[0].microbatch, self.program[0].chunk)
+
+    def is_last_of_chunk(self, op: Op) -> bool:
+        """Return whether a backward pass is the last one through a chunk of this rank."""
+        return op.microbatch == len(self.step) - 1
+
+    def take_loss(self, op: Op) -> Tensor:
+        """Give the loss of a forward pass, once."""
+        return self.losses.pop((op.microbatch, op.chunk))
+
+    def forward(self, op: Op) -> Any:
+        """Run a forward pass through one chunk of this rank."""
+        stage, batch = self.stage, self.batches[op.microbatch]
+        stage.begin(op.chunk)
+        with self.logs.record(op.microbatch, op.chunk):
+            output = self.strategy.forward_pass(batch, self.rest_args)
+        loss = loss_of(output)
+        stage.require_one_call()
+        if stage.holds_head:
+            self.values[op.microbatch] = loss.detach()
+        if op is not self.program[0]:
+            self.losses[op.microbatch, op.chunk] = loss
+        return output
+
+    def finish(self) -> list[Tensor]:
+        """Tell all stages the losses and logs of the last; returns the losses."""
+        self.stage.begin(None)
+        self.channel.finish()
+        losses = self.logs.share(self.batches, self.values, holds_head=self.stage.holds_head)
+        self._log_bubble()
+        return losses
+
+    def _log_bubble(self) -> None:
+        trainer: L.Trainer = self.strategy._trainer
+        if not trainer._logger_connector.should_update_logs:
+            return
+        waited = self.channel.waited_s / max(time.perf_counter() - self.started, 1e-9)
+        n, p, v = self.schedule.microbatches, self.schedule.ranks, self.schedule.chunks
+        found = {
+            "pipeline/bubble_fraction": waited,
+            "pipeline/expected_bubble_fraction": expected_bubble(p, n, chunks=v),
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(found, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

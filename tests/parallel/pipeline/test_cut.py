@@ -1,0 +1,103 @@
+"""Models that cannot be cut by depth are refused by name before anything runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lightning_thd.parallel.pipeline.cut import cut_model, decoder_stack, language_model_of
+from lightning_thd.parallel.pipeline.stage import NoHead, _require_own_inputs, stage_of
+from tests.parallel.pipeline.test_stage import SIZES, make_model
+
+CHANNEL: Any = SimpleNamespace(rank=0, ranks=2)
+LAST: Any = SimpleNamespace(rank=1, ranks=2)
+
+
+def test_a_rank_keeps_its_own_weights_under_the_names_of_the_whole() -> None:
+    whole = set(make_model("llama").state_dict())
+    first, last = make_model("llama"), make_model("llama")
+    cut_model(first, CHANNEL)
+    cut_model(last, LAST)
+    assert set(first.state_dict()) | set(last.state_dict()) == whole
+    assert not set(first.state_dict()) & set(last.state_dict())
+    assert "lm_head.weight" in last.state_dict()
+    assert "model.embed_tokens.weight" in first.state_dict()
+    assert stage_of(first) is cut_model(first, CHANNEL)  # a second call finds what the first one did
+
+
+def test_it_needs_no_weights() -> None:
+    with torch.device("meta"):
+        model = make_model("llama")
+    stage = cut_model(model, CHANNEL)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert stage.layers == list(range(len(stage.layers)))
+
+
+def test_a_module_without_a_language_model() -> None:
+    with pytest.raises(ValueError, match=r"Sequential holds none \(looked for a module with config"):
+        cut_model(nn.Sequential(nn.Linear(2, 2)), CHANNEL)
+
+
+def test_a_model_without_a_stack_names_the_lists_it_has() -> None:
+    model: Any = make_model("llama")
+    model.config.num_hidden_layers = 7
+    message = r"num_hidden_layers=7 decoder layers .* lists are model.layers \(5\)"
+    with pytest.raises(ValueError, match=message):
+        decoder_stack(language_model_of(model))
+
+
+def test_more_stages_than_layers() -> None:
+    with pytest.raises(ValueError, match="makes 6 stages, but the model has 5 layers"):
+        cut_model(make_model("llama"), CHANNEL, stages_per_rank=3)
+
+
+def test_layers_that_share_weights() -> None:
+    model: Any = make_model("llama")
+    model.model.layers[3].mlp = model.model.layers[1].mlp
+    with pytest.raises(ValueError, match=r"Layers 1 and 3 of LlamaForCausalLM share mlp\.gate_proj\.weight"):
+        cut_model(model, CHANNEL)
+
+
+def test_a_balancing_loss_over_all_layers() -> None:
+    model: Any = make_model("qwen3_moe")
+    model.config.output_router_logits = True
+    message = "has output_router_logits=True: its balancing loss needs the routers"
+    with pytest.raises(ValueError, match=message):
+        cut_model(model, CHANNEL)
+
+
+def test_what_stands_before_the_layers_and_is_no_embedding() -> None:
+    config = transformers.OPTConfig(
+        vocab_size=64,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        word_embed_proj_dim=16,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd")
+    with pytest.raises(ValueError, match=r"has \w+ \(\w+\) before its layers, wanted embeddings alone"):
+        cut_model(model, CHANNEL)
+
+
+def test_parameters_that_belong_nowhere() -> None:
+    model: Any = make_model("llama")
+    model.critic = nn.Linear(SIZES["hidden_size"], 1)
+    message = r"parameters outside its embedding, layers, final norm and head: \['critic"
+    with pytest.raises(ValueError, match=message):
+        cut_model(model, CHANNEL)
+
+
+def test_layers_that_are_given_what_the_embedding_made() -> None:
+    with pytest.raises(ValueError, match="Layer 3 is given 'residual', which is made of the embedding"):
+        _require_own_inputs(3, {"residual": torch.full((1, 4, 2), torch.nan)})
+
+
+def test_logits_of_a_stage_without_a_head() -> None:
+    with pytest.raises(ValueError, match="Only the last pipeline stage has logits"):
+        NoHead(64)(torch.zeros(1, 4, 8))

@@ -1,0 +1,79 @@
+"""Schedules: every pass once, in an order that cannot hang, with the formulas' bubble and memory."""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations
+
+import pytest
+
+from lightning_thd.parallel.pipeline import bubble_fraction, expected_bubble, make_schedule
+from lightning_thd.parallel.pipeline.schedule import Op, best_order, makespan, timeline
+
+SHAPES = [(p, n, v) for p in (1, 2, 3, 4, 8) for n in (1, 2, 3, 4, 7, 8, 12, 16) for v in (1, 2, 3)]
+
+
+def equal(stage: int, microbatch: int) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(("p", "n", "v"), SHAPES)
+def test_every_pass_runs_once_and_none_waits_for_ever(p: int, n: int, v: int) -> None:
+    schedule = make_schedule(p, n, chunks=v)
+    assert timeline(schedule, equal) is not None
+    wanted = {Op(forward, m, c) for forward in (True, False) for m in range(n) for c in range(v)}
+    for program in schedule.programs:
+        assert len(program) == len(wanted)
+        assert set(program) == wanted
+    # Channels carry no tags: every rank sends and receives in the same order.
+    orders = {tuple(op for op in program if op.forward) for program in schedule.programs}
+    assert len(orders) == 1
+    assert len({tuple(op for op in program if not op.forward) for program in schedule.programs}) == 1
+
+
+def test_two_ranks_by_hand() -> None:
+    first, second = make_schedule(2, 2).programs
+    assert first == (Op(True, 0, 0), Op(True, 1, 0), Op(False, 0, 0), Op(False, 1, 0))
+    assert second == (Op(True, 0, 0), Op(False, 0, 0), Op(True, 1, 0), Op(False, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("p", "n", "v"), [(2, 8, 1), (4, 8, 1), (4, 32, 1), (8, 64, 1), (2, 8, 2), (4, 16, 2)]
+)
+def test_the_bubble_of_equal_microbatches_is_the_formula(p: int, n: int, v: int) -> None:
+    found = bubble_fraction(make_schedule(p, n, chunks=v), equal)
+    assert found == pytest.approx(expected_bubble(p, n, chunks=v), rel=0.05)
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_activations_in_flight_are_those_of_1f1b(p: int) -> None:
+    schedule = make_schedule(p, 3 * p)
+    assert [schedule.in_flight(rank) for rank in range(p)] == list(range(p, 0, -1))
+
+
+def test_unequal_microbatches_are_ordered_close_to_the_bound() -> None:
+    random.seed(0)
+    for p in (2, 4):
+        for _ in range(20):
+            work = [random.choice([1.0, 2.0, 4.0]) * random.uniform(0.8, 1.2) for _ in range(8 * p)]
+            schedule = make_schedule(p, len(work))
+            order = best_order(schedule, work)
+            assert sorted(order) == list(range(len(work)))
+            # Filling and draining cost p - 1 microbatches of mean work beside the work itself.
+            bound = 3 * (sum(work) + (p - 1) * sum(work) / len(work))
+            assert makespan(schedule, lambda _, m, at=order, of=work: of[at[m]]) <= 1.1 * bound
+
+
+def test_no_order_of_five_is_better_by_more_than_a_tenth() -> None:
+    schedule, work = make_schedule(2, 5), [5.0, 1.0, 3.0, 2.0, 4.0]
+
+    def span(order: tuple[int, ...] | list[int]) -> float:
+        return makespan(schedule, lambda _, m: work[order[m]])
+
+    assert span(best_order(schedule, work)) <= 1.1 * min(map(span, permutations(range(5))))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_numbers_below_one_are_refused(ranks: int, microbatches: int, chunks: int) -> None:
+    with pytest.raises(ValueError, match="=0; wanted 1 or more"):
+        make_schedule(ranks, microbatches, chunks=chunks)

@@ -1,0 +1,112 @@
+"""Stages on real gloo ranks, driven by the schedule alone: losses and gradients are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd.loss import causal_lm_logprobs
+from lightning_thd.parallel.pipeline import make_schedule
+from lightning_thd.parallel.pipeline.channel import Channel
+from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, plan_split
+from tests.ranks import run_ranks
+from tests.tiny import sequences
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, "tie_word_embeddings": True}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]}),
+    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 5, "n_head": 4, "vocab_size": 64}),
+}
+
+
+def make_model(family: str) -> nn.Module:
+    name, extra = FAMILIES[family]
+    sizes = {} if family == "gpt2" else SIZES
+    config = getattr(transformers, name)(**{**sizes, **extra})
+    torch.manual_seed(0)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="thd", experts_implementation="eager"
+    )
+    return model.double().eval()  # no dropout
+
+
+def batches(n: int) -> list[THDBatch]:
+    samples = sequences(4 * n)
+    return [THDBatch.collate(samples[4 * i : 4 * i + 4], loss_scale=0.01) for i in range(n)]
+
+
+def run_stage(family: str, chunks: int, n: int) -> dict[str, Any]:
+    model = make_model(family)
+    channel = Channel(down=dist.new_group(), up=dist.new_group())
+    stage = cut_model(model, channel, stages_per_rank=chunks)
+    data = batches(n)
+    with torch.no_grad():
+        values = [float(causal_lm_loss(model, batch)) for batch in data]
+        logp = causal_lm_logprobs(model, data[0]).logp
+    losses: dict[Any, torch.Tensor] = {}
+    held = most = 0
+    for op in make_schedule(channel.ranks, n, chunks=chunks).programs[channel.rank]:
+        stage.active = op.chunk
+        if op.forward:
+            losses[op.microbatch, op.chunk] = causal_lm_loss(model, data[op.microbatch])
+        else:
+            losses.pop((op.microbatch, op.chunk)).backward()
+        held += 1 if op.forward else -1
+        most = max(most, held)
+    stage.active = None
+    channel.finish()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"values": values, "logp": logp, "gradients": gradients, "in_flight": most}
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "chunks"),
+    [("llama", 2, 1), ("qwen3_moe", 4, 1), ("gemma3", 2, 2), ("lfm2", 2, 1), ("gpt2", 2, 1)],
+)
+def test_stages_together_are_the_model(family: str, ranks: int, chunks: int) -> None:
+    n = 5
+    found = run_ranks(run_stage, ranks, family, chunks, n)
+    model, data = make_model(family), batches(n)
+    wanted = [causal_lm_loss(model, batch) for batch in data]
+    torch.stack(wanted).sum().backward()
+    logp = causal_lm_logprobs(model, data[0]).logp
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    tolerance = 1e-6 if family == "gemma3" else 1e-10  # gemma3 computes norms and ropes in fp32
+    embedding = next(iter(gradients))
+    together: dict[str, torch.Tensor] = {}
+    for rank in found:
+        assert rank["values"] == pytest.approx([float(x.detach()) for x in wanted], rel=tolerance)
+        assert torch.allclose(rank["logp"], logp, rtol=1e-6, atol=1e-7)
+        for name, gradient in rank["gradients"].items():  # a tied weight has a part on two ranks
+            whole = name if name in gradients else embedding
+            together[whole] = together.get(whole, 0) + gradient
+    assert set(together) == {name for name, gradient in gradients.items() if gradient is not None}
+    for name, gradient in together.items():
+        wide = gradients[name]
+        assert wide is not None
+        assert torch.allclose(gradient, wide, rtol=1e-5 if family == "gemma3" else 1e-9, atol=1e-9), name
+
+
+def test_the_plan_and_the_model_agree() -> None:
+    split = plan_split(language_model_of(make_model("llama")), 2)
+    assert [i for stage in range(2) for i in split.layers(stage)] == list(range(5))

@@ -1,0 +1,240 @@
+"""Steps through a pipeline of stages give the parameters, losses and logs of one process."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torchmetrics import MeanMetric
+
+from lightning_thd import Packs, Sequences, THDBatch, THDModelParallelStrategy, causal_lm_loss
+from tests.ranks import run_ranks
+from tests.strategies.jobs import (
+    STEPS,
+    Job,
+    Layout,
+    data,
+    full_parameters,
+    make_trainer,
+    train,
+    train_by_hand,
+)
+from tests.tiny import sequences
+
+INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
+
+
+def compare(family: str, layout: Layout, step: Packs | Sequences, tolerance: float = 1e-10) -> None:
+    wanted = train_by_hand(family, layout, step)
+    found = run_ranks(train, layout.world, family, layout, step, timeout_s=400.0)
+    seen: set[str] = set()
+    for rank in found:
+        for name, value in rank["params"].items():
+            whole = name if name in wanted["params"] else "model.embed_tokens.weight"  # a tied head
+            wide = wanted["params"][whole]
+            error = (value - wide).abs().max() / wide.abs().max().clamp_min(1e-3)
+            assert float(error) < tolerance, (name, float(error))
+            seen.add(whole)
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=tolerance)
+        assert rank["logged"] == pytest.approx(wanted["losses"][-1], rel=1e-6)  # Lightning keeps fp32
+        assert rank["steps"] == STEPS
+    assert seen == set(wanted["params"])
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "step"),
+    [
+        ("qwen3@4t", Layout(pp=2), Sequences(12)),
+        ("lfm2@4", Layout(pp=2, dp=2), Packs(6)),
+    ],
+)
+def test_parameters_equal_one_process(family: str, layout: Layout, step: Packs | Sequences) -> None:
+    compare(family, layout, step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama@8", "qwen3_moe@8", "qwen3@8t", "lfm2@8"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=4),
+        Layout(pp=2, dp=2),
+        Layout(pp=2, cp=2),
+        Layout(pp=2, tp=2),
+        Layout(pp=2, options=INTERLEAVED),
+        Layout(pp=4, options=INTERLEAVED),
+        Layout(pp=2, dp=2, cp=2),
+    ],
+    ids=lambda at: f"pp{at.pp}dp{at.dp}cp{at.cp}tp{at.tp}{'i' if at.options else ''}",
+)
+def test_every_layout(family: str, layout: Layout) -> None:
+    compare(family, layout, Sequences(16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, options=INTERLEAVED)])
+def test_windows_and_ties_of_a_family_that_computes_in_fp32(layout: Layout) -> None:
+    compare("gemma3@4t", layout, Sequences(12), tolerance=2e-4)
+
+
+def arguments() -> list[tuple[dict[str, Any], str]]:
+    return [
+        ({"pipeline_schedule": "gpipe"}, "is not one of '1f1b', 'interleaved'"),
+        ({"pipeline_parallel_size": 2, "stages_per_rank": 2}, "'interleaved' takes 2 or more"),
+        (INTERLEAVED, "set pipeline_parallel_size to the ranks"),
+    ]
+
+
+@pytest.mark.parametrize(("given", "message"), arguments())
+def test_arguments_that_contradict_each_other(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        THDModelParallelStrategy(**given)
+
+
+def evaluate(layout: Layout) -> dict[str, Any]:
+    module = Job("qwen3@4t")
+    trainer = make_trainer(layout, enable_progress_bar=False, limit_val_batches=3, limit_predict_batches=2)
+    datamodule = data(Packs(layout.dp), val=sequences(12, seed=3), predict=sequences(12, seed=3))
+    validated = trainer.validate(module, datamodule, verbose=False)[0]
+    trainer.fit(module, datamodule)
+    return {"val": validated, "after": float(trainer.callback_metrics["val/loss"])}
+
+
+def test_validation_has_the_same_numbers_on_every_stage() -> None:
+    single, stages = Layout(), Layout(pp=2)
+    (wanted,) = run_ranks(evaluate, 1, single)
+    for rank in run_ranks(evaluate, 2, stages):
+        assert rank["val"] == pytest.approx(wanted["val"], rel=1e-6)
+        assert rank["after"] == pytest.approx(wanted["after"], rel=1e-6)
+
+
+def save_and_go_on(layout: Layout, folder: str, resume: bool) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    module = Job("qwen3@4t")
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer = make_trainer(
+        layout,
+        max_steps=6,
+        callbacks=[] if resume else [saver],
+        enable_checkpointing=not resume,
+    )
+    trainer.fit(module, data(Sequences(12)), ckpt_path=f"{folder}/step=3.ckpt" if resume else None)
+    if not resume:
+        trainer.strategy.save_pretrained(f"{folder}/exported")
+    return {"losses": module.losses, "params": full_parameters(module.model)}
+
+
+@pytest.mark.slow
+def test_checkpoints_go_on_in_any_other_layout(tmp_path: Path) -> None:
+    first, second = str(tmp_path / "pp"), str(tmp_path / "dp")
+    stages = run_ranks(save_and_go_on, 2, Layout(pp=2), first, False)
+    assert all(rank["losses"] == stages[0]["losses"] for rank in stages)
+    params = {name: value for rank in stages[::-1] for name, value in rank["params"].items()}
+    for folder, layout in ((first, Layout(dp=2)), (first, Layout(pp=2, dp=2)), (first, Layout())):
+        ranks = run_ranks(save_and_go_on, layout.world, layout, folder, True)
+        mean = [sum(found) / len(ranks) for found in zip(*(r["losses"] for r in ranks), strict=True)]
+        assert mean == pytest.approx(stages[0]["losses"][3:], rel=1e-10)
+        for name, value in ranks[0]["params"].items():
+            assert torch.allclose(value, params[name], rtol=1e-9, atol=1e-10), name
+    run_ranks(save_and_go_on, 2, Layout(dp=2), second, False)
+    again = run_ranks(save_and_go_on, 2, Layout(pp=2), second, True)
+    assert again[0]["losses"] == pytest.approx(stages[0]["losses"][3:], rel=1e-10)
+    model = transformers.AutoModelForCausalLM.from_pretrained(f"{first}/exported", dtype=torch.float64)
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, params[name]), name
+
+
+def fit_with(kind: str) -> str:
+    class Odd(Job):
+        def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+            loss = causal_lm_loss(self.model, batch)
+            if kind == "twice":
+                loss = loss + causal_lm_loss(self.model, batch)
+            if kind == "metric":
+                self.log("metric", MeanMetric())
+            if kind == "raises" and dist.get_rank() == 1:
+                raise RuntimeError("out of cheese")
+            return loss
+
+    module = Odd("qwen3@4")
+    if kind == "manual":
+        module.automatic_optimization = False
+    layout = Layout(pp=2, options={"timeout": timedelta(seconds=20)})
+    try:
+        make_trainer(layout, gradient_clip_val=None).fit(module, data(Sequences(12)))
+    except Exception as err:  # what it is belongs to the test
+        return f"{type(err).__name__}: {err}"
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("twice", "computed 2 losses of the model for a microbatch; pipeline stages run one"),
+        ("metric", r"self.log\('metric', MeanMetric\) in training_step: only the last pipeline stage"),
+        ("manual", "in an order of its own, which automatic_optimization=False would not see"),
+        ("raises", "out of cheese"),
+    ],
+)
+@pytest.mark.slow
+def test_steps_that_stages_cannot_run(kind: str, message: str) -> None:
+    found = run_ranks(fit_with, 2, kind, timeout_s=120.0)
+    assert any(re.search(message, text) for text in found), found
+    assert not any("nothing was raised" in text for text in found)
+
+
+class Counting(Job):
+    """Counts what is called of torch.distributed between ranks while one step runs."""
+
+    NAMES = ("send", "recv", "batch_isend_irecv", "broadcast", "all_reduce", "all_gather")
+    OTHERS = ("broadcast_object_list", "all_gather_object", "all_gather_into_tensor", "reduce_scatter_tensor")
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        return causal_lm_loss(self.model, batch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.calls: Counter[str] = Counter()
+        self.microbatches = len(batch)
+        self.sent = self.trainer.strategy._channel.traffic.messages
+        self.patch = pytest.MonkeyPatch()
+        for name in (*self.NAMES, *self.OTHERS):
+            self.patch.setattr(dist, name, self.counted(name, getattr(dist, name)))
+
+    def counted(self, name: str, call: Any) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group")
+            self.calls[name] += group is None or group.size() > 1
+            return call(*args, **kwargs)
+
+        return counting
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.patch.undo()
+        self.sent = self.trainer.strategy._channel.traffic.messages - self.sent
+
+
+def count_calls(layout: Layout) -> tuple[int, int, dict[str, int]]:
+    module = Counting("qwen3@4t")
+    make_trainer(layout, max_steps=3).fit(module, data(Sequences(12)))
+    return module.microbatches, module.sent, dict(+module.calls)
+
+
+def test_nothing_travels_but_hidden_states_gradients_losses_and_one_norm() -> None:
+    found = run_ranks(count_calls, 2, Layout(pp=2))
+    for rank, (n, sent, calls) in enumerate(found):
+        assert n > 1
+        assert sent == n  # activations down from rank 0, gradients up from rank 1
+        assert calls == {
+            "batch_isend_irecv": 1,  # the tied weight's gradient
+            "all_reduce": 1,  # the norm, to clip
+            "broadcast_object_list": 1,  # losses and logs
+        }, (rank, calls)
