@@ -34,6 +34,11 @@ _HINTS: dict[str, tuple[str, str]] = {
         "pip install --no-build-isolation 'transformer-engine[pytorch]'",
         "backend='cpu' and 'torch' need nothing more.",
     ),
+    "transformer_engine.common.recipe": (
+        "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        "engine='torchao' runs FP8 without it.",
+    ),
+    "torchao.float8": ("pip install 'lightning_thd[fp8]'", "bf16 needs nothing more."),
     "mamba_ssm": (
         "pip install --no-build-isolation mamba-ssm",
         "The layer runs sequence by sequence without it.",

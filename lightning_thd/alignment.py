@@ -198,6 +198,15 @@ class Alignment:
             ),
         )
 
+    def joined_with(self, other: Alignment) -> Alignment:
+        """Ask for both: multiples of 16 and of 24 together are multiples of 48."""
+        sequence = math.lcm(self.sequence_multiple, other.sequence_multiple)
+        return Alignment(
+            sequence_multiple=sequence,
+            total_multiple=math.lcm(sequence, self.total_multiple, other.total_multiple),
+            requirements=tuple(dict.fromkeys((*self.requirements, *other.requirements))),
+        )
+
     def padded_length(self, length: int) -> int:
         """Round one sequence up. 13 tokens become 16 slots where sequence_multiple is 8."""
         length = whole_number(length, "length", least=None)

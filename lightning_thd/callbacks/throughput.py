@@ -17,7 +17,7 @@ from lightning_thd.callbacks.measuring.across_ranks import (
     group_size,
 )
 from lightning_thd.callbacks.measuring.counting import Counting
-from lightning_thd.callbacks.measuring.device_peak import compute_dtype, resolve_peak
+from lightning_thd.callbacks.measuring.device_peak import compute_dtype, low_precision, resolve_peak
 from lightning_thd.callbacks.measuring.evaluation import EvaluationHooks
 from lightning_thd.callbacks.measuring.models import Policy
 from lightning_thd.callbacks.measuring.paused_saving import PausedSaving
@@ -197,9 +197,12 @@ class THDThroughputMonitor(EvaluationHooks):
             )
             counting.find(pl_module)
             device, group = strategy.root_device, data_parallel_group(strategy)
+            low = low_precision(pl_module, device, self.peak)
+            dtype = torch.bfloat16 if low else compute_dtype(trainer.precision_plugin, pl_module)
             setting = Setting(
                 model=counting.model("train"),
-                peak=resolve_peak(self.peak, device, compute_dtype(trainer.precision_plugin, pl_module)),
+                peak=resolve_peak(self.peak, device, dtype),
+                low=low,
                 group=group,
                 device=device,
                 wire=communication_device(group, device),

@@ -167,7 +167,12 @@ class THDDataModule(L.LightningDataModule):
         """
         link.check_packs(self.global_batch, ranks=ranks, accumulate=accumulate)
         self._attached = link.Host(
-            rank=rank, ranks=ranks, accumulate=accumulate, is_first=rank == 0, model=model
+            rank=rank,
+            ranks=ranks,
+            accumulate=accumulate,
+            is_first=rank == 0,
+            model=model,
+            alignment=link.model_alignment(model),
         )
 
     @property

@@ -54,11 +54,42 @@ def host_of(trainer: L.Trainer) -> Host:
         accumulate=trainer.accumulate_grad_batches,
         is_first=trainer.is_global_zero,
         on_gpu=device is not None and device.type == "cuda",
-        alignment=getattr(trainer.strategy, "alignment", None),
+        alignment=alignment_of(trainer.strategy, trainer.precision_plugin),
         model=trainer.lightning_module,
         loggers=tuple(trainer.loggers),
         whole_steps=getattr(trainer.strategy, "packs_as_steps", False),
     )
+
+
+def alignment_of(strategy: Any, precision: Any) -> Alignment | None:
+    """What the strategy and the precision plugin together ask lengths and totals to be multiples of.
+
+    Args:
+        strategy: of a Trainer; its ``alignment`` and the sizes of its parallel axes, where it has them.
+        precision: the precision plugin; its ``alignment(cp, tp, sequence_parallel)``, where it has one.
+    """
+    asked: Alignment | None = getattr(strategy, "alignment", None)
+    rule = getattr(precision, "alignment", None)
+    if not callable(rule):
+        return asked
+    cp = getattr(strategy, "context_parallel_size", 1)
+    found: Alignment = rule(
+        cp=cp if isinstance(cp, int) else getattr(strategy, "max_context_parallel_size", 1),
+        tp=getattr(strategy, "tensor_parallel_size", 1),
+        sequence_parallel=bool(getattr(strategy, "sequence_parallel", False)),
+        layout=getattr(strategy, "context_parallel_layout", "dual_chunk"),
+    )
+    return found if asked is None else asked.joined_with(found)
+
+
+def model_alignment(module: nn.Module | None) -> Alignment | None:
+    """What a model that was converted to FP8 asks of packs, in a loop without a precision plugin."""
+    for child in module.modules() if module is not None else ():
+        recipe = child.__dict__.get("_thd_fp8")
+        if recipe is not None:
+            found: Alignment = recipe.alignment()
+            return found
+    return None
 
 
 def model_config(module: nn.Module | None) -> Any | None:

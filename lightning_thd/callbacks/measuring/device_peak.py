@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_thd.flops.breakdown import FlopsBreakdown
 from lightning_thd.flops.device_name import device_name
 from lightning_thd.flops.measure import measure_flops
 from lightning_thd.flops.peaks import peak_flops
+from lightning_thd.precision.convert import recipe_of
+from lightning_thd.precision.report import fp8_share
 
 _BY_PRECISION: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
@@ -27,11 +31,11 @@ def compute_dtype(plugin: Any, module: torch.nn.Module) -> torch.dtype | str:
         module: its parameters decide under "32-true", which leaves a bfloat16 model as it is.
 
     Returns:
-        A torch dtype, "tf32" where float32 may use tensor cores, "fp8" under Transformer Engine.
+        A torch dtype, "tf32" where float32 may use tensor cores, "fp8" and "fp4" under plugins of low precision.
     """
     precision = str(getattr(plugin, "precision", "32-true"))
-    if "transformer-engine" in precision:
-        return "fp8"
+    if precision.startswith("fp8-") or "transformer-engine" in precision:
+        return "fp4" if precision.endswith("nvfp4") else "fp8"
     dtype = _BY_PRECISION.get(precision.partition("-")[0])
     if dtype is None:
         sizes: Counter[torch.dtype] = Counter()
@@ -41,6 +45,47 @@ def compute_dtype(plugin: Any, module: torch.nn.Module) -> torch.dtype | str:
     if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return "tf32"
     return dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowPrecision:
+    """What of a step runs in FP8 or FP4, and how much faster that is at most.
+
+    Attributes:
+        share: of the linear FLOPs.
+        ratio: peak in low precision over the peak in bf16.
+    """
+
+    share: float
+    ratio: float
+
+    def peak(self, peak: float, flops: FlopsBreakdown) -> float:
+        """The peak of a mixture: all FLOPs over the least time that their two parts take.
+
+        Args:
+            peak: in bf16.
+            flops: of the interval. Half of them in FP8 of twice the peak: 4/3 of the peak in bf16.
+        """
+        low = self.share * flops.linear
+        return peak * flops.model / (low / self.ratio + flops.model - low) if flops.model else peak
+
+
+def low_precision(module: torch.nn.Module, device: torch.device, peak: str | float) -> LowPrecision | None:
+    """Read which share of a model's FLOPs runs in low precision; None where none does.
+
+    Emulation runs in bf16, and a peak that is given as a number holds for everything.
+
+    Args:
+        module: what is trained, converted by ``FP8Precision`` or ``convert_linear``.
+        device: the rank's.
+        peak: a number, "auto" or "measure".
+    """
+    recipe = recipe_of(module)
+    if recipe is None or recipe.emulate or not isinstance(peak, str):
+        return None
+    name = device_name(device)
+    low, high = peak_flops(name, recipe.dtype), peak_flops(name, "bf16")
+    return None if low is None or high is None else LowPrecision(share=fp8_share(module), ratio=low / high)
 
 
 def resolve_peak(

@@ -10,6 +10,7 @@ import torch
 
 from lightning_thd.callbacks.flops_metric import THDFlops
 from lightning_thd.callbacks.measuring.across_ranks import gather_ints
+from lightning_thd.callbacks.measuring.device_peak import LowPrecision
 from lightning_thd.callbacks.measuring.interval import Interval, Meter, interval
 from lightning_thd.flops.breakdown import FlopsBreakdown
 from lightning_thd.flops.measure import synchronize
@@ -29,6 +30,7 @@ class Setting:
         wire: where tensors of a collective must lie.
         ranks: that hold different sequences.
         devices: of the whole job.
+        low: what runs in FP8 or FP4; ``peak`` is that of bf16 then.
     """
 
     model: FlopsModel | None
@@ -38,6 +40,7 @@ class Setting:
     wire: torch.device
     ranks: int
     devices: int
+    low: LowPrecision | None = None
 
 
 class Stage:
@@ -134,7 +137,7 @@ class Stage:
                 seconds=seconds,
                 microbatches=microbatches,
                 devices=setting.devices,
-                peak=found.peak,
+                peak=_peak(found.peak, flops, setting.low),
             )
             self.rated = True
         self._open, self._seconds, self._flops = None, 0.0, [FlopsBreakdown(), FlopsBreakdown()]
@@ -158,3 +161,7 @@ class Stage:
             self.metric = THDFlops(model, work=self.work)
         self.metric.model = model
         return self.metric
+
+
+def _peak(peak: float | None, flops: FlopsBreakdown | None, low: LowPrecision | None) -> float | None:
+    return peak if peak is None or flops is None or low is None else low.peak(peak, flops)

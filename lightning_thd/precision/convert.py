@@ -1,0 +1,211 @@
+"""A model with ``nn.Linear`` layers -> the same model, in place, whose large layers multiply in FP8.
+
+A replacement takes over the very parameters of the layer it stands for: ties, optimizer groups and
+hooks go on, nothing is copied, and a model on the meta device stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_thd.precision import te, torchao
+from lightning_thd.precision.checks import check_device, check_model
+from lightning_thd.precision.recipes import Recipe, resolve
+
+KEEP = ("lm_head", "*router*", "*gate", "visual.*", "vision_tower.*", "vision_model.*", "*lora_*")
+_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
+    *("_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"),
+    *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+_MARK = "_thd_fp8"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Converted:
+    """What ``convert_linear`` did.
+
+    Attributes:
+        names: the layers that multiply in FP8.
+        kept: the layers that do not, each with the reason.
+    """
+
+    names: tuple[str, ...] = ()
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+def convert_linear(
+    model: nn.Module,
+    *,
+    recipe: Any = "current",
+    engine: str = "te",
+    keep: Iterable[str] = KEEP,
+    convert: Callable[[str, nn.Linear], bool] | None = None,
+    min_features: int = 0,
+    emulate: bool = False,
+) -> Converted:
+    """Replace the ``nn.Linear`` layers of ``model`` by FP8 ones that share their weights.
+
+    For Accelerate, Fabric and loops of one's own: call it before ``prepare``, and run the model inside
+    ``fp8_context(model)``. ``THDDataModule`` aligns packs for a model that was converted.
+
+    Args:
+        model: with weights in bfloat16 or float32, on any device, the meta device too.
+        recipe: a name or an object of the engine, see ``FP8Precision``.
+        engine: "te" or "torchao".
+        keep: names of layers that stay, with ``*`` for any part; a name matches at the end too, so
+            ``"lm_head"`` keeps ``"model.lm_head"``.
+        convert: called with name and layer for all others; False keeps one.
+        min_features: layers with fewer inputs or outputs stay: below about 1,024 FP8 gains no time.
+        emulate: torchao rounds to FP8 and multiplies in high precision, on any device.
+
+    Returns:
+        Names of the converted and the kept layers.
+
+    Raises:
+        MisconfigurationException: for a device that cannot run the recipe, and a model that the engine would
+            run wrongly.
+        ValueError: for a recipe or an engine that does not exist, and weights in float16.
+        ModuleNotFoundError: when the engine is not installed.
+    """
+    resolved = resolve(recipe, engine, emulate=emulate)
+    parameter = next(iter(model.parameters()), None)
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    check_device(resolved, parameter.device if parameter is not None and parameter.is_cuda else device)
+    return replace_layers(model, resolved, keep=patterns(keep), convert=convert, min_features=min_features)
+
+
+def patterns(keep: Iterable[str]) -> tuple[str, ...]:
+    """Take one pattern or several."""
+    return (keep,) if isinstance(keep, str) else tuple(keep)
+
+
+def replace_layers(
+    model: nn.Module,
+    recipe: Recipe,
+    *,
+    keep: tuple[str, ...],
+    convert: Callable[[str, nn.Linear], bool] | None = None,
+    min_features: int = 0,
+) -> Converted:
+    """Replace layers by those of a resolved recipe; see ``convert_linear``."""
+    check_model(model, recipe)
+    names: list[str] = []
+    kept: dict[str, str] = {}
+    done: dict[int, nn.Module] = {}
+    if recipe.engine == "torchao" and not recipe.emulate:
+        torchao.patch_inductor()
+    parents = list(model.named_modules(remove_duplicate=False))
+    make = te.make_linear if recipe.engine == "te" else torchao.make_linear
+    for path, parent in parents:
+        for child_name, child in list(parent.named_children()):
+            name = f"{path}.{child_name}" if path else child_name
+            if id(child) in done:  # one layer under two names stays one
+                setattr(parent, child_name, done[id(child)])
+                continue
+            reason = _reason(name, child, recipe, keep, convert, min_features)
+            if reason is None and isinstance(child, nn.Linear):
+                replacement = done[id(child)] = _take_over(child, make(child, recipe), recipe)
+                done[id(replacement)] = replacement
+                setattr(parent, child_name, replacement)
+                names.append(name)
+            elif reason:
+                kept[name] = reason
+    if isinstance(model, nn.Linear):
+        kept[""] = "is the model itself, which cannot be replaced in place"
+    model.__dict__[_MARK] = recipe
+    model.__dict__[f"{_MARK}_kept"] = kept
+    rank_zero_info(
+        f"FP8: {len(names)} layers of {type(model).__name__} multiply in {recipe.engine} {recipe.name!r}, "
+        f"{len(kept)} stay: fp8_report(model) lists them with the reasons."
+    )
+    return Converted(names=tuple(names), kept=kept)
+
+
+def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManager[Any]:
+    """The context in which a converted model runs forward; it does nothing for torchao.
+
+    Args:
+        model: that ``convert_linear`` converted, or what wraps it.
+        group: the ranks that share the statistics of delayed scaling; None for this rank alone.
+    """
+    recipe = recipe_of(model)
+    return te.autocast(recipe, group) if recipe is not None and recipe.engine == "te" else nullcontext()
+
+
+def recipe_of(model: nn.Module) -> Recipe | None:
+    """The recipe that a model, or a layer inside it, was converted with; None where there is none."""
+    for child in model.modules():
+        if (found := child.__dict__.get(_MARK)) is not None:
+            recipe: Recipe = found
+            return recipe
+    return None
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether a layer multiplies in FP8, of ours or of the engines'."""
+    return te.is_linear(module) or torchao.is_linear(module)
+
+
+def _take_over(child: nn.Linear, replacement: nn.Module, recipe: Recipe) -> nn.Module:
+    """Give a replacement the mode and the hooks of the layer it stands for."""
+    replacement.training = child.training
+    for name in _HOOKS:
+        if child.__dict__.get(name):
+            replacement.__dict__[name] = child.__dict__[name]
+    replacement.__dict__[_MARK] = recipe
+    return replacement
+
+
+def _reason(
+    name: str,
+    child: nn.Module,
+    recipe: Recipe,
+    keep: tuple[str, ...],
+    convert: Callable[[str, nn.Linear], bool] | None,
+    min_features: int,
+) -> str | None:
+    """Why a layer stays; None for one that is converted, empty for a module that is no product."""
+    if is_converted(child):
+        return "multiplies in FP8 already"
+    if not isinstance(child, nn.Linear):
+        return product_reason(child)
+    for pattern in keep:
+        if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}"):
+            return f"keep={pattern!r}"
+    if type(child) is not nn.Linear:
+        return f"is a {type(child).__name__}, no plain nn.Linear"
+    if hasattr(child, "parametrizations"):
+        return "has a parametrization, which the replacement would not apply"
+    if "forward" in child.__dict__:
+        return "has a forward of its own, patched onto the layer"
+    if child.weight.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"{name}.weight is {child.weight.dtype}: FP8 takes weights in torch.bfloat16 or torch.float32. "
+            "Convert the model first: model.to(torch.bfloat16)."
+        )
+    sizes = child.in_features, child.out_features
+    if any(size % recipe.features for size in sizes):
+        return f"has {sizes[0]} inputs and {sizes[1]} outputs, no multiples of {recipe.features}"
+    if min(sizes) < min_features:
+        return f"has {min(sizes)} features, fewer than min_features={min_features}"
+    if convert is not None and not convert(name, child):
+        return "convert= returned False"
+    return None
+
+
+def product_reason(child: nn.Module) -> str:
+    """Say why a product that is no ``nn.Linear`` stays; empty for a module that is no product."""
+    if type(child).__name__ == "Conv1D":
+        return "is a transformers Conv1D, no nn.Linear"
+    if any(parameter.dim() == 3 for parameter in child.parameters(recurse=False)):
+        return "holds the weights of experts in one tensor, run by grouped products"
+    return ""

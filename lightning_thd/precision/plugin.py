@@ -1,0 +1,219 @@
+"""Lightning's hooks of precision -> FP8 layers, their regions, and aligned packs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_thd.alignment import Alignment, Layout
+from lightning_thd.batch import THDStep
+from lightning_thd.flops.backward.passes import checkpointing
+from lightning_thd.parallel.shard import THDShard
+from lightning_thd.precision import te
+from lightning_thd.precision.checks import check_device, check_dtype
+from lightning_thd.precision.convert import KEEP, Converted, is_converted, patterns, replace_layers
+from lightning_thd.precision.layout import ParallelLayout, layout_of
+from lightning_thd.precision.recipes import resolve
+
+
+class FP8Precision(Precision):
+    """Train the large linear layers in FP8 (or FP4), the rest in bf16; packs come aligned.
+
+    Use it as ``Trainer(plugins=FP8Precision("blockwise"))``. With ``engine="te"`` (Transformer Engine)
+    ``recipe`` is "delayed", "current", "blockwise", "mxfp8", "nvfp4" or an object of ``transformer_engine.common.recipe``. With ``engine="torchao"`` it is "tensorwise" (also
+    "current"), "rowwise", "rowwise_with_gw_hp" or a ``Float8LinearConfig``.
+
+    Args:
+        recipe: how numbers are scaled.
+        engine: "te" or "torchao".
+        weights_dtype: of the weights: torch.bfloat16, or torch.float32.
+        keep: names of layers that stay, see ``convert_linear``.
+        convert: called with name and layer for the others; False keeps one.
+        min_features: layers with fewer inputs or outputs stay.
+        emulate: torchao rounds to FP8 and multiplies in high precision, on any device: to try, and to test.
+
+    Raises:
+        ValueError: for a recipe, an engine or a dtype that does not exist or does not go together.
+        ModuleNotFoundError: when the engine is not installed.
+    """
+
+    def __init__(
+        self,
+        recipe: Any = "current",
+        *,
+        engine: str = "te",
+        weights_dtype: torch.dtype = torch.bfloat16,
+        keep: Iterable[str] = KEEP,
+        convert: Callable[[str, nn.Linear], bool] | None = None,
+        min_features: int = 0,
+        emulate: bool = False,
+    ) -> None:
+        check_dtype(weights_dtype)
+        self.recipe = resolve(recipe, engine, emulate=emulate)
+        self.precision = f"fp8-{engine}-{self.recipe.name}"  # type: ignore[assignment]  # a name of our own
+        self.weights_dtype = weights_dtype
+        self.keep = patterns(keep)
+        self.convert = convert
+        self.min_features = min_features
+        self.converted: Converted | None = None
+        self._layout = ParallelLayout()
+        self._checked = False
+        self._recomputes = False
+
+    def alignment(
+        self,
+        cp: int = 1,
+        tp: int = 1,
+        sequence_parallel: bool = False,
+        *,
+        layout: Layout = "dual_chunk",
+    ) -> Alignment:
+        """What packs must be multiples of; the data module joins it with what the strategy asks.
+
+        Args:
+            cp: context-parallel ranks.
+            tp: tensor-parallel ranks.
+            sequence_parallel: whether activations are cut along slots between tensor-parallel products.
+            layout: how context parallelism cuts a pack.
+        """
+        return self.recipe.alignment(cp=cp, tp=tp, sequence_parallel=sequence_parallel, layout=layout)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Replace layers in place, once, and give the module its dtype."""
+        if self._is_converted(module):
+            return module
+        strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
+        self._layout = layout_of(strategy)
+        check_device(self.recipe, _device(strategy, module))
+        module.to(dtype=self.weights_dtype)
+        self.converted = replace_layers(
+            module, self.recipe, keep=self.keep, convert=self.convert, min_features=self.min_features
+        )
+        self._check_converted(module)
+        return module
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Create weights in ``weights_dtype``."""
+        return _DtypeContextManager(self.weights_dtype)
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Create modules in ``weights_dtype``."""
+        return self.tensor_init_context()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """The region of a training step: statistics are shared over the ranks of the same optimizer step."""
+        return self._region(self._layout.group)
+
+    @contextmanager
+    def val_step_context(self) -> Iterator[None]:
+        """The region of a validation step: the same products, no statistics kept, no collective."""
+        with self._region(None):
+            yield
+
+    @contextmanager
+    def test_step_context(self) -> Iterator[None]:
+        """As validation."""
+        with self._region(None):
+            yield
+
+    @contextmanager
+    def predict_step_context(self) -> Iterator[None]:
+        """As validation."""
+        with self._region(None):
+            yield
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Go backward; checkpointed layers that run again do so in the region of the recipe.
+
+        Without it their products would be in bf16, where the forward pass had rounded.
+        """
+        with ExitStack() as stack:
+            if self._recomputes:
+                stack.enter_context(te.autocast(self.recipe, None))
+            super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast floating-point inputs, and check that the kernels can take the batch, whoever loaded it."""
+        self._check_batch(data)
+        return apply_to_collection(
+            data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self.weights_dtype
+        )
+
+    def convert_output(self, data: Any) -> Any:
+        """Cast floating-point outputs to the default dtype."""
+        return apply_to_collection(
+            data, function=_convert_fp_tensor, dtype=Tensor, dst_type=torch.get_default_dtype()
+        )
+
+    def _region(self, group: Any) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(_DtypeContextManager(self.weights_dtype))
+        if not self.recipe.emulate:  # on a CPU, where emulation runs, torchao does not follow autocast
+            stack.enter_context(torch.autocast("cuda", dtype=torch.bfloat16))
+        if self.recipe.engine == "te":
+            stack.enter_context(te.autocast(self.recipe, group))
+        return stack
+
+    def _is_converted(self, module: nn.Module) -> bool:
+        ours = self.converted is not None and any(is_converted(child) for child in module.modules())
+        if not ours and self.converted is None and any(is_converted(child) for child in module.modules()):
+            rank_zero_info(
+                "FP8Precision: the model was converted before, by convert_linear, and stays as it is."
+            )
+            self.converted = Converted()
+            self._check_converted(module)
+            ours = True
+        return ours
+
+    def _check_converted(self, module: nn.Module) -> None:
+        if not any(is_converted(child) for child in module.modules()):
+            raise MisconfigurationException(
+                f"FP8Precision converted no layer of {type(module).__name__}, so nothing would run in FP8: "
+                f"{_reasons(self.converted)}. Change keep= or min_features=, or train in bf16."
+            )
+        policy, _ = checkpointing(module)
+        self._recomputes = policy != "none" and self.recipe.engine == "te"
+        if self._recomputes and self.recipe.has_history:
+            raise MisconfigurationException(
+                "recipe='delayed' with activation checkpointing would enter every layer's statistics twice. "
+                "Use recipe='current', which keeps none, or switch checkpointing off."
+            )
+        if self.recipe.engine == "torchao" and not self.recipe.emulate:
+            rank_zero_info(
+                "torchao's FP8 is slower than bf16 unless compiled: call layer.compile(dynamic=False) on "
+                "every decoder layer, and give all packs one length (THDDataModule pads to its capacity)."
+            )
+
+    def _check_batch(self, data: Any) -> None:
+        """Check packs on the host: a kernel's own assertion would name neither the rule nor the remedy."""
+        layout = self._layout
+        rules = self.alignment(layout.cp, layout.tp, layout.sequence_parallel, layout=layout.context_layout)
+        for batch in data.microbatches if isinstance(data, THDStep) else [data]:
+            ids = batch.get("input_ids") if isinstance(batch, Mapping) else getattr(batch, "input_ids", None)
+            if isinstance(ids, Tensor) and not isinstance(batch, THDShard):
+                rules.check(ids.numel())
+
+
+def _device(strategy: Any, module: nn.Module) -> torch.device:
+    root = getattr(strategy, "root_device", None)
+    if root is not None:
+        return torch.device(root)
+    parameter = next(iter(module.parameters()), None)
+    if parameter is not None and parameter.is_cuda:
+        return parameter.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _reasons(converted: Converted | None) -> str:
+    kept = converted.kept if converted is not None else {}
+    told = [f"{name} {reason}" for name, reason in list(kept.items())[:3]]
+    return "; ".join(told) or "it has no nn.Linear"

@@ -1,0 +1,183 @@
+"""The name of a recipe, or a recipe of the engine's own -> what it asks of devices, layers and packs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from lightning_thd._imports import require
+from lightning_thd.alignment import Alignment, Layout
+from lightning_thd.alignment import Recipe as Rules
+
+Engine: TypeAlias = Literal["te", "torchao"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """One way of scaling 8-bit (or 4-bit) numbers.
+
+    Attributes:
+        name: as users write it.
+        engine: "te" or "torchao".
+        rules: the row of ``alignment.RULES`` for the slots of a pack; None for a custom recipe.
+        features: what the inputs and outputs of a layer must be multiples of.
+        capability: the least compute capability, (8, 9) for Ada.
+        below: compute capabilities from this one on are not served; None for no bound.
+        cuda: the least CUDA version.
+        dtype: the column of the table of peaks.
+        gradients: products out of three that run in low precision.
+        custom: slots of a local shard that a custom recipe asks for.
+        config: what the engine takes: a Transformer Engine recipe or a ``Float8LinearConfig``.
+        emulate: torchao multiplies in high precision numbers that were rounded to FP8.
+    """
+
+    name: str
+    engine: Engine
+    rules: Rules | None = "tensorwise"
+    features: int = 16
+    capability: tuple[int, int] = (8, 9)
+    below: tuple[int, int] | None = None
+    cuda: tuple[int, int] = (0, 0)
+    dtype: Literal["fp8", "fp4"] = "fp8"
+    gradients: int = 3
+    custom: int = 1
+    config: Any = None
+    emulate: bool = False
+
+    def alignment(
+        self, *, cp: int = 1, tp: int = 1, sequence_parallel: bool = False, layout: Layout = "dual_chunk"
+    ) -> Alignment:
+        """Look up what lengths and totals of packs must be multiples of.
+
+        Args:
+            cp: context-parallel ranks.
+            tp: tensor-parallel ranks.
+            sequence_parallel: whether activations are cut along slots between tensor-parallel products.
+            layout: how context parallelism cuts a pack.
+
+        Returns:
+            "current" on one rank wants totals that are multiples of 16, with cp=4 and tp=2 in sequence
+            parallel 128 and lengths that are multiples of 8.
+        """
+        found = Alignment.for_(
+            cp=cp, tp=tp, sequence_parallel=sequence_parallel, recipe=self.rules, layout=layout
+        )
+        if self.rules is not None:
+            return found
+        ranks = cp * tp if sequence_parallel else cp
+        return replace(found, total_multiple=math.lcm(found.total_multiple, ranks * self.custom))
+
+    @property
+    def has_history(self) -> bool:
+        """Whether scales follow a history of earlier steps, which graphs and recomputation would disturb."""
+        return self.name == "delayed"
+
+
+# sizes of layers: Transformer Engine's quantizers refuse blocks that are not whole; 16 is torch._scaled_mm's
+_KNOWN: dict[tuple[Engine, str], Recipe] = {
+    ("te", "delayed"): Recipe(name="delayed", engine="te"),
+    ("te", "current"): Recipe(name="current", engine="te"),
+    ("te", "blockwise"): Recipe(
+        name="blockwise", engine="te", rules="blockwise", features=128, capability=(9, 0), cuda=(12, 9)
+    ),
+    ("te", "mxfp8"): Recipe(
+        name="mxfp8", engine="te", rules="mxfp8", features=32, capability=(10, 0), below=(12, 0)
+    ),
+    ("te", "nvfp4"): Recipe(
+        name="nvfp4", engine="te", rules="nvfp4", features=32, capability=(10, 0), dtype="fp4"
+    ),
+    ("torchao", "tensorwise"): Recipe(name="tensorwise", engine="torchao"),
+    ("torchao", "rowwise"): Recipe(name="rowwise", engine="torchao", capability=(9, 0)),
+    ("torchao", "rowwise_with_gw_hp"): Recipe(
+        name="rowwise_with_gw_hp", engine="torchao", capability=(9, 0), gradients=2
+    ),
+}
+_TE_CLASSES = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+
+
+def resolve(recipe: Any, engine: str, *, emulate: bool = False) -> Recipe:
+    """Turn what a user gave into a recipe, importing its engine.
+
+    Args:
+        recipe: a name, or a recipe object of the engine.
+        engine: "te" or "torchao".
+        emulate: compute in high precision what FP8 would round, on any device; torchao alone can.
+
+    Raises:
+        ValueError: for an engine, or a name, that does not exist; for ``emulate`` with Transformer Engine.
+        ModuleNotFoundError: when the engine is not installed.
+    """
+    if engine not in ("te", "torchao"):
+        raise ValueError(f"engine={engine!r} is not 'te' (Transformer Engine) or 'torchao'.")
+    if emulate and engine == "te":
+        raise ValueError("emulate=True: Transformer Engine cannot emulate FP8. Use engine='torchao' with it.")
+    if isinstance(recipe, str):
+        return _named(recipe, engine, emulate)
+    return _te_object(recipe) if engine == "te" else _torchao_object(recipe, emulate)
+
+
+def _named(name: str, engine: str, emulate: bool) -> Recipe:
+    if engine == "torchao" and name == "current":  # the default of both engines is the same arithmetic
+        name = "tensorwise"
+    names = [known for its_engine, known in _KNOWN if its_engine == engine]
+    if name not in names:
+        others = [known for its_engine, known in _KNOWN if its_engine != engine]
+        other = "torchao" if engine == "te" else "te"
+        hint = f" {name!r} is one of engine={other!r}." if name in others else ""
+        raise ValueError(
+            f"recipe={name!r} is none of engine={engine!r}, which has {', '.join(map(repr, names))}.{hint}"
+        )
+    known = next(found for key, found in _KNOWN.items() if key == (engine, name))
+    if engine == "torchao":
+        float8 = require("torchao.float8", feature=f"engine='torchao' (recipe={name!r})")
+        config = float8.Float8LinearConfig.from_recipe_name(name)
+        return replace(known, config=replace(config, emulate=emulate), emulate=emulate)
+    recipes = require("transformer_engine.common.recipe", feature=f"engine='te' (recipe={name!r})")
+    if not hasattr(recipes, _TE_CLASSES[name]):
+        raise ValueError(
+            f"recipe={name!r} needs {_TE_CLASSES[name]}, which the installed Transformer Engine lacks. "
+            "Upgrade it: pip install --no-build-isolation -U 'transformer-engine[pytorch]'."
+        )
+    return replace(known, config=getattr(recipes, _TE_CLASSES[name])())
+
+
+def _te_object(config: Any) -> Recipe:
+    lineage = [cls.__name__ for cls in type(config).__mro__]
+    for name, cls in _TE_CLASSES.items():
+        if cls in lineage:
+            return replace(_named(name, "te", emulate=False), config=config)
+    multiple = getattr(config, "quantization_alignment", None)
+    if "CustomRecipe" in lineage and isinstance(multiple, int) and multiple > 0:
+        return Recipe(name="custom", engine="te", rules=None, custom=multiple, config=config)
+    if "CustomRecipe" in lineage:
+        raise ValueError(
+            f"{type(config).__name__} does not say what slots must be multiples of. Set its attribute "
+            "quantization_alignment, 16 for per-tensor scales, 32 or 128 for blocks."
+        )
+    raise ValueError(
+        f"recipe={config!r} is no Transformer Engine recipe. Give {', '.join(map(repr, _TE_CLASSES))}, or an "
+        "object of transformer_engine.common.recipe."
+    )
+
+
+def _torchao_object(config: Any, emulate: bool) -> Recipe:
+    if type(config).__name__ != "Float8LinearConfig":
+        raise ValueError(
+            f"recipe={config!r} is no torchao recipe. Give 'tensorwise', 'rowwise', 'rowwise_with_gw_hp' or "
+            "a torchao.float8.Float8LinearConfig."
+        )
+    rowwise = config.cast_config_input.scaling_granularity.value == "axiswise"
+    high = config.cast_config_input_for_grad_weight.scaling_type.value == "disabled"
+    name = ("rowwise_with_gw_hp" if high else "rowwise") if rowwise else "tensorwise"
+    known = next(found for key, found in _KNOWN.items() if key == ("torchao", name))
+    emulate = emulate or bool(config.emulate)
+    return replace(
+        known, config=replace(config, emulate=emulate), emulate=emulate, gradients=2 if high else 3
+    )

@@ -1,0 +1,132 @@
+"""A converted model -> a table of its layers, and the share of its FLOPs that runs in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from lightning_thd.flops.backward.weights import weights_by_layer
+from lightning_thd.flops.families.experts import active_share
+from lightning_thd.flops.families.sizes import Sizes
+from lightning_thd.flops.model import FlopsModel
+from lightning_thd.precision.convert import is_converted, product_reason, recipe_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FP8Report:
+    """What of a model multiplies in FP8; ``print`` it for the table.
+
+    Attributes:
+        recipe: of the converted layers, None where there are none.
+        engine: of them.
+        converted: name -> (inputs, outputs).
+        kept: name -> (inputs, outputs) of the linear layers that stay.
+        reasons: name -> why it stays, for layers whose size says so and products that are no linear layer.
+        share: of the FLOPs of projections, MLPs and experts, in training, that runs in FP8; attention and
+            logits are no part of it.
+    """
+
+    recipe: str | None
+    engine: str | None
+    converted: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    share: float = 0.0
+
+    def __str__(self) -> str:
+        names = [*self.converted, *self.reasons]
+        width = max([len(name) for name in names], default=5)
+        lines = [f"{'layer':<{width}}  {'inputs':>7} {'outputs':>7}  runs in"]
+        for name in sorted(names):
+            inputs, outputs = self.converted.get(name) or self.kept.get(name) or ("", "")
+            runs = f"{self.engine} {self.recipe}" if name in self.converted else f"bf16: {self.reasons[name]}"
+            lines.append(f"{name:<{width}}  {inputs:>7} {outputs:>7}  {runs}")
+        lines.append(
+            f"{len(self.converted)} layers in FP8, {len(self.reasons)} not; {self.share:.1%} of the FLOPs of "
+            "projections, MLPs and experts."
+        )
+        return "\n".join(lines)
+
+
+def fp8_report(model: nn.Module, kept: Mapping[str, str] | None = None) -> FP8Report:
+    """List the layers of a model that multiply in FP8, and those that do not.
+
+    Args:
+        model: converted, or not.
+        kept: reasons, ``Converted.kept``; found again where absent, as far as sizes and kinds tell.
+
+    Returns:
+        The report: ``str`` gives the table.
+    """
+    recipe = recipe_of(model)
+    converted: dict[str, tuple[int, int]] = {}
+    linear: dict[str, tuple[int, int]] = {}
+    reasons: dict[str, str] = {}
+    known = dict(kept) if kept is not None else dict(getattr(model, "__dict__", {}).get("_thd_fp8_kept", {}))
+    for name, child in model.named_modules():
+        if is_converted(child):
+            converted[name] = _sizes(child)
+        elif isinstance(child, nn.Linear):
+            linear[name] = _sizes(child)
+            reasons[name] = known.get(name, "was not converted")
+        elif product := product_reason(child):
+            reasons[name] = known.get(name, product)
+    return FP8Report(
+        recipe=recipe.name if recipe else None,
+        engine=recipe.engine if recipe else None,
+        converted=converted,
+        kept=linear,
+        reasons=reasons,
+        share=fp8_share(model),
+    )
+
+
+def fp8_share(model: nn.Module) -> float:
+    """The share of the linear FLOPs of a training step that runs in low precision.
+
+    Args:
+        model: or what holds it. The projections, MLPs and experts of its config are the whole; without a
+            known config the weights of all its products are.
+
+    Returns:
+        0 to 1. With ``rowwise_with_gw_hp`` two products of three count: the weight gradient stays in bf16.
+    """
+    recipe = recipe_of(model)
+    if recipe is None:
+        return 0.0
+    active = _active(model)
+    low = sum(
+        sizes[0] * sizes[1] * (active if ".experts." in f".{name}." else 1.0)
+        for name, child in model.named_modules()
+        if is_converted(child)
+        for sizes in [_sizes(child)]
+    )
+    total = _linear_macs(model, active)
+    return min(1.0, low / total) * recipe.gradients / 3 if total else 0.0
+
+
+def _linear_macs(model: nn.Module, active: float) -> float:
+    """Multiply-adds a token of everything that the breakdown calls linear."""
+    configs = [child.config for child in model.modules() if getattr(child, "config", None) is not None]
+    try:
+        flops = FlopsModel.from_config(configs[0])
+    except (IndexError, ValueError):
+        groups = weights_by_layer(model, active)
+        return sum(one.macs for path, weights in groups.items() if path != "lm_head" for one in weights)
+    terms = [term for layer in flops.layers for term in layer.terms]
+    return sum(term.forward for term in terms if term.basis == "token" and term.kind == "linear") / 2
+
+
+def _active(model: nn.Module) -> float:
+    for child in model.modules():
+        config = getattr(child, "config", None)
+        if getattr(config, "model_type", None):
+            sizes = Sizes(config)
+            return active_share(sizes.sub("text_config") or sizes)
+    return 1.0
+
+
+def _sizes(child: nn.Module) -> tuple[int, int]:
+    return int(getattr(child, "in_features", 0)), int(getattr(child, "out_features", 0))

@@ -1,0 +1,57 @@
+"""An ``nn.Linear`` -> Transformer Engine's, and the region its products run in, in versions from 2.4 on."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from lightning_thd._imports import require
+from lightning_thd.precision.recipes import Recipe
+
+
+def make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
+    """Make Transformer Engine's layer around the parameters of ``child``.
+
+    It is built on the meta device, so that no memory is taken twice, and takes the weight and bias over.
+
+    Args:
+        child: stays as it is.
+        recipe: of Transformer Engine.
+    """
+    engine = require("transformer_engine.pytorch", feature="engine='te'")
+    made: nn.Module = engine.Linear(
+        child.in_features,
+        child.out_features,
+        bias=child.bias is not None,
+        params_dtype=child.weight.dtype,
+        device="meta",
+    )
+    made.weight = child.weight
+    if child.bias is not None:
+        made.bias = child.bias
+    return made
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is Transformer Engine's linear layer; the engine is not imported to find out."""
+    loaded = sys.modules.get("transformer_engine.pytorch")
+    return loaded is not None and isinstance(module, loaded.Linear)
+
+
+def autocast(recipe: Recipe, group: Any = None) -> AbstractContextManager[Any]:
+    """Enter Transformer Engine's region of low precision, by its name since 2.9 or the one before.
+
+    Args:
+        recipe: of Transformer Engine.
+        group: the ranks that share the statistics of delayed scaling; None for this rank alone.
+    """
+    engine = require("transformer_engine.pytorch", feature="engine='te'")
+    region: AbstractContextManager[Any]
+    if hasattr(engine, "autocast"):
+        region = engine.autocast(enabled=True, recipe=recipe.config, amax_reduction_group=group)
+    else:
+        region = engine.fp8_autocast(enabled=True, fp8_recipe=recipe.config, fp8_group=group)
+    return region
