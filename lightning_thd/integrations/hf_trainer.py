@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks.measuring.across_ranks import communication_device
-from lightning_thd.callbacks.measuring.device_peak import compute_dtype, resolve_peak
+from lightning_thd.callbacks.measuring.device_peak import compute_dtype, low_precision, resolve_peak
 from lightning_thd.callbacks.measuring.models import find_model
 from lightning_thd.callbacks.measuring.stage import Setting, Stage
 from lightning_thd.data import THDDataModule
@@ -25,6 +25,7 @@ from lightning_thd.integrations.hf_evaluation import Rows
 from lightning_thd.integrations.hf_options import refuse_options, refuse_trainer
 from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss
 from lightning_thd.packing import Packs
+from lightning_thd.precision.convert import in_low_precision
 
 
 def packed_trainer(trainer_class: type | None = None) -> type:
@@ -115,7 +116,7 @@ class _PackedTrainerMixin:
             capacity=self._capacity,
             num_workers=self.args.dataloader_num_workers,
         )
-        data.attach(rank=self.args.process_index, ranks=self.args.world_size)
+        data.attach(rank=self.args.process_index, ranks=self.args.world_size, model=self.model)
         data.setup("validate")
         return keyed_loader(data.val_dataloader(), pin_memory=self._pins)
 
@@ -131,7 +132,8 @@ class _PackedTrainerMixin:
         num_items_in_batch: Any = None,
     ) -> Tensor:
         """Return the pack's share of the step's mean loss."""
-        return self._loss(model, inputs["batch"].to(self.args.device))
+        loss_fn = in_low_precision(self._loss, model)
+        return loss_fn(model, inputs["batch"].to(self.args.device))
 
     def _loss(self, model: nn.Module, batch: THDBatch) -> Tensor:
         if getattr(self.args, "loss_type", None) == "dft":  # arXiv:2508.05629
@@ -196,7 +198,8 @@ class _PackedTrainerMixin:
             self._prepare_for_evaluation()
             packs = (inputs["batch"] for inputs in dataloader)
             device = torch.device(self.args.device)
-            loss, tokens = mean_loss(self._loss, self.model, packs, device=device, seen=seen)
+            loss_fn = in_low_precision(self._loss, self.model)
+            loss, tokens = mean_loss(loss_fn, self.model, packs, device=device, seen=seen)
         predictions, labels, ids = (None, None, None) if prediction_loss_only else rows.gather()
         metrics: dict[str, Any] = {}
         if self.compute_metrics is not None and predictions is not None:  # type: ignore[attr-defined]
@@ -262,9 +265,12 @@ class _PackedTrainerMixin:
     def _ready(self) -> Setting:
         if self._setting is None:
             device = torch.device(self.args.device)
+            low = low_precision(self.model, device, self._peak)
+            dtype = torch.bfloat16 if low else compute_dtype(self, self.model)
             self._setting = Setting(
                 model=find_model(self.model, causal="half", tokens="real", recompute="auto"),
-                peak=resolve_peak(self._peak, device, compute_dtype(self, self.model)),
+                peak=resolve_peak(self._peak, device, dtype),
+                low=low,
                 group=None,
                 device=device,
                 wire=communication_device(None, device),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.measuring.across_ranks import communication_device
-from lightning_thd.callbacks.measuring.device_peak import compute_dtype, resolve_peak
+from lightning_thd.callbacks.measuring.device_peak import compute_dtype, low_precision, resolve_peak
 from lightning_thd.callbacks.measuring.models import find_model
 from lightning_thd.callbacks.measuring.stage import Setting, Stage
 from lightning_thd.cuda_graph import GraphCosts, GraphedStep
@@ -28,6 +28,7 @@ from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.evaluation import LossFn, mean_loss
 from lightning_thd.integrations.graphs import MaxSequences, graphed_loss
 from lightning_thd.loss import causal_lm_loss
+from lightning_thd.precision.convert import in_low_precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,16 +92,18 @@ class PackedLoop:
         self.model, self.loader, self.optimizer, self.scheduler = model, loader, optimizer, scheduler
         self.global_step = 0
         self.latest: dict[str, float] = {}
-        self._host, self._loss_fn = host, loss_fn
+        self._host, self._loss_fn = host, in_low_precision(loss_fn, model, group=host.data_group)
         self._every, self._warmup = log_every_n_steps, warmup_steps
         self._stage = Stage("train", "training", clock)
         self._graphed: GraphedStep | None = None
         self._captured_s = 0.0
         flops_model = find_model(model, causal="half", tokens="real", recompute="auto")
-        dtype = compute_dtype(host, model)
+        low = low_precision(model, host.device, peak)
+        dtype = torch.bfloat16 if low else compute_dtype(host, model)
         self._setting = Setting(
             model=flops_model,
             peak=resolve_peak(peak, host.device, dtype),
+            low=low,
             group=host.data_group,
             device=host.device,
             wire=communication_device(host.data_group, host.device),

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_thd.flops.backward.passes import checkpointing
 from lightning_thd.precision import te, torchao
 from lightning_thd.precision.checks import check_device, check_model
 from lightning_thd.precision.recipes import Recipe, resolve
@@ -141,6 +142,33 @@ def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManage
     return te.autocast(recipe, group) if recipe is not None and recipe.engine == "te" else nullcontext()
 
 
+def in_low_precision(
+    loss_fn: Callable[[nn.Module, Any], torch.Tensor], model: nn.Module, *, group: Any = None
+) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """Run a loss function in the region of a converted model; the function itself for any other model.
+
+    Statistics are shared over ``group`` where gradients are taken, and kept out of evaluation.
+
+    Raises:
+        ValueError: for Transformer Engine with activation checkpointing, whose second forward would leave the
+            region.
+    """
+    recipe = recipe_of(model)
+    if recipe is None or recipe.engine != "te":
+        return loss_fn
+    if checkpointing(model)[0] != "none":
+        raise ValueError(
+            "A model in Transformer Engine's FP8 with activation checkpointing would run again in bf16 in "
+            "this loop. Use Lightning's Trainer with FP8Precision, or engine='torchao', or no checkpointing."
+        )
+
+    def run(called: nn.Module, batch: Any) -> torch.Tensor:
+        with te.autocast(recipe, group if torch.is_grad_enabled() else None):
+            return loss_fn(called, batch)
+
+    return run
+
+
 def recipe_of(model: nn.Module) -> Recipe | None:
     """The recipe that a model, or a layer inside it, was converted with; None where there is none."""
     for child in model.modules():
@@ -181,10 +209,10 @@ def _reason(
     for pattern in keep:
         if fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}"):
             return f"keep={pattern!r}"
-    if type(child) is not nn.Linear:
-        return f"is a {type(child).__name__}, no plain nn.Linear"
     if hasattr(child, "parametrizations"):
         return "has a parametrization, which the replacement would not apply"
+    if type(child) is not nn.Linear:
+        return f"is a {type(child).__name__}, no plain nn.Linear"
     if "forward" in child.__dict__:
         return "has a forward of its own, patched onto the layer"
     if child.weight.dtype not in (torch.bfloat16, torch.float32):

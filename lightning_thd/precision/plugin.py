@@ -29,8 +29,9 @@ class FP8Precision(Precision):
     """Train the large linear layers in FP8 (or FP4), the rest in bf16; packs come aligned.
 
     Use it as ``Trainer(plugins=FP8Precision("blockwise"))``. With ``engine="te"`` (Transformer Engine)
-    ``recipe`` is "delayed", "current", "blockwise", "mxfp8", "nvfp4" or an object of ``transformer_engine.common.recipe``. With ``engine="torchao"`` it is "tensorwise" (also
-    "current"), "rowwise", "rowwise_with_gw_hp" or a ``Float8LinearConfig``.
+    ``recipe`` is "delayed", "current", "blockwise", "mxfp8", "nvfp4" or an object of
+    ``transformer_engine.common.recipe``. With ``engine="torchao"`` it is "tensorwise" (also "current"),
+    "rowwise", "rowwise_with_gw_hp" or a ``Float8LinearConfig``.
 
     Args:
         recipe: how numbers are scaled.
@@ -66,7 +67,7 @@ class FP8Precision(Precision):
         self.min_features = min_features
         self.converted: Converted | None = None
         self._layout = ParallelLayout()
-        self._checked = False
+        self._device_type = "cuda"
         self._recomputes = False
 
     def alignment(
@@ -93,7 +94,9 @@ class FP8Precision(Precision):
             return module
         strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
         self._layout = layout_of(strategy)
-        check_device(self.recipe, _device(strategy, module))
+        device = _device(strategy, module)
+        check_device(self.recipe, device)
+        self._device_type = device.type
         module.to(dtype=self.weights_dtype)
         self.converted = replace_layers(
             module, self.recipe, keep=self.keep, convert=self.convert, min_features=self.min_features
@@ -158,7 +161,7 @@ class FP8Precision(Precision):
         stack = ExitStack()
         stack.enter_context(_DtypeContextManager(self.weights_dtype))
         if not self.recipe.emulate:  # on a CPU, where emulation runs, torchao does not follow autocast
-            stack.enter_context(torch.autocast("cuda", dtype=torch.bfloat16))
+            stack.enter_context(torch.autocast(self._device_type, dtype=torch.bfloat16))
         if self.recipe.engine == "te":
             stack.enter_context(te.autocast(self.recipe, group))
         return stack

@@ -42,7 +42,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def autocast(recipe: Recipe, group: Any = None) -> AbstractContextManager[Any]:
-    """Enter Transformer Engine's region of low precision, by its name since 2.9 or the one before.
+    """Enter Transformer Engine's region of low precision, by its new name or the one before.
 
     Args:
         recipe: of Transformer Engine.

@@ -31,7 +31,7 @@ def compute_dtype(plugin: Any, module: torch.nn.Module) -> torch.dtype | str:
         module: its parameters decide under "32-true", which leaves a bfloat16 model as it is.
 
     Returns:
-        A torch dtype, "tf32" where float32 may use tensor cores, "fp8" and "fp4" under plugins of low precision.
+        A torch dtype, "tf32" where float32 may use tensor cores, "fp8" or "fp4" in low precision.
     """
     precision = str(getattr(plugin, "precision", "32-true"))
     if precision.startswith("fp8-") or "transformer-engine" in precision:

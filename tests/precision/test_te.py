@@ -1,0 +1,269 @@
+"""FP8 with Transformer Engine, through a double that asserts what the real one asserts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_thd import causal_lm_loss
+from lightning_thd.precision import FP8Precision, convert_linear, fp8_context, fp8_report
+from lightning_thd.precision import plugin as plugin_module
+from lightning_thd.precision.checks import check_device
+from lightning_thd.precision.recipes import Recipe, resolve
+from tests.precision import standins
+from tests.precision.runs import DATA, Module, fit, llama
+from tests.precision.standins import State
+
+BY_NAME = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> State:
+    """The double, on a machine whose CPU passes for the device: what devices can do is tested apart."""
+    monkeypatch.setattr(plugin_module, "check_device", lambda recipe, device: None)
+    monkeypatch.setattr("lightning_thd.precision.convert.check_device", lambda recipe, device: None)
+    return standins.install(monkeypatch)
+
+
+@pytest.mark.parametrize("recipe", BY_NAME)
+def test_every_recipe_trains_aligned_packs(tmp_path: Path, te: State, recipe: str) -> None:
+    module = Module(llama(**WIDE))
+    weights = {id(parameter) for parameter in module.parameters()}
+    trainer = fit(tmp_path, module, FP8Precision(recipe), steps=3)
+    assert trainer.precision == f"fp8-te-{recipe}"
+    assert {id(parameter) for parameter in module.parameters()} == weights
+    assert module.model.lm_head.weight is module.model.model.embed_tokens.weight
+    assert type(module.model.lm_head) is nn.Linear
+    # three steps and nothing else entered a region, each layer once in each
+    assert te.regions == [(BY_NAME[recipe], None, True)] * 3
+    assert te.calls == [True] * (3 * 14)
+    assert module.losses == sorted(module.losses, reverse=True)
+
+
+def test_the_older_name_of_the_region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin_module, "check_device", lambda recipe, device: None)
+    state = standins.install(monkeypatch, new_name=False)
+    fit(tmp_path, Module(llama()), FP8Precision("delayed"), steps=2)
+    assert state.regions == [("DelayedScaling", None, True)] * 2
+
+
+def test_an_odd_pack_dies_in_the_engine_but_is_refused_by_us_first(tmp_path: Path, te: State) -> None:
+    model = llama()
+    convert_linear(model, recipe="current")
+    with pytest.raises(AssertionError, match="rows divisible by 8"), fp8_context(model):
+        model(torch.arange(15)[None], use_cache=False)
+    with pytest.raises(ValueError, match="break the rule"):
+        FP8Precision("current").convert_input({"input_ids": torch.ones(1, 15, dtype=torch.long)})
+
+
+def test_validation_runs_in_the_region_without_the_group(tmp_path: Path, te: State) -> None:
+    from lightning_thd import THDDataModule
+
+    module = Module(llama())
+    plugin = FP8Precision("delayed")
+    group = object()
+
+    class Grouped(FP8Precision):
+        """As on several ranks, whose group is that of the job."""
+
+        def forward_context(self) -> Any:
+            return self._region(group)
+
+    plugin = Grouped("delayed")
+    data = THDDataModule(DATA, capacity=250, val=DATA[:8])
+    fit(tmp_path, module, plugin, steps=2, data=data, num_sanity_val_steps=1, val_check_interval=2)
+    training = [region for region in te.regions if region[2]]
+    evaluation = [region for region in te.regions if not region[2]]
+    assert training == [("DelayedScaling", group, True)] * 2
+    assert evaluation == [("DelayedScaling", None, False)] * len(evaluation)
+    assert len(evaluation) >= 2
+
+
+def test_checkpointed_layers_run_again_in_the_region(tmp_path: Path, te: State) -> None:
+    model = llama()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    fit(tmp_path, Module(model), FP8Precision("current"), steps=2)
+    assert len(te.calls) > 2 * 14
+    assert all(te.calls)  # in the recomputation too
+    with pytest.raises(Exception, match=r"'delayed' with activation checkpointing"):
+        fit(tmp_path, Module(_checkpointed()), FP8Precision("delayed"))
+    converted = _checkpointed()
+    convert_linear(converted, recipe="current")
+    from lightning_thd.precision.convert import in_low_precision
+
+    with pytest.raises(ValueError, match=r"would run again in bf16 in this loop"):
+        in_low_precision(causal_lm_loss, converted)
+
+
+def _checkpointed() -> Any:
+    model = llama()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    return model
+
+
+def test_accelerate_runs_a_converted_model_in_its_region(te: State) -> None:
+    from accelerate import Accelerator
+
+    from lightning_thd import Sequences, THDDataModule, prepare_thd
+
+    model = llama()
+    converted = convert_linear(model, recipe="current")
+    assert len(converted.names) == 14
+    data = THDDataModule(DATA, capacity=250, global_batch=Sequences(8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    loop = prepare_thd(Accelerator(cpu=True), model, data, optimizer, peak=1e12)
+    step = next(iter(loop.loader))
+    loop.backward(step)
+    assert te.calls
+    assert all(te.calls)
+    assert all(rows % 16 == 0 for rows in te.rows)
+
+
+def test_fabric_runs_a_converted_model_in_its_region(te: State) -> None:
+    from lightning.fabric import Fabric
+
+    from lightning_thd import Sequences, THDDataModule
+    from lightning_thd.integrations.fabric import prepare_fabric
+
+    model = llama()
+    convert_linear(model, recipe="current")
+    data = THDDataModule(DATA, capacity=250, global_batch=Sequences(8))
+    fabric = Fabric(accelerator="cpu", devices=1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    loop = prepare_fabric(fabric, model, data, optimizer, peak=1e12)
+    loop.backward(next(iter(loop.loader)))
+    assert te.calls
+    assert all(te.calls)
+
+
+def three_layers() -> nn.Module:
+    return nn.ModuleDict(
+        {"wide": nn.Linear(256, 128), "narrow": nn.Linear(256, 64), "odd": nn.Linear(48, 32)}
+    )
+
+
+def test_layers_whose_sizes_do_not_divide_the_blocks_stay(te: State) -> None:
+    model = nn.ModuleDict(
+        {"wide": nn.Linear(256, 128), "narrow": nn.Linear(256, 64), "odd": nn.Linear(48, 32)}
+    )
+    assert convert_linear(model, recipe="current").names == ("wide", "narrow", "odd")
+    model = nn.ModuleDict(
+        {"wide": nn.Linear(256, 128), "narrow": nn.Linear(256, 64), "odd": nn.Linear(48, 32)}
+    )
+    found = convert_linear(model, recipe="blockwise")
+    assert found.names == ("wide",)
+    assert found.kept["narrow"] == "has 256 inputs and 64 outputs, no multiples of 128"
+    model = nn.ModuleDict({"wide": nn.Linear(256, 128), "odd": nn.Linear(48, 32)})
+    assert convert_linear(model, recipe="mxfp8").names == ("wide",)
+    assert "te mxfp8" in str(fp8_report(model))
+
+
+def test_recipes_of_the_engine_are_taken_as_objects(te: State) -> None:
+    import transformer_engine.common.recipe as recipes
+
+    block = recipes.Float8BlockScaling()
+    plugin = FP8Precision(block)
+    assert (plugin.precision, plugin.recipe.config) == ("fp8-te-blockwise", block)
+    assert plugin.alignment(cp=2, tp=2, sequence_parallel=True).total_multiple == 512
+    custom = recipes.CustomRecipe()
+    with pytest.raises(ValueError, match="CustomRecipe does not say what slots must be multiples of"):
+        FP8Precision(custom)
+    custom.quantization_alignment = 48
+    assert FP8Precision(custom).alignment(cp=2).total_multiple == 96
+    with pytest.raises(ValueError, match="is no Transformer Engine recipe"):
+        FP8Precision({"amax_history_len": 16})
+    with pytest.raises(ValueError, match=r"recipe='rowwise' is none of engine='te'.*one of engine='torchao'"):
+        FP8Precision("rowwise")
+
+
+def test_models_the_engine_would_run_wrongly_are_refused(te: State, monkeypatch: Any) -> None:
+    model = llama()
+    convert_linear(model, recipe="current")
+    with pytest.raises(Exception, match=r"has Transformer Engine layers already \(model.layers.0"):
+        convert_linear(model, recipe="current")
+    with pytest.raises(ValueError, match="is torch.float16: FP8 takes weights in"):
+        convert_linear(llama().half(), recipe="current")
+
+
+def test_sharded_weights_are_refused(te: State, tmp_path: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        layer = nn.Linear(32, 32)
+        mesh = init_device_mesh("cpu", (1,))
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh))
+        with pytest.raises(Exception, match=r"sharded by FSDP2 or tensor.*\(0.weight\) is not"):
+            convert_linear(nn.Sequential(layer), recipe="current")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "cuda", "message"),
+    [
+        ("current", (8, 0), "12.9", r"capability 8.0; recipe='current' needs 8.9.*bf16"),
+        ("blockwise", (8, 9), "12.9", r"needs 9.0. Use recipe='current'"),
+        ("blockwise", (9, 0), "12.8", r"needs CUDA 12.9; this torch was built for 12.8"),
+        ("mxfp8", (9, 0), "12.9", r"needs 10.0"),
+        ("mxfp8", (12, 0), "12.9", r"has no 'mxfp8' products from 12.0 on"),
+        ("nvfp4", (9, 0), "12.9", r"needs 10.0"),
+        ("delayed", (8, 9), "12.1", None),
+        ("current", (9, 0), "12.1", None),
+        ("blockwise", (9, 0), "13.0", None),
+        ("mxfp8", (10, 3), "12.9", None),
+        ("nvfp4", (12, 0), "12.9", None),
+    ],
+)
+def test_devices(
+    monkeypatch: pytest.MonkeyPatch, recipe: str, capability: tuple[int, int], cuda: str, message: str | None
+) -> None:
+    standins.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Test")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found: Recipe = resolve(recipe, "te")
+    if message is None:
+        check_device(found, torch.device("cuda", 0))
+        return
+    with pytest.raises(Exception, match=message):
+        check_device(found, torch.device("cuda", 0))
+
+
+def test_without_the_engine_the_way_to_install_it_is_said() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"engine='te' .*pip install .*transformer-engine.*torchao"):
+        FP8Precision("current")
+
+
+def test_mfu_holds_the_share_in_fp8_against_its_own_peak(te: State, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_thd.callbacks.measuring import device_peak
+    from lightning_thd.flops import FlopsModel, SeqStats
+
+    model = llama(**WIDE)
+    convert_linear(model, recipe="current")
+    monkeypatch.setattr(device_peak, "device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    low = device_peak.low_precision(model, torch.device("cpu"), "auto")
+    assert low is not None
+    assert low.share == 1.0
+    assert low.ratio == pytest.approx(1979 / 989.4)
+    flops = FlopsModel.from_config(model.config).training_flops(SeqStats.from_lengths([100]))
+    seconds = flops.linear / 1979e12 + (flops.attention + flops.logits) / 989.4e12
+    assert flops.model / low.peak(989.4e12, flops) == pytest.approx(seconds)
+    assert device_peak.low_precision(model, torch.device("cpu"), 1e12) is None
+    assert device_peak.low_precision(llama(), torch.device("cpu"), "auto") is None

@@ -1,0 +1,255 @@
+"""FP8 with torchao's emulation: real numbers on a CPU, rounded to FP8 and multiplied in high precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_thd import THDDataModule
+from lightning_thd.alignment import Alignment
+from lightning_thd.batch import THDBatch
+from lightning_thd.precision import FP8Precision, convert_linear, fp8_report
+from lightning_thd.precision.convert import is_converted
+from tests.precision.runs import DATA, Make, Module, fit, llama, mixtral
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchao", "ignore::UserWarning:torchao")
+
+
+def emulated(recipe: Any = "tensorwise", **settings: Any) -> FP8Precision:
+    return FP8Precision(recipe, engine="torchao", emulate=True, **settings)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_packed_fit_follows_bf16_and_every_batch_is_aligned(tmp_path: Path, recipe: str) -> None:
+    plain, low = Module(llama()), Module(llama())
+    fit(tmp_path, plain, None, steps=8, precision="bf16-true")
+    trainer = fit(tmp_path, low, emulated(recipe), steps=8)
+    assert trainer.precision == f"fp8-torchao-{recipe}"
+    assert low.losses == pytest.approx(plain.losses, rel=0.02)
+    assert low.losses != plain.losses
+    assert any(slots % 16 for slots in plain.slots)
+    for slots in low.slots:
+        Alignment.for_(recipe="tensorwise").check(slots)
+    assert low.model.lm_head.weight is low.model.model.embed_tokens.weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [llama, mixtral])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_loss_after_200_steps_is_within_two_percent_of_bf16(
+    tmp_path: Path, make: Make, recipe: str
+) -> None:
+    plain, low = Module(make()), Module(make())
+    fit(tmp_path, plain, None, steps=200, precision="bf16-true", given={"pad_to": 256})
+    fit(tmp_path, low, emulated(recipe), steps=200, given={"pad_to": 256})
+    last, expected = np.mean(low.losses[-10:]), np.mean(plain.losses[-10:])
+    assert plain.losses[0] > 1.5 * expected
+    assert last == pytest.approx(expected, rel=0.02)
+
+
+def test_a_mixture_of_experts_keeps_its_router_and_says_what_stays(tmp_path: Path) -> None:
+    module = Module(mixtral())
+    plugin = emulated()
+    fit(tmp_path, module, plugin, steps=2)
+    assert plugin.converted is not None
+    kept = plugin.converted.kept
+    assert kept["model.lm_head"] == "keep='lm_head'"
+    assert any(name.endswith("experts") and "grouped products" in why for name, why in kept.items())
+    assert not any("gate" in name or "router" in name for name in plugin.converted.names)
+    table = str(fp8_report(module))
+    assert "grouped products" in table
+    assert "torchao tensorwise" in table
+    assert 0 < fp8_report(module).share < 0.5  # the experts are most of it
+
+
+def test_conversion_shares_everything() -> None:
+    model = llama(tie_word_embeddings=False)
+    layer = model.model.layers[0].mlp
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = dict(model.named_parameters())
+    seen: list[str] = []
+    handle = layer.up_proj.register_forward_hook(lambda *_: seen.append("hook"))
+    layer.gate_proj.weight.register_hook(lambda grad: seen.append("gradient"))
+    model.eval()
+    converted = convert_linear(model, engine="torchao", emulate=True)
+    assert not layer.up_proj.training
+    after = dict(model.named_parameters())
+    assert set(before) == set(after)
+    assert all(after[name] is before[name] for name in before)
+    model(torch.arange(16)[None], use_cache=False).logits.sum().backward()
+    assert seen == ["hook", "gradient"]
+    handle.remove()
+    model(torch.arange(16)[None], use_cache=False)
+    assert seen == ["hook", "gradient"]
+    weight = before["model.layers.0.mlp.up_proj.weight"].clone()
+    optimizer.step()
+    assert not torch.equal(weight, layer.up_proj.weight)
+    assert len(converted.names) == 14
+
+
+def test_one_layer_under_two_names_stays_one() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(32, 32)
+            self.again = nn.Sequential(self.first, nn.Linear(32, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.again(self.first(x))
+
+    model = Shared()
+    converted = convert_linear(model, engine="torchao", emulate=True)
+    assert model.first is model.again[0]
+    assert is_converted(model.first)
+    assert converted.names == ("first", "again.1")
+
+
+def test_a_model_on_the_meta_device_stays_there() -> None:
+    with torch.device("meta"):
+        model = llama()
+    convert_linear(model, engine="torchao", emulate=True)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    assert is_converted(model.model.layers[0].mlp.up_proj)
+
+
+def test_checkpoints_go_from_bf16_to_fp8_and_back() -> None:
+    plain, low = llama(), llama()
+    convert_linear(low, engine="torchao", emulate=True)
+    state = {name: value + 1 for name, value in plain.state_dict().items()}
+    assert low.load_state_dict(state).missing_keys == []
+    assert plain.load_state_dict(low.state_dict()).unexpected_keys == []
+    assert torch.equal(plain.model.embed_tokens.weight, state["model.embed_tokens.weight"])
+
+
+def test_layers_are_kept_with_their_reasons() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.good, self.odd, self.small = nn.Linear(64, 64), nn.Linear(64, 40), nn.Linear(16, 16)
+            self.lm_head, self.named, self.asked = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+            self.sub = nn.modules.linear.NonDynamicallyQuantizableLinear(64, 64)
+            self.patched = nn.Linear(64, 64)
+            self.patched.forward = lambda x: x  # type: ignore[method-assign]
+
+    model = Odd()
+    converted = convert_linear(
+        model,
+        engine="torchao",
+        emulate=True,
+        keep=("lm_head", "nam*"),
+        convert=lambda name, layer: name != "asked",
+        min_features=32,
+    )
+    assert converted.names == ("good",)
+    assert {name: why.split(",")[0] for name, why in converted.kept.items()} == {
+        "odd": "has 64 inputs and 40 outputs",
+        "small": "has 16 features",
+        "lm_head": "keep='lm_head'",
+        "named": "keep='nam*'",
+        "asked": "convert= returned False",
+        "normed": "has a parametrization",
+        "sub": "is a NonDynamicallyQuantizableLinear",
+        "patched": "has a forward of its own",
+    }
+    table = str(fp8_report(model))
+    assert "bf16: has 64 inputs and 40 outputs, no multiples of 16" in table
+    again = convert_linear(model, engine="torchao", emulate=True, keep="lm_head")
+    assert again.kept["good"] == "multiplies in FP8 already"
+
+
+def test_a_loader_of_ones_own_is_refused_at_its_first_odd_batch(tmp_path: Path) -> None:
+    batches = [THDBatch.collate([{"input_ids": [1] * 16}]), THDBatch.collate([{"input_ids": [1] * 15}])]
+    module = Module(llama())
+    loader: Any = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"15 slots break the rule .* wanted a multiple of"):
+        fit(tmp_path, module, emulated(), data=loader)
+    assert len(module.losses) == 1
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8", "nvfp4", "tensorwise"])
+def test_ten_thousand_random_packs_satisfy_every_rule(recipe: str) -> None:
+    """Ranks and lengths at random: what ``Alignment`` pads to, its own rules accept, product by product."""
+    from lightning_thd.precision.recipes import _KNOWN
+
+    (known,) = [found for (_, name), found in _KNOWN.items() if name == recipe]
+    rng = np.random.default_rng(0)
+    for _ in range(2_000):
+        cp, tp = int(rng.choice([1, 2, 4, 8])), int(rng.choice([1, 2, 4, 8]))
+        rule = known.alignment(cp=cp, tp=tp, sequence_parallel=bool(rng.integers(2)))
+        padded = rule.padded_lengths(rng.integers(1, 4_000, rng.integers(1, 12)))
+        rule.check(rule.padded_total(int(padded.sum())), padded_lengths=padded.tolist())
+
+
+def test_the_data_module_joins_what_strategy_and_plugin_ask() -> None:
+    from lightning_thd.data.trainer_link import alignment_of
+
+    class Strategy:
+        context_parallel_size, tensor_parallel_size, sequence_parallel = 4, 2, True
+        context_parallel_layout = "dual_chunk"
+        alignment = Alignment.for_(cp=4, tp=2, sequence_parallel=True)
+
+    found = alignment_of(Strategy(), emulated())
+    assert found is not None
+    assert (found.sequence_multiple, found.total_multiple) == (8, 128)
+    assert alignment_of(object(), object()) is None
+    assert Alignment(total_multiple=24).joined_with(Alignment(total_multiple=16)).total_multiple == 48
+
+
+def test_a_converted_model_aligns_packs_in_loops_without_a_plugin() -> None:
+    model = llama()
+    convert_linear(model, engine="torchao", emulate=True)
+    data = THDDataModule(DATA, capacity=250)
+    data.attach(model=model)
+    data.prepare_data()
+    data.setup("fit")
+    slots = [batch.input_ids.numel() for batch in data.train_dataloader()]
+    assert slots
+    assert all(count % 16 == 0 for count in slots)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"recipe": "blockwise", "engine": "torchao"}, r"is none of engine='torchao'.*is one of engine='te'"),
+        ({"recipe": "fast", "engine": "torchao"}, r"which has 'tensorwise', 'rowwise', 'rowwise_with_gw_hp'"),
+        ({"engine": "cutlass"}, "engine='cutlass' is not 'te'"),
+        ({"engine": "torchao", "weights_dtype": torch.float16}, "weights_dtype=torch.float16 does not go"),
+        ({"engine": "te", "emulate": True}, "Transformer Engine cannot emulate FP8"),
+        ({"recipe": 3, "engine": "torchao"}, "recipe=3 is no torchao recipe"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FP8Precision(**settings)
+
+
+def test_half_weights_and_no_gpu_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"q_proj.weight is torch.float16: FP8 takes weights in"):
+        convert_linear(llama().half(), engine="torchao", emulate=True)
+    with pytest.raises(Exception, match=r"needs a CUDA device of compute capability 8.9.*emulate=True"):
+        convert_linear(llama(), engine="torchao")
+    module = Module(llama())
+    with pytest.raises(Exception, match=r"training runs on 'cpu'"):
+        fit(tmp_path, module, FP8Precision("rowwise", engine="torchao"))
+    assert module.losses == []
+    with pytest.raises(Exception, match=r"converted no layer of Module.*min_features"):
+        fit(tmp_path, module, emulated(min_features=4_096))
+
+
+def test_a_config_object_is_taken_as_it_is() -> None:
+    from torchao.float8 import Float8LinearConfig
+
+    config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+    plugin = FP8Precision(config, engine="torchao", emulate=True)
+    assert plugin.precision == "fp8-torchao-rowwise_with_gw_hp"
+    assert plugin.recipe.config.emulate
+    assert plugin.recipe.gradients == 2
