@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STEPS ?= 100
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test lint clean gpu test-oldest test-kernels
 
 .venv/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python >= 3.11 is needed, this is " + sys.version'
@@ -28,3 +28,31 @@ test: lint
 
 clean:
 	rm -rf .venv runs
+
+# Everything that needs a GPU, the most telling first, in so many minutes; says what it would run where there is
+# none. Results stay in runs/gpu, and a second run goes on with what is missing.
+BUDGET ?= 9
+gpu:
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --budget $(BUDGET)
+
+# The lowest torch, lightning and transformers that setup.cfg allows, in an environment of their own.
+OLDEST ?= .venv-oldest
+OLDEST_INDEX ?= https://download.pytorch.org/whl/cpu
+$(OLDEST)/.installed: setup.cfg
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet torch==2.11.0 --index-url $(OLDEST_INDEX)
+	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e '.[hf,accelerate,cli]' pytest hypothesis
+	touch $@
+
+test-oldest: $(OLDEST)/.installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -p no:cacheprovider
+
+# Real Triton kernels on the CPU, by Triton's interpreter.
+KERNELS ?= .venv-kernels
+$(KERNELS)/.installed: constraints-kernels.txt
+	mkdir -p $(KERNELS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(KERNELS) -r constraints-kernels.txt
+	touch $@
+
+test-kernels: .venv/.installed $(KERNELS)/.installed
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=.:$(KERNELS) $(BIN)/python -m pytest -m slow tests/interpreter

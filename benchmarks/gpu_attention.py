@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import Row, median_us, part
+from benchmarks.gpu_parts import Row, median_us, part
 from lightning_thd._imports import available
 from lightning_thd.attention import SUPPORT, varlen_attention
 from lightning_thd.attention.frontdoor import describe, run
@@ -73,7 +73,12 @@ def worst_error(kernel: Kernel, case: str, sizes: tuple[int, int, int, int]) -> 
     return float("nan") if any(e != e for e in errors) else max(errors)
 
 
-@part("attention_equal", shows="every backend equals fp64 on the CPU, forward and backward", seconds=60)
+@part(
+    "attention_equal",
+    shows="every backend equals fp64 on the CPU, forward and backward",
+    seconds=60,
+    rank=10,
+)
 def equal() -> Iterator[Row]:
     """Yield the worst relative error of every kernel installed here, case and head size."""
     for kernel, row in SUPPORT.items():
@@ -126,7 +131,12 @@ def compare(documents: int, length: int) -> Iterator[Row]:
         yield Row(case=f"{case}: direct / ours", value=ratio, unit="x", goal=">= 0.98", met=ratio >= 0.98)
 
 
-@part("attention_speed", shows="our call costs no more than the kernel called directly", seconds=40)
+@part(
+    "attention_speed",
+    shows="our call costs no more than the kernel called directly",
+    seconds=40,
+    rank=34,
+)
 def speed() -> Iterator[Row]:
     """Yield the comparison for long and for short documents."""
     for documents, length in ((8, 4096), (512, 64)):

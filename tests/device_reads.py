@@ -1,8 +1,10 @@
-"""A mode under which reading the device back, or an output of unknown size, raises."""
+"""Modes under which waiting for the device raises: anywhere by the operators, on CUDA by torch itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,3 +36,20 @@ class RefuseDeviceReads(TorchDispatchMode):
         if func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
             raise AssertionError("repeat_interleave without output_size reads the device back")
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def no_waiting(mode: str = "error") -> Iterator[None]:
+    """Let torch raise in the body where the host would wait for a CUDA device."""
+    before = torch.cuda.get_sync_debug_mode()
+    _set_mode(mode)
+    try:
+        yield
+    finally:
+        _set_mode(before)
+
+
+def _set_mode(mode: str | int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype, which is an error in this suite
+        torch.cuda.set_sync_debug_mode(mode)

@@ -119,3 +119,9 @@ def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """Return the largest ||found - wanted|| / ||wanted|| over all tensors."""
     assert found.keys() == wanted.keys()
     return max(float((found[n] - w).norm() / w.norm().clamp_min(1e-30)) for n, w in wanted.items())
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Switch activation checkpointing on, under its name of this transformers (5.23 renamed it)."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()

@@ -8,6 +8,7 @@ import torch
 from benchmarks.gpu_attention import CASES, SIZES, TOLERANCE, worst_error
 from lightning_thd.attention import SUPPORT, varlen_attention
 from lightning_thd.attention.support import missing
+from tests.device_reads import no_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,8 +41,5 @@ def test_no_wait_for_the_device() -> None:
     x = torch.randn(4, 2, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     at = torch.tensor([0, 4], dtype=torch.int32, device="cuda")
     varlen_attention(x, x, x, at, at, 4, 4).sum().backward()  # loads kernels
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         varlen_attention(x, x, x, at, at, 4, 4).square().sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

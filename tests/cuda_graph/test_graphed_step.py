@@ -25,7 +25,7 @@ from tests.cuda_graph.support import (
 )
 from tests.models.families import build
 from tests.models.matrix import relative_error, shake
-from tests.tiny import tiny_llama
+from tests.tiny import checkpoint_activations, tiny_llama
 
 # Gradients against the unpadded step. In fp64 they differ by 4e-16 at worst, so padding changes nothing but
 # rounding; Bamba and Gemma2 compute parts in fp32 whatever the dtype, 3e-8. In fp32 a norm's weight sums some
@@ -200,7 +200,7 @@ def test_bf16_autocast_has_graphs_of_its_own() -> None:
 
 def test_activation_checkpointing_is_captured_without_its_saved_random_states() -> None:
     model = build("qwen3", "thd").train()
-    model.activation_checkpointing_enable()
+    checkpoint_activations(model)
     step = graphed(model)
     for seed in range(5):
         batch = random_batch(seed, count=6)
@@ -216,7 +216,7 @@ def test_checkpointing_with_dropout_is_refused() -> None:
     def loss(module: Any, batch: THDBatch) -> Tensor:
         return dropout_loss(module, batch)
 
-    module.model.activation_checkpointing_enable()
+    checkpoint_activations(module.model)
     assert layers[0].gradient_checkpointing
     step = GraphedStep(loss, module, buckets=BUCKETS, backend=RecordingBackend(), require=True)
     with pytest.raises(CaptureError, match="preserve_rng_state"):

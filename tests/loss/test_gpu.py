@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.loss import fused_linear_cross_entropy, fused_linear_logprobs, static_shapes
+from tests.device_reads import no_waiting
 from tests.loss.oracles import Case, relative, wide
 
 pytestmark = [
@@ -87,11 +88,8 @@ def test_with_static_shapes_nothing_waits_and_a_graph_replays_on_other_values() 
         for _ in range(2):
             step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()

@@ -15,7 +15,7 @@ from lightning_thd.cuda_graph.capture.layer_call import LayerCall
 from lightning_thd.cuda_graph.capture.recording import RecordingBackend
 from tests.cuda_graph.support import BUCKETS, gradients, graphed, random_batch, worst
 from tests.models.families import build
-from tests.tiny import tiny_llama
+from tests.tiny import checkpoint_activations, tiny_llama
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_name_that_no_layer_has_is_refused_with_the_names_there_are() -> None:
 
 def test_layers_under_activation_checkpointing_are_refused() -> None:
     model = build("qwen3", "thd").train()
-    model.activation_checkpointing_enable()
+    checkpoint_activations(model)
     step = graphed(model, scope="layers", layers=("mlp",))
     with pytest.raises(CaptureError, match="cannot capture layers under activation checkpointing"):
         step(random_batch(1, count=4))

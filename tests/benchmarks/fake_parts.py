@@ -1,0 +1,43 @@
+"""Parts that need no GPU: one succeeds, one takes its process down, one never ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+from benchmarks.gpu_parts import Part, Row, add, part
+
+
+@part("good", shows="a goal met", seconds=1, rank=1)
+def good() -> Iterator[Row]:
+    yield Row(case="a case", value=1.25, unit="x", goal=">= 1", met=True)
+
+
+@part("device_lost", shows="a device that fails in the middle", seconds=1, rank=2)
+def device_lost() -> Iterator[Row]:
+    yield Row(case="before", value=2.0, unit="us")
+    sys.stderr.write("torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n")
+    sys.stderr.flush()
+    os._exit(134)  # as the runtime does
+
+
+@part("after", shows="a goal missed", seconds=1, rank=3)
+def after() -> Iterator[Row]:
+    yield Row(case="late", value=0.5, unit="x", goal=">= 1", met=False)
+
+
+@part("endless", shows="no end", seconds=1, rank=4)
+def endless() -> Iterator[Row]:
+    yield Row(case="begun", value=1.0, unit="s")
+    time.sleep(600)
+
+
+@part("large", shows="no time for it", seconds=1e6, rank=5)
+def large() -> Iterator[Row]:
+    raise AssertionError("must not run")
+    yield
+
+
+add(Part(name="tests", shows="a folder of tests", seconds=1, rank=6, tests=("tests/benchmarks",)))
