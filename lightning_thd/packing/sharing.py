@@ -1,0 +1,369 @@
+"""The sequences of a step -> microbatches of groups of ranks: short ones whole on a rank, long ones shared.
+
+Every microbatch of a step tiles all ranks with groups of 1, 2, 4, ... neighbours. A group runs one pack, each
+rank its share of it. So each sequence gets the degree it needs, for its memory and for an even step, and
+all ranks run the same number of microbatches.
+
+Legend: R ranks, M microbatches of each, a seat is one rank in one microbatch.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd.alignment import Alignment, Layout
+from lightning_thd.packing.lengths import check_count
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+# How far above an even share of the work a sequence may be before more ranks share it: the plan that waits
+# least is taken.
+_SLACKS = (1.0, 1.25, 1.6)
+_EVEN_ENOUGH = 1.02  # work waited for, of an even share: below it no other slack is tried
+_FULL = 0.92  # of all slots: what is left lets work be spread evenly
+_RECENT = 8  # groups that are tried before another is opened
+_MORE_MICROBATCHES = 8  # beyond the fewest that hold all slots, before a plan is given up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """How many ranks may share a sequence, and what that costs.
+
+    Attributes:
+        max_degree: most ranks of a group, a power of two.
+        layout: how a group cuts its pack.
+        tp: tensor-parallel ranks, each set of which counts as one rank here.
+        sequence_parallel: whether these share slots between their products.
+        exchange: work that a shared slot costs for its exchange, in tokens' worth of linear work: a rank of
+            a group of c receives the keys of ``(c - 1) / c`` of the group's slots.
+    """
+
+    max_degree: int
+    layout: Layout = "dual_chunk"
+    tp: int = 1
+    sequence_parallel: bool = False
+    exchange: float = 0.02
+
+    def __post_init__(self) -> None:
+        check_count(
+            "max_context_parallel_size", self.max_degree, "It is the most ranks that share a sequence."
+        )
+        if self.max_degree & (self.max_degree - 1):
+            raise ValueError(
+                f"max_context_parallel_size={self.max_degree} is no power of two; groups of 1, 2, 4, ... "
+                f"ranks are made. Use {1 << (self.max_degree.bit_length() - 1)} or "
+                f"{1 << self.max_degree.bit_length()}."
+            )
+        if not 0 <= self.exchange < float("inf"):
+            raise ValueError(f"exchange={self.exchange}: wanted a finite number of 0 or more tokens.")
+
+    @property
+    def degrees(self) -> list[int]:
+        """1, 2, 4, ... up to ``max_degree``."""
+        return [1 << i for i in range(self.max_degree.bit_length())]
+
+    def align(self, degree: int) -> Alignment | None:
+        """Return what lengths and totals of a group of this size are multiples of; None asks for nothing."""
+        if degree == 1 and not (self.sequence_parallel and self.tp > 1):
+            return None
+        return Alignment.for_(
+            cp=degree, tp=self.tp, sequence_parallel=self.sequence_parallel, layout=self.layout
+        )
+
+    def room(self, capacity: int, degree: int) -> tuple[int, int]:
+        """Slots that a group offers in all, and what padded lengths in it are multiples of."""
+        align = self.align(degree)
+        if align is None:
+            return capacity * degree, 1
+        return capacity * degree // align.total_multiple * align.total_multiple, align.sequence_multiple
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SharedBins:
+    """Which sequences each group runs.
+
+    Attributes:
+        order: int64 ``[S]``, positions of the sequences, group after group.
+        offsets: int64 ``[G + 1]``, of each group in ``order``.
+        degree: int64 ``[G]``, ranks of each group.
+        first: int64 ``[G]``, first rank of each group.
+        microbatch: int64 ``[G]``, when it runs.
+        load: float64 ``[G]``, work of each rank of the group, its exchange included.
+        num_microbatches: of every rank.
+    """
+
+    order: IntArray
+    offsets: IntArray
+    degree: IntArray
+    first: IntArray
+    microbatch: IntArray
+    load: FloatArray
+    num_microbatches: int
+
+
+def share_out(
+    lengths: npt.ArrayLike,
+    capacity: int,
+    *,
+    ranks: int,
+    sharing: Sharing,
+    cost: Callable[[IntArray], FloatArray],
+) -> SharedBins:
+    """Give every sequence a degree, a microbatch and ranks, all planned together.
+
+    Args:
+        lengths: ints ``[S]``, tokens of each sequence.
+        capacity: most slots of a rank in a microbatch.
+        ranks: R; ``sharing.max_degree`` divides it.
+        sharing: how many ranks may share a sequence.
+        cost: work of sequences by their tokens.
+
+    Returns:
+        The groups; their degrees in a microbatch sum up to R. Lengths ``[8, 2, 2]``, capacity 4, 4 ranks and
+        degrees up to 2 make a group of 2 for the first and one rank each for the others.
+
+    Raises:
+        ValueError: for a sequence that fits at no degree, or ranks that groups do not tile.
+    """
+    check_count("capacity", capacity, "It is the most slots of one rank.")
+    check_tiling(ranks, sharing.max_degree)
+    values = np.asarray(lengths, dtype=np.int64)
+    tables = _Tables.of(values, capacity, sharing, cost)
+    needed = int(tables.slots[tables.least, np.arange(len(values))].sum())
+    fewest = max(1, math.ceil(needed / (ranks * capacity * _FULL)))
+    for count in range(fewest, 2 * fewest + _MORE_MICROBATCHES):
+        plan = _best_plan(tables, ranks, count)
+        if plan is not None:
+            return plan
+    raise ValueError(
+        f"{len(values)} sequences fit no {2 * fewest + _MORE_MICROBATCHES} microbatches of {ranks} ranks "
+        f"with {capacity} slots each. Raise capacity."
+    )
+
+
+def check_tiling(ranks: int, max_degree: int) -> None:
+    """Refuse ranks that groups of the largest degree do not tile.
+
+    Raises:
+        ValueError: saying which degrees do.
+    """
+    check_count("ranks", ranks, "It is the number of data-parallel ranks.")
+    if ranks % max_degree:
+        fits = max(d for d in (1 << i for i in range(max_degree.bit_length())) if ranks % d == 0)
+        raise ValueError(
+            f"max_context_parallel_size={max_degree} does not divide the {ranks} ranks that read data, so "
+            f"that groups cannot tile them. Use max_context_parallel_size={fits}, or a multiple of "
+            f"{max_degree} ranks."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Tables:
+    """Slots and load of every sequence at every degree; ``least`` is the index of the first that fits."""
+
+    degrees: list[int]
+    room: list[int]
+    slots: IntArray
+    load: FloatArray
+    least: IntArray
+
+    @classmethod
+    def of(
+        cls, lengths: IntArray, capacity: int, sharing: Sharing, cost: Callable[[IntArray], FloatArray]
+    ) -> _Tables:
+        degrees = sharing.degrees
+        rooms, multiples = zip(*(sharing.room(capacity, degree) for degree in degrees), strict=True)
+        slots = np.stack([-(-lengths // multiple) * multiple for multiple in multiples])
+        ranks = np.array(degrees, dtype=np.float64)[:, None]
+        token = float(cost(np.array([1024]))[0]) / 1024  # near a token's linear work
+        load = (cost(lengths)[None] + sharing.exchange * token * slots * (ranks - 1)) / ranks
+        fits = slots <= np.array(rooms)[:, None]
+        if not fits[-1].all():
+            worst = int(np.argmax(slots[-1]))
+            raise ValueError(
+                f"Sequence {worst} has {lengths[worst]} tokens, which fit at no degree: {degrees[-1]} ranks "
+                f"of {capacity} slots hold {rooms[-1]}. Raise max_context_parallel_size to "
+                f"{_degree_for(int(lengths[worst]), capacity)}, raise capacity, or set oversize='drop', "
+                "'truncate' or 'split'."
+            )
+        return cls(degrees=degrees, room=list(rooms), slots=slots, load=load, least=np.argmax(fits, axis=0))
+
+
+def _degree_for(length: int, capacity: int) -> int:
+    return 1 << (-(-length // capacity) - 1).bit_length()
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group that is being filled: index of its degree, load of a rank, slots left, sequences."""
+
+    degree: int
+    load: float
+    free: int
+    members: list[int] = field(default_factory=list)
+    microbatch: int = -1
+
+
+def _best_plan(tables: _Tables, ranks: int, count: int) -> SharedBins | None:
+    """Try some slacks, and keep the plan whose slowest ranks take least time."""
+    best, least = None, np.inf
+    for slack in _SLACKS:
+        plan = _plan(tables, ranks, count, slack)
+        if plan is None:
+            continue
+        slowest = np.zeros(count)
+        np.maximum.at(slowest, plan.microbatch, plan.load)
+        waits = float(slowest.sum())
+        if waits < least:
+            best, least = plan, waits
+        if waits <= _EVEN_ENOUGH * float((plan.load * plan.degree).sum()) / ranks:
+            break
+    return best
+
+
+def _plan(tables: _Tables, ranks: int, count: int, slack: float) -> SharedBins | None:
+    """Open groups for the long, seat like with like, and fill all seats with the short up to one level."""
+    columns = np.arange(tables.load.shape[1])
+    level = float(tables.load[tables.least, columns].sum()) / (ranks * count) * slack
+    possible = np.arange(len(tables.degrees))[:, None] >= tables.least
+    enough = possible & (tables.load <= level)
+    cheapest = np.where(possible, tables.load, np.inf).argmin(axis=0)
+    chosen = np.where(enough.any(axis=0), enough.argmax(axis=0), cheapest)
+    load = tables.load[chosen, columns]
+    opens = (chosen > 0) | (load > level)  # what has a group opened for it
+    groups = _open_groups(tables, chosen, np.flatnonzero(opens), level)
+    late = _choose_microbatches(tables, groups, ranks, count)
+    short = np.concatenate([np.flatnonzero(~opens), np.array(late, dtype=np.int64)])
+    short = short[np.argsort(-tables.slots[0, short], kind="stable")]
+    groups = [group for group in groups if group.microbatch >= 0] 
+    _add_singles(tables, groups, ranks, count)
+    room = _room(tables, groups, ranks, count, float(load[short].sum()))
+    if not _fill(tables, groups, short, room):
+        return None
+    return _seat(tables, groups, ranks, count)
+
+
+def _open_groups(tables: _Tables, chosen: IntArray, which: IntArray, level: float) -> list[_Group]:
+    """Open groups for the sequences that need them, the largest first; several share one up to the level."""
+    groups: list[_Group] = []
+    recent: list[_Group] = []
+    for i in which[np.lexsort((-tables.load[chosen[which], which], -chosen[which]))].tolist():
+        degree = int(chosen[i])
+        slots, load = int(tables.slots[degree, i]), float(tables.load[degree, i])
+        for group in recent:
+            if group.degree == degree and group.free >= slots and group.load + load <= level:
+                break
+        else:
+            group = _Group(degree, 0.0, tables.room[degree])
+            groups.append(group)
+            recent = [group, *recent[:_RECENT]]
+        _put(group, i, slots, load)
+    return groups
+
+
+def _choose_microbatches(tables: _Tables, groups: list[_Group], ranks: int, count: int) -> list[int]:
+    """Let groups of like load run at the same time; return the sequences of those that find no seats."""
+    free = [ranks] * count
+    late: list[int] = []
+    for group in sorted(groups, key=lambda group: -group.load):
+        degree = tables.degrees[group.degree]
+        group.microbatch = next((j for j, seats in enumerate(free) if seats >= degree), -1)
+        if group.microbatch < 0:
+            late += group.members
+        else:
+            free[group.microbatch] -= degree
+    return late
+
+
+def _add_singles(tables: _Tables, groups: list[_Group], ranks: int, count: int) -> None:
+    """Make every seat that no group has taken a group of its own."""
+    free = [ranks] * count
+    for group in groups:
+        free[group.microbatch] -= tables.degrees[group.degree]
+    groups += [_Group(0, 0.0, tables.room[0], microbatch=j) for j in range(count) for _ in range(free[j])]
+
+
+def _room(tables: _Tables, groups: list[_Group], ranks: int, count: int, work: float) -> list[float]:
+    """Say how much of the work that is left each group takes until all of its microbatch are even.
+
+    A microbatch waits for its heaviest group anyway, so the others are filled up to that; what is left over
+    is spread evenly, as water finds its level.
+    """
+    peaks, filled = np.zeros(count), np.zeros(count)
+    for group in groups:
+        peaks[group.microbatch] = max(peaks[group.microbatch], group.load)
+        filled[group.microbatch] += tables.degrees[group.degree] * group.load
+    total = float(filled.sum()) + work
+    falling = np.sort(peaks)[::-1]
+    even = total / (ranks * count)
+    for heavy in range(count):  # the heaviest microbatches stay as they are, the others share the rest
+        even = (total - ranks * float(falling[:heavy].sum())) / (ranks * (count - heavy))
+        if falling[heavy] <= even:
+            break
+    levels = np.maximum(peaks, even).tolist()
+    return [levels[group.microbatch] - group.load for group in groups]
+
+
+def _fill(tables: _Tables, groups: list[_Group], short: IntArray, room: list[float]) -> bool:
+    """Put each sequence, longest first, into the group with most room for work that has slots for it.
+
+    A group without the slots for one sequence waits until the sequences, which get shorter, fit it again.
+    """
+    heap = [(-most, at) for at, most in enumerate(room)]
+    heapq.heapify(heap)
+    waiting: list[tuple[int, float, int]] = []  # (-slots left, -room, group)
+    slots, load = tables.slots.T[short].tolist(), tables.load.T[short].tolist()
+    least = tables.least[short].tolist()
+    for n, i in enumerate(short.tolist()):
+        while waiting and -waiting[0][0] >= slots[n][groups[waiting[0][2]].degree]:
+            _, below, at = heapq.heappop(waiting)
+            heapq.heappush(heap, (below, at))
+        other = []
+        while heap:
+            below, at = heap[0]
+            group = groups[at]
+            if group.degree < least[n]:
+                other.append(heapq.heappop(heap))
+            elif group.free < slots[n][group.degree]:
+                heapq.heappop(heap)
+                heapq.heappush(waiting, (-group.free, below, at))
+            else:
+                break
+        else:
+            return False
+        more = load[n][group.degree]
+        _put(group, i, slots[n][group.degree], more)
+        heapq.heapreplace(heap, (below + more, at))
+        for entry in other:
+            heapq.heappush(heap, entry)
+    return True
+
+
+def _put(group: _Group, i: int, slots: int, load: float) -> None:
+    group.members.append(i)
+    group.free -= slots
+    group.load += load
+
+
+def _seat(tables: _Tables, groups: list[_Group], ranks: int, count: int) -> SharedBins:
+    """Lay the groups of a microbatch, largest first, over the ranks: powers of two then begin aligned."""
+    groups.sort(key=lambda group: (group.microbatch, -group.degree, -group.load))
+    degree = np.array([tables.degrees[group.degree] for group in groups])
+    seat = np.cumsum(degree) - degree
+    sizes = [len(group.members) for group in groups]
+    return SharedBins(
+        order=np.array([i for group in groups for i in group.members], dtype=np.int64),
+        offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        degree=degree,
+        first=seat % ranks,
+        microbatch=seat // ranks,
+        load=np.array([group.load for group in groups]),
+        num_microbatches=count,
+    )
