@@ -315,7 +315,7 @@ class THDDataModule(L.LightningDataModule):
         """Plan a set when it is first asked for: by then a model built in ``configure_model`` is there."""
         # The same data module may serve Trainers of other ranks or accumulation, one after the other.
         host = self._host
-        key = (name, self._plans.step(host), host.ranks, host.alignment)
+        key = (name, self._plans.step(host), host.ranks, host.alignment, host.sharing)
         if key not in self._planners:
             self._planners = {other: plan for other, plan in self._planners.items() if other[0] != name}
             self._planners[key] = make_planner(

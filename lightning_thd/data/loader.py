@@ -11,8 +11,10 @@ from torch.utils.data import Dataset as TorchDataset
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.data.shared import make_shared_step
 from lightning_thd.data.store.index import MapDataset, SequenceIndex
 from lightning_thd.packing import Spans, StepPlan
+from lightning_thd.packing.shared_planner import SharedPlanner, SharedStepPlan
 from lightning_thd.stats import Window
 
 # (epoch, step, microbatch of the rank, microbatches a rank will run of this step)
@@ -91,6 +93,9 @@ class _Steps(TorchDataset[THDBatch | THDStep]):
     def __getitem__(self, key: Key) -> THDBatch | THDStep:
         epoch, step, micro, counted = key
         plan = self._planner.step(epoch, step, self._dp)
+        if isinstance(plan, SharedStepPlan):
+            assert isinstance(self._planner, SharedPlanner)
+            return make_shared_step(plan, self._maker, self._planner.sharing, self._rank)
         own = plan.microbatches(self._rank)
         if self._kind == "eval":
             return self._maker.batch(own[micro])

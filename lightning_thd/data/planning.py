@@ -18,6 +18,8 @@ from lightning_thd.data.trainer_link import Host, model_cost
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.planner import Tail
+from lightning_thd.packing.shared_planner import SharedPlanner
+from lightning_thd.packing.sharing import Sharing
 
 _VERSION = 1
 # What decides the packs of a window; the rest of a planner's settings may change under the same counts.
@@ -70,6 +72,8 @@ def make_planner(
     Raises:
         ValueError: when the set cannot be planned so.
     """
+    if training and host.sharing is not None:
+        return _shared_planner(data, settings, host, host.sharing)
     index = data.index
     oversize: Oversize = "own_pack" if not training and settings.oversize == "error" else settings.oversize
     if oversize in ("truncate", "split"):
@@ -91,6 +95,42 @@ def make_planner(
     if data.key is None or len(index.lengths) < _COUNTS_FROM:
         return plan()
     return plan_counted_once(plan, data.key, cache_dir)
+
+
+def _shared_planner(data: DataSet, settings: PlanSettings, host: Host, sharing: Sharing) -> SharedPlanner:
+    """Plan a set whose long sequences several ranks share."""
+    if settings.pad_to is not None:
+        raise ValueError(
+            f"pad_to={settings.pad_to} under context_parallel_size='dynamic': packs of different degrees are "
+            "padded by different multiples. Leave pad_to out."
+        )
+    step = settings.step(host)
+    if not isinstance(step, Sequences):
+        raise ValueError(
+            f"context_parallel_size='dynamic' plans steps of sequences, not {step!r}: a pack made beforehand "
+            "has no degree yet. Pass global_batch=Sequences(n)."
+        )
+    if settings.oversize == "own_pack":
+        raise ValueError(
+            "oversize='own_pack' under context_parallel_size='dynamic' would put a sequence above the "
+            "capacity of its ranks. Raise max_context_parallel_size, or set oversize='drop', 'truncate' or "
+            "'split'."
+        )
+    largest = settings.capacity * sharing.max_degree
+    if settings.oversize in ("truncate", "split"):
+        refuse_cuts(data.index, data.dataset, largest)
+    return SharedPlanner(
+        data.index.lengths,
+        settings.capacity,
+        global_batch=step,
+        sharing=sharing,
+        cost=settings.cost or model_cost(host.model, largest),
+        oversize=settings.oversize,
+        tail=settings.tail,
+        seed=settings.seed,
+        scheduler=settings.scheduler,
+        schedule=settings.schedule if settings.schedule is not None else data.schedule,
+    )
 
 
 def plan_counted_once(

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_thd.alignment import Alignment
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, Packs, Sequences
+from lightning_thd.packing.sharing import Sharing
 from lightning_thd.stats import Window
 
 
@@ -28,6 +29,7 @@ class Host:
         is_first: this process writes messages and shows bars.
         on_gpu: batches are moved to a CUDA device.
         alignment: what the strategy asks lengths to be multiples of.
+        sharing: how many ranks may share a sequence, where the plan decides.
         model: the module that is trained.
         loggers: of the Trainer.
         whole_steps: a batch of ``Packs(n)`` is all packs of this rank's step, as a pipeline needs.
@@ -39,6 +41,7 @@ class Host:
     is_first: bool = True
     on_gpu: bool = False
     alignment: Alignment | None = None
+    sharing: Sharing | None = None
     model: nn.Module | None = None
     loggers: tuple[Logger, ...] = ()
     whole_steps: bool = False
@@ -55,6 +58,7 @@ def host_of(trainer: L.Trainer) -> Host:
         is_first=trainer.is_global_zero,
         on_gpu=device is not None and device.type == "cuda",
         alignment=alignment_of(trainer.strategy, trainer.precision_plugin),
+        sharing=getattr(trainer.strategy, "sharing", None),
         model=trainer.lightning_module,
         loggers=tuple(trainer.loggers),
         whole_steps=getattr(trainer.strategy, "packs_as_steps", False),

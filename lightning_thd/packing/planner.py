@@ -182,11 +182,15 @@ class PackPlanner:
             spans, (order, offsets) = self._plan_packs(self._packs, epoch, k, dp)
         return self._describe(epoch, k, dp, spans.take(order), offsets)
 
-    def _plan_sequences(self, epoch: int, k: int, dp: int) -> tuple[Spans, tuple[IntArray, IntArray]]:
+    def _sequences(self, epoch: int, k: int) -> Spans:
+        """Return the sequences of a step, in the order of the epoch's permutation."""
         n, total = self.global_batch.n, self.entries.total
         positions = np.arange(k * n, min((k + 1) * n, total))
         chosen = permute(positions, total, key=derive_key(self.seed, _ENTRIES, epoch))
-        spans = self.entries.spans(self.entries.indices(chosen))
+        return self.entries.spans(self.entries.indices(chosen))
+
+    def _plan_sequences(self, epoch: int, k: int, dp: int) -> tuple[Spans, tuple[IntArray, IntArray]]:
+        spans = self._sequences(epoch, k)
         padded, work = self.slots.padded(spans.lengths), self.cost(spans.lengths)
         if self.scheduler is not None:
             return spans, scheduled_bins(self.scheduler, padded, self.slots.usable, dp=dp, cost=self.cost)

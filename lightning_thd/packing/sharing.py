@@ -25,8 +25,10 @@ FloatArray = npt.NDArray[np.float64]
 
 # How far above an even share of the work a sequence may be before more ranks share it: the plan that waits
 # least is taken.
-_SLACKS = (1.0, 1.25, 1.6)
-_EVEN_ENOUGH = 1.02  # work waited for, of an even share: below it no other slack is tried
+_SLACKS = (1.0, 0.7, 1.4)
+_EVEN_ENOUGH = 1.02  # work waited for, of an even share: below it nothing else is tried
+_UNEVEN_TRIES = 2  # more microbatches than are needed that are tried for an even plan
+_WORTH = 0.01  # of the work waited for: what another plan must save
 _FULL = 0.92  # of all slots: what is left lets work be spread evenly
 _RECENT = 8  # groups that are tried before another is opened
 _MORE_MICROBATCHES = 8  # beyond the fewest that hold all slots, before a plan is given up
@@ -138,12 +140,24 @@ def share_out(
     tables = _Tables.of(values, capacity, sharing, cost)
     needed = int(tables.slots[tables.least, np.arange(len(values))].sum())
     fewest = max(1, math.ceil(needed / (ranks * capacity * _FULL)))
-    for count in range(fewest, 2 * fewest + _MORE_MICROBATCHES):
-        plan = _best_plan(tables, ranks, count)
-        if plan is not None:
-            return plan
+    most = 2 * fewest + _MORE_MICROBATCHES
+    best, least = None, np.inf
+    for count in range(fewest, most):
+        if best is not None and count > best.num_microbatches + _UNEVEN_TRIES:
+            break
+        for slack in _SLACKS:
+            plan = _plan(tables, ranks, count, slack)
+            if plan is None:
+                continue
+            waits, even = _waiting(plan, ranks)
+            if waits < least * (1 - _WORTH):
+                best, least = plan, waits
+            if waits <= _EVEN_ENOUGH * even:
+                return plan if best is None else best
+    if best is not None:
+        return best
     raise ValueError(
-        f"{len(values)} sequences fit no {2 * fewest + _MORE_MICROBATCHES} microbatches of {ranks} ranks "
+        f"{len(values)} sequences fit no {most - 1} microbatches of {ranks} ranks "
         f"with {capacity} slots each. Raise capacity."
     )
 
@@ -211,21 +225,11 @@ class _Group:
     microbatch: int = -1
 
 
-def _best_plan(tables: _Tables, ranks: int, count: int) -> SharedBins | None:
-    """Try some slacks, and keep the plan whose slowest ranks take least time."""
-    best, least = None, np.inf
-    for slack in _SLACKS:
-        plan = _plan(tables, ranks, count, slack)
-        if plan is None:
-            continue
-        slowest = np.zeros(count)
-        np.maximum.at(slowest, plan.microbatch, plan.load)
-        waits = float(slowest.sum())
-        if waits < least:
-            best, least = plan, waits
-        if waits <= _EVEN_ENOUGH * float((plan.load * plan.degree).sum()) / ranks:
-            break
-    return best
+def _waiting(plan: SharedBins, ranks: int) -> tuple[float, float]:
+    """Return the work that all ranks wait for, microbatch after microbatch, and an even share of all work."""
+    slowest = np.zeros(plan.num_microbatches)
+    np.maximum.at(slowest, plan.microbatch, plan.load)
+    return float(slowest.sum()), float((plan.load * plan.degree).sum()) / ranks
 
 
 def _plan(tables: _Tables, ranks: int, count: int, slack: float) -> SharedBins | None:
@@ -242,7 +246,7 @@ def _plan(tables: _Tables, ranks: int, count: int, slack: float) -> SharedBins |
     late = _choose_microbatches(tables, groups, ranks, count)
     short = np.concatenate([np.flatnonzero(~opens), np.array(late, dtype=np.int64)])
     short = short[np.argsort(-tables.slots[0, short], kind="stable")]
-    groups = [group for group in groups if group.microbatch >= 0] 
+    groups = [group for group in groups if group.microbatch >= 0]
     _add_singles(tables, groups, ranks, count)
     room = _room(tables, groups, ranks, count, float(load[short].sum()))
     if not _fill(tables, groups, short, room):

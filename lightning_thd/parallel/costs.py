@@ -52,7 +52,7 @@ class CommCosts:
     def measure(
         cls, group: dist.ProcessGroup, device: torch.device, *, clock: Clock | None = None
     ) -> CommCosts:
-        """Time the group's all-to-all, a small one and one of 16 MiB; a collective.
+        """Time the group's all-to-all, a small one and one of 16 MiB; a collective of the whole job.
 
         Args:
             group: ranks that share packs.
@@ -60,13 +60,13 @@ class CommCosts:
             clock: seconds; the wall clock by default.
 
         Returns:
-            Latency and bandwidth of the slowest rank, the same on every rank. The kernel's rate is not
+            Latency and bandwidth of the slowest rank of the job, the same on all. The kernel's rate is not
             measured.
         """
         read = time.perf_counter if clock is None else clock
         small, large = (_time_exchange(group, device, size, read) for size in (_SMALL_BYTES, _LARGE_BYTES))
         slowest = torch.tensor([small, large], dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
         latency, total = slowest.tolist()
         moved = (_LARGE_BYTES - _SMALL_BYTES) * (group.size() - 1) / group.size()
         return cls(latency_s=latency, bandwidth_bytes_per_s=moved / max(total - latency, moved / _FASTEST))

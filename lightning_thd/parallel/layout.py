@@ -194,12 +194,23 @@ def layout_of(cu_seqlens: Tensor) -> ShardLayout | None:
     return layout
 
 
+# Offsets of whole packs that run beside shards, by address: the value is what keeps that memory.
+_WHOLE: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+
+def know_whole_pack(cu_seqlens: Tensor) -> None:
+    """Let attention take these offsets for those of a whole pack, whatever shards there are beside it."""
+    _WHOLE[cu_seqlens.data_ptr()] = cu_seqlens
+
+
 def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
     """Refuse attention over a shard's rows with offsets that nobody here made.
 
     Raises:
         ValueError: when a shard of as many slots is in use.
     """
+    if cu_seqlens.data_ptr() in _WHOLE:
+        return
     for layout in list(_BY_OFFSETS.values()):
         if layout.local_slots == slots and layout.device == cu_seqlens.device:
             raise ValueError(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.parallel.costs import CommCosts
 from lightning_thd.parallel.exchange import all_gather_rows
 from lightning_thd.parallel.layout import Communication, ShardLayout, offsets_of
 from lightning_thd.parallel.partition import held_real_lengths
@@ -123,6 +124,7 @@ def shard_batch(
     rank: int | None = None,
     layout: Layout = "dual_chunk",
     communication: Communication = "auto",
+    costs: CommCosts | None = None,
 ) -> THDShard:
     """Cut a pack and keep this rank's part.
 
@@ -133,6 +135,7 @@ def shard_batch(
         rank: of this process in it; likewise.
         layout: how the pack is cut.
         communication: what attention will exchange.
+        costs: what ``auto`` compares the ways by.
 
     Raises:
         ValueError: when lengths do not divide, or the batch holds what cannot be cut (images).
@@ -147,6 +150,7 @@ def shard_batch(
         group=group,
         layout=layout,
         communication=communication,
+        costs=costs,
         device=batch.input_ids.device,
     )
     return _own_part(batch, at)

@@ -13,11 +13,20 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.packing.sharing import Sharing
 from lightning_thd.parallel import mesh as axes
 from lightning_thd.parallel.agreement import check_agreement
+from lightning_thd.parallel.costs import CommCosts
 from lightning_thd.parallel.layout import Communication
 from lightning_thd.parallel.mesh import AxisSizes
 from lightning_thd.parallel.shard import THDShard, shard_batch, shard_step
+from lightning_thd.parallel.shared_step import (
+    SharedStep,
+    check_shared_agreement,
+    cut_step,
+    make_degree_groups,
+)
+from lightning_thd.strategies.dynamic import DYNAMIC, check_batch, check_ranks, exchange_cost
 from lightning_thd.strategies.guards import refuse_other_attention, refuse_second_context_parallelism
 from lightning_thd.strategies.hosts import cuts_weights, own_axes, resolve_axes
 from lightning_thd.strategies.loading import BroadcastLoader, set_data_rank
@@ -29,25 +38,31 @@ class ContextParallelMixin(Strategy):
     Attributes:
         data_parallel_size: groups that read different data; ``auto`` takes what the other axes leave, and
             None also lets a ``ModelParallelStrategy`` say so by its own arguments.
-        context_parallel_size: ranks that share the slots of a pack.
+        context_parallel_size: ranks that share the slots of a pack; ``dynamic`` lets the plan of every step
+            choose for each microbatch.
+        max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
         tensor_parallel_size: ranks that share weights.
         sequence_parallel: tensor-parallel ranks share slots between their products.
-        context_parallel_layout: ``dual_chunk`` or ``contiguous``.
-        context_parallel_communication: ``auto``, ``all_gather`` or ``ulysses``.
+        context_parallel_layout: ``dual_chunk``, ``contiguous`` or ``striped``.
+        context_parallel_communication: ``auto``, ``all_gather``, ``ulysses``, ``needed`` or ``ring``.
+        context_parallel_costs: what ``auto`` compares the ways by; ``measure`` times the group's link once.
         broadcast_data: one rank reads for all that share its data.
         check_plans: compare what ranks are about to run at every batch, not only at the first of a stage.
     """
 
     data_parallel_size: int | Literal["auto"] | None = None
-    context_parallel_size: int = 1
+    context_parallel_size: int | Literal["dynamic"] = 1
+    max_context_parallel_size: int | None = None
     tensor_parallel_size: int = 1
     sequence_parallel: bool = False
     context_parallel_layout: Layout = "dual_chunk"
     context_parallel_communication: Communication = "auto"
+    context_parallel_costs: CommCosts | Literal["measure"] | None = None
     broadcast_data: bool = False
     check_plans: bool = False
 
     _meshes: axes.Meshes | None = None
+    _degree_groups: dict[int, dist.ProcessGroup] | None = None
     _checked_stage: object = None
     _guarded: bool = False
 
@@ -62,7 +77,7 @@ class ContextParallelMixin(Strategy):
             return resolve_axes(
                 self,
                 data=self.data_parallel_size,
-                context=self.context_parallel_size,
+                context=self._fixed_size,
                 tensor=self.tensor_parallel_size,
                 pipeline=getattr(self, "pipeline_parallel_size", 1),
             )
@@ -72,14 +87,45 @@ class ContextParallelMixin(Strategy):
     @property
     def alignment(self) -> Alignment | None:
         """Return what sequence and pack lengths must be multiples of, for the collator."""
-        if self.context_parallel_size == 1 and not self.sequence_parallel:
+        if self._fixed_size == 1 and not self.sequence_parallel:
             return None
         return Alignment.for_(
-            cp=self.context_parallel_size,
+            cp=self._fixed_size,
             tp=self.sizes.tensor,
             sequence_parallel=self.sequence_parallel,
             layout=self.context_parallel_layout,
         )
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """Return how many ranks may share a sequence by the plan of a step; None where that is fixed.
+
+        Raises:
+            MisconfigurationException: when groups cannot be made of the ranks there are.
+        """
+        if self.context_parallel_size != DYNAMIC:
+            return None
+        assert self.max_context_parallel_size is not None
+        costs = self.context_parallel_costs
+        exchange = exchange_cost(
+            self.lightning_module, costs if isinstance(costs, CommCosts) else CommCosts()
+        )
+        try:
+            sharing = Sharing(
+                max_degree=self.max_context_parallel_size,
+                layout=self.context_parallel_layout,
+                tp=self.sizes.tensor,
+                sequence_parallel=self.sequence_parallel,
+                **({} if exchange is None else {"exchange": exchange}),
+            )
+            check_ranks(sharing, self.sizes)
+        except ValueError as err:
+            raise MisconfigurationException(str(err)) from err
+        return sharing
+
+    @property
+    def _fixed_size(self) -> int:
+        return 1 if isinstance(self.context_parallel_size, str) else self.context_parallel_size
 
     @property
     def data_rank(self) -> int:
@@ -121,10 +167,22 @@ class ContextParallelMixin(Strategy):
             self._meshes = axes.make_meshes(self.sizes, self.root_device.type)
             assert self.lightning_module is not None
             host._device_mesh = self.lightning_module._device_mesh = self._meshes.axes
-            return
-        super().setup_environment()
-        if self.sizes.peers > 1 or cuts_weights(self):
-            self._meshes = axes.make_meshes(self.sizes, self.root_device.type)
+        else:
+            super().setup_environment()
+            if self.sizes.peers > 1 or cuts_weights(self):
+                self._meshes = axes.make_meshes(self.sizes, self.root_device.type)
+        if (sharing := self.sharing) is not None:
+            self._degree_groups = make_degree_groups(
+                self.sizes.data, sharing.max_degree, tp=sharing.tp, device=self._wire_device
+            )
+        if self.context_parallel_costs == "measure":
+            self.context_parallel_costs = self._measured_costs()
+
+    def _measured_costs(self) -> CommCosts | None:
+        """Time the group that shares packs, or the largest there is; all ranks then use the same costs."""
+        groups = self._degree_groups or {}
+        group = groups[max(groups)] if groups else self.context_parallel_group
+        return None if group is None else CommCosts.measure(group, self._wire_device)
 
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any
@@ -155,11 +213,18 @@ class ContextParallelMixin(Strategy):
         moved = super().batch_to_device(batch, device, dataloader_idx)
         if self.context_parallel_size == 1:
             return moved
+        most = self.max_context_parallel_size or self._fixed_size
         if not self._guarded:
             assert self.lightning_module is not None
-            refuse_other_attention(self.lightning_module, self.context_parallel_size)
+            refuse_other_attention(self.lightning_module, most)
             self._guarded = True
-        refuse_second_context_parallelism(self.lightning_module, self.context_parallel_size)
+        refuse_second_context_parallelism(self.lightning_module, most)
+        if self._degree_groups is not None:
+            module = self.lightning_module
+            check_batch(moved, training=module is None or module.trainer.training)
+            return (
+                cut_step(moved, self._degree_groups, **self._how) if isinstance(moved, SharedStep) else moved
+            )
         if isinstance(moved, THDBatch | THDStep):
             return self._cut(moved)
         found: list[THDBatch | THDStep] = []
@@ -180,12 +245,16 @@ class ContextParallelMixin(Strategy):
     def _cut(self, batch: THDBatch | THDStep) -> THDBatch | THDStep:
         if isinstance(batch, THDShard):
             return batch
-        how: dict[str, Any] = {
-            "group": self.context_parallel_group,
+        how = {"group": self.context_parallel_group, **self._how}
+        return shard_step(batch, **how) if isinstance(batch, THDStep) else shard_batch(batch, **how)
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {
             "layout": self.context_parallel_layout,
             "communication": self.context_parallel_communication,
+            "costs": self.context_parallel_costs,
         }
-        return shard_step(batch, **how) if isinstance(batch, THDStep) else shard_batch(batch, **how)
 
     def _compare(self, batch: Any) -> None:
         """Compare batches of ranks that share a pack: the first of a stage, or all with ``check_plans``."""
@@ -193,8 +262,13 @@ class ContextParallelMixin(Strategy):
         if sizes.world == 1 or not isinstance(batch, THDBatch | THDStep):
             return
         stage = (id(module), None if module is None else module.trainer.state.stage)
-        if self.check_plans or (sizes.peers > 1 and stage != self._checked_stage):
+        shared = isinstance(batch, SharedStep)
+        if self.check_plans or ((shared or sizes.peers > 1) and stage != self._checked_stage):
             self._checked_stage = stage
+            if isinstance(batch, SharedStep):
+                assert self._degree_groups is not None
+                check_shared_agreement(batch, self._degree_groups, self._wire_device)
+                return
             check_agreement(batch, sizes, self._wire_device)
 
     @property

@@ -17,8 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel import fsdp
+from lightning_thd.parallel.costs import CommCosts
 from lightning_thd.parallel.layout import Communication
 from lightning_thd.parallel.pipeline import ScheduleName
+from lightning_thd.strategies.dynamic import check_degrees
 from lightning_thd.strategies.pipeline import PipelineMixin
 
 
@@ -31,16 +33,23 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
 
     Args:
         data_parallel_size: groups that read different data; ``auto`` takes what the others leave.
-        context_parallel_size: ranks that share the slots of a pack.
+        context_parallel_size: ranks that share the slots of a pack; the others read different data.
+            ``dynamic`` chooses 1, 2, 4, ... ranks for every microbatch: long sequences are shared, short ones
+            stay whole. ``THDDataModule(capacity=...)`` then is what one rank holds, and ``Sequences(n)`` the
+            only global batch.
+        max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
         tensor_parallel_size: ranks that share the rows and columns of weights.
         tensor_parallel_plan: module names below a model to styles (``parallel.tensor``), in place of the
             model's own plan.
         sequence_parallel: tensor-parallel ranks share the slots between blocks, which saves memory of norms
             and residuals for two more collectives a block.
         context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads nothing between
-            sequences.
-        context_parallel_communication: ``all_gather`` keys and values, ``ulysses`` trades rows for heads;
-            ``auto`` takes the latter where the heads divide.
+            sequences; ``striped`` does both, with one kernel call a rank of the group.
+        context_parallel_communication: what attention exchanges: ``all_gather`` all keys and values,
+            ``needed`` those that some query sees, ``ring`` these one rank after the other, ``ulysses`` rows
+            for heads; ``auto`` takes what ``context_parallel_costs`` make the cheapest, layer by layer.
+        context_parallel_costs: bandwidth, latency and FLOP rate; None is those of one node of H100s, and
+            ``measure`` times the link when the job starts.
         reshard_after_forward: free a layer's gathered weights between its forward and backward pass.
         broadcast_data: one rank reads for all that share its data.
         check_plans: compare what ranks are about to run at every batch.
@@ -61,12 +70,14 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         self,
         *,
         data_parallel_size: Literal["auto"] | int = "auto",
-        context_parallel_size: int = 1,
+        context_parallel_size: int | Literal["dynamic"] = 1,
+        max_context_parallel_size: int | None = None,
         tensor_parallel_size: int = 1,
         tensor_parallel_plan: dict[str, str] | None = None,
         sequence_parallel: bool = False,
         context_parallel_layout: Layout = "dual_chunk",
         context_parallel_communication: Communication = "auto",
+        context_parallel_costs: CommCosts | Literal["measure"] | None = None,
         reshard_after_forward: bool = True,
         broadcast_data: bool = False,
         check_plans: bool = False,
@@ -91,12 +102,15 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         self.stages_per_rank = stages_per_rank
         self.pipeline_split = pipeline_split
         self.data_parallel_size = data_parallel_size
+        check_degrees(context_parallel_size, max_context_parallel_size)
         self.context_parallel_size = context_parallel_size
+        self.max_context_parallel_size = max_context_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
         self.tensor_parallel_plan = tensor_parallel_plan
         self.sequence_parallel = sequence_parallel and tensor_parallel_size > 1
         self.context_parallel_layout = context_parallel_layout
         self.context_parallel_communication = context_parallel_communication
+        self.context_parallel_costs = context_parallel_costs
         self.reshard_after_forward = reshard_after_forward
         self.broadcast_data, self.check_plans = broadcast_data, check_plans
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd.alignment import Layout
+from lightning_thd.parallel.costs import CommCosts
 from lightning_thd.parallel.fsdp import models_of
 from lightning_thd.parallel.layout import Communication
 from lightning_thd.parallel.towers import trains_towers
+from lightning_thd.strategies.dynamic import check_degrees
 from lightning_thd.strategies.mixin import THDStrategyMixin
 from lightning_thd.strategies.model_parallel import THDModelParallelStrategy
 
@@ -52,10 +54,17 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
 
     Args:
         context_parallel_size: ranks that share the slots of a pack; the others read different data.
+            ``dynamic`` chooses 1, 2, 4, ... ranks for every microbatch: long sequences are shared, short ones
+            stay whole. ``THDDataModule(capacity=...)`` then is what one rank holds, and ``Sequences(n)`` the
+            only global batch.
+        max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
         context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads nothing between
-            sequences.
-        context_parallel_communication: what attention exchanges: ``all_gather`` keys and values, ``ulysses``
-            rows for heads; ``auto`` takes the latter where the heads divide.
+            sequences; ``striped`` does both, with one kernel call a rank of the group.
+        context_parallel_communication: what attention exchanges: ``all_gather`` all keys and values,
+            ``needed`` those that some query sees, ``ring`` these one rank after the other, ``ulysses`` rows
+            for heads; ``auto`` takes what ``context_parallel_costs`` make the cheapest, layer by layer.
+        context_parallel_costs: bandwidth, latency and FLOP rate; None is those of one node of H100s, and
+            ``measure`` times the link when the job starts.
         broadcast_data: one rank reads for all that share its data.
         check_plans: compare what ranks are about to run at every batch.
         kwargs: those of Lightning's ``DDPStrategy``.
@@ -66,17 +75,22 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
     def __init__(
         self,
         *,
-        context_parallel_size: int = 1,
+        context_parallel_size: int | Literal["dynamic"] = 1,
+        max_context_parallel_size: int | None = None,
         context_parallel_layout: Layout = "dual_chunk",
         context_parallel_communication: Communication = "auto",
+        context_parallel_costs: CommCosts | Literal["measure"] | None = None,
         broadcast_data: bool = False,
         check_plans: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        check_degrees(context_parallel_size, max_context_parallel_size)
         self.context_parallel_size = context_parallel_size
+        self.max_context_parallel_size = max_context_parallel_size
         self.context_parallel_layout = context_parallel_layout
         self.context_parallel_communication = context_parallel_communication
+        self.context_parallel_costs = context_parallel_costs
         self.broadcast_data, self.check_plans = broadcast_data, check_plans
 
     def configure_ddp(self) -> None:

@@ -96,7 +96,12 @@ def compare_all(heads: int, kv_heads: int, value_size: int, every: list[dict[str
 
 @pytest.mark.parametrize(
     ("cp", "heads", "kv_heads", "value_size"),
-    [(2, 4, 2, 8), (4, 4, 2, 8), (4, 8, 1, 6), (4, 12, 6, 8)],
+    [
+        (2, 4, 2, 8),
+        (4, 12, 6, 8),
+        pytest.param(4, 4, 2, 8, marks=pytest.mark.slow),
+        pytest.param(4, 8, 1, 6, marks=pytest.mark.slow),
+    ],
 )
 def test_shards_equal_the_pack(cp: int, heads: int, kv_heads: int, value_size: int) -> None:
     every = OPTIONS if heads == 4 else OPTIONS[:2]

@@ -1,0 +1,44 @@
+"""A plan of shared microbatches -> one rank's step, each microbatch padded for the ranks that share it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lightning_thd.packing.shared_planner import SharedStepPlan
+from lightning_thd.packing.sharing import Sharing
+from lightning_thd.parallel.shared_step import SharedStep, digest_of
+
+if TYPE_CHECKING:
+    from lightning_thd.data.loader import BatchMaker
+
+
+def make_shared_step(plan: SharedStepPlan, maker: BatchMaker, sharing: Sharing, rank: int) -> SharedStep:
+    """Read and collate one rank's packs, those that it shares with others whole.
+
+    Args:
+        plan: of the step.
+        maker: reads and collates.
+        sharing: what lengths must be multiples of at every degree.
+        rank: among those that read data.
+
+    Returns:
+        The step, with scales that make the mean over ranks and microbatches the step's: a pack counts on each
+        of the c ranks that share it, so its own scale is 1 / c of the others'.
+    """
+    counted = [
+        maker.loss_weights(spans)
+        for other, packs in enumerate(plan.spans_by_rank())
+        for spans, leads in zip(packs, plan.leads(other), strict=True)
+        if leads
+    ]
+    weight = plan.dp * plan.num_microbatches
+    tokens, sequences = (weight / total if total else 0.0 for total in map(sum, zip(*counted, strict=True)))
+    degrees = plan.degrees[rank].tolist()
+    batches = [
+        replace(maker, align=sharing.align(degree)).batch(
+            spans, loss_scale=tokens / degree, sequence_scale=sequences / degree
+        )
+        for spans, degree in zip(plan.microbatches(rank), degrees, strict=True)
+    ]
+    return SharedStep(batches, degrees, digest_of(plan.degrees))

@@ -1,0 +1,116 @@
+"""Lengths, a capacity of one rank, degrees -> the plan of any step, long sequences shared by several ranks.
+
+The sequences of a step are those of ``PackPlanner``: a job that was killed goes on with any other number of
+ranks and any other largest degree, with the same sequences in every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd.packing.entries import Lengths
+from lightning_thd.packing.global_batch import Sequences
+from lightning_thd.packing.plan import StepPlan
+from lightning_thd.packing.planner import PackPlanner
+from lightning_thd.packing.sharing import SharedBins, Sharing, check_tiling, share_out
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SharedStepPlan(StepPlan):
+    """One optimizer step in which every microbatch has a degree of its own.
+
+    All ranks of a group have the same spans, those of the pack they share. ``work`` is that of one rank, its
+    exchange included; ``spans`` holds those of a shared pack once for each of its ranks.
+
+    Attributes:
+        degrees: int64 ``[dp, num_microbatches]``, ranks that share the microbatch; a group of c ranks begins
+            at a multiple of c.
+    """
+
+    degrees: IntArray
+
+    def leads(self, rank: int) -> list[bool]:
+        """Say of which of its microbatches a rank is the first of the group, which counts for all."""
+        return [rank % int(degree) == 0 for degree in self.degrees[rank]]
+
+
+class SharedPlanner(PackPlanner):
+    """Plans of the steps of every epoch, with degrees, ranks and microbatches planned together.
+
+    Args:
+        lengths: tokens of each sequence, as ``PackPlanner`` takes them.
+        capacity: slots of one rank; a group of c ranks holds c times as many.
+        global_batch: ``Sequences(n)``.
+        sharing: how many ranks may share a sequence.
+        options: those of ``PackPlanner`` but ``align``, ``scheduler`` and ``schedule``.
+
+    Raises:
+        ValueError: for whatever cannot be planned, and what to change.
+    """
+
+    def __init__(
+        self, lengths: Lengths, capacity: int, *, global_batch: Sequences, sharing: Sharing, **options: Any
+    ) -> None:
+        if not isinstance(global_batch, Sequences):
+            raise ValueError(
+                f"context_parallel_size='dynamic' plans steps of sequences, not {global_batch!r}: a pack "
+                "made beforehand has no degree yet. Pass global_batch=Sequences(n)."
+            )
+        for name in ("align", "scheduler", "schedule"):
+            if options.pop(name, None) is not None:
+                raise ValueError(
+                    f"{name}= cannot be given under context_parallel_size='dynamic', which plans degree, "
+                    "ranks and microbatches together. Leave it out."
+                )
+        self.sharing, self.rank_capacity = sharing, int(capacity)
+        super().__init__(
+            lengths,
+            capacity * sharing.max_degree,
+            global_batch=global_batch,
+            align=sharing.align(sharing.max_degree),
+            **options,
+        )
+        if self.settings["multiples"] is None:  # all sequences fit: steps hold the same at any capacity
+            self.settings["capacity"] = None
+
+    def step(self, epoch: int, k: int, dp: int = 1) -> SharedStepPlan:
+        """Plan a step without touching the ones before it; see ``PackPlanner.step``.
+
+        Raises:
+            IndexError: for a step past the end of the epoch.
+            ValueError: for ranks that groups of the largest degree do not tile.
+        """
+        self._check_request(epoch, k, dp)
+        check_tiling(dp, self.sharing.max_degree)
+        spans = self._sequences(epoch, k)
+        bins = share_out(spans.lengths, self.rank_capacity, ranks=dp, sharing=self.sharing, cost=self.cost)
+        whole = self._describe(epoch, k, 1, spans.take(bins.order), bins.offsets)
+        group = _group_of_seats(bins, dp)
+        sizes = np.diff(bins.offsets)[group.ravel()]
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
+        flat = np.repeat(bins.offsets[:-1][group.ravel()], sizes) + within
+        counted = {field.name: getattr(whole, field.name) for field in fields(StepPlan)}
+        counted.update(
+            dp=dp,
+            num_microbatches=bins.num_microbatches,
+            spans=spans.take(bins.order[flat]),
+            offsets=offsets,
+            work=bins.load[group],
+        )
+        return SharedStepPlan(**counted, degrees=bins.degree[group])
+
+
+def _group_of_seats(bins: SharedBins, dp: int) -> IntArray:
+    """int64 ``[dp, M]``, the number of the group that each rank runs in each microbatch."""
+    group = np.repeat(np.arange(len(bins.degree)), bins.degree)
+    within = np.arange(len(group)) - np.repeat(np.cumsum(bins.degree) - bins.degree, bins.degree)
+    seats = np.empty((dp, bins.num_microbatches), dtype=np.int64)
+    seats[bins.first[group] + within, bins.microbatch[group]] = group
+    return seats

@@ -1,0 +1,148 @@
+"""A step in which each microbatch has a degree of its own -> what one rank runs of it.
+
+Groups of 2, 4, 8, ... neighbours are made once. A microbatch of degree c is the pack that the c ranks of a
+group share, the same on all of them until it is cut; one of degree 1 is a whole pack of one rank alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.parallel.agreement import digests
+from lightning_thd.parallel.layout import know_whole_pack
+from lightning_thd.parallel.shard import shard_batch
+
+
+class SharedStep(THDStep):
+    """All microbatches of one rank, not yet cut.
+
+    Attributes:
+        degrees: ranks that share each microbatch.
+        plan_digest: hash of what all ranks run, the same on every one.
+    """
+
+    __slots__ = ("degrees", "plan_digest")
+
+    degrees: tuple[int, ...]
+    plan_digest: int
+
+    def __init__(self, microbatches: Sequence[THDBatch], degrees: Sequence[int], plan_digest: int) -> None:
+        super().__init__(microbatches)
+        self._set(degrees=tuple(map(int, degrees)), plan_digest=plan_digest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("microbatches", "degrees", "plan_digest")}
+
+    def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> SharedStep:
+        """Move every microbatch; see ``THDBatch.to``."""
+        moved = [batch.to(device, non_blocking=non_blocking) for batch in self.microbatches]
+        return SharedStep(moved, self.degrees, self.plan_digest)
+
+    def pin_memory(self) -> SharedStep:
+        """Return a copy in page-locked memory."""
+        return SharedStep([batch.pin_memory() for batch in self.microbatches], self.degrees, self.plan_digest)
+
+
+def digest_of(degrees: Any) -> int:
+    """Hash a table of degrees, int64 ``[ranks, microbatches]``, to an int63."""
+    hashed = hashlib.sha256(repr(degrees.shape).encode() + degrees.astype("<i8").tobytes())
+    return int.from_bytes(hashed.digest()[:8], "big") >> 1
+
+
+def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **how: Any) -> THDStep:
+    """Keep this rank's part of every microbatch.
+
+    Args:
+        step: on the device it is needed on.
+        groups: degree -> this rank's group of that size.
+        how: layout, communication and costs of ``shard_batch``.
+
+    Returns:
+        The step; microbatches of degree 1 are whole packs.
+
+    Raises:
+        ValueError: for a degree without a group.
+    """
+    own = []
+    for batch, degree in zip(step.microbatches, step.degrees, strict=True):
+        if degree > 1 and degree not in groups:
+            raise ValueError(
+                f"A microbatch is to be shared by {degree} ranks, but groups of {sorted(groups)} were made. "
+                "Raise max_context_parallel_size, or plan with the strategy's own sharing."
+            )
+        if degree == 1:
+            know_whole_pack(batch.cu_seqlens_padded)
+        own.append(batch if degree == 1 else shard_batch(batch, group=groups[degree], **how))
+    return THDStep(own)
+
+
+def make_degree_groups(
+    data_ranks: int, max_degree: int, *, tp: int, device: torch.device
+) -> dict[int, dist.ProcessGroup]:
+    """Make groups of every power of two of neighbouring data ranks; a collective of the whole job.
+
+    Args:
+        data_ranks: ranks that read different data.
+        max_degree: largest group.
+        tp: tensor-parallel ranks, innermost in the order of ranks: only those of one index form a group.
+        device: where the groups communicate.
+
+    Returns:
+        Degree -> this rank's group, for 2, 4, ... up to ``max_degree``.
+    """
+    groups: dict[int, dist.ProcessGroup] = {}
+    for degree in (1 << i for i in range(1, max_degree.bit_length())):
+        listed = [
+            [(first + i) * tp + t for i in range(degree)]
+            for first in range(0, data_ranks, degree)
+            for t in range(tp)
+        ]
+        own, _ = dist.new_subgroups_by_enumeration(listed)  # type: ignore[no-untyped-call]
+        # NCCL's first exchange of a group, which may be between two of its ranks, wants all to have met.
+        dist.all_reduce(torch.zeros(1, device=device), group=own)
+        groups[degree] = own
+    return groups
+
+
+def check_shared_agreement(
+    step: SharedStep, groups: Mapping[int, dist.ProcessGroup], device: torch.device
+) -> None:
+    """Compare what ranks are about to run: all the same plan, and groups the same packs.
+
+    Args:
+        step: of this rank, on the CPU.
+        groups: degree -> this rank's group.
+        device: where groups communicate.
+
+    Raises:
+        ValueError: on every rank, when plans differ; on the ranks of a group, when their packs do.
+    """
+    _compare(
+        step.plan_digest,
+        dist.group.WORLD,
+        device,
+        "Ranks were given different plans of a step, which hangs or changes the loss. Plan from the same "
+        "lengths and seed on every rank, as THDDataModule does.",
+    )
+    for batch, degree in zip(step.microbatches, step.degrees, strict=True):
+        if degree > 1:
+            _compare(
+                digests(batch)[0],
+                groups[degree],
+                device,
+                f"{degree} ranks share one pack but read different ones. Use THDDataModule, or the same "
+                "dataset on every rank.",
+            )
+
+
+def _compare(value: int, group: Any, device: torch.device, message: str) -> None:
+    mine = torch.tensor([value, -value], dtype=torch.int64, device=device)
+    dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
+    if mine[0] != -mine[1]:
+        raise ValueError(message)

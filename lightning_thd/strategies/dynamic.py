@@ -1,0 +1,112 @@
+"""``context_parallel_size="dynamic"`` -> its settings checked, its groups made, its steps cut."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.flops import FlopsModel
+from lightning_thd.packing.sharing import Sharing, check_tiling
+from lightning_thd.parallel.costs import CommCosts
+from lightning_thd.parallel.mesh import AxisSizes
+from lightning_thd.parallel.shared_step import SharedStep
+from lightning_thd.stats import SeqStats
+
+DYNAMIC = "dynamic"
+
+
+def check_degrees(size: object, largest: int | None) -> None:
+    """Refuse sizes that contradict each other.
+
+    Raises:
+        TypeError: for something else than a number of ranks or "dynamic".
+        ValueError: for a largest degree without "dynamic", or none with it.
+    """
+    if isinstance(size, str) and size != DYNAMIC:
+        raise ValueError(f"context_parallel_size={size!r}; wanted a number of ranks, or 'dynamic'.")
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise TypeError(
+            f"context_parallel_size={size!r} is {type(size).__name__}; wanted a number of ranks, or "
+            "'dynamic'."
+        )
+    if largest is not None and (isinstance(largest, bool) or not isinstance(largest, int)):
+        raise TypeError(
+            f"max_context_parallel_size={largest!r} is {type(largest).__name__}; wanted a number of ranks."
+        )
+    if size == DYNAMIC and largest is None:
+        raise ValueError(
+            "context_parallel_size='dynamic' wants max_context_parallel_size=, the most ranks that may share "
+            "a sequence: a power of two, such as 8."
+        )
+    if size != DYNAMIC and largest is not None:
+        raise ValueError(
+            f"max_context_parallel_size={largest} belongs to context_parallel_size='dynamic', but that is "
+            f"{size}. Set one of the two."
+        )
+
+
+def check_ranks(sharing: Sharing, sizes: AxisSizes) -> None:
+    """Refuse ranks that groups cannot tile, in the job or on its nodes.
+
+    Raises:
+        ValueError: saying what to set.
+    """
+    check_tiling(sizes.data, sharing.max_degree)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", sizes.world)) // sizes.tensor
+    largest = sharing.max_degree
+    if local and local % largest and largest % local:
+        fits = max(d for d in sharing.degrees if local % d == 0)
+        raise ValueError(
+            f"max_context_parallel_size={largest} with {local} data ranks on a node: groups would lie across "
+            f"nodes unevenly. Use max_context_parallel_size={fits}, or nodes of a power of two of ranks."
+        )
+
+
+def check_batch(batch: Any, *, training: bool) -> None:
+    """Refuse training batches that were planned for a fixed degree.
+
+    Raises:
+        MisconfigurationException: saying where steps of dynamic degrees come from.
+    """
+    if training and isinstance(batch, THDBatch | THDStep) and not isinstance(batch, SharedStep):
+        raise MisconfigurationException(
+            f"context_parallel_size='dynamic' runs steps whose degrees were planned, but the dataloader gave "
+            f"{type(batch).__name__}. Use THDDataModule(..., global_batch=Sequences(n)), or a fixed "
+            "context_parallel_size."
+        )
+
+
+def exchange_cost(module: nn.Module | None, costs: CommCosts) -> float | None:
+    """Work out what a shared slot's exchange costs, in tokens' worth of linear work.
+
+    Args:
+        module: that is trained; its transformers config gives heads, sizes and layers.
+        costs: of the exchange and of a FLOP.
+
+    Returns:
+        Keys and values of all layers, there and back, at ``bandwidth_bytes_per_s``, against the FLOPs of a
+        token at ``flops_per_s``; None for a model that does not tell.
+    """
+    for child in module.modules() if module is not None else ():
+        config: Any = getattr(child, "config", None)
+        if config is None or not hasattr(config, "get_text_config"):
+            continue
+        text = config.get_text_config()
+        try:
+            flops = float(
+                FlopsModel.from_config(config).training_flops(SeqStats.from_lengths([1024])).hardware
+            )
+        except ValueError:
+            return None
+        heads = getattr(text, "num_attention_heads", 0) or 0
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+        # bf16, two bytes; keys and values; there and their gradients back
+        moved = 2 * 2 * 2 * kv_heads * head_size * text.num_hidden_layers
+        shared: float = moved / costs.bandwidth_bytes_per_s / (flops / 1024 / costs.flops_per_s)
+        return shared
+    return None

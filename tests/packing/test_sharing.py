@@ -1,0 +1,135 @@
+"""Groups tile the ranks, nothing is over the capacity, and every sequence is somewhere once."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_thd.alignment import Layout
+from lightning_thd.packing import Cost, Packs, Sequences
+from lightning_thd.packing.shared_planner import SharedPlanner
+from lightning_thd.packing.sharing import SharedBins, Sharing, share_out
+
+
+def check_plan(plan: SharedBins, lengths: np.ndarray, capacity: int, ranks: int, sharing: Sharing) -> None:
+    assert sorted(plan.order.tolist()) == list(range(len(lengths)))
+    taken = np.zeros((plan.num_microbatches, ranks), dtype=int)
+    for at in range(len(plan.degree)):
+        degree, first = int(plan.degree[at]), int(plan.first[at])
+        assert first % degree == 0
+        taken[plan.microbatch[at], first : first + degree] += 1
+        align = sharing.align(degree)
+        own = lengths[plan.order[plan.offsets[at] : plan.offsets[at + 1]]]
+        slots = own.sum() if align is None else align.padded_total(int(align.padded_lengths(own).sum()))
+        assert slots <= capacity * degree
+    assert (taken == 1).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60),
+    ranks=st.sampled_from([4, 8, 12]),
+    layout=st.sampled_from(["dual_chunk", "contiguous", "striped"]),
+    exchange=st.sampled_from([0.0, 0.1, 3.0]),
+)
+def test_any_lengths(lengths: list[int], ranks: int, layout: Layout, exchange: float) -> None:
+    sharing = Sharing(max_degree=4, layout=layout, exchange=exchange)
+    plan = share_out(lengths, 26, ranks=ranks, sharing=sharing, cost=Cost(linear=1, quadratic=0.1))
+    check_plan(plan, np.array(lengths), 26, ranks, sharing)
+
+
+def draw(kind: str, count: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    if kind == "chat":
+        return np.clip(rng.lognormal(6.4, 1.1, count), 32, 16_384).astype(np.int64)
+    return np.clip(rng.lognormal(7.2, 1.5, count), 128, 262_144).astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "largest", "capacity", "count"),
+    [("chat", 8, 8, 4096, 512), ("long", 64, 32, 32_768, 1024), ("chat", 512, 8, 4096, 4096)],
+)
+def test_ranks_wait_for_little(kind: str, ranks: int, largest: int, capacity: int, count: int) -> None:
+    waits, took = [], []
+    for seed in range(3):
+        lengths, sharing = draw(kind, count, seed), Sharing(max_degree=largest)
+        begin = time.process_time()
+        plan = share_out(lengths, capacity, ranks=ranks, sharing=sharing, cost=Cost())
+        took.append(time.process_time() - begin)
+        check_plan(plan, lengths, capacity, ranks, sharing)
+        slowest = np.zeros(plan.num_microbatches)
+        np.maximum.at(slowest, plan.microbatch, plan.load)
+        waits.append(slowest.sum() * ranks / (plan.load * plan.degree).sum())
+    assert np.mean(waits) < 1.05
+    assert min(took) < 0.1  # seconds; a fifth of it on an idle machine
+
+
+def test_short_sequences_stay_whole_and_long_ones_are_shared() -> None:
+    plan = share_out([8, 2, 2], 4, ranks=4, sharing=Sharing(max_degree=2), cost=Cost(linear=1, quadratic=0))
+    assert sorted(plan.degree.tolist()) == [1, 1, 2]
+    assert plan.num_microbatches == 1
+
+
+def planner(lengths: Any, capacity: int = 16, **options: Any) -> SharedPlanner:
+    given = {"global_batch": Sequences(8), "sharing": Sharing(max_degree=4), **options}
+    return SharedPlanner(lengths, capacity, **given)
+
+
+def test_steps_hold_the_same_sequences_at_any_ranks_and_degrees() -> None:
+    lengths = draw("chat", 40, 0) // 300 + 1
+    found = []
+    for ranks, largest, capacity in ((4, 4, 16), (8, 8, 8), (2, 2, 40), (1, 1, 64)):
+        plans = planner(lengths, capacity, sharing=Sharing(max_degree=largest))
+        steps = [plans.step(0, k, ranks) for k in range(len(plans))]
+        for plan in steps:
+            assert plan.work.shape == plan.degrees.shape == (ranks, plan.num_microbatches)
+            assert plan.imbalance >= 1.0 - 1e-9
+            for rank in range(ranks):  # all ranks of a group hold the same pack
+                for j, spans in enumerate(plan.microbatches(rank)):
+                    first = rank - rank % plan.degrees[rank, j]
+                    assert spans.index.tolist() == plan.microbatches(first)[j].index.tolist()
+        led = [
+            sorted(
+                int(i)
+                for rank in range(ranks)
+                for spans, leads in zip(plan.microbatches(rank), plan.leads(rank), strict=True)
+                if leads
+                for i in spans.index
+            )
+            for plan in steps
+        ]
+        assert [plan.real_tokens for plan in steps] == [int(lengths[ids].sum()) for ids in led]
+        assert all(plan.sequences == 8 for plan in steps)
+        found.append((led, plans.fingerprint()))
+    assert all(each == found[0] for each in found)
+    assert sorted(i for step in found[0][0] for i in step) == list(range(40))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch": Packs(4)}, "plans steps of sequences, not Packs"),
+        ({"schedule": [0] * 8}, "schedule= cannot be given"),
+        ({"lengths": [70] + [3] * 7}, "Sequence 0 has 70 tokens"),
+    ],
+)
+def test_planner_messages(options: dict[str, Any], message: str) -> None:
+    lengths = options.pop("lengths", [3] * 8)
+    with pytest.raises(ValueError, match=message):
+        planner(lengths, **options)
+
+
+def test_messages() -> None:
+    with pytest.raises(ValueError, match="Sequence 1 has 70 tokens, which fit at no degree.*to 8, raise"):
+        share_out([3, 70], 16, ranks=4, sharing=Sharing(max_degree=4), cost=Cost())
+    with pytest.raises(ValueError, match="=8 does not divide the 12 ranks.*max_context_parallel_size=4"):
+        share_out([3], 16, ranks=12, sharing=Sharing(max_degree=8), cost=Cost())
+    with pytest.raises(ValueError, match="max_context_parallel_size=6 is no power of two.*4 or 8"):
+        Sharing(max_degree=6)
+    with pytest.raises(ValueError, match="exchange=-1"):
+        Sharing(max_degree=2, exchange=-1.0)

@@ -1,0 +1,234 @@
+"""Steps whose microbatches are shared by 1, 2 or 4 ranks give the parameters of one process."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
+from lightning_thd.packing import PackPlanner
+from lightning_thd.parallel.shard import THDShard
+from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
+from tests.ranks import run_ranks
+from tests.strategies.jobs import (
+    CLIP,
+    Job,
+    Layout,
+    family_model,
+    full_parameters,
+    make_optimizer,
+    make_trainer,
+)
+from tests.tiny import VOCAB, largest_error, nll
+
+CAPACITY, LARGEST, STEP = 16, 4, Sequences(10)
+TOLERANCE = 1e-10  # fp64: other orders of the same sums
+
+
+def samples() -> list[dict[str, Any]]:
+    """Lengths from 1 to 60: most fit one rank of 16 slots, some need two or four."""
+    rng = np.random.default_rng(3)
+    lengths = np.clip(rng.lognormal(2.0, 1.0, 100).astype(int), 1, 60)
+    found = [{"input_ids": rng.integers(0, VOCAB, n)} for n in lengths]
+    for sample in found:
+        ids = sample["input_ids"]
+        sample["labels"] = np.where(rng.random(len(ids)) < 0.3, -100, ids)
+    return found
+
+
+class Watched(Job):
+    """A job that keeps the degree and the slots of every microbatch."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.degrees: list[int] = []
+        self.slots: list[int] = []
+        self.ids: list[tuple[int, ...]] = []
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        self.degrees.append(batch.layout.cp if isinstance(batch, THDShard) else 1)
+        self.slots.append(batch.input_ids.shape[-1])
+        leads = not isinstance(batch, THDShard) or batch.layout.rank == 0
+        self.ids.append(batch.sequence_ids if leads else ())
+        return super().training_step(batch, batch_idx)
+
+
+def strategy(name: str, **options: Any) -> Any:
+    kind = THDDDPStrategy if name == "thd_ddp" else THDModelParallelStrategy
+    return kind(context_parallel_size="dynamic", max_context_parallel_size=LARGEST, **options)
+
+
+def run(
+    name: str,
+    family: str,
+    steps: int,
+    options: dict[str, Any],
+    folder: str | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
+    warnings.simplefilter("error")
+    warnings.filterwarnings(
+        "ignore",
+        message=".*does not have many workers|.*no `val_dataloader`|.*isinstance.treespec"
+        "|.*exists and is not empty",
+    )
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|lightning\\.fabric")
+    module = Watched(family, torch.float64)
+    layout = Layout(dp=dist.get_world_size())
+    degree = options.pop("largest", LARGEST)
+    made = strategy(name, **options)
+    made.max_context_parallel_size = degree
+    saving = [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=6, filename="half")]
+    trainer = make_trainer(
+        layout, family, strategy=made, max_steps=steps, callbacks=saving, enable_checkpointing=bool(saving)
+    )
+    data = THDDataModule(samples(), capacity=CAPACITY * LARGEST // degree, global_batch=STEP, num_workers=0)
+    trainer.fit(module, data, ckpt_path=f"{folder}/half.ckpt" if resume else None)
+    losses = torch.tensor(module.losses, dtype=torch.float64)
+    dist.all_reduce(losses)
+    return {
+        "params": full_parameters(module.model),
+        "losses": (losses / dist.get_world_size()).tolist(),
+        "degrees": module.degrees,
+        "slots": module.slots,
+        "ids": module.ids,
+        "logged": float(trainer.callback_metrics["train/loss"]),
+    }
+
+
+def by_hand(family: str, steps: int) -> dict[str, Any]:
+    data = samples()
+    planner = PackPlanner([len(s["input_ids"]) for s in data], 10_000, global_batch=STEP)
+    model = family_model(family, torch.float64)
+    optimizer = make_optimizer(model)
+    losses = []
+    for k in range(steps):
+        epoch, at = divmod(k, len(planner))
+        results = [nll(model, data[i]) for i in planner.step(epoch, at, 1).spans.index.tolist()]
+        loss = sum(total for total, _ in results) / sum(count for _, count in results)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {"params": {n: p.detach().clone() for n, p in model.named_parameters()}, "losses": losses}
+
+
+def check(found: list[dict[str, Any]], wanted: dict[str, Any], steps: int) -> None:
+    assert max(largest_error(rank["params"], wanted["params"]) for rank in found) < TOLERANCE
+    for rank in found:
+        assert rank["losses"] == pytest.approx(wanted["losses"][-len(rank["losses"]) :], rel=TOLERANCE)
+        assert max(rank["slots"]) <= CAPACITY * LARGEST // 2  # capacity of the run with the smaller degree
+    assert len({len(rank["degrees"]) for rank in found}) == 1  # every rank as many microbatches
+    assert found[0]["logged"] == pytest.approx(wanted["losses"][-1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "options"),
+    [
+        ("thd_ddp", "qwen3", {}),
+        ("thd_model_parallel", "qwen3_moe", {"context_parallel_communication": "needed"}),
+        pytest.param(
+            "thd_ddp",
+            "lfm2",
+            {"context_parallel_layout": "contiguous", "check_plans": True},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_twenty_steps_of_mixed_lengths_equal_one_process(
+    name: str, family: str, options: dict[str, Any]
+) -> None:
+    steps = 20 if family == "qwen3" else 5
+    found = run_ranks(run, 4, name, family, steps, options)
+    check(found, by_hand(family, steps), steps)
+    degrees = {degree for rank in found for degree in rank["degrees"]}
+    assert max(degrees) == LARGEST
+    assert degrees == {1, 2, 4} or family == "lfm2"
+    for rank in found:
+        assert max(rank["slots"]) <= CAPACITY
+
+
+def half_then(folder: str) -> dict[str, Any]:
+    return run("thd_ddp", "qwen3", 6, {}, folder)
+
+
+def rest(folder: str) -> dict[str, Any]:
+    return run("thd_ddp", "qwen3", 14, {"largest": 2}, folder, True)
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_other_ranks_and_degrees(tmp_path: Path) -> None:
+    first = run_ranks(half_then, 4, str(tmp_path))
+    second = run_ranks(rest, 2, str(tmp_path))
+    check(second, by_hand("qwen3", 14), 14)
+    seen = sorted(i for job in (first, second) for rank in job for ids in rank["ids"] for i in ids)
+    epoch = sorted([*range(100)] * 2)  # ten steps of ten an epoch
+    assert len(seen) == 140
+    assert all(seen.count(i) in (1, 2) for i in set(epoch))
+
+
+def refused(case: str) -> None:
+    module, layout = Watched("qwen3", torch.float64), Layout(dp=2)
+    options: dict[str, Any] = {"capacity": 64, "global_batch": STEP}
+    largest, message = 2, ""
+    if case == "too_long":
+        options["capacity"], message = 20, "has .* tokens but.*capacity|longest|capacity=40"
+    elif case == "packs":
+        options["global_batch"], message = Packs(2), "plans steps of sequences, not Packs.*Sequences"
+    elif case == "tiling":
+        largest, message = 4, "max_context_parallel_size=4 does not divide the 2 ranks.*size=2"
+    elif case == "own_pack":
+        options["oversize"], message = "own_pack", "'own_pack' under context_parallel_size='dynamic'"
+    elif case == "pad_to":
+        options["pad_to"], message = 64, "pad_to=64 under context_parallel_size='dynamic'"
+    made = THDDDPStrategy(context_parallel_size="dynamic", max_context_parallel_size=largest)
+    trainer = make_trainer(layout, strategy=made, max_steps=1)
+    with pytest.raises((ValueError, MisconfigurationException), match=message):
+        trainer.fit(module, THDDataModule(samples(), **options))
+
+
+@pytest.mark.parametrize("case", ["too_long", "packs", "tiling", "own_pack", "pad_to"])
+def test_refusals(case: str) -> None:
+    run_ranks(refused, 2, case)
+
+
+def other_loader() -> None:
+    made = THDDDPStrategy(context_parallel_size="dynamic", max_context_parallel_size=2)
+    trainer = make_trainer(Layout(dp=2), strategy=made, max_steps=1)
+    batch = THDBatch.collate(samples()[:3])
+    with pytest.raises(
+        MisconfigurationException, match="degrees were planned, but the dataloader gave THDBatch"
+    ):
+        trainer.fit(Watched("qwen3", torch.float64), torch.utils.data.DataLoader([batch], batch_size=None))
+
+
+def test_batches_that_were_not_planned_are_refused() -> None:
+    run_ranks(other_loader, 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "largest", "error", "message"),
+    [
+        ("dynamic", None, ValueError, "wants max_context_parallel_size="),
+        ("auto", None, ValueError, "context_parallel_size='auto'; wanted a number of ranks, or 'dynamic'"),
+        (2, 4, ValueError, "belongs to context_parallel_size='dynamic', but that is 2"),
+        (2.0, None, TypeError, "context_parallel_size=2.0 is float"),
+        ("dynamic", "8", TypeError, "max_context_parallel_size='8' is str"),
+    ],
+)
+def test_sizes_that_contradict_each_other(
+    size: Any, largest: Any, error: type[Exception], message: str
+) -> None:
+    for kind in (THDDDPStrategy, THDModelParallelStrategy):
+        with pytest.raises(error, match=message):
+            kind(context_parallel_size=size, max_context_parallel_size=largest)
