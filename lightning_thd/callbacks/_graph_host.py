@@ -22,6 +22,11 @@ def unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend)
             "the module has automatic_optimization=False, so training_step contains the optimizer. Wrap the "
             "part that makes the loss: GraphedStep(function, module, buckets=...)"
         )
+    if getattr(trainer.strategy, "sharing", None) is not None:
+        return (
+            "context_parallel_size='dynamic' gives microbatches other degrees from step to step, so that "
+            "ranks would replay and run eagerly at the same time. Set a fixed context_parallel_size"
+        )
     wrapped = trainer.strategy.model
     found = sharded_by(module) or (None if wrapped is None else sharded_by(wrapped))
     if found is not None:

@@ -30,6 +30,7 @@ _EVEN_ENOUGH = 1.02  # work waited for, of an even share: below it nothing else 
 _UNEVEN_TRIES = 2  # more microbatches than are needed that are tried for an even plan
 _WORTH = 0.01  # of the work waited for: what another plan must save
 _FULL = 0.92  # of all slots: what is left lets work be spread evenly
+_EXCHANGE = 0.02  # of a token's work: keys of 8 heads of 128 in 32 layers of 7e9 weights at 100 GB/s
 _RECENT = 8  # groups that are tried before another is opened
 _MORE_MICROBATCHES = 8  # beyond the fewest that hold all slots, before a plan is given up
 
@@ -43,15 +44,16 @@ class Sharing:
         layout: how a group cuts its pack.
         tp: tensor-parallel ranks, each set of which counts as one rank here.
         sequence_parallel: whether these share slots between their products.
-        exchange: work that a shared slot costs for its exchange, in tokens' worth of linear work: a rank of
-            a group of c receives the keys of ``(c - 1) / c`` of the group's slots.
+        exchange: what a rank's exchange costs it for each of its slots, in tokens' worth of linear work: one
+            number for groups of 2, one for groups of 4, and so on. None is 0.02 for each other rank of the
+            group, whose keys it receives.
     """
 
     max_degree: int
     layout: Layout = "dual_chunk"
     tp: int = 1
     sequence_parallel: bool = False
-    exchange: float = 0.02
+    exchange: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         check_count(
@@ -63,13 +65,26 @@ class Sharing:
                 f"ranks are made. Use {1 << (self.max_degree.bit_length() - 1)} or "
                 f"{1 << self.max_degree.bit_length()}."
             )
-        if not 0 <= self.exchange < float("inf"):
-            raise ValueError(f"exchange={self.exchange}: wanted a finite number of 0 or more tokens.")
+        wanted = len(self.degrees) - 1
+        if self.exchange is not None and (
+            len(self.exchange) != wanted or not all(0 <= x < float("inf") for x in self.exchange)
+        ):
+            raise ValueError(
+                f"exchange={self.exchange}: wanted {wanted} finite numbers of 0 or more tokens, one for each "
+                f"of the degrees {self.degrees[1:]}."
+            )
 
     @property
     def degrees(self) -> list[int]:
         """1, 2, 4, ... up to ``max_degree``."""
         return [1 << i for i in range(self.max_degree.bit_length())]
+
+    @property
+    def exchanges(self) -> list[float]:
+        """What the exchange costs for each slot of a rank, at every degree."""
+        if self.exchange is None:
+            return [_EXCHANGE * (degree - 1) for degree in self.degrees]
+        return [0.0, *self.exchange]
 
     def align(self, degree: int) -> Alignment | None:
         """Return what lengths and totals of a group of this size are multiples of; None asks for nothing."""
@@ -197,7 +212,8 @@ class _Tables:
         slots = np.stack([-(-lengths // multiple) * multiple for multiple in multiples])
         ranks = np.array(degrees, dtype=np.float64)[:, None]
         token = float(cost(np.array([1024]))[0]) / 1024  # near a token's linear work
-        load = (cost(lengths)[None] + sharing.exchange * token * slots * (ranks - 1)) / ranks
+        exchanged = np.array(sharing.exchanges)[:, None] * token * slots
+        load = (cost(lengths)[None] + exchanged) / ranks
         fits = slots <= np.array(rooms)[:, None]
         if not fits[-1].all():
             worst = int(np.argmax(slots[-1]))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.parallel import traffic
 from lightning_thd.parallel.costs import CommCosts
 from lightning_thd.parallel.exchange import all_gather_rows
 from lightning_thd.parallel.layout import Communication, ShardLayout, offsets_of
@@ -158,6 +159,7 @@ def shard_batch(
 
 def _own_part(batch: THDBatch, at: ShardLayout) -> THDShard:
     own = at.own
+    traffic.run(at.local_slots)
     real = held_real_lengths(batch.lengths, batch.padded_lengths, cp=at.cp, rank=at.rank, layout=at.layout)
     return THDShard._of(
         batch,

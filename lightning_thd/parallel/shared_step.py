@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.parallel import traffic
 from lightning_thd.parallel.agreement import digests
 from lightning_thd.parallel.layout import know_whole_pack
 from lightning_thd.parallel.shard import shard_batch
+from lightning_thd.stats import SeqStats
 
 
 class SharedStep(THDStep):
@@ -78,8 +81,33 @@ def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **how: A
             )
         if degree == 1:
             know_whole_pack(batch.cu_seqlens_padded)
-        own.append(batch if degree == 1 else shard_batch(batch, group=groups[degree], **how))
+            traffic.run(batch.input_ids.shape[-1])
+            own.append(batch)
+            continue
+        shard = shard_batch(batch, group=groups[degree], **how)
+        # Every rank counts for itself here, so each of the group counts its part of the pack.
+        own.append(shard.replace(stats=part_of(batch.stats, degree, shard.layout.rank)))
     return THDStep(own)
+
+
+def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
+    """Divide what a pack contains into whole numbers whose sum over the parts is the pack's.
+
+    Args:
+        stats: of the pack.
+        parts: how many.
+        part: which, from 0; the first ones take what does not divide.
+
+    Returns:
+        ``real_tokens=7`` in 2 parts is 4 and 3.
+    """
+
+    def share(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple((window, share(pairs)) for window, pairs in value)
+        return value // parts + (part < value % parts)
+
+    return SeqStats(**{field.name: share(getattr(stats, field.name)) for field in fields(SeqStats)})
 
 
 def make_degree_groups(

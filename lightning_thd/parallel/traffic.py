@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 _bytes: Counter[str] = Counter()
 _calls: Counter[str] = Counter()
+_slots: Counter[str] = Counter()
 
 
 class Traffic(NamedTuple):
@@ -17,10 +18,12 @@ class Traffic(NamedTuple):
 
     Attributes:
         received_bytes: by all ways, forward and backward.
+        slots: of the packs and shards that were run.
         shares: way -> part of the attention calls that took it.
     """
 
     received_bytes: int
+    slots: int
     shares: dict[str, float]
 
 
@@ -35,10 +38,18 @@ def count(received_bytes: int, way: str) -> None:
     _calls[way] += 1
 
 
+def run(slots: int) -> None:
+    """Add the slots of a pack or shard that this rank runs."""
+    _slots["run"] += slots
+
+
 def take() -> Traffic:
     """Return what was counted and begin anew."""
     total = sum(_calls.values())
-    found = Traffic(sum(_bytes.values()), {way: calls / total for way, calls in sorted(_calls.items())})
+    found = Traffic(
+        sum(_bytes.values()), _slots["run"], {way: calls / total for way, calls in sorted(_calls.items())}
+    )
     _bytes.clear()
+    _slots.clear()
     _calls.clear()
     return found

@@ -26,7 +26,7 @@ from lightning_thd.parallel.shared_step import (
     cut_step,
     make_degree_groups,
 )
-from lightning_thd.strategies.dynamic import DYNAMIC, check_batch, check_ranks, exchange_cost
+from lightning_thd.strategies.dynamic import DYNAMIC, check_batch, sharing_of
 from lightning_thd.strategies.guards import refuse_other_attention, refuse_second_context_parallelism
 from lightning_thd.strategies.hosts import cuts_weights, own_axes, resolve_axes
 from lightning_thd.strategies.loading import BroadcastLoader, set_data_rank
@@ -103,25 +103,7 @@ class ContextParallelMixin(Strategy):
         Raises:
             MisconfigurationException: when groups cannot be made of the ranks there are.
         """
-        if self.context_parallel_size != DYNAMIC:
-            return None
-        assert self.max_context_parallel_size is not None
-        costs = self.context_parallel_costs
-        exchange = exchange_cost(
-            self.lightning_module, costs if isinstance(costs, CommCosts) else CommCosts()
-        )
-        try:
-            sharing = Sharing(
-                max_degree=self.max_context_parallel_size,
-                layout=self.context_parallel_layout,
-                tp=self.sizes.tensor,
-                sequence_parallel=self.sequence_parallel,
-                **({} if exchange is None else {"exchange": exchange}),
-            )
-            check_ranks(sharing, self.sizes)
-        except ValueError as err:
-            raise MisconfigurationException(str(err)) from err
-        return sharing
+        return sharing_of(self) if self.context_parallel_size == DYNAMIC else None
 
     @property
     def _fixed_size(self) -> int:

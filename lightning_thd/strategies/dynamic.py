@@ -5,18 +5,38 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import lightning.pytorch as L
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing.sharing import Sharing, check_tiling
-from lightning_thd.parallel.costs import CommCosts
+from lightning_thd.parallel import traffic
+from lightning_thd.parallel.costs import CommCosts, LayerSizes
 from lightning_thd.parallel.mesh import AxisSizes
 from lightning_thd.parallel.shared_step import SharedStep
 from lightning_thd.stats import SeqStats
 
 DYNAMIC = "dynamic"
+
+
+def log_traffic(trainer: L.Trainer) -> None:
+    """Log what attention exchanged since the last log, where the Trainer logs.
+
+    ``context_parallel/bytes_per_token`` is what this rank received, of all layers, forward and backward, for
+    each slot it ran; ``context_parallel/<way>`` is the part of the attention calls that took a way.
+    """
+    connector = trainer._logger_connector
+    if not connector.should_update_logs:
+        return
+    found = traffic.take()
+    if found.slots:
+        metrics = {f"context_parallel/{way}": share for way, share in found.shares.items()}
+        metrics["context_parallel/bytes_per_token"] = found.received_bytes / found.slots
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        connector.log_metrics(metrics)  # type: ignore[arg-type]  # floats are welcome
 
 
 def check_degrees(size: object, largest: int | None) -> None:
@@ -47,6 +67,38 @@ def check_degrees(size: object, largest: int | None) -> None:
             f"max_context_parallel_size={largest} belongs to context_parallel_size='dynamic', but that is "
             f"{size}. Set one of the two."
         )
+
+
+def sharing_of(strategy: Any) -> Sharing:
+    """Describe how many ranks of a strategy may share a sequence.
+
+    Args:
+        strategy: with the mixin and ``context_parallel_size="dynamic"``.
+
+    Raises:
+        MisconfigurationException: when groups cannot be made of the ranks there are.
+    """
+    stages = getattr(strategy, "pipeline_parallel_size", 1)
+    if stages != 1:
+        raise MisconfigurationException(
+            f"context_parallel_size='dynamic' with pipeline_parallel_size={stages}: the stages of a pipeline "
+            "pass on microbatches of one degree. Set pipeline_parallel_size=1, or a fixed "
+            "context_parallel_size."
+        )
+    largest, costs = strategy.max_context_parallel_size, strategy.context_parallel_costs
+    known = costs if isinstance(costs, CommCosts) else CommCosts()
+    try:
+        sharing = Sharing(
+            max_degree=largest,
+            layout=strategy.context_parallel_layout,
+            tp=strategy.sizes.tensor,
+            sequence_parallel=strategy.sequence_parallel,
+            exchange=exchange_costs(strategy.lightning_module, known, largest),
+        )
+        check_ranks(sharing, strategy.sizes)
+    except ValueError as err:
+        raise MisconfigurationException(str(err)) from err
+    return sharing
 
 
 def check_ranks(sharing: Sharing, sizes: AxisSizes) -> None:
@@ -80,16 +132,18 @@ def check_batch(batch: Any, *, training: bool) -> None:
         )
 
 
-def exchange_cost(module: nn.Module | None, costs: CommCosts) -> float | None:
-    """Work out what a shared slot's exchange costs, in tokens' worth of linear work.
+def exchange_costs(module: nn.Module | None, costs: CommCosts, largest: int) -> tuple[float, ...] | None:
+    """Work out what a rank's exchange costs it for each of its slots, in tokens' worth of linear work.
 
     Args:
         module: that is trained; its transformers config gives heads, sizes and layers.
         costs: of the exchange and of a FLOP.
+        largest: ranks of the largest group.
 
     Returns:
-        Keys and values of all layers, there and back, at ``bandwidth_bytes_per_s``, against the FLOPs of a
-        token at ``flops_per_s``; None for a model that does not tell.
+        For groups of 2, 4, ... ranks: the bytes of all layers, forward and backward, by heads for rows where
+        they divide or all keys, at ``bandwidth_bytes_per_s``, against the FLOPs of a token at
+        ``flops_per_s``. None for a model that does not tell.
     """
     for child in module.modules() if module is not None else ():
         config: Any = getattr(child, "config", None)
@@ -105,8 +159,18 @@ def exchange_cost(module: nn.Module | None, costs: CommCosts) -> float | None:
         heads = getattr(text, "num_attention_heads", 0) or 0
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
-        # bf16, two bytes; keys and values; there and their gradients back
-        moved = 2 * 2 * 2 * kv_heads * head_size * text.num_hidden_layers
-        shared: float = moved / costs.bandwidth_bytes_per_s / (flops / 1024 / costs.flops_per_s)
-        return shared
+        layer = LayerSizes(
+            heads=heads, kv_heads=kv_heads, head_size=head_size, value_size=head_size, element_bytes=2
+        )
+        token_s = flops / 1024 / costs.flops_per_s
+        passes = 2 * text.num_hidden_layers
+        degrees = (1 << i for i in range(1, largest.bit_length()))
+        return tuple(passes * _least_bytes(layer, c) / costs.bandwidth_bytes_per_s / token_s for c in degrees)
     return None
+
+
+def _least_bytes(layer: LayerSizes, ranks: int) -> float:
+    """Return the bytes a slot receives by the way that needs fewer."""
+    gathered = layer.gather_bytes(1024, ranks)
+    traded = layer.ulysses_bytes(1024, ranks) if layer.heads % ranks == 0 else gathered
+    return min(gathered, traded) / 1024

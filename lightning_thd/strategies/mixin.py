@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.strategies.dynamic import log_traffic
 from lightning_thd.strategies.guards import refuse_unused_layout
 from lightning_thd.strategies.hosts import refuse_host
 from lightning_thd.strategies.sharding import ShardingMixin
@@ -95,6 +96,8 @@ class THDStrategyMixin(ShardingMixin):
         if self._losses and isinstance(closure, Closure) and closure._result is not None:
             closure._result.loss = sum(self._losses[1:], start=self._losses[0]) / len(self._losses)
         self._pending, self._losses, self._logs = None, None, None
+        if self.context_parallel_size != 1:
+            log_traffic(self._trainer)
         return result
 
     def _forward(self, batch: THDBatch, rest: tuple[Any, ...], *, last: bool) -> Any:

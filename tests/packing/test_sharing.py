@@ -35,9 +35,11 @@ def check_plan(plan: SharedBins, lengths: np.ndarray, capacity: int, ranks: int,
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60),
     ranks=st.sampled_from([4, 8, 12]),
     layout=st.sampled_from(["dual_chunk", "contiguous", "striped"]),
-    exchange=st.sampled_from([0.0, 0.1, 3.0]),
+    exchange=st.sampled_from([None, (0.0, 0.0), (0.1, 3.0)]),
 )
-def test_any_lengths(lengths: list[int], ranks: int, layout: Layout, exchange: float) -> None:
+def test_any_lengths(
+    lengths: list[int], ranks: int, layout: Layout, exchange: tuple[float, ...] | None
+) -> None:
     sharing = Sharing(max_degree=4, layout=layout, exchange=exchange)
     plan = share_out(lengths, 26, ranks=ranks, sharing=sharing, cost=Cost(linear=1, quadratic=0.1))
     check_plan(plan, np.array(lengths), 26, ranks, sharing)
@@ -131,5 +133,5 @@ def test_messages() -> None:
         share_out([3], 16, ranks=12, sharing=Sharing(max_degree=8), cost=Cost())
     with pytest.raises(ValueError, match="max_context_parallel_size=6 is no power of two.*4 or 8"):
         Sharing(max_degree=6)
-    with pytest.raises(ValueError, match="exchange=-1"):
-        Sharing(max_degree=2, exchange=-1.0)
+    with pytest.raises(ValueError, match=r"exchange=\(-1.0,\): wanted 1 finite numbers"):
+        Sharing(max_degree=2, exchange=(-1.0,))

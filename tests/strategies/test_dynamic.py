@@ -53,10 +53,12 @@ class Watched(Job):
         self.degrees: list[int] = []
         self.slots: list[int] = []
         self.ids: list[tuple[int, ...]] = []
+        self.tokens = 0
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
         self.degrees.append(batch.layout.cp if isinstance(batch, THDShard) else 1)
         self.slots.append(batch.input_ids.shape[-1])
+        self.tokens += batch.stats.real_tokens
         leads = not isinstance(batch, THDShard) or batch.layout.rank == 0
         self.ids.append(batch.sequence_ids if leads else ())
         return super().training_step(batch, batch_idx)
@@ -102,6 +104,8 @@ def run(
         "slots": module.slots,
         "ids": module.ids,
         "logged": float(trainer.callback_metrics["train/loss"]),
+        "tokens": module.tokens,
+        "bytes_per_token": float(trainer.callback_metrics["context_parallel/bytes_per_token"]),
     }
 
 
@@ -151,6 +155,9 @@ def test_twenty_steps_of_mixed_lengths_equal_one_process(
     steps = 20 if family == "qwen3" else 5
     found = run_ranks(run, 4, name, family, steps, options)
     check(found, by_hand(family, steps), steps)
+    lengths = [len(sample["input_ids"]) for sample in samples()]
+    assert sum(rank["tokens"] for rank in found) == steps // 10 * sum(lengths) or steps < 10
+    assert all(rank["bytes_per_token"] > 0 for rank in found)
     degrees = {degree for rank in found for degree in rank["degrees"]}
     assert max(degrees) == LARGEST
     assert degrees == {1, 2, 4} or family == "lfm2"
