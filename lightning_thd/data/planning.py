@@ -99,6 +99,11 @@ def make_planner(
 
 def _shared_planner(data: DataSet, settings: PlanSettings, host: Host, sharing: Sharing) -> SharedPlanner:
     """Plan a set whose long sequences several ranks share."""
+    if host.alignment != sharing.align(1):
+        raise ValueError(
+            f"context_parallel_size='dynamic' with a precision that wants packs aligned ({host.alignment}): that "
+            "is known for one degree alone. Set a fixed context_parallel_size, or another precision."
+        )
     if settings.pad_to is not None:
         raise ValueError(
             f"pad_to={settings.pad_to} under context_parallel_size='dynamic': packs of different degrees are "
