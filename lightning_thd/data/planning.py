@@ -101,7 +101,7 @@ def _shared_planner(data: DataSet, settings: PlanSettings, host: Host, sharing: 
     """Plan a set whose long sequences several ranks share."""
     if host.alignment != sharing.align(1):
         raise ValueError(
-            f"context_parallel_size='dynamic' with a precision that wants packs aligned ({host.alignment}): that "
+            f"context_parallel_size='dynamic' with a precision that aligns packs ({host.alignment}): that "
             "is known for one degree alone. Set a fixed context_parallel_size, or another precision."
         )
     if settings.pad_to is not None:
