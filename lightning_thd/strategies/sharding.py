@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -11,6 +12,7 @@ import torch
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -23,6 +25,15 @@ from lightning_thd.parallel.plan import check_heads, model_plan
 from lightning_thd.parallel.sequence import apply_sequence_parallel
 from lightning_thd.parallel.tensor import apply_tensor_parallel
 from lightning_thd.parallel.towers import TowerPaths, any_rank_sees, trains_towers
+from lightning_thd.strategies.averages import shard_copies
+from lightning_thd.strategies.checkpoints import (
+    by_index,
+    drop_unknown_options,
+    is_folder,
+    load_averaging,
+    read_folder,
+    save_averaging,
+)
 from lightning_thd.strategies.context import ContextParallelMixin
 from lightning_thd.strategies.guards import refuse_partial_sharding
 from lightning_thd.strategies.hosts import cuts_weights, local_gradients
@@ -56,6 +67,9 @@ class ShardingMixin(ContextParallelMixin):
             self._put(self.model)
         else:
             self._shard_model(self.model)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            shard_copies(trainer.callbacks, self.model)  # type: ignore[attr-defined]
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -144,6 +158,38 @@ class ShardingMixin(ContextParallelMixin):
 
     def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
         clip_by_value(self.precision_plugin.main_params(optimizer), float(clip_val))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint as the base strategy does, shards of averaged weights included."""
+        if cuts_weights(self) and "current_model_state" in checkpoint:
+            host: Any = self
+            path = Path(self.broadcast(filepath))
+            save_averaging(checkpoint, path, folder=host._save_distributed_checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any layout: one file, or a folder of sharded weights."""
+        path = Path(self.broadcast(checkpoint_path))
+        if cuts_weights(self):
+            if is_folder(path):
+                drop_unknown_options(self.optimizers, path)
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            self._no_foreach_over_meshes()  # the options of another layout's optimizers are loaded now
+            assert self.model is not None
+            load_averaging(checkpoint, path, self.model)
+            return checkpoint
+        if is_folder(path) and not isinstance(self, FSDPStrategy):
+            return read_folder(path, weights_only=weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers, from states of sharded weights too."""
+        if not cuts_weights(self) and "optimizer_states" in checkpoint:
+            assert self.lightning_module is not None
+            pairs = zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
+            numbered = [by_index(state, optimizer, self.lightning_module) for state, optimizer in pairs]
+            checkpoint = {**checkpoint, "optimizer_states": numbered}
+        super().load_optimizer_state_dict(checkpoint)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None]:

@@ -1,0 +1,45 @@
+"""Copies of the model that callbacks average -> the same copies, sharded as the model is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import lightning.pytorch as L
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.swa_utils import AveragedModel
+
+
+def shard_copies(callbacks: Iterable[L.Callback], model: nn.Module) -> None:
+    """Give the copies of Lightning's averaging callbacks shards like the model's, with the model's values.
+
+    ``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging`` copy the module before a
+    strategy shards it; they update and swap parameter by parameter, never running the copy.
+
+    Args:
+        callbacks: of the Trainer.
+        model: sharded.
+    """
+    found = False
+    for callback in callbacks:
+        copy = getattr(callback, "_average_model", None)
+        if isinstance(copy, nn.Module):
+            _replace_parameters(copy.module if isinstance(copy, AveragedModel) else copy, model)
+            found = True
+    if found:  # after an evaluation FSDP2 leaves the root's weights gathered, and a swap would miss them
+        for child in model.modules():
+            if isinstance(child, FSDPModule):
+                child.set_reshard_after_forward(True, recurse=False)
+
+
+def _replace_parameters(copy: nn.Module, model: nn.Module) -> None:
+    made: dict[int, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        own = copy.get_submodule(name)
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:  # a tied one once
+                clone = parameter.detach().clone()
+                made[id(parameter)] = nn.Parameter(clone, requires_grad=parameter.requires_grad)
+            own._parameters[key] = made[id(parameter)]

@@ -1,0 +1,153 @@
+"""A checkpoint of any layout -> what this one reads: folders into whole weights, averages into shards.
+
+Lightning writes weights and optimizer states of a ``ModelParallelStrategy`` as a folder in torch's
+distributed format, and everything else as one file in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.fabric.strategies.model_parallel import _is_sharded_checkpoint
+from torch import nn
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+_META = "meta.pt"  # Lightning's name of the file with everything else
+_CURRENT = "current_model_state"  # Lightning's WeightAveraging keeps the weights in training here
+_AVERAGING = "averaging"  # our folder with them, inside the checkpoint's
+
+
+def is_folder(path: str | Path) -> bool:
+    """Return whether a checkpoint is a folder of sharded weights."""
+    return bool(_is_sharded_checkpoint(Path(path)))
+
+
+def read_folder(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any]:
+    """Read a folder of sharded weights whole; no collective.
+
+    Args:
+        path: the checkpoint.
+        weights_only: as of ``torch.load``, for the file with everything else.
+
+    Returns:
+        What a strategy that holds weights whole writes, but for optimizer states, which name parameters:
+        ``by_index`` numbers them.
+    """
+    state = _read(Path(path))
+    found: dict[str, Any] = torch.load(Path(path) / _META, weights_only=bool(weights_only))
+    optimizers = sorted(
+        (name for name in state if name.startswith("optimizer_")), key=lambda name: int(name.split("_")[1])
+    )
+    found.update(state_dict=state["state_dict"], optimizer_states=[state[name] for name in optimizers])
+    if (Path(path) / _AVERAGING).is_dir():
+        found[_CURRENT] = _read(Path(path) / _AVERAGING)[_CURRENT]
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    reader, planner = FileSystemReader(path), _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    return state
+
+
+def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> Mapping[str, Any]:
+    """Number the parameters of an optimizer state that names them.
+
+    Args:
+        state: of any optimizer; returned as it is where it numbers parameters already.
+        optimizer: that is to load it.
+        module: whose ``named_parameters`` the names are.
+
+    Returns:
+        The state with parameters numbered as ``optimizer.state_dict()`` does.
+    """
+    groups = state["param_groups"]
+    if not any(isinstance(name, str) for group in groups for name in group["params"]):
+        return state
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    settings = {name: group for group in groups for name in group["params"]}
+    numbered: dict[str, Any] = {"state": {}, "param_groups": []}
+    count = 0
+    for group in optimizer.param_groups:
+        own = [names[id(parameter)] for parameter in group["params"]]
+        for i, name in enumerate(own, start=count):
+            if name in state["state"]:
+                numbered["state"][i] = state["state"][name]
+        options = settings[own[0]] if own else {k: v for k, v in group.items() if k != "params"}
+        numbered["param_groups"].append({**options, "params": list(range(count, count + len(own)))})
+        count += len(own)
+    return numbered
+
+
+def drop_unknown_options(optimizers: Iterable[Optimizer], path: str | Path) -> None:
+    """Drop options of optimizers that a folder does not hold, which torch would miss there.
+
+    A learning rate finder leaves one: the scheduler of its trial adds ``initial_lr``.
+    """
+    known = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+    for i, optimizer in enumerate(optimizers):
+        for k, group in enumerate(optimizer.param_groups):
+            for option in [name for name in group if name != "params"]:
+                if f"optimizer_{i}.param_groups.{k}.{option}" not in known:
+                    del group[option]
+
+
+def save_averaging(checkpoint: dict[str, Any], path: Path, *, folder: bool) -> None:
+    """Take what ``WeightAveraging`` added to a checkpoint of sharded weights apart; a collective.
+
+    Args:
+        checkpoint: with ``current_model_state`` in it. Shards in it are written into a folder, or made whole.
+        path: of the checkpoint.
+        folder: whether it is to be one.
+    """
+    if folder:
+        dcp.state_dict_saver.save({_CURRENT: checkpoint.pop(_CURRENT)}, checkpoint_id=path / _AVERAGING)
+        return
+    for name in ("state_dict", _CURRENT):
+        checkpoint[name] = {
+            key: (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+            for key, value in checkpoint[name].items()
+        }
+
+
+def load_averaging(checkpoint: dict[str, Any], path: Path, module: nn.Module) -> None:
+    """Put average and current weights into a checkpoint as shards, where ``WeightAveraging`` finds them.
+
+    Args:
+        checkpoint: as Lightning has read it; changed where the saved one had averages.
+        path: of the checkpoint.
+        module: sharded, with the average weights already in it.
+    """
+    in_folder = (path / _AVERAGING).is_dir()
+    if not in_folder and _CURRENT not in checkpoint:
+        return
+    average = _clones(module)
+    if in_folder:
+        current = {_CURRENT: _clones(module)}
+        dcp.state_dict_loader.load(current, checkpoint_id=path / _AVERAGING)
+        checkpoint[_CURRENT] = current[_CURRENT]
+    else:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(module, checkpoint[_CURRENT], options=options)
+        checkpoint[_CURRENT] = _clones(module)
+        module.load_state_dict(average)
+    checkpoint["state_dict"] = average
+
+
+def _clones(module: nn.Module) -> dict[str, Any]:
+    state: dict[str, Any] = get_model_state_dict(module)
+    return {name: value.clone() for name, value in state.items()}
