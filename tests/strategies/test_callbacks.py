@@ -50,17 +50,13 @@ def run(layout: Layout | None, kind: str, folder: str) -> dict[str, Any]:
             ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1),
         ],
     }[kind]()
-    options: dict[str, Any] = {
-        "max_steps": 5,
-        "callbacks": callbacks,
-        "enable_checkpointing": kind == "resume",
-    }
+    options: dict[str, Any] = {"max_steps": 5, "val_check_interval": 2, "num_sanity_val_steps": 1}
+    options |= {"callbacks": callbacks, "enable_checkpointing": kind == "resume"}
     if kind == "swa":
         options |= {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 2}
-    one = THDSingleDeviceStrategy() if layout is None else None
-    trainer = make_trainer(
-        layout or Layout(), strategy=one, val_check_interval=2, num_sanity_val_steps=1, **options
-    )
+    if layout is None:
+        options["strategy"] = "thd"
+    trainer = make_trainer(layout or Layout(), **options)
     given = data(STEP, val=sequences(8, seed=7))
     trainer.fit(module, given)
     found = {
