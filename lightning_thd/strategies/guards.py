@@ -95,6 +95,24 @@ def _has_accelerate_hooks(module: nn.Module) -> bool:
     )
 
 
+def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
+    """Refuse ``torch.compile(lightning_module)`` where ranks share packs.
+
+    It compiles ``training_step`` around the attention's collectives, whose order in the backward pass then
+    differs between ranks, which wait for each other for ever.
+
+    Raises:
+        MisconfigurationException: saying what to compile instead.
+    """
+    if sizes.peers > 1 and getattr(module, "_compiler_ctx", None) is not None:
+        raise MisconfigurationException(
+            f"torch.compile({type(module).__name__}) while {sizes.peers} ranks share each pack "
+            f"({sizes.context} context-parallel x {sizes.tensor} tensor-parallel), which can wait for each "
+            "other for ever: it compiles training_step with its collectives. Compile the model in it, "
+            "self.model.compile(), and give the Trainer the module as it is."
+        )
+
+
 def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
     """Refuse a model the user sharded in such a way that nothing averages some of its gradients.
 

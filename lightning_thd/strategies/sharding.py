@@ -35,7 +35,7 @@ from lightning_thd.strategies.checkpoints import (
     save_averaging,
 )
 from lightning_thd.strategies.context import ContextParallelMixin
-from lightning_thd.strategies.guards import refuse_partial_sharding
+from lightning_thd.strategies.guards import refuse_compiled_module, refuse_partial_sharding
 from lightning_thd.strategies.hosts import cuts_weights, local_gradients
 
 
@@ -55,6 +55,7 @@ class ShardingMixin(ContextParallelMixin):
 
     def setup(self, trainer: L.Trainer) -> None:
         """Shard the model, unless the user has, then create the optimizers over the sharded parameters."""
+        refuse_compiled_module(self.lightning_module, self.sizes)
         if not cuts_weights(self):
             super().setup(trainer)
             return
