@@ -78,6 +78,8 @@ MOVED = {
     "flops.trainable": "flops.backward.passes",
     "flops.vision": "flops.families.vision",
     "flops.weights": "flops.backward.weights",
+    "loss.reduce": "loss.rollouts.reduce",
+    "loss.rollout_plan": "loss.rollouts.plan",
     "loss.budget": "loss.tiles.budget",
     "loss.gradient_sums": "loss.tiles.gradient_sums",
     "loss.head": "loss.tiles.logits",

@@ -3,6 +3,7 @@
 from lightning_thd._static import static_shapes
 from lightning_thd.loss import policy, preference
 from lightning_thd.loss.causal_lm import LossParts, causal_lm_logprobs, causal_lm_loss
+from lightning_thd.loss.distillation import fused_linear_distillation
 from lightning_thd.loss.linear_logprobs import LogProbs, fused_linear_logprobs
 from lightning_thd.loss.linear_nll import fused_linear_cross_entropy
 from lightning_thd.loss.mtp import mtp_targets
@@ -17,6 +18,7 @@ __all__ = [
     "causal_lm_logprobs",
     "causal_lm_loss",
     "fused_linear_cross_entropy",
+    "fused_linear_distillation",
     "fused_linear_logprobs",
     "mtp_targets",
     "policy",

@@ -7,24 +7,21 @@ loss is put together from ``linear_logprobs``.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd._static import shapes_are_static
 from lightning_thd.loss import backends
-from lightning_thd.loss.checks import refuse_double_backward
 from lightning_thd.loss.dtensors import plain
 from lightning_thd.loss.linear_logprobs import row_logprobs
-from lightning_thd.loss.prepare import Call, Prepared, Settings, make_head, prepare
-from lightning_thd.loss.tiles.budget import stash_rows, tile_shape
+from lightning_thd.loss.prepare import Call, Prepared, prepare
+from lightning_thd.loss.scalar_loss import Needs, scalar_loss
 from lightning_thd.loss.tiles.gradient_sums import HeadGradients
 from lightning_thd.loss.tiles.logit_map import LogitMap
+from lightning_thd.loss.tiles.logits import Head
 from lightning_thd.loss.tiles.nll import Penalties, nll_and_gradients
-from lightning_thd.loss.tiles.products import is_native, without_autocast
 
 
 def fused_linear_cross_entropy(
@@ -123,7 +120,7 @@ def linear_nll(
     """Do the work of ``fused_linear_cross_entropy``; ``token_weights`` may be one number for all."""
     prepared = prepare(call)
     settings = prepared.settings
-    weights = _row_weights(token_weights, prepared)
+    weights = row_weights(token_weights, prepared)
     if mean:
         weights = weights / (plain(call.targets) != call.ignore_index).sum().clamp_min(1)
     if backend != "auto":
@@ -133,8 +130,8 @@ def linear_nll(
     operands = prepared.operands
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
     if wants_gradient and settings.tp_group is None and settings.compute != torch.float16:
-        rest = (prepared.targets, weights, settings, penalties, call.chunk)
-        return NLL(*_LinearNLL.apply(*operands, *rest))  # type: ignore[no-untyped-call]
+        job = _NLLJob(weights, penalties)
+        return NLL(*scalar_loss(operands, prepared.targets, settings, call.chunk, job))
     found = row_logprobs(operands, prepared.targets, settings, mean=penalties.label_smoothing > 0)
     losses = weights * penalties.loss(found.logp, found.lse, found.mean_logit)
     if prepared.counts is not None:
@@ -145,7 +142,7 @@ def linear_nll(
     return NLL(losses.sum(), z_part.detach())
 
 
-def _row_weights(token_weights: Tensor | float | None, prepared: Prepared) -> Tensor:
+def row_weights(token_weights: Tensor | float | None, prepared: Prepared) -> Tensor:
     """Bring the weights of the tokens to the rows that are multiplied, zero where a row does not count."""
     targets, kept, counts = prepared.targets, prepared.kept, prepared.counts
     dtype = prepared.settings.accumulator
@@ -163,72 +160,12 @@ def _row_weights(token_weights: Tensor | float | None, prepared: Prepared) -> Te
     return weights if counts is None else torch.where(counts, weights, 0.0)
 
 
-class _LinearNLL(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        low_x: Tensor | None,
-        low_weight: Tensor | None,
-        targets: Tensor,
-        weights: Tensor,
-        settings: Settings,
-        penalties: Penalties,
-        chunk: int | Literal["auto"],
-    ) -> tuple[Tensor, Tensor]:
-        ctx.rest = (settings, penalties, chunk)
-        saved = (hidden, weight, bias, low_x, low_weight, targets, weights)
-        ctx.save_for_backward(*saved)
-        loss, z_part, ctx.found = _loss_and_gradients(ctx, saved)
-        ctx.mark_non_differentiable(z_part)
-        return loss, z_part
+class _NLLJob:
+    name = "fused_linear_cross_entropy"
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("fused_linear_cross_entropy")
-        # Handed out once, to be scaled in place; a second backward through a retained graph makes them again.
-        found, ctx.found = ctx.found, None
-        if found is None:
-            *_, found = _loss_and_gradients(ctx, ctx.saved_tensors)
-        upstream = grads[0]
-        _, _, bias, _, low_weight, _, _ = ctx.saved_tensors
-        parts = [found.hidden, found.weight, found.bias, *found.low_rank]
-        if upstream.device.type != "cpu" or shapes_are_static() or float(upstream) != 1.0:
-            parts = [None if part is None else part.mul_(upstream.to(part.dtype)) for part in parts]
-        for index, like in ((2, bias), (4, low_weight)):
-            part = parts[index]
-            parts[index] = None if part is None else part.to(like.dtype)
-        return (*parts, None, None, None, None, None)
+    def __init__(self, weights: Tensor, penalties: Penalties) -> None:
+        self.further: tuple[Tensor, ...] = (weights,)
+        self.penalties = penalties
 
-
-def _loss_and_gradients(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, Tensor, HeadGradients]:
-    *operands, targets, weights = saved
-    hidden = operands[0]
-    settings, penalties, chunk = ctx.rest
-    native = is_native(settings.compute, hidden.device)
-    rows = stash_rows(
-        hidden.shape[0],
-        settings.columns,
-        device=hidden.device,
-        itemsize=settings.compute.itemsize if native else settings.accumulator.itemsize,
-        chunk=chunk,
-    )
-    tile = tile_shape(
-        hidden.shape[0],
-        settings.columns,
-        device=hidden.device,
-        itemsize=settings.accumulator.itemsize,
-        chunk=rows,
-    )
-    head = replace(make_head(tuple(operands), targets, settings), tile=tile)
-    needs = ctx.needs_input_grad
-    with without_autocast(hidden.device):
-        return nll_and_gradients(
-            head,
-            targets,
-            weights,
-            penalties,
-            needs=(needs[0], needs[1], needs[2], needs[3] or needs[4]),
-        )
+    def run(self, head: Head, targets: Tensor, *, needs: Needs) -> tuple[Tensor, Tensor, HeadGradients]:
+        return nll_and_gradients(head, targets, self.further[0], self.penalties, needs=needs)

@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid
 
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.loss.checks import check_number, check_tensors
-from lightning_thd.loss.reduce import segment_sums, sum_over_group
+from lightning_thd.loss.rollouts.reduce import segment_sums, sum_over_group
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 DPOKind = Literal[

@@ -94,7 +94,7 @@ def nll_and_gradients(
     """
     loss, z_part = head.hidden.new_zeros((2,), dtype=head.accumulator).unbind()
     sums = GradientSums(head, needs=needs, rows_outside=True)
-    stash = _Stash(head)
+    stash = Stash(head)
     for rows in head.row_tiles():
         stats = stash.fill(rows, targets[rows], total=penalties.label_smoothing > 0)
         log_sum = stats[SUM].log()
@@ -115,7 +115,7 @@ def nll_and_gradients(
     return loss, z_part, sums.result()
 
 
-class _Stash:
+class Stash:
     """The logits of a few rows over all columns, tile by tile, written once and turned into gradients once.
 
     Kept exact in the accumulator's dtype, except where a CPU multiplies bf16 natively: products are
@@ -147,12 +147,17 @@ class _Stash:
             update_statistics(stats, z, e, targets - columns.start, entropy=False, total=total)
         return stats
 
+    def logits(self, columns: slice) -> Tensor:
+        """Give a tile's mapped logits, ``[c, v]``, to be read until the next tile is asked for."""
+        z = self._tile(columns)
+        if self.wide is None:
+            return z
+        wide = self.wide[: z.numel()].view_as(z)
+        return self.head.finish(wide.copy_(z), self.rows, columns)
+
     def gradient(self, columns: slice, targets: Tensor, lse: Tensor, wanted: RowGradients) -> Tensor:
         """Give the gradient of the raw products of a tile, ``[c, v]``; its logits are gone then."""
-        z = self._tile(columns)
-        if self.wide is not None:
-            wide = self.wide[: z.numel()].view_as(z)
-            z = self.head.finish(wide.copy_(z), self.rows, columns)
+        z = self.logits(columns)
         e = self.scratch[: z.numel()].view_as(z)
         return logit_gradient(self.head.logit_map, z, e, targets - columns.start, lse, wanted)
 

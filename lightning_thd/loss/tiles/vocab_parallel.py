@@ -42,7 +42,7 @@ def merge_statistics(
     _all_gather(gathered, sent, group)
     every = gathered.view(ranks, *sent.shape)
     _check_equal(every[:, 0, -1], group)
-    return _merge(every[:, : len(stats), :-1]), every[:, len(stats) :, :-1]
+    return merge_ranks(every[:, : len(stats), :-1]), every[:, len(stats) :, :-1]
 
 
 def _all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
@@ -71,7 +71,7 @@ def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
     _EQUAL_SHARDS.add(key)
 
 
-def _merge(every: Tensor) -> Tensor:
+def merge_ranks(every: Tensor) -> Tensor:
     """Merge ``[P, 5, R]`` over P, shifting every sum to the largest maximum."""
     largest = every[:, MAX].amax(0)
     shift = (every[:, MAX] - without_infinity(largest)).clamp_min(LOWEST)  # padding alone has maximum -inf

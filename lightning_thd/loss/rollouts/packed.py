@@ -19,8 +19,8 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.causal_lm import causal_lm_logprobs
 from lightning_thd.loss.linear_logprobs import LogProbs
-from lightning_thd.loss.reduce import segment_sums, sum_over_group
-from lightning_thd.loss.rollout_plan import check_masks, index_plan
+from lightning_thd.loss.rollouts.plan import check_masks, index_plan
+from lightning_thd.loss.rollouts.reduce import segment_sums, sum_over_group
 
 Of = Literal["prediction", "token"]
 

@@ -1,0 +1,224 @@
+"""Student and teacher heads -> the divergence of their softmaxes over rows, and the student's gradients.
+
+R rows, V vocabulary columns held here, c x v one tile, P ranks that share the vocabulary. The logits of a few
+rows of both are kept just long enough to be compared, so nothing of size R x V exists of either. ``s`` and
+``t`` are log-probabilities of student and teacher.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_thd.loss.tiles.gradient_sums import GradientSums, HeadGradients
+from lightning_thd.loss.tiles.logits import Head
+from lightning_thd.loss.tiles.nll import Stash
+from lightning_thd.loss.tiles.softmax import MAX, SUM
+from lightning_thd.loss.tiles.vocab_parallel import merge_ranks, merge_statistics, sum_over_ranks
+
+Kind = Literal["kl", "reverse_kl", "jsd"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Divergence:
+    """What is compared.
+
+    Attributes:
+        kind: "kl" is ``sum e^t (t - s)``, "reverse_kl" ``sum e^s (s - t)``, "jsd" ``beta`` times the first
+            plus ``1 - beta`` times the second, both from the mixture ``m = log(beta e^t + (1 - beta) e^s)``.
+        beta: the teacher's share of the mixture.
+    """
+
+    kind: Kind
+    beta: float = 0.5
+
+    @property
+    def couples_columns(self) -> bool:
+        """Whether a column's gradient needs a sum over all columns of its row."""
+        return self.kind != "kl"
+
+    def terms(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Give a tile's part of the divergence, and of the sum that couples columns, ``[c]`` each."""
+        q = t.exp()
+        if self.kind == "kl":
+            found = torch.where(q > 0, q * (t - s), 0.0).sum(1)
+            return found, found
+        p = s.exp()
+        inner = torch.where(p > 0, p * self._slope(s, t), 0.0).sum(1)
+        if self.kind == "reverse_kl":
+            return inner, inner
+        teachers = torch.where(q > 0, q * (t - self._mixture(s, t)), 0.0).sum(1)
+        return self.beta * teachers + inner, inner
+
+    def _slope(self, s: Tensor, t: Tensor) -> Tensor:
+        """Give g, whose ``e^s (g - sum e^s g)`` is the gradient of a row's student logits, ``[c, v]``."""
+        return s - t if self.kind == "reverse_kl" else (1.0 - self.beta) * (s - self._mixture(s, t))
+
+    def gradient(self, s: Tensor, t: Tensor, inner: Tensor) -> Tensor:
+        """Give the gradient of a row's divergence in the student's logits, ``[c, v]``; s is destroyed."""
+        if self.kind == "kl":
+            return s.exp_().sub_(t.exp())
+        g = self._slope(s, t)
+        p = s.exp_()
+        return torch.where(p > 0, p * (g - inner[:, None]), 0.0)
+
+    def _mixture(self, s: Tensor, t: Tensor) -> Tensor:
+        return torch.logaddexp(s + math.log1p(-self.beta), t + math.log(self.beta))
+
+
+class Teacher(Protocol):
+    """Gives a teacher's log-probabilities, tile by tile."""
+
+    def fill(self, rows: slice) -> Tensor:
+        """Turn to some rows; what the ranks are to merge, ``[n, c]``."""
+        ...
+
+    def open(self, stats: Tensor) -> None:
+        """Take what came of it for the whole vocabulary."""
+        ...
+
+    def logprobs(self, columns: slice) -> Tensor:
+        """Give a tile's, ``[c, v]``, to be overwritten."""
+        ...
+
+
+class HeadTeacher:
+    """A teacher of whom hidden states and head are here.
+
+    Args:
+        head: the operands, with the rows, columns and tiles of the student's.
+    """
+
+    def __init__(self, head: Head) -> None:
+        self._stash = Stash(head)
+        self._lse = head.hidden.new_empty(0)
+
+    def fill(self, rows: slice) -> Tensor:
+        """Make the logits of some rows and give their statistics, ``[5, c]``."""
+        return self._stash.fill(rows, _nowhere(rows, self._lse), total=False)
+
+    def open(self, stats: Tensor) -> None:
+        """Take the statistics of the whole vocabulary."""
+        self._lse = stats[MAX] + stats[SUM].log()
+
+    def logprobs(self, columns: slice) -> Tensor:
+        """Give a tile's, ``[c, v]``."""
+        return self._stash.logits(columns) - self._lse[:, None]
+
+
+class TopTeacher:
+    """A teacher of whom only the likeliest tokens are known.
+
+    Args:
+        logp: ``[R, k]``, log-probabilities that add up to 1.
+        tokens: int64 ``[R, k]``, vocabulary indices.
+        start: vocabulary index of the first column held here.
+    """
+
+    def __init__(self, logp: Tensor, tokens: Tensor, start: int) -> None:
+        self._logp, self._tokens, self._start = logp, tokens, start
+        self._rows = slice(0, 0)
+
+    def fill(self, rows: slice) -> Tensor:
+        """Turn to some rows; there is nothing to merge, ``[0, c]``."""
+        self._rows = rows
+        return self._logp.new_empty((0, rows.stop - rows.start))
+
+    def open(self, stats: Tensor) -> None:
+        """Take nothing."""
+
+    def logprobs(self, columns: slice) -> Tensor:
+        """Give a tile's, ``[c, v]``, -inf for every other token."""
+        width = columns.stop - columns.start
+        local = self._tokens[self._rows] - self._start - columns.start
+        here = (local >= 0) & (local < width)
+        tile = self._logp.new_full((len(local), width + 1), -torch.inf)
+        return tile.scatter_(1, torch.where(here, local, width), self._logp[self._rows])[:, :width]
+
+
+def divergence_and_gradients(
+    head: Head,
+    teacher: Teacher,
+    weights: Tensor,
+    divergence: Divergence,
+    *,
+    needs: tuple[bool, bool, bool, bool],
+    group: dist.ProcessGroup | None,
+    partial_hidden: bool,
+) -> tuple[Tensor, HeadGradients]:
+    """Sum ``weights * divergence`` over the rows and differentiate it.
+
+    Args:
+        head: the student's operands; the rows of its tiles are those whose logits are kept.
+        teacher: of the same rows.
+        weights: ``[R]`` in the student's accumulator's dtype; 0 for rows that do not count.
+        divergence: what is compared.
+        needs: whether the student's hidden, weight, bias and LoRA need gradients.
+        group: ranks that share the vocabulary; one or two collectives a tile of rows.
+        partial_hidden: leave the gradient of hidden a partial sum over the group.
+
+    Returns:
+        The sum ``[]`` and the gradients.
+    """
+    losses = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.accumulator)
+    sums = GradientSums(head, needs=needs, rows_outside=True)
+    stash = Stash(head)
+    for rows in head.row_tiles():
+        lse = _open(stash, teacher, rows, group)[:, None]
+        inner = losses.new_zeros(rows.stop - rows.start)
+        if divergence.couples_columns:
+            for columns in head.column_tiles():
+                t = teacher.logprobs(columns).to(losses.dtype)
+                parts = divergence.terms(stash.logits(columns) - lse, t)
+                losses[rows] += parts[0]
+                inner += parts[1]
+            if group is not None:
+                dist.all_reduce(inner, group=group)
+        sums.open(rows)
+        for columns in head.column_tiles():
+            t, z = teacher.logprobs(columns).to(losses.dtype), stash.logits(columns)
+            s = z - lse
+            if not divergence.couples_columns:
+                losses[rows] += divergence.terms(s, t)[0]
+            dz = divergence.gradient(s, t, inner).mul_(weights[rows, None])
+            sums.add(_to_raw(head, dz, z), rows, columns)
+        sums.close(rows)
+    del stash
+    found = sums.result()
+    if group is not None:
+        dist.all_reduce(losses, group=group)
+        for part in () if partial_hidden else (found.hidden, found.low_rank[0]):
+            if part is not None:
+                sum_over_ranks([part], group)
+    weighted = weights * losses
+    return (weighted if head.counts is None else torch.where(head.counts, weighted, 0.0)).sum(), found
+
+
+def _open(stash: Stash, teacher: Teacher, rows: slice, group: dist.ProcessGroup | None) -> Tensor:
+    """Turn student and teacher to some rows and give the student's log-sums, ``[c]``."""
+    head = stash.head
+    stats = stash.fill(rows, _nowhere(rows, head.hidden), total=False)
+    others = teacher.fill(rows).to(stats.dtype)
+    if group is not None:
+        stats, every = merge_statistics(stats, others, head.weight.shape[0], group)
+        others = merge_ranks(every) if len(others) else others
+    teacher.open(others)
+    return stats[MAX] + stats[SUM].log()
+
+
+def _nowhere(rows: slice, like: Tensor) -> Tensor:
+    return torch.full((rows.stop - rows.start,), -1, device=like.device)
+
+
+def _to_raw(head: Head, dz: Tensor, z: Tensor) -> Tensor:
+    """Bring a gradient of mapped logits ``z`` to the raw products, in place."""
+    logit_map = head.logit_map
+    dz.mul_(logit_map.scale / logit_map.temperature)
+    if logit_map.softcap is not None:  # 1 - tanh^2, with tanh = z * temperature / cap
+        dz.mul_(1.0 - (z * (logit_map.temperature / logit_map.softcap)).square())
+    return dz
