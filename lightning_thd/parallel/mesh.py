@@ -108,12 +108,16 @@ class Meshes:
         data_context: data and context as one axis: ranks of a stage that see different tokens.
         peers: all axes but data as one axis: ranks that read the same data.
         stage: all axes but pipeline as one axis: ranks that hold the same layers.
+        shards: ranks that share weights by FSDP2: ``data_context``, or replicas x shards of it.
+        tensor: the tensor-parallel ranks, on a mesh with ``shards``.
     """
 
     axes: DeviceMesh
     data_context: DeviceMesh
     peers: DeviceMesh
     stage: DeviceMesh
+    shards: DeviceMesh
+    tensor: DeviceMesh
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of this rank along one of the axes."""
@@ -121,8 +125,22 @@ class Meshes:
         return group
 
 
-def make_meshes(sizes: AxisSizes, device_type: str) -> Meshes:
-    """Build the mesh and its process groups; a collective over the whole job."""
+def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Meshes:
+    """Build the mesh and its process groups; a collective over the whole job.
+
+    Args:
+        sizes: ranks along each axis.
+        device_type: "cpu" or "cuda".
+        replicas: groups of neighbours among the data-parallel ranks, each with all weights among it.
+
+    Raises:
+        ValueError: for replicas that do not divide the data-parallel ranks.
+    """
+    if not isinstance(replicas, int) or replicas < 1 or sizes.data % replicas:
+        raise ValueError(
+            f"data_parallel_replicas={replicas!r} does not divide the {sizes.data} data-parallel ranks. Set "
+            "it to the number of nodes, or to a divisor of the data-parallel ranks."
+        )
     shape, names = (sizes.data, sizes.context, sizes.tensor), AXES
     if sizes.pipeline == 1:
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
@@ -130,9 +148,18 @@ def make_meshes(sizes: AxisSizes, device_type: str) -> Meshes:
     else:
         mesh = init_device_mesh(device_type, (sizes.pipeline, *shape), mesh_dim_names=(PIPELINE, *names))
         peers = mesh[PIPELINE, CONTEXT, TENSOR]
+    data_context = mesh[DATA, CONTEXT]._flatten("data_context_parallel")
+    shards, tensor = data_context, mesh[TENSOR]
+    if replicas > 1:  # a mesh of its own: torch shards over two axes that are slices, not flattened ones
+        sharing = (sizes.pipeline, replicas, sizes.data * sizes.context // replicas, sizes.tensor)
+        named = (PIPELINE, "replicas", "shards", TENSOR)
+        weights = init_device_mesh(device_type, sharing, mesh_dim_names=named)
+        shards, tensor = weights["replicas", "shards"], weights[TENSOR]
     return Meshes(
         axes=mesh,
-        data_context=mesh[DATA, CONTEXT]._flatten("data_context_parallel"),
+        data_context=data_context,
+        shards=shards,
+        tensor=tensor,
         peers=peers._flatten("peers"),
         stage=mesh[DATA, CONTEXT, TENSOR]._flatten("stage"),
     )

@@ -51,6 +51,7 @@ class ContextParallelMixin(Strategy):
     """
 
     data_parallel_size: int | Literal["auto"] | None = None
+    data_parallel_replicas: int = 1
     context_parallel_size: int | Literal["dynamic"] = 1
     max_context_parallel_size: int | None = None
     tensor_parallel_size: int = 1
@@ -143,22 +144,33 @@ class ContextParallelMixin(Strategy):
         Under a ``ModelParallelStrategy`` the LightningModule sees it as ``device_mesh``: the strategy's own
         where its arguments give sizes, else ours of three axes.
         """
+        if self.data_parallel_replicas != 1 and not cuts_weights(self):
+            raise MisconfigurationException(
+                f"data_parallel_replicas={self.data_parallel_replicas} under {type(self).__name__}, which does "
+                "not share weights out. Use THDModelParallelStrategy, or leave it at 1."
+            )
         if cuts_weights(self) and own_axes(self) is None:
             host: Any = self
             host._setup_distributed()
-            self._meshes = axes.make_meshes(self.sizes, self.root_device.type)
+            self._meshes = self._make_meshes()
             assert self.lightning_module is not None
             host._device_mesh = self.lightning_module._device_mesh = self._meshes.axes
         else:
             super().setup_environment()
             if self.sizes.peers > 1 or cuts_weights(self):
-                self._meshes = axes.make_meshes(self.sizes, self.root_device.type)
+                self._meshes = self._make_meshes()
         if (sharing := self.sharing) is not None:
             self._degree_groups = make_degree_groups(
                 self.sizes.data, sharing.max_degree, tp=sharing.tp, device=self._wire_device
             )
         if self.context_parallel_costs == "measure":
             self.context_parallel_costs = self._measured_costs()
+
+    def _make_meshes(self) -> axes.Meshes:
+        try:
+            return axes.make_meshes(self.sizes, self.root_device.type, replicas=self.data_parallel_replicas)
+        except ValueError as err:
+            raise MisconfigurationException(str(err)) from err
 
     def _measured_costs(self) -> CommCosts | None:
         """Time the group that shares packs, or the largest there is; all ranks then use the same costs."""

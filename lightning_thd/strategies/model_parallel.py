@@ -33,6 +33,8 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
 
     Args:
         data_parallel_size: groups that read different data; ``auto`` takes what the others leave.
+        data_parallel_replicas: groups of neighbours among the data-parallel ranks, nodes say, that each share
+            all weights among them: weights are gathered within a group, gradients averaged over groups too.
         context_parallel_size: ranks that share the slots of a pack; the others read different data.
             ``dynamic`` chooses 1, 2, 4, ... ranks for every microbatch: long sequences are shared, short ones
             stay whole. ``THDDataModule(capacity=...)`` then is what one rank holds, and ``Sequences(n)`` the
@@ -70,6 +72,7 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         self,
         *,
         data_parallel_size: Literal["auto"] | int = "auto",
+        data_parallel_replicas: int = 1,
         context_parallel_size: int | Literal["dynamic"] = 1,
         max_context_parallel_size: int | None = None,
         tensor_parallel_size: int = 1,
@@ -102,6 +105,7 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         self.stages_per_rank = stages_per_rank
         self.pipeline_split = pipeline_split
         self.data_parallel_size = data_parallel_size
+        self.data_parallel_replicas = data_parallel_replicas
         check_degrees(context_parallel_size, max_context_parallel_size)
         self.context_parallel_size = context_parallel_size
         self.max_context_parallel_size = max_context_parallel_size

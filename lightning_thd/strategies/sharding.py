@@ -46,6 +46,8 @@ class ShardingMixin(ContextParallelMixin):
         tensor_parallel_plan: module names below a model to styles (``parallel.tensor``), in place of the
             model's own plan.
         reshard_after_forward: free a layer's gathered weights between its forward and backward pass.
+        data_parallel_replicas: groups of neighbouring ranks, nodes say, that each share all weights among
+            them; gradients are then averaged over the groups (hybrid sharding).
     """
 
     tensor_parallel_plan: dict[str, str] | None = None
@@ -100,14 +102,14 @@ class ShardingMixin(ContextParallelMixin):
         self._share_weights(self.model)
         if tensor > 1:
             for model, plan in zip(fsdp.models_of(self.model), plans, strict=True):
-                apply_tensor_parallel(model, plan, self._meshes.axes[TENSOR])
+                apply_tensor_parallel(model, plan, self._meshes.tensor)
                 if self.sequence_parallel:
                     apply_sequence_parallel(model, self._meshes.group(TENSOR))
         models = fsdp.models_of(self.model)
         self._towers = tuple(TowerPaths(model) for model in models if trains_towers(model))
         fsdp.shard_parameters(
             self.model,
-            self._meshes.data_context,
+            self._meshes.shards,
             policy=policy,
             reshard_after_forward=self.reshard_after_forward,
         )

@@ -119,6 +119,7 @@ def strategy_of(name: str) -> Strategy:
         "cp by attribute": lambda: WithContext(),
         "no data axis": lambda: WithContext(data_parallel_size=1, tensor_parallel_size=2),
         "tp ddp": lambda: WithTensor(),
+        "replicas": lambda: type("WithReplicas", (OnDDP,), {"data_parallel_replicas": 2})(),
     }
     strategy: Strategy = made[name]()
     return strategy
@@ -185,6 +186,7 @@ def refused(name: str, world: int) -> str:
 
 
 REFUSALS = {
+    "replicas": "data_parallel_replicas=2 under WithReplicas, which does not share weights out",
     "no data axis": "was given data_parallel_size=1 and tensor_parallel_size=2.*"
     ".*context_parallel_size=2 and.*<groups> [*] 2",
     "tp ddp": "tensor_parallel_size=2 under WithTensor, which does not cut weights.*ModelParallelStrategy",

@@ -71,6 +71,7 @@ def check(
         ("mistral", Layout(dp=2, cp=2, options=WAYS[0]), Packs(4)),
         ("qwen3_moe", Layout(cp=2, tp=2), Sequences(12)),
         ("lfm2", Layout(dp=2, tp=2), Packs(4)),
+        ("qwen3", Layout(dp=4, options={"data_parallel_replicas": 2}), Sequences(24)),
     ],
 )
 def test_parameters_equal_one_process(
@@ -96,11 +97,16 @@ MESHES = [
     Layout(cp=2, tp=2),
     Layout(dp=2, cp=2, tp=2),
 ]
+REPLICAS = [
+    Layout(dp=2, options={"data_parallel_replicas": 2}),
+    Layout(dp=2, cp=2, options={"data_parallel_replicas": 2}),
+    Layout(dp=2, tp=2, options={"data_parallel_replicas": 2}),
+]
 EVERY = [replace(at, options=way) for at in MESHES for way in (WAYS if at.cp > 1 else [{}])]
 
 
 def name_of(at: Layout) -> str:
-    return "-".join([f"dp{at.dp}cp{at.cp}tp{at.tp}", *at.options.values()])
+    return "-".join([f"dp{at.dp}cp{at.cp}tp{at.tp}", *map(str, at.options.values())])
 
 
 @pytest.mark.slow
@@ -110,6 +116,12 @@ def test_every_layout(compare: Compare, layout: Layout, family: str) -> None:
     # With Sequences several microbatches a step come of the capacity, with Packs of Lightning's accumulation.
     steps = (Sequences(12 * layout.dp), Packs(2 * layout.dp))
     compare(family, layout, *product(steps, TOLERANCE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", REPLICAS, ids=name_of)
+def test_replicas(compare: Compare, layout: Layout) -> None:
+    compare("qwen3_moe", layout, (Sequences(12 * layout.dp), torch.float64))
 
 
 @pytest.mark.slow

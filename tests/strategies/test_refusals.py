@@ -147,6 +147,7 @@ def refused(case: str) -> str:
         "unaligned": (ddp, Job, loader([{}] * 8, collate_unaligned)),
         "slots": (sequence_parallel, Job, loader([{}] * 8, collate_unaligned)),
         "fsdp 1": (mp, Wrapped, None),
+        "replicas": (Layout(dp=2, options={"data_parallel_replicas": 3}), Job, None),
         "compiled": (ddp, lambda: torch.compile(Job(), backend="eager"), None),
     }
     layout, module, given = jobs[case]
@@ -179,6 +180,7 @@ CASES = {
     "no pack": "cuts THDBatch, but the dataloader gave.*align=trainer.strategy.alignment",
     "slots": "3 slots over 2 tensor-parallel ranks; sequence_parallel=True wants a multiple of 2.*align=",
     "fsdp 1": r"wrapped in FullyShardedDataParallel \(FSDP1\), which knows no mesh. Give the model as it is",
+    "replicas": "data_parallel_replicas=3 does not divide the 2 data-parallel ranks. Set it to the number",
     "compiled": r"torch.compile\(Job\) while 2 ranks share each pack.*self.model.compile\(\)",
     "unaligned": "Sequence 0 has 3 slots.*wants a multiple of 4.*THDBatch.collate",
 }
