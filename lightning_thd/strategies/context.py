@@ -146,8 +146,8 @@ class ContextParallelMixin(Strategy):
         """
         if self.data_parallel_replicas != 1 and not cuts_weights(self):
             raise MisconfigurationException(
-                f"data_parallel_replicas={self.data_parallel_replicas} under {type(self).__name__}, which does "
-                "not share weights out. Use THDModelParallelStrategy, or leave it at 1."
+                f"data_parallel_replicas={self.data_parallel_replicas} under {type(self).__name__}, "
+                "which does not share weights out. Use THDModelParallelStrategy, or leave it at 1."
             )
         if cuts_weights(self) and own_axes(self) is None:
             host: Any = self
