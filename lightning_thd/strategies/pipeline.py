@@ -32,7 +32,6 @@ from lightning_thd.strategies.pipeline_checkpoint import (
     complete_groups,
     gather_states,
     load_folder,
-    rename,
     rename_optimizer,
 )
 from lightning_thd.strategies.pipeline_step import PipelineStep
@@ -186,11 +185,6 @@ class PipelineMixin(THDStrategyMixin):
             across=self._channel.down,
             counted_elsewhere=counted_twice,
         )
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return this stage's weights under the names of the whole model."""
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        return rename(state, self._tied_name)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return this stage's optimizer state, listing the parameters of all stages."""

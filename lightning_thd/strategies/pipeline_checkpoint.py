@@ -1,8 +1,8 @@
 """States of the stages of a pipeline <-> one checkpoint folder that any layout writes and reads.
 
 Layers have the names of the whole model on every stage, so torch's distributed checkpoint puts them together.
-Two things need more: the list of an optimizer's parameters, which it keeps from one rank, and a head that is
-tied to the embedding, which has the embedding's name elsewhere.
+Optimizers need two things more: the list of their parameters, which torch keeps from one rank, and for a head
+that is tied to the embedding the embedding's name, which it has elsewhere.
 """
 
 from __future__ import annotations
@@ -26,18 +26,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 
-def rename(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a state dict with some keys renamed."""
-    return {names.get(name, name): value for name, value in state.items()}
-
-
 def rename_optimizer(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return an optimizer's state with some parameters renamed, in its lists too."""
     groups = [
         {**group, "params": [names.get(name, name) for name in group["params"]]}
         for group in state["param_groups"]
     ]
-    return {"state": rename(state["state"], names), "param_groups": groups}
+    kept = {names.get(name, name): value for name, value in state["state"].items()}
+    return {"state": kept, "param_groups": groups}
 
 
 def complete_groups(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
@@ -85,9 +81,9 @@ def load_folder(
             "pipeline_parallel_size and save it with THDModelParallelStrategy() once."
         )
     back = {value: name for name, value in names.items()}
-    weights = {"state_dict": rename(get_model_state_dict(model), names)}
+    weights = {"state_dict": get_model_state_dict(model)}
     load(weights, checkpoint_id=path)
-    model.load_state_dict(rename(weights["state_dict"], back))
+    model.load_state_dict(weights["state_dict"])
     for i, optimizer in enumerate(optimizers):
         own: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
         held = [set(entry["params"]) for entry in own["param_groups"]]

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torchmetrics import MeanMetric
 
 from lightning_thd import Packs, Sequences, THDBatch, THDModelParallelStrategy, causal_lm_loss
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.strategies.jobs import (
     STEPS,
     Job,
@@ -102,8 +102,8 @@ def test_arguments_that_contradict_each_other(given: dict[str, Any], message: st
 
 def evaluate(layout: Layout) -> dict[str, Any]:
     module = Job("qwen3@4t")
-    trainer = make_trainer(layout, enable_progress_bar=False, limit_val_batches=3, limit_predict_batches=2)
-    datamodule = data(Packs(layout.dp), val=sequences(12, seed=3), predict=sequences(12, seed=3))
+    trainer = make_trainer(layout, limit_val_batches=3, val_check_interval=2, max_steps=2)
+    datamodule = data(Packs(layout.dp), val=sequences(12, seed=3))
     validated = trainer.validate(module, datamodule, verbose=False)[0]
     trainer.fit(module, datamodule)
     return {"val": validated, "after": float(trainer.callback_metrics["val/loss"])}
@@ -161,8 +161,6 @@ def fit_with(kind: str) -> str:
                 loss = loss + causal_lm_loss(self.model, batch)
             if kind == "metric":
                 self.log("metric", MeanMetric())
-            if kind == "raises" and dist.get_rank() == 1:
-                raise RuntimeError("out of cheese")
             return loss
 
     module = Odd("qwen3@4")
@@ -182,7 +180,6 @@ def fit_with(kind: str) -> str:
         ("twice", "computed 2 losses of the model for a microbatch; pipeline stages run one"),
         ("metric", r"self.log\('metric', MeanMetric\) in training_step: only the last pipeline stage"),
         ("manual", "in an order of its own, which automatic_optimization=False would not see"),
-        ("raises", "out of cheese"),
     ],
 )
 @pytest.mark.slow
@@ -238,3 +235,19 @@ def test_nothing_travels_but_hidden_states_gradients_losses_and_one_norm() -> No
             "all_reduce": 1,  # the norm, to clip
             "broadcast_object_list": 1,  # losses and logs
         }, (rank, calls)
+
+
+class Raising(Job):
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise RuntimeError("out of cheese")
+        return super().training_step(batch, batch_idx)
+
+
+def fit_raising(layout: Layout) -> None:
+    make_trainer(layout).fit(Raising("qwen3@4"), data(Sequences(12)))
+
+
+def test_an_exception_on_one_stage_ends_the_job_with_its_message() -> None:
+    with pytest.raises(RankError, match="out of cheese"):
+        run_ranks(fit_raising, 2, Layout(pp=2), timeout_s=150.0)

@@ -1,0 +1,95 @@
+"""A theme -> colours and axes that look the same in every picture, on light and dark slides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from lightning_thd._imports import require
+
+Theme: TypeAlias = Literal["light", "dark"]
+
+# Okabe and Ito's eight colours, told apart with any kind of colour vision (jfly.uni-koeln.de/color, 2008),
+# without black and the yellow that vanishes on white.
+CYCLE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """Colours of one theme.
+
+    Attributes:
+        paper: background.
+        ink: text and axes.
+        quiet: grid and what is not the point.
+        padding: slots that hold nothing.
+    """
+
+    paper: str
+    ink: str
+    quiet: str
+    padding: str
+
+
+LOOKS: dict[Theme, Look] = {
+    "light": Look(paper="#ffffff", ink="#1f2328", quiet="#9aa4af", padding="#e6e8eb"),
+    "dark": Look(paper="#16191d", ink="#e6e9ec", quiet="#6b7580", padding="#343a40"),
+}
+
+
+def look_of(theme: Theme) -> Look:
+    """Return the colours of a theme.
+
+    Raises:
+        ValueError: for another word than ``light`` and ``dark``.
+    """
+    if theme not in LOOKS:
+        raise ValueError(f"theme={theme!r} is not one of {', '.join(map(repr, LOOKS))}.")
+    return LOOKS[theme]
+
+
+def new_figure(width: float, height: float, theme: Theme) -> Any:
+    """Make an empty matplotlib figure of a theme.
+
+    Args:
+        width: inches.
+        height: inches.
+        theme: ``light`` or ``dark``.
+
+    Raises:
+        ModuleNotFoundError: without matplotlib.
+    """
+    require("matplotlib", feature="a picture")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", facecolor=look_of(theme).paper)
+
+
+def dress(axes: Any, theme: Theme, *, title: str, x: str, y: str = "", grid: bool = True) -> None:
+    """Give axes their colours, title and labels.
+
+    Args:
+        axes: matplotlib's.
+        theme: ``light`` or ``dark``.
+        title: what the picture says.
+        x: label with its unit.
+        y: likewise.
+        grid: faint horizontal lines.
+    """
+    look = look_of(theme)
+    axes.set_facecolor(look.paper)
+    axes.set_title(title, color=look.ink, fontsize=11, loc="left")
+    axes.set_xlabel(x, color=look.ink)
+    axes.set_ylabel(y, color=look.ink)
+    axes.tick_params(colors=look.ink, labelsize=9)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(look.quiet)
+    axes.set_axisbelow(True)
+    if grid:
+        axes.grid(axis="y", color=look.quiet, alpha=0.25, linewidth=0.8)
+
+
+def legend(axes: Any, theme: Theme, **kwargs: Any) -> None:
+    """Add a legend without a frame in the theme's ink."""
+    axes.legend(frameon=False, labelcolor=look_of(theme).ink, fontsize=9, **kwargs)

@@ -1,0 +1,148 @@
+"""Lengths and plans -> pictures of packs: lanes, lengths before and after, fill, work of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
+
+
+def draw_packs(
+    packs: Sequence[Sequence[int]], capacity: int, *, theme: Theme = "light", title: str = ""
+) -> Any:
+    """Draw packs as lanes, one colour a sequence, with what is left empty at the end.
+
+    Args:
+        packs: lengths of each pack's sequences.
+        capacity: slots of a pack.
+        theme: ``light`` or ``dark``.
+        title: over the picture; the fill when empty.
+
+    Returns:
+        A matplotlib Figure. ``[[3, 5], [8]]`` with capacity 10 fills 80 %.
+    """
+    _require_fit(packs, capacity)
+    look = look_of(theme)
+    figure = new_figure(8, 0.8 + 0.34 * max(2, len(packs)), theme)
+    axes = figure.add_subplot()
+    for lane, lengths in enumerate(packs):
+        axes.barh(lane, capacity, height=0.72, color=look.padding)
+        start = 0
+        for i, length in enumerate(lengths):
+            colour = CYCLE[i % len(CYCLE)]
+            axes.barh(
+                lane, length, left=start, height=0.72, color=colour, edgecolor=look.paper, linewidth=0.6
+            )
+            start += length
+    used = sum(map(sum, packs))
+    filled = used / (capacity * len(packs)) if packs else 0.0
+    said = title or f"{len(packs)} packs, {sum(map(len, packs)):,} sequences, {filled:.1%} filled"
+    dress(axes, theme, title=said, x="slot", y="pack", grid=False)
+    axes.set_yticks(range(len(packs)))
+    axes.invert_yaxis()
+    axes.set_xlim(0, capacity)
+    return figure
+
+
+def draw_lengths(
+    lengths: Sequence[int], packs: Sequence[Sequence[int]], capacity: int, *, theme: Theme = "light"
+) -> Any:
+    """Draw how long sequences are, and how full packs became of them.
+
+    Args:
+        lengths: tokens of each sequence.
+        packs: lengths of each pack's sequences.
+        capacity: slots of a pack.
+        theme: ``light`` or ``dark``.
+    """
+    _require_fit(packs, capacity)
+    figure = new_figure(8, 3.2, theme)
+    before, after = figure.subplots(1, 2)
+    before.hist(lengths, bins=40, color=CYCLE[0])
+    dress(before, theme, title=f"{len(lengths):,} sequences", x="tokens", y="sequences")
+    after.hist([sum(pack) for pack in packs], bins=40, range=(0, capacity), color=CYCLE[2])
+    dress(after, theme, title=f"{len(packs):,} packs of {capacity:,} slots", x="tokens", y="packs")
+    return figure
+
+
+def draw_fill(packs: Sequence[Sequence[int]], capacity: int, *, theme: Theme = "light") -> Any:
+    """Draw the share of its slots that every pack uses, in the order of the plan."""
+    _require_fit(packs, capacity)
+    figure = new_figure(8, 2.6, theme)
+    axes = figure.add_subplot()
+    fill = 100 * np.asarray([sum(pack) / capacity for pack in packs])
+    axes.plot(fill, color=CYCLE[2], linewidth=1.4)
+    mean = float(fill.mean()) if len(fill) else 0.0
+    dress(axes, theme, title=f"fill of each pack, {mean:.1f} % in mean", x="pack", y="fill [%]")
+    axes.set_ylim(0, 102)
+    return figure
+
+
+def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme = "light") -> Any:
+    """Draw the work of each rank in a step, in the order data comes and balanced.
+
+    Args:
+        before: work of each rank without balancing, in any unit.
+        after: the same sequences as planned.
+        theme: ``light`` or ``dark``.
+    """
+    if len(before) != len(after) or not len(after):
+        raise ValueError(
+            f"draw_work() got {len(before)} ranks before and {len(after)} after; wanted the same ranks twice."
+        )
+    figure = new_figure(8, 3.0, theme)
+    axes = figure.add_subplot()
+    ranks, mean = np.arange(len(after)), sum(after) / len(after)
+    for offset, values, colour, name in (
+        (-0.2, before, CYCLE[1], "as it comes"),
+        (0.2, after, CYCLE[0], "planned"),
+    ):
+        slowest = max(values) / (sum(values) / len(values) or 1.0)
+        axes.bar(
+            ranks + offset,
+            np.asarray(values) / mean,
+            0.4,
+            color=colour,
+            label=f"{name}: {slowest:.2f} x mean",
+        )
+    axes.axhline(1.0, color=look_of(theme).quiet, linewidth=1, linestyle="--")
+    dress(axes, theme, title="work of each rank in one step", x="rank", y="work / mean")
+    legend(axes, theme)
+    return figure
+
+
+def draw_shares(shares: dict[str, float], *, title: str, theme: Theme = "light") -> Any:
+    """Draw parts of a whole as bars: FLOPs by part, bytes by kind, batches by bucket.
+
+    Args:
+        shares: names to values of any unit, not negative.
+        title: over the picture.
+        theme: ``light`` or ``dark``.
+    """
+    total = sum(shares.values())
+    if total <= 0 or min(shares.values()) < 0:
+        raise ValueError(f"draw_shares() got {shares}; wanted values of 0 or more with a sum above 0.")
+    figure = new_figure(8, 0.9 + 0.4 * len(shares), theme)
+    axes = figure.add_subplot()
+    percent = [100 * value / total for value in shares.values()]
+    bars = axes.barh(list(shares), percent, color=[CYCLE[i % len(CYCLE)] for i in range(len(shares))])
+    axes.bar_label(
+        bars, [f"{value:.1f} %" for value in percent], padding=4, color=look_of(theme).ink, fontsize=9
+    )
+    dress(axes, theme, title=title, x="share [%]", grid=False)
+    axes.set_xlim(0, 1.15 * max(percent))
+    axes.invert_yaxis()
+    return figure
+
+
+def _require_fit(packs: Sequence[Sequence[int]], capacity: int) -> None:
+    if capacity < 1:
+        raise ValueError(f"capacity={capacity}; wanted the slots of a pack, 1 or more.")
+    longest = max((sum(pack) for pack in packs), default=0)
+    if longest > capacity:
+        raise ValueError(
+            f"A pack holds {longest} tokens but capacity={capacity}. Pass the capacity it was made for."
+        )
