@@ -200,6 +200,11 @@ class THDLoader:
         )
 
     @property
+    def planner(self) -> Planner:
+        """What decides which sequences make which batch."""
+        return self._planner
+
+    @property
     def epoch(self) -> int:
         """The epoch that is under way, or comes next."""
         return self._cursor.epoch

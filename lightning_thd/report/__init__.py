@@ -1,5 +1,6 @@
-"""A run's logged metrics -> a table and a picture."""
+"""Runs, data and plans -> tables, pictures and pages."""
 
-from lightning_thd.report.run import picture, read_metrics, show, table
+from lightning_thd.report.page import page, picture
+from lightning_thd.report.run import read_metrics, show, table
 
-__all__ = ["picture", "read_metrics", "show", "table"]
+__all__ = ["page", "picture", "read_metrics", "show", "table"]

@@ -85,6 +85,7 @@ def dress(axes: Any, theme: Theme, *, title: str, x: str, y: str = "", grid: boo
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(look.quiet)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_axisbelow(True)
     if grid:
         axes.grid(axis="y", color=look.quiet, alpha=0.25, linewidth=0.8)

@@ -1,0 +1,74 @@
+"""``lightning-thd check``: a model or its config -> whether the sequences of a pack see each other in it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_thd._imports import require
+from lightning_thd.models.probe import check_packing
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the report; exit with 1 where sequences see each other."""
+    parser = argparse.ArgumentParser(
+        "lightning-thd check",
+        description="Run packs through a model and see whether any sequence sees another. A config.json is "
+        "enough: the layers are built with random weights.",
+        epilog="example: lightning-thd check config.json --layers 2",
+    )
+    parser.add_argument("model", help="a config.json, a folder with one, or a model's name")
+    parser.add_argument("--attention", default="thd", help="attn_implementation to look at (default: thd)")
+    parser.add_argument("--layers", type=int, help="build this many layers of a config in place of all")
+    parser.add_argument("--weights", action="store_true", help="load the model's weights too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_args(list(arguments))
+    try:
+        model = load_model(given.model, given.attention, layers=given.layers, weights=given.weights)
+    except (OSError, ValueError) as err:
+        parser.error(str(err))
+    report = check_packing(model, raise_on_leak=False)
+    if given.json:
+        values = asdict(report) if is_dataclass(report) else {"report": str(report)}
+        sys.stdout.write(json.dumps({**values, "ok": report.ok}, default=str) + "\n")
+    else:
+        sys.stdout.write(f"{report}\n")
+    if not report.ok:
+        sys.exit(1)
+
+
+def load_model(name: str, attention: str, *, layers: int | None = None, weights: bool = False) -> Any:
+    """Build a causal language model from a config, or load it.
+
+    Args:
+        name: a ``config.json``, a folder that holds one, or what ``from_pretrained`` takes.
+        attention: the ``attn_implementation``.
+        layers: number of layers to build in place of the config's.
+        weights: load the weights as well.
+
+    Raises:
+        ValueError: for ``layers`` together with ``weights``.
+    """
+    require("transformers", feature="lightning-thd check")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if weights and layers is not None:
+        raise ValueError(f"--layers {layers} with --weights: a model with its weights has the layers it has.")
+    path = str(Path(name).parent) if name.endswith("config.json") else name
+    if weights:
+        return AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention).eval()
+    config = AutoConfig.from_pretrained(path)
+    if layers is not None:
+        text = config.get_text_config()
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

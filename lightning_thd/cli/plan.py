@@ -1,0 +1,187 @@
+"""``lightning-thd plan``: a data set -> packs, balance, padding avoided and speed to expect."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightning_thd.cli.flops import load_config
+from lightning_thd.data import THDDataModule
+from lightning_thd.flops import FlopsModel, SeqStats, peak_flops
+from lightning_thd.packing import Packs, Sequences
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """What training on a data set will look like.
+
+    Attributes:
+        steps: optimizer steps an epoch.
+        packs: of the steps that were looked at; what follows is of them.
+        sequences: in those packs, pieces of split documents counted each.
+        tokens: of them.
+        fill: real tokens over slots.
+        padded_fill: the same of batches padded to their longest, as many sequences each.
+        imbalance: slowest rank's work over the mean, in mean over steps.
+        tokens_per_s: of one device at the MFU that was assumed; None without a model and a device.
+        lost: counts by what became of sequences.
+    """
+
+    steps: int
+    packs: int
+    sequences: int
+    tokens: int
+    fill: float
+    padded_fill: float
+    imbalance: float
+    tokens_per_s: float | None
+    lost: dict[str, int]
+
+    def __str__(self) -> str:
+        rows = [
+            ("optimizer steps an epoch", f"{self.steps:,}"),
+            ("packs looked at", f"{self.packs:,}"),
+            ("sequences in them", f"{self.sequences:,}"),
+            ("tokens in them", f"{self.tokens:,}"),
+            ("fill of packs", f"{self.fill:.1%}"),
+            ("fill of padded batches", f"{self.padded_fill:.1%}"),
+            ("slots saved by packing", f"{1 - self.padded_fill / self.fill:.1%}" if self.fill else "-"),
+            ("slowest rank / mean work", f"{self.imbalance:.3f}"),
+        ]
+        if self.tokens_per_s is not None:
+            rows.append(("tokens/s of one device", f"{self.tokens_per_s:,.0f}"))
+        rows += [(name.replace("_", " "), f"{n:,}") for name, n in self.lost.items() if n]
+        return "\n".join(f"{name:<26}{value:>16}" for name, value in rows)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print what to expect; with ``--plot``, draw it."""
+    given = _parser().parse_args(list(arguments))
+    try:
+        expected, packs = plan_data(given)
+    except (ValueError, OSError, ModuleNotFoundError) as err:
+        _parser().error(str(err))
+    sys.stdout.write(json.dumps(asdict(expected)) + "\n" if given.json else f"{expected}\n")
+    if given.plot:
+        from lightning_thd.report.packs import draw_packs
+
+        draw_packs(packs[:16], given.capacity, theme=given.theme).savefig(given.plot, dpi=120)
+        if not given.json:
+            sys.stdout.write(f"Picture: {given.plot}\n")
+
+
+def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
+    """Plan an epoch's first steps.
+
+    Args:
+        given: the parsed arguments.
+
+    Returns:
+        What to expect, and the lengths in each pack that was looked at.
+    """
+    step = Sequences(given.sequences) if given.sequences else Packs(given.dp)
+    data = THDDataModule(
+        given.data,
+        capacity=given.capacity,
+        global_batch=step,
+        oversize=given.oversize,
+        text_key=given.text_key,
+        tokenizer=_tokenizer(given.tokenizer),
+    )
+    model = None if given.model is None else FlopsModel.from_config(load_config(given.model))
+    data.attach(ranks=given.dp)
+    data.prepare_data()
+    data.setup("fit")
+    planner = data.train_steps().planner
+    steps = min(len(planner), given.steps)
+    packs: list[list[int]] = []
+    imbalance = []
+    for k in range(steps):
+        ranks = [
+            [(spans.stop - spans.start).tolist() for spans in rank]
+            for rank in planner.step(0, k, given.dp).spans_by_rank()
+        ]
+        packs += [pack for rank in ranks for pack in rank]
+        work = [sum(_work(pack, model) for pack in rank) for rank in ranks]
+        imbalance.append(max(work) / (sum(work) / len(work)))
+    slots, tokens = len(packs) * given.capacity, sum(map(sum, packs))
+    return Expected(
+        sequences=sum(map(len, packs)),
+        tokens=tokens,
+        steps=len(planner),
+        packs=len(packs),
+        fill=tokens / slots if slots else 0.0,
+        padded_fill=_padded_fill(packs),
+        imbalance=float(np.mean(imbalance)) if imbalance else 1.0,
+        tokens_per_s=_speed(packs, model, given.device, given.mfu),
+        lost=dict(data.counts["train"]),
+    ), packs
+
+
+def _work(lengths: Sequence[int], model: FlopsModel | None) -> float:
+    if model is None:
+        return float(sum(s * (4096 + s) for s in lengths))  # linear parts and squares of a small dense model
+    return float(model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows)).model)
+
+
+def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
+    """Fill batches of 8 sequences in the order of the plan, padded to the longest of each."""
+    flat = [length for pack in packs for length in pack]
+    batches = [flat[at : at + rows] for at in range(0, len(flat), rows)]
+    slots = sum(len(batch) * max(batch) for batch in batches)
+    return sum(flat) / slots if slots else 0.0
+
+
+def _speed(
+    packs: Sequence[Sequence[int]], model: FlopsModel | None, device: str | None, mfu: float
+) -> float | None:
+    if model is None or device is None:
+        return None
+    peak = peak_flops(device, "bf16")
+    if peak is None:
+        raise ValueError(
+            f"No peak FLOP/s is known for {device!r}. `lightning-thd peaks` lists those that are."
+        )
+    lengths = [length for pack in packs for length in pack]
+    flops = model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows)).model
+    return mfu * peak * sum(lengths) / flops
+
+
+def _tokenizer(name: str | None) -> Any:
+    if name is None:
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lightning-thd plan",
+        description="What training on a data set will look like: packs, balance, padding avoided, speed.",
+        epilog="example: lightning-thd plan texts.jsonl --capacity 8192 --dp 8 --plot packs.png",
+    )
+    parser.add_argument("data", help="JSONL, text, Parquet or Arrow file, or a folder of text")
+    parser.add_argument("--capacity", type=int, required=True, help="most slots of a pack")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
+    parser.add_argument("--sequences", type=int, help="sequences to a step, global_batch=Sequences(n)")
+    parser.add_argument("--steps", type=int, default=50, help="steps to look at")
+    parser.add_argument(
+        "--oversize", default="split", help="what becomes of longer documents (default: split)"
+    )
+    parser.add_argument("--text-key", default="text")
+    parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
+    parser.add_argument("--model", help="a config.json, for FLOPs and speed")
+    parser.add_argument("--device", help="a device of `lightning-thd peaks`, for the speed to expect")
+    parser.add_argument("--mfu", type=float, default=0.4, help="MFU assumed for it (default: 0.4)")
+    parser.add_argument("--plot", type=Path, help="draw the first packs into this file")
+    parser.add_argument("--theme", choices=("light", "dark"), default="light")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser

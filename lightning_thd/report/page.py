@@ -1,0 +1,174 @@
+"""A run's metrics -> one page: the numbers that matter on top, curves below, versions at the foot."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import math
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
+from lightning_thd.report.rows import ROWS, Series, number
+
+# The curves of a page; metrics on one axes share their unit.
+_CURVES = (
+    ("train/loss",),
+    ("train/device/real_items_per_sec",),
+    ("train/device/mfu", "train/device/hfu"),
+    ("train/packing/fill", "train/packing/attention_fraction"),
+)
+_TOP = ("train/loss", "train/device/real_items_per_sec", "train/device/mfu", "train/packing/fill")
+
+_PAGE = Template("""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>Training run</title>
+<style>
+body { background: $paper; color: $ink; font: 15px system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
+  padding: 0 1rem }
+.cards { display: flex; gap: 1rem; flex-wrap: wrap }
+.card { flex: 1; min-width: 9rem; border: 1px solid $quiet; border-radius: .5rem; padding: .8rem }
+.card b { display: block; font-size: 1.6rem }
+img { width: 100% }
+td { padding: .2rem 1rem .2rem 0 }
+small { color: $quiet }
+</style>
+<h1>Training run</h1>
+<div class="cards">$cards</div>
+<img alt="Loss, tokens per second, MFU and fill over the steps" src="data:image/png;base64,$image">
+<table><tr><td></td><td>first</td><td>median</td><td>last</td></tr>$rows</table>
+<p><small>$versions</small></p>
+</html>
+""")
+
+
+def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
+    """Draw the page of a run as a PNG.
+
+    Args:
+        series: of ``read_metrics``.
+        file: where to.
+        theme: ``light`` or ``dark``.
+
+    Returns:
+        The file.
+
+    Raises:
+        ModuleNotFoundError: without matplotlib.
+    """
+    path = Path(file)
+    figure = _figure(series, theme)
+    figure.savefig(path, dpi=120, facecolor=figure.get_facecolor())
+    return path
+
+
+def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
+    """Write the page of a run as one HTML file that needs no other.
+
+    Args:
+        series: of ``read_metrics``.
+        file: where to.
+        theme: ``light`` or ``dark``.
+
+    Returns:
+        The file.
+    """
+    look, path = look_of(theme), Path(file)
+    buffer = io.BytesIO()
+    figure = _figure(series, theme, top=False)
+    figure.savefig(buffer, dpi=120, format="png", facecolor=figure.get_facecolor())
+    image = base64.b64encode(buffer.getvalue()).decode()
+    cards = "".join(
+        f'<div class="card"><b>{html.escape(value)}</b><span>{html.escape(title)}</span></div>'
+        for title, value in _headlines(series)
+    )
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _table(series)
+    )
+    path.write_text(
+        _PAGE.substitute(
+            paper=look.paper,
+            ink=look.ink,
+            quiet=look.quiet,
+            cards=cards,
+            image=image,
+            rows=rows,
+            versions=html.escape(_versions()),
+        )
+    )
+    return path
+
+
+def _figure(series: Series, theme: Theme, *, top: bool = True) -> Any:
+    look = look_of(theme)
+    shown = [names for names in _CURVES if any(_finite(series, name) for name in names)]
+    figure = new_figure(9, (1.1 if top else 0.3) + 2.5 * math.ceil(len(shown) / 2) + 0.3, theme)
+    if top:
+        told = "      ".join(f"{value}  {title}" for title, value in _headlines(series))
+        figure.suptitle(told, color=look.ink, fontsize=12, x=0.02, ha="left")
+    for i, names in enumerate(shown):
+        axes = figure.add_subplot(math.ceil(len(shown) / 2), 2, i + 1)
+        drawn = [name for name in names if _finite(series, name)]
+        for colour, line, name in zip(CYCLE, ("-", "--"), drawn, strict=False):
+            points = _finite(series, name)
+            axes.plot(
+                [step for step, _ in points],
+                [v for _, v in points],
+                color=colour,
+                linestyle=line,
+                label=ROWS[name].title,
+            )
+        row = ROWS[drawn[0]]
+        title = " and ".join(ROWS[name].title for name in drawn) + (f" [{row.unit}]" if row.unit else "")
+        dress(axes, theme, title=title, x="step")
+        axes.set_ylim(bottom=0)
+        if len(drawn) > 1:
+            legend(axes, theme)
+    figure.supxlabel(_versions(), color=look.quiet, fontsize=8)
+    return figure
+
+
+def _finite(series: Series, name: str) -> list[tuple[int, float]]:
+    factor = ROWS[name].factor
+    return [(step, value * factor) for step, value in series.get(name, []) if math.isfinite(value)]
+
+
+def _headlines(series: Series) -> list[tuple[str, str]]:
+    """Say the last loss, and of rates the median, which a slow first step does not move."""
+    found = []
+    for name in _TOP:
+        values = [value for _, value in _finite(series, name)]
+        if values:
+            value = values[-1] if name == "train/loss" else _median(values)
+            found.append((ROWS[name].title, number(value) + ROWS[name].unit))
+    return found
+
+
+def _table(series: Series) -> list[tuple[str, ...]]:
+    rows = []
+    for name, row in ROWS.items():
+        values = [value for _, value in _finite(series, name)]
+        if values:
+            cells = (values[0], _median(values), values[-1])
+            rows.append((row.title, *(number(cell) + row.unit for cell in cells)))
+    return rows
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _versions() -> str:
+    found = [f"Python {platform.python_version()}"]
+    for name in ("lightning_thd", "torch", "lightning", "transformers"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)

@@ -1,0 +1,63 @@
+"""``lightning-thd plan``: its figures are those of the plan, and what it cannot read is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_thd.cli import main
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": "x" * (7 + 13 * (i % 9))}) + "\n" for i in range(90)))
+    return str(file)
+
+
+def test_it_says_what_the_plan_holds(texts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "packs.png"
+    main(["plan", texts, "--capacity", "256", "--dp", "2", "--json", "--plot", str(picture)])
+    found = json.loads(capsys.readouterr().out)
+    tokens = sum(8 + 13 * (i % 9) for i in range(90))  # one byte a letter, and EOS
+    assert found["sequences"] == 90
+    assert found["tokens"] == tokens
+    assert found["packs"] == 2 * found["steps"]
+    assert found["fill"] == pytest.approx(tokens / (found["packs"] * 256))
+    assert 0 < found["padded_fill"] < found["fill"] <= 1
+    assert found["imbalance"] >= 1
+    assert found["tokens_per_s"] is None
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_fits_a_terminal(texts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 260}
+    config.write_text(json.dumps({"model_type": "llama", "num_attention_heads": 4, **sizes}))
+    main(
+        [
+            "plan",
+            texts,
+            "--capacity",
+            "256",
+            "--model",
+            str(config),
+            "--device",
+            "NVIDIA H200",
+            "--mfu",
+            "0.5",
+        ]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert any(line.startswith("tokens/s of one device") for line in lines)
+    assert any(line.startswith("slots saved by packing") for line in lines)
+
+
+def test_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path / "nothing.jsonl"), "--capacity", "8"])
+    assert "nothing.jsonl" in capsys.readouterr().err
