@@ -14,6 +14,7 @@ import numpy as np
 
 from lightning_thd.cli.flops import load_config
 from lightning_thd.data import THDDataModule
+from lightning_thd.data.loader import THDLoader
 from lightning_thd.flops import FlopsModel, SeqStats, peak_flops
 from lightning_thd.packing import Packs, Sequences
 
@@ -99,7 +100,10 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
     data.attach(ranks=given.dp)
     data.prepare_data()
     data.setup("fit")
-    planner = data.train_steps().planner
+    loader = data.train_steps()
+    if not isinstance(loader, THDLoader):
+        raise ValueError(f"{given.data} is a stream, whose packs are not known before it is read.")
+    planner = loader.planner
     steps = min(len(planner), given.steps)
     packs: list[list[int]] = []
     imbalance = []
