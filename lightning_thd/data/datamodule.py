@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_thd.alignment import Alignment
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
 from lightning_thd.data.planning import PlanSettings, make_planner
@@ -151,7 +152,13 @@ class THDDataModule(L.LightningDataModule):
         self._planners: dict[tuple[object, ...], PackPlanner] = {}
 
     def attach(
-        self, *, rank: int = 0, ranks: int = 1, accumulate: int = 1, model: nn.Module | None = None
+        self,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        accumulate: int = 1,
+        model: nn.Module | None = None,
+        alignment: Alignment | None = None,
     ) -> None:
         """Say who loads, in a loop without a Lightning Trainer; call it before ``setup``.
 
@@ -161,6 +168,7 @@ class THDDataModule(L.LightningDataModule):
             accumulate: batches a rank runs between two optimizer steps, as a Trainer's
                 ``accumulate_grad_batches``; 1 with ``Sequences(n)``.
             model: the module that is trained: its FLOPs balance the ranks, its vocabulary checks the ids.
+            alignment: what lengths and totals must be multiples of; by default what the model asks for.
 
         Raises:
             MisconfigurationException: when ``global_batch`` contradicts them.
@@ -172,7 +180,7 @@ class THDDataModule(L.LightningDataModule):
             accumulate=accumulate,
             is_first=rank == 0,
             model=model,
-            alignment=link.model_alignment(model),
+            alignment=link.model_alignment(model) if alignment is None else alignment,
         )
 
     @property

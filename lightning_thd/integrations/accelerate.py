@@ -7,12 +7,15 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lightning_thd._imports import require
+from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.streams import StreamLoader
+from lightning_thd.integrations.context import share_packs
 from lightning_thd.integrations.evaluation import LossFn
 from lightning_thd.integrations.loop import Host, PackedLoop, as_loader
 from lightning_thd.loss import causal_lm_loss
+from lightning_thd.parallel.layout import Communication
 
 # accelerate's mixed_precision -> Lightning's name
 _PRECISION = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "transformer-engine"}
@@ -28,6 +31,9 @@ def prepare_thd(
     loss_fn: LossFn = causal_lm_loss,
     peak: Literal["auto", "measure"] | float = "auto",
     log_every_n_steps: int = 50,
+    context_parallel_size: int = 1,
+    context_parallel_layout: Layout = "dual_chunk",
+    context_parallel_communication: Communication = "auto",
 ) -> PackedLoop:
     """Prepare a model, packed data and an optimizer for an Accelerate loop.
 
@@ -46,6 +52,10 @@ def prepare_thd(
         loss_fn: ``(model, batch) -> loss``, with ``batch.loss_scale`` in it.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
         log_every_n_steps: steps between two calls of ``accelerator.log``.
+        context_parallel_size: neighbouring ranks that share the slots of a pack, as under
+            ``THDDDPStrategy``; documents stay apart.
+        context_parallel_layout: ``dual_chunk``, ``contiguous`` or ``striped``.
+        context_parallel_communication: ``auto``, ``all_gather``, ``ulysses``, ``needed`` or ``ring``.
 
     Returns:
         The loop. ``for step in loop.loader: loss = loop.backward(step); loop.optimizer.step();
@@ -57,8 +67,17 @@ def prepare_thd(
     require("accelerate", feature="prepare_thd")
     _refuse_parallelism(accelerator)
     rank, ranks, group = _data_rank(accelerator)
+    shared = share_packs(
+        model,
+        rank=rank,
+        ranks=ranks,
+        data_group=group,
+        size=context_parallel_size,
+        layout=context_parallel_layout,
+        communication=context_parallel_communication,
+    )
     accumulate = accelerator.gradient_accumulation_steps
-    loader = as_loader(data, model, rank=rank, ranks=ranks, accumulate=accumulate)
+    loader = as_loader(data, model, shared, accumulate=accumulate)
     prepared = accelerator.prepare(model, optimizer)
     model, optimizer = prepared
     if scheduler is not None:
@@ -74,10 +93,8 @@ def prepare_thd(
         log=lambda metrics, step: accelerator.log(metrics, step=step),
         device=accelerator.device,
         devices=accelerator.num_processes,
-        rank=rank,
-        ranks=ranks,
+        shared=shared,
         precision=_PRECISION.get(str(accelerator.mixed_precision), "32-true"),
-        data_group=group,
     )
     loop = PackedLoop(
         host,
@@ -126,8 +143,8 @@ def _refuse_parallelism(accelerator: Any) -> None:
         if enabled:
             raise ValueError(
                 f"The accelerator has {name}={getattr(config, name)}: its context parallelism replaces every "
-                "mask by a causal one, so documents of a pack would see each other. Set it to 1, or use "
-                "Lightning with THDDDPStrategy or THDModelParallelStrategy(context_parallel_size=...)."
+                "mask by a causal one, so documents of a pack would see each other. Set it to 1, and "
+                "prepare_thd(..., context_parallel_size=...), which keeps them apart."
             )
 
 

@@ -36,6 +36,7 @@ def mean_loss(
     device: torch.device,
     group: Any = None,
     seen: Callable[[THDBatch], None] = lambda batch: None,
+    cut: Callable[[THDBatch], THDBatch] = lambda batch: batch,
 ) -> tuple[float, int]:
     """Return the mean loss over all loss tokens of a set, and their number; a collective.
 
@@ -46,6 +47,7 @@ def mean_loss(
         device: to run on.
         group: ranks that hold different packs; None for the world.
         seen: called with every batch on the device, before it runs.
+        cut: keeps this rank's part of a batch, whose loss has the value of the whole one.
 
     Returns:
         ``(2.5, 40)`` for losses that add up to 100 over 40 tokens; ``(0.0, 0)`` without any.
@@ -55,7 +57,7 @@ def mean_loss(
         for batch in batches:
             moved = batch.to(device)
             seen(moved)
-            total[0] += float(loss_fn(model, moved.replace(loss_scale=1.0)))
+            total[0] += float(loss_fn(model, cut(moved.replace(loss_scale=1.0))))
             total[1] += batch.loss_tokens
     if dist.is_initialized():
         total = total.to(communication_device(group, device))

@@ -9,12 +9,15 @@ from lightning.fabric import Fabric
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import nn
 
+from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.streams import StreamLoader
+from lightning_thd.integrations.context import share_packs
 from lightning_thd.integrations.evaluation import LossFn
 from lightning_thd.integrations.loop import Host, PackedLoop, as_loader
 from lightning_thd.loss import causal_lm_loss
+from lightning_thd.parallel.layout import Communication
 
 
 def prepare_fabric(
@@ -27,6 +30,9 @@ def prepare_fabric(
     loss_fn: LossFn = causal_lm_loss,
     peak: Literal["auto", "measure"] | float = "auto",
     log_every_n_steps: int = 50,
+    context_parallel_size: int = 1,
+    context_parallel_layout: Layout = "dual_chunk",
+    context_parallel_communication: Communication = "auto",
 ) -> PackedLoop:
     """Prepare a model, packed data and an optimizer for a Fabric loop.
 
@@ -42,6 +48,10 @@ def prepare_fabric(
         loss_fn: ``(model, batch) -> loss``, with ``batch.loss_scale`` in it.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
         log_every_n_steps: steps between two calls of ``fabric.log_dict``.
+        context_parallel_size: neighbouring ranks that share the slots of a pack, as under
+            ``THDDDPStrategy``; documents stay apart.
+        context_parallel_layout: ``dual_chunk``, ``contiguous`` or ``striped``.
+        context_parallel_communication: ``auto``, ``all_gather``, ``ulysses``, ``needed`` or ``ring``.
 
     Returns:
         The loop. Save ``{"model": loop.model, "optimizer": loop.optimizer, "loader": loop.loader,
@@ -51,7 +61,16 @@ def prepare_fabric(
         ValueError: for data of another kind, and for an optimizer of parameters that were replaced.
     """
     rank, ranks, group = _data_rank(fabric)
-    loader = as_loader(data, model, rank=rank, ranks=ranks, accumulate=accumulate)
+    shared = share_packs(
+        model,
+        rank=rank,
+        ranks=ranks,
+        data_group=group,
+        size=context_parallel_size,
+        layout=context_parallel_layout,
+        communication=context_parallel_communication,
+    )
+    loader = as_loader(data, model, shared, accumulate=accumulate)
     model, optimizer = _set_up(fabric, model, optimizer)
 
     def no_sync(module: nn.Module) -> AbstractContextManager[None]:
@@ -63,10 +82,8 @@ def prepare_fabric(
         log=lambda metrics, step: fabric.log_dict(metrics, step),
         device=fabric.device,
         devices=fabric.world_size,
-        rank=rank,
-        ranks=ranks,
+        shared=shared,
         precision=str(fabric._precision.precision),
-        data_group=group,
     )
     return PackedLoop(
         host, model, loader, optimizer, loss_fn=loss_fn, peak=peak, log_every_n_steps=log_every_n_steps

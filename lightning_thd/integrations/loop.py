@@ -25,6 +25,7 @@ from lightning_thd.cuda_graph.capture.backend import Backend
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.streams import StreamLoader
+from lightning_thd.integrations.context import Shared
 from lightning_thd.integrations.evaluation import LossFn, mean_loss
 from lightning_thd.integrations.graphs import MaxSequences, graphed_loss
 from lightning_thd.loss import causal_lm_loss
@@ -41,10 +42,8 @@ class Host:
         log: logs metrics at an optimizer step.
         device: of this rank.
         devices: of the whole job.
-        rank: of this process among those that hold different data.
-        ranks: their number.
+        shared: which packs this rank reads, and which part of them it runs.
         precision: as Lightning names it, "32-true" or "bf16-mixed".
-        data_group: process group of the ranks with different data; None for the world.
     """
 
     backward: Callable[[Tensor], None]
@@ -52,10 +51,8 @@ class Host:
     log: Callable[[dict[str, float], int], None]
     device: torch.device
     devices: int
-    rank: int
-    ranks: int
+    shared: Shared
     precision: str
-    data_group: Any = None
 
 
 class PackedLoop:
@@ -92,7 +89,7 @@ class PackedLoop:
         self.model, self.loader, self.optimizer, self.scheduler = model, loader, optimizer, scheduler
         self.global_step = 0
         self.latest: dict[str, float] = {}
-        self._host, self._loss_fn = host, in_low_precision(loss_fn, model, group=host.data_group)
+        self._host, self._loss_fn = host, in_low_precision(loss_fn, model, group=host.shared.data_group)
         self._every, self._warmup = log_every_n_steps, warmup_steps
         self._stage = Stage("train", "training", clock)
         self._graphed: GraphedStep | None = None
@@ -104,11 +101,11 @@ class PackedLoop:
             model=flops_model,
             peak=resolve_peak(peak, host.device, dtype),
             low=low,
-            group=host.data_group,
+            group=host.shared.data_group,
             device=host.device,
-            wire=communication_device(host.data_group, host.device),
+            wire=communication_device(host.shared.data_group, host.device),
             devices=host.devices,
-            ranks=host.ranks,
+            ranks=host.shared.ranks,
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -154,7 +151,8 @@ class PackedLoop:
         """
         batches: Any = data
         if isinstance(data, THDDataModule):
-            data.attach(rank=self._host.rank, ranks=self._host.ranks, model=self.model)
+            shared = self._host.shared
+            data.attach(rank=shared.rank, ranks=shared.ranks, model=self.model, alignment=shared.alignment)
             data.setup("validate")
             batches = data.val_dataloader()
         running = self._stage.pause(self._setting)
@@ -163,7 +161,8 @@ class PackedLoop:
             self.model,
             batches,
             device=self._host.device,
-            group=self._host.data_group,
+            group=self._host.shared.data_group,
+            cut=self._host.shared.cut,
         )
         if running:
             self._stage.resume(self._setting)
@@ -197,11 +196,16 @@ class PackedLoop:
         Raises:
             ValueError: for numbers of sequences below 1, and with ``require`` where there can be no graphs.
         """
+        if self._host.shared.size > 1:
+            raise ValueError(
+                f"capture() with context_parallel_size={self._host.shared.size}: graphs of shared packs run "
+                "under Lightning. Use CUDAGraphCallback with THDDDPStrategy, or leave capture() out."
+            )
         self._graphed = graphed_loss(
             self._loss_fn,
             self.model,
             getattr(self.loader, "_planner", None),
-            ranks=self._host.ranks,
+            ranks=self._host.shared.ranks,
             device=self._host.device,
             max_sequences=max_sequences,
             costs=costs,
@@ -220,7 +224,9 @@ class PackedLoop:
         self._stage.load(state["throughput"], self._setting.model)
 
     def _run(self, batch: THDBatch, microbatches: int) -> Tensor:
+        batch = self._host.shared.cut(batch)
         loss = self._loss_fn(self.model, batch) if self._graphed is None else self._graphed(batch)
+        self._host.shared.check(batch)
         loss = loss / microbatches
         self._host.backward(loss)
         return loss.detach()
@@ -239,19 +245,28 @@ class PackedLoop:
             self._host.log(self.latest, self.global_step)
 
 
-def as_loader(
-    data: object, model: nn.Module, *, rank: int, ranks: int, accumulate: int
-) -> THDLoader | StreamLoader:
+def as_loader(data: object, model: nn.Module, shared: Shared, *, accumulate: int) -> THDLoader | StreamLoader:
     """Return the loader of training steps of a data module, or the given loader after a check.
 
     Raises:
         ValueError: for a loader of another kind, which would split, dispatch or re-batch packs.
     """
     if isinstance(data, THDDataModule):
-        data.attach(rank=rank, ranks=ranks, accumulate=accumulate, model=model)
+        data.attach(
+            rank=shared.rank,
+            ranks=shared.ranks,
+            accumulate=accumulate,
+            model=model,
+            alignment=shared.alignment,
+        )
         data.prepare_data()
         data.setup("fit")
         return data.train_steps()
+    if isinstance(data, THDLoader | StreamLoader) and shared.size > 1:
+        raise ValueError(
+            f"prepare_thd got a ready {type(data).__name__} with context_parallel_size={shared.size}: which "
+            "packs it reads and how they are padded was decided before. Give the THDDataModule itself."
+        )
     if isinstance(data, THDLoader | StreamLoader):
         return data
     raise ValueError(

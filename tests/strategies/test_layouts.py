@@ -21,7 +21,11 @@ Compare: TypeAlias = Callable[..., None]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 WAYS = [
     {"context_parallel_layout": layout, "context_parallel_communication": communication}
-    for layout, communication in product(["dual_chunk", "contiguous"], ["all_gather", "ulysses"])
+    for layout, communication in (
+        *product(["dual_chunk", "contiguous"], ["all_gather", "ulysses"]),
+        *product(["dual_chunk", "contiguous", "striped"], ["needed", "ring"]),
+        ("striped", "all_gather"),
+    )
 ]
 ALL_FAMILIES = ["qwen3", "mistral", "qwen3_moe", "lfm2"]  # dense, windowed, experts, hybrid
 
