@@ -14,10 +14,12 @@ ARGUMENTS = {
     "parallel.py": None,  # tests/strategies
     "accelerate_loop.py": ["--steps", "1", "--out", "{out}"],
     "chat_sft.py": ["--steps", "1"],
+    "distillation.py": ["--steps", "2"],
     "fabric_loop.py": ["--steps", "1", "--out", "{out}"],
     "hf_trainer.py": ["--steps", "1", "--out", "{out}"],
     "hybrid_mamba.py": ["--steps", "2"],
     "own_module.py": ["--steps", "2"],
+    "preference.py": ["--steps", "2"],
     "rl_logprobs.py": [],
     "vision_language.py": ["--steps", "1"],
 }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.batch import THDBatch
+from lightning_thd.loss.checks import check_tensors
 from lightning_thd.parallel.shard import THDShard, gather_pack
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
@@ -26,8 +27,14 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
         int64 ``[T]``. ``([6, 7, -100, 9, -100], [0, 3, 5], 1)`` becomes ``[7, -100, -100, -100, -100]``.
 
     Raises:
-        ValueError: for a negative depth.
+        TypeError: for arguments of another type.
+        ValueError: for a negative depth, or targets that are no row of integers.
     """
+    check_tensors(targets=targets, cu_seqlens=cu_seqlens)
+    if isinstance(depth, bool) or not isinstance(depth, int):
+        raise TypeError(f"depth is a {type(depth).__name__}, wanted an int.")
+    if targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool:
+        raise ValueError(f"targets is {targets.dtype} {list(targets.shape)}, wanted int64 [T].")
     if depth < 0:
         raise ValueError(f"depth is {depth}, wanted 0 or more tokens after the next one.")
     total = targets.shape[0]

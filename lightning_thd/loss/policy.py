@@ -217,6 +217,11 @@ def group_advantages(
         ValueError: when the rewards are not whole groups, or a group of one is to be normalised.
     """
     check_tensors(rewards=rewards)
+    check_number("epsilon", epsilon, least=0.0)
+    if not isinstance(normalise, bool):
+        raise TypeError(f"normalise is {normalise!r}, wanted True or False.")
+    if not rewards.is_floating_point():
+        raise ValueError(f"rewards is {rewards.dtype}, wanted floats.")
     if isinstance(group_size, bool) or not isinstance(group_size, int):
         raise TypeError(f"group_size is {group_size!r}, wanted an int.")
     if rewards.ndim != 1 or group_size < 1 + normalise or rewards.shape[0] % group_size:

@@ -48,6 +48,12 @@ def sequence_sums(values: Tensor, batch: THDBatch, *, group: dist.ProcessGroup |
         ValueError: for another number of slots.
     """
     check_tensors(values=values)
+    if not isinstance(batch, THDBatch):
+        raise TypeError(f"batch is a {type(batch).__name__}, wanted a THDBatch.")
+    if not values.is_floating_point() or values.device != batch.targets.device:
+        raise ValueError(
+            f"values is {values.dtype} on {values.device}, wanted floats on {batch.targets.device}."
+        )
     if values.shape != batch.targets.shape:
         raise ValueError(f"values is {list(values.shape)}, wanted one a slot: {list(batch.targets.shape)}.")
     sequence = seq_idx_from_cu_seqlens(batch.cu_seqlens_padded, values.shape[0]).flatten().long()

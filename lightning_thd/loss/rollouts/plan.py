@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.batch import THDBatch
+from lightning_thd.loss.checks import check_tensors
 
 
 def check_masks(
@@ -19,12 +20,19 @@ def check_masks(
     Raises:
         ValueError: when the shapes differ, nothing is real, or a response token is masked out.
     """
+    check_tensors(input_ids=input_ids, attention_mask=attention_mask)
+    check_tensors(**{} if response_mask is None else {"response_mask": response_mask})
     given = (input_ids, attention_mask, response_mask)
     shapes = [list(x.shape) for x in given if x is not None]
     if input_ids.ndim != 2 or any(shape != shapes[0] for shape in shapes):
         raise ValueError(
             f"from_padded() got shapes {shapes} for ids, attention mask and response mask, wanted one [B, N]."
         )
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids is {input_ids.dtype}, wanted integers.")
+    devices = {x.device for x in given if x is not None}
+    if len(devices) > 1 or input_ids.is_meta:
+        raise ValueError(f"from_padded() got tensors on {devices}, wanted one device that holds values.")
     mask = attention_mask.bool()
     response = mask if response_mask is None else response_mask.bool()
     if not bool(mask.any()):

@@ -1,0 +1,50 @@
+"""A small model learns another one's predictions on packs, without the logits of either.
+
+python examples/distillation.py
+"""
+
+import argparse
+
+import torch
+from quickstart import make_model
+
+from lightning_thd import THDBatch
+from lightning_thd.loss import fused_linear_distillation
+
+
+def make_batch() -> THDBatch:
+    samples = [{"input_ids": torch.randint(0, 256, (length,))} for length in (60, 25, 41, 9)]
+    return THDBatch.collate(samples)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    teacher, student = make_model().requires_grad_(False), make_model()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
+    for step in range(arguments.steps):
+        batch = make_batch()
+        with torch.no_grad():
+            taught = teacher.model(**batch.hf_kwargs()).last_hidden_state[0]
+        hidden = student.model(**batch.hf_kwargs()).last_hidden_state[0]
+        loss = fused_linear_distillation(
+            hidden,
+            student.lm_head.weight,
+            batch.targets,
+            teacher_hidden=taught,
+            teacher_weight=teacher.lm_head.weight,
+            kind="jsd",
+            temperature=2.0,
+            alpha=0.8,
+            token_weights=batch.loss_scale,
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step}: loss {loss.item():.3f} over {batch.loss_tokens} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""The losses' public functions, for ``tests.fuzz``."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.loss import (
+    PackedRollouts,
+    fused_linear_cross_entropy,
+    fused_linear_distillation,
+    fused_linear_logprobs,
+    mtp_targets,
+    policy,
+    preference,
+)
+from tests.fuzz import Entry
+
+
+def _linear(rng: random.Random) -> dict[str, Any]:
+    return {
+        "hidden": torch.randn(3, 4),
+        "weight": torch.randn(7, 4),
+        "targets": torch.tensor([0, 6, -100]),
+        "bias": rng.choice([None, torch.randn(7)]),
+        "temperature": rng.choice([1.0, 0.5]),
+        "softcap": rng.choice([None, 5.0]),
+        "logit_scale": rng.choice([1.0, -2]),
+        "low_rank": rng.choice([None, (torch.randn(3, 2), torch.randn(7, 2))]),
+        "ignore_index": -100,
+        "valid_vocab_size": rng.choice([None, 7]),
+        "chunk": rng.choice(["auto", 2]),
+        "sequence_parallel": False,
+        "tp_group": None,
+    }
+
+
+def _logprobs(rng: random.Random) -> dict[str, Any]:
+    rows = rng.choice([None, torch.tensor([0, 1]), torch.tensor([True, False, True])])
+    return {**_linear(rng), "rows": rows, "entropy": rng.random() < 0.5, "top_k": rng.choice([0, 2])}
+
+
+def _cross_entropy(rng: random.Random) -> dict[str, Any]:
+    return {
+        **_linear(rng),
+        "token_weights": rng.choice([None, 2.0, torch.rand(3)]),
+        "label_smoothing": rng.choice([0.0, 0.1]),
+        "z_loss": rng.choice([0.0, 1e-4]),
+        "reduction": rng.choice(["sum", "mean"]),
+        "backend": "auto",
+    }
+
+
+def _distillation(rng: random.Random) -> dict[str, Any]:
+    return {
+        **_linear(rng),
+        "teacher_hidden": torch.randn(3, 5),
+        "teacher_weight": torch.randn(7, 5),
+        "teacher_bias": rng.choice([None, torch.randn(7)]),
+        "teacher_softcap": rng.choice([None, 3.0]),
+        "teacher_logit_scale": 1.0,
+        "teacher_topk": None,
+        "kind": rng.choice(["kl", "reverse_kl", "jsd"]),
+        "alpha": rng.choice([1.0, 0.5, 0.0]),
+        "beta": 0.5,
+        "token_weights": rng.choice([None, 2.0, torch.rand(3)]),
+        "reduction": rng.choice(["sum", "mean"]),
+    }
+
+
+def _top(rng: random.Random) -> dict[str, Any]:
+    top = torch.zeros(3, 2), torch.tensor([[0, 1], [2, 3], [4, 5]])
+    return {**_linear(rng), "teacher_topk": top}
+
+
+def _pairs(rng: random.Random) -> dict[str, Any]:
+    return {
+        "chosen": -torch.rand(3) - 0.1,
+        "rejected": -torch.rand(3) - 0.1,
+        "beta": rng.choice([0.1, 2]),
+        "weights": rng.choice([None, torch.rand(3)]),
+        "scale": rng.choice([None, 0.5]),
+    }
+
+
+def _dpo(rng: random.Random) -> dict[str, Any]:
+    return {
+        **_pairs(rng),
+        "reference_chosen": -torch.rand(3),
+        "reference_rejected": -torch.rand(3),
+        "kind": rng.choice(["sigmoid", "robust", "exo_pair", "sigmoid_norm"]),
+        "label_smoothing": 0.1,
+        "chosen_tokens": torch.tensor([3, 4, 5]),
+        "rejected_tokens": torch.tensor([3, 4, 5]),
+    }
+
+
+def _simpo(rng: random.Random) -> dict[str, Any]:
+    return {**_pairs(rng), "margin": rng.choice([0.0, 1]), "label_smoothing": rng.choice([0.0, 0.1])}
+
+
+def _kto(rng: random.Random) -> dict[str, Any]:
+    return {
+        "logps": -torch.rand(3),
+        "reference_logps": -torch.rand(3),
+        "desirable": torch.tensor([True, False, True]),
+        "divergence": rng.choice([0.0, 0.5, torch.tensor(0.5)]),
+        "beta": 0.1,
+        "desirable_weight": 1.0,
+        "undesirable_weight": 1.5,
+        "weights": rng.choice([None, torch.rand(3)]),
+        "scale": rng.choice([None, 0.5]),
+    }
+
+
+def _reward(rng: random.Random) -> dict[str, Any]:
+    pairs = {name: value for name, value in _pairs(rng).items() if name != "beta"}
+    return {**pairs, "margin": rng.choice([0.0, torch.rand(3)]), "centre": rng.choice([0.0, 0.1])}
+
+
+def _rollouts() -> PackedRollouts:
+    return PackedRollouts.from_padded(torch.arange(8).view(2, 4), torch.ones(2, 4))
+
+
+def _ppo(rng: random.Random) -> dict[str, Any]:
+    return {
+        "logp": -torch.rand(8),
+        "old_logp": -torch.rand(8),
+        "advantages": rng.choice([torch.randn(2), torch.randn(8)]),
+        "rollouts": _rollouts(),
+        "clip": 0.2,
+        "clip_high": rng.choice([None, 0.28]),
+        "dual_clip": rng.choice([None, 3.0]),
+        "weights": rng.choice([None, torch.rand(8)]),
+        "scale": rng.choice([None, 0.5]),
+    }
+
+
+def _grpo(rng: random.Random) -> dict[str, Any]:
+    arguments = {name: value for name, value in _ppo(rng).items() if name != "dual_clip"}
+    more = {"kind": rng.choice(["grpo", "dr_grpo", "token_mean"]), "largest_ratio": rng.choice([None, 4.0])}
+    return {**arguments, **more, "reference_logp": -torch.rand(8), "beta": 0.1, "max_tokens": 4}
+
+
+def _gspo(rng: random.Random) -> dict[str, Any]:
+    dropped = ("dual_clip", "weights", "advantages")
+    arguments = {name: value for name, value in _ppo(rng).items() if name not in dropped}
+    return {**arguments, "advantages": torch.randn(2), "weights": rng.choice([None, torch.rand(2)])}
+
+
+def _sums(rng: random.Random) -> dict[str, Any]:
+    return {
+        "values": torch.rand(5),
+        "batch": THDBatch.collate([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]),
+    }
+
+
+def _advantages(rng: random.Random) -> dict[str, Any]:
+    return {"rewards": torch.rand(6), "group_size": rng.choice([2, 3]), "normalise": True, "epsilon": 1e-4}
+
+
+def _padded(rng: random.Random) -> dict[str, Any]:
+    return {
+        "input_ids": torch.arange(8).view(2, 4),
+        "attention_mask": torch.ones(2, 4),
+        "response_mask": rng.choice([None, torch.ones(2, 4)]),
+        "align": None,
+        "pad_to": rng.choice([None, 9]),
+    }
+
+
+def _mtp(rng: random.Random) -> dict[str, Any]:
+    cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
+    return {
+        "targets": torch.tensor([6, 7, -100, 9, -100]),
+        "cu_seqlens": cu_seqlens,
+        "depth": rng.choice([0, 1, 9]),
+    }
+
+
+TABLE = {
+    "loss.fused_linear_logprobs": Entry(fused_linear_logprobs, _logprobs),
+    "loss.fused_linear_cross_entropy": Entry(fused_linear_cross_entropy, _cross_entropy),
+    "loss.fused_linear_distillation": Entry(fused_linear_distillation, _distillation),
+    "loss.fused_linear_distillation of top k": Entry(fused_linear_distillation, _top),
+    "loss.preference.dpo_loss": Entry(preference.dpo_loss, _dpo),
+    "loss.preference.orpo_loss": Entry(preference.orpo_loss, _pairs),
+    "loss.preference.simpo_loss": Entry(preference.simpo_loss, _simpo),
+    "loss.preference.kto_loss": Entry(preference.kto_loss, _kto),
+    "loss.preference.reward_pair_loss": Entry(preference.reward_pair_loss, _reward),
+    "loss.preference.sequence_sums": Entry(preference.sequence_sums, _sums),
+    "loss.policy.ppo_clip_loss": Entry(policy.ppo_clip_loss, _ppo),
+    "loss.policy.grpo_loss": Entry(policy.grpo_loss, _grpo),
+    "loss.policy.gspo_loss": Entry(policy.gspo_loss, _gspo),
+    "loss.policy.group_advantages": Entry(policy.group_advantages, _advantages),
+    "loss.PackedRollouts.from_padded": Entry(PackedRollouts.from_padded, _padded),
+    "loss.mtp_targets": Entry(mtp_targets, _mtp),
+}
