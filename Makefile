@@ -49,10 +49,14 @@ test-oldest: $(OLDEST)/.installed
 
 # Real Triton kernels on the CPU, by Triton's interpreter.
 KERNELS ?= .venv-kernels
-$(KERNELS)/.installed: constraints-kernels.txt
+WITHOUT_CUDA := MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE \
+	CAUSAL_CONV1D_FORCE_BUILD=TRUE
+$(KERNELS)/.installed: .venv/.installed constraints-kernels.txt
 	mkdir -p $(KERNELS)
-	$(BIN)/python -m pip install --quiet --no-deps --target $(KERNELS) -r constraints-kernels.txt
+	$(BIN)/python -m pip install --quiet setuptools wheel packaging ninja
+	$(WITHOUT_CUDA) $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --upgrade \
+		--target $(KERNELS) -r constraints-kernels.txt
 	touch $@
 
-test-kernels: .venv/.installed $(KERNELS)/.installed
+test-kernels: $(KERNELS)/.installed
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONPATH=.:$(KERNELS) $(BIN)/python -m pytest -m slow tests/interpreter

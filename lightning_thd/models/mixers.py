@@ -76,7 +76,7 @@ def has_mixers(model: nn.Module) -> bool:
 
 
 def _pack_aware(forward: Callable[..., Any], kernels: tuple[str, ...] | None) -> Callable[..., Any]:
-    tokens_name = list(inspect.signature(forward).parameters)[1]
+    tokens_name = _tokens_name(forward)
 
     @functools.wraps(forward)
     def pack_aware_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -98,6 +98,12 @@ def _pack_aware(forward: Callable[..., Any], kernels: tuple[str, ...] | None) ->
 
     pack_aware_forward._thd_mixer = True  # type: ignore[attr-defined]
     return pack_aware_forward
+
+
+def _tokens_name(forward: Callable[..., Any]) -> str:
+    """Name a layer's first argument; decorators of transformers 5.15 hide it behind ``*args``."""
+    first = list(inspect.signature(forward).parameters.values())[1]
+    return "hidden_states" if first.kind is inspect.Parameter.VAR_POSITIONAL else first.name
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -156,3 +156,16 @@ def test_the_table_names_distributions_and_says_what_to_do() -> None:
         assert entry.instead.startswith(("install", "train"))
     assert _known_bad.installed_version("torch") == metadata.version("torch")
     assert _known_bad.installed_version("no-such-package") is None
+
+
+def test_the_first_argument_of_a_decorated_layer_is_found_by_its_name() -> None:
+    """transformers 5.15 decorates Bamba's forward without keeping its signature."""
+
+    class Plain:
+        def forward(self, x: Tensor, cache: object = None) -> None: ...
+
+    class Hidden:
+        def forward(self, *args: object, **kwargs: object) -> None: ...
+
+    assert mixers._tokens_name(Plain.forward) == "x"
+    assert mixers._tokens_name(Hidden.forward) == "hidden_states"
