@@ -76,7 +76,7 @@ def test_without_kernels_the_layer_runs_on_groups() -> None:
 
 def test_with_kernels_the_layer_is_told_the_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, (batch, _) = Mamba2Mixer(), matrix.packs()
-    monkeypatch.setattr(mixers, "_fused", lambda tokens, kernels: kernels == mixers._SSD)
+    monkeypatch.setattr(mixers, "can_run", lambda kernels, tokens: kernels == mixers._SSD)
     with announced(batch):
         for _ in range(2):
             layer(torch.randn(1, 35, 3))
@@ -88,8 +88,8 @@ def test_with_kernels_the_layer_is_told_the_boundaries(monkeypatch: pytest.Monke
 
 
 def test_kernels_are_not_used_on_a_cpu() -> None:
-    assert not mixers._fused(torch.zeros(1), mixers._SSD)
-    assert not mixers._fused(torch.zeros(1), None)
+    assert not mixers.can_run(mixers._SSD, torch.zeros(1))
+    assert not mixers.can_run(None, torch.zeros(1))
 
 
 @pytest.mark.parametrize("name", ["cache_params", "attention_mask"])

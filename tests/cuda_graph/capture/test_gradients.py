@@ -106,6 +106,7 @@ def test_frozen_and_unused_parameters_have_no_buffer() -> None:
     assert unused.grad is None
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch's own advice, in some versions
 def test_gradients_of_other_kinds_keep_their_own_memory() -> None:
     table = torch.ones(5, 2, requires_grad=True)
     buffers = GradientBuffers(1)
