@@ -38,6 +38,7 @@ NAMES = (
     "attention",
     "loss",
     "throughput_overhead",
+    "fp8",
     "strategy_overhead",
     "context_balance",
     "cuda_graph_plan",

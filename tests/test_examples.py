@@ -21,6 +21,7 @@ ARGUMENTS = {
     "own_module.py": ["--steps", "2"],
     "preference.py": ["--steps", "2"],
     "rl_logprobs.py": [],
+    "fp8.py": ["--steps", "3"],
     "vision_language.py": ["--steps", "1"],
 }
 
