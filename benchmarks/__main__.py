@@ -39,6 +39,7 @@ NAMES = (
     "loss",
     "throughput_overhead",
     "fp8",
+    "flops",
     "strategy_overhead",
     "context_balance",
     "cuda_graph_plan",

@@ -39,6 +39,7 @@ _MLA = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
+_DSA = {**_MLA, "index_topk": 16, "index_n_heads": 3, "index_head_dim": 20}
 _HYBRID = {"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]}
 _DELTA = {
     **_HYBRID,
@@ -114,6 +115,49 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"head_dim": None},
     "glm": {},
     "glm4": {},
+    "cwm": {},
+    "bitnet": {"head_dim": None},
+    "granite_swa": {"sliding_window": 16},
+    "hyperclovax": {},
+    "internlm3": {},
+    "iquestcoder": {},
+    "cohere2_moe": {"num_experts_per_tok": 2, "num_experts": 4, "sliding_window": 16},
+    "exaone_moe": {
+        "moe_intermediate_size": 40,
+        "num_experts_per_tok": 2,
+        "num_experts": 8,
+        "sliding_window": 16,
+    },
+    "granitemoe_swa": {**_MOE, "sliding_window": 16},
+    "hy_v3": {"moe_intermediate_size": 40, "num_experts_per_tok": 2, "num_experts": 8},
+    "glm4_moe_lite": _MLA,
+    "axk1": _MLA,
+    "glm_moe_dsa": _DSA,
+    "deepseek_v32": _DSA,
+    "kimi_linear": {
+        **_MLA,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "q_lora_rank": None,
+        "num_local_experts": 8,
+        "linear_head_dim": 12,
+        "linear_num_heads": 5,
+    },
+    "lfm2_moe": {
+        "head_dim": None,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "moe_intermediate_size": 40,
+        "num_experts_per_tok": 2,
+        "num_experts": 8,
+        "num_dense_layers": 1,
+    },
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [1, 2, 2, 1]},
+    "jais2": {},
+    "nanochat": {},
+    "vaultgemma": {"sliding_window": 16},
+    "solar_open": {"moe_intermediate_size": 40, "n_routed_experts": 8, "num_experts_per_tok": 2},
+    "mellum": {"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 2},
+    "biogpt": {"head_dim": None, "num_key_value_heads": None},
     "glm4_moe": {
         "moe_intermediate_size": 40,
         "n_routed_experts": 8,
@@ -315,6 +359,22 @@ def meta_model(config: Any) -> torch.nn.Module:
             config, attn_implementation="eager", experts_implementation="batched_mm"
         )
     return model.eval()
+
+
+ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert", "ernie", "data2vec-text")
+
+
+def encoder(family: str) -> tuple[Any, torch.nn.Module]:
+    """A small config of an encoder, and its masked-language model on the meta device."""
+    from transformers import AutoModelForMaskedLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    dropped = ("head_dim", "num_key_value_heads")
+    settings = {key: value for key, value in _BASE.items() if key not in dropped}
+    config = CONFIG_MAPPING[family](**settings)
+    with torch.device("meta"):
+        model = AutoModelForMaskedLM.from_config(config, attn_implementation="eager")
+    return config, model.eval()
 
 
 def counted(model: torch.nn.Module, total: int, *, backward: bool = False) -> Counter[str]:

@@ -9,7 +9,16 @@ import pytest
 
 from lightning_thd.flops import Chunk, FlopsModel, SeqStats
 from lightning_thd.flops.families import registry
-from tests.flops.families import FAMILIES, VISION, attended_flops, counted, meta_model, small_config
+from tests.flops.families import (
+    ENCODERS,
+    FAMILIES,
+    VISION,
+    attended_flops,
+    counted,
+    encoder,
+    meta_model,
+    small_config,
+)
 
 TOTAL = 32
 # never projections: scans and convolutions run as elementwise kernels or einsums of their own
@@ -18,6 +27,8 @@ _SCANS = ("scan", "conv", "delta")
 _OWN_ATTENTION = ("bloom", "falcon", "gptj", "codegen", "mamba", "mamba2", "falcon_mamba", "gpt2")
 # Llama 4 runs every expert on every token and throws most of it away: torch counts all, we the routed ones
 _ALL_EXPERTS = "llama4_text"
+# the choice of the indexer is folded into the mask by attention functions of their own
+_SPARSE = ("glm_moe_dsa", "deepseek_v32")
 
 
 # one of every kind runs always; the rest, which differ from these in sizes alone, with -m slow
@@ -46,7 +57,7 @@ def forward_by_name(model: FlopsModel, total: int) -> dict[str, int]:
 
 def test_every_family_that_is_known_is_tested() -> None:
     elsewhere = {"mllama_text_model", *(f"{name}_text" for name in VISION)}
-    assert set(registry._FAMILIES) - set(FAMILIES) - elsewhere == set()
+    assert set(registry._FAMILIES) - set(FAMILIES) - set(ENCODERS) - elsewhere == set()
     assert len(FAMILIES) >= len(_ALWAYS) >= 20
 
 
@@ -64,7 +75,9 @@ def test_projections_and_logits_equal_torchs_counter(family: str) -> None:
         assert expert_flops == by_op["bmm"] - model.forward_flops(stats).attention
 
 
-@pytest.mark.parametrize("family", marked(family for family in FAMILIES if family not in _OWN_ATTENTION))
+@pytest.mark.parametrize(
+    "family", marked(family for family in FAMILIES if family not in (*_OWN_ATTENTION, *_SPARSE))
+)
 def test_attention_pairs_equal_the_models_own_masks(family: str) -> None:
     config = small_config(family)
     model = FlopsModel.from_config(config, causal="exact")
@@ -81,6 +94,48 @@ def test_full_attention_equals_torchs_counter_where_the_mask_cannot_be_read(fami
     by_op = counted(meta_model(config), TOTAL)
     model = FlopsModel.from_config(config, causal="full")
     assert model.forward_flops(SeqStats.from_lengths([TOTAL])).attention == by_op["bmm"] + by_op["baddbmm"]
+
+
+@pytest.mark.parametrize("family", _SPARSE)
+def test_sparse_attention_reads_at_most_top_k_keys_and_its_indexer_all(family: str) -> None:
+    config = small_config(family)
+    model = FlopsModel.from_config(config, causal="exact")
+    lengths = [5, 40]
+    chosen = sum(min(i + 1, config.index_topk) for n in lengths for i in range(n))
+    scored = sum(i + 1 for n in lengths for i in range(n))
+    layers = config.num_hidden_layers
+    main = 2 * 6 * (20 + 18) * chosen * layers
+    indexers = sum(kind != "shared" for kind in getattr(config, "indexer_types", None) or [""] * layers)
+    stats = SeqStats.from_lengths(lengths, windows=model.windows)
+    forward = model.forward_flops(stats)
+    assert forward.attention == main + 2 * 3 * (20 + 1) * scored * indexers
+    assert model.training_flops(stats).attention == forward.attention + 2 * main  # no gradient of a choice
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_encoders_see_both_ways(family: str) -> None:
+    config, module = encoder(family)
+    by_op = counted(module, TOTAL)
+    model = FlopsModel.from_config(config)
+    stats = SeqStats.from_lengths([TOTAL])
+    forward = model.forward_flops(stats)
+    assert forward.attention == by_op["bmm"]
+    assert forward.linear + forward.logits == by_op["mm"] + by_op["addmm"]
+    two = model.forward_flops(SeqStats.from_lengths([TOTAL // 2] * 2))
+    assert (2 * two.attention, two.linear) == (forward.attention, forward.linear)
+    trained = model.for_module(module)
+    assert trained.training_flops(stats).model == pytest.approx(model.training_flops(stats).model, rel=0.02)
+
+
+def test_gated_delta_product_with_one_step_is_a_gated_delta_net() -> None:
+    from lightning_thd.flops.families.parts import gated_delta, gated_delta_product
+
+    one = gated_delta_product(96, heads=4, qk_dim=10, v_dim=14, householders=1, kernel=4)
+    net = gated_delta(96, qk_heads=4, qk_dim=10, v_heads=4, v_dim=14, kernel=4)
+    assert [term.forward for term in one] == [term.forward for term in net]
+    two = gated_delta_product(96, heads=4, qk_dim=10, v_dim=14, householders=2, kernel=4)
+    assert two[0].forward - one[0].forward == 2 * 96 * (4 * 10 + 4 * 14 + 4)
+    assert two[2].forward == 14 * 4 * 10 * 14
 
 
 def test_llama4_routes_where_transformers_computes_every_expert() -> None:

@@ -267,3 +267,17 @@ def test_mfu_holds_the_share_in_fp8_against_its_own_peak(te: State, monkeypatch:
     assert flops.model / low.peak(989.4e12, flops) == pytest.approx(seconds)
     assert device_peak.low_precision(model, torch.device("cpu"), 1e12) is None
     assert device_peak.low_precision(llama(), torch.device("cpu"), "auto") is None
+
+
+@pytest.mark.parametrize("recipe", BY_NAME)
+def test_graphs_are_refused_for_delayed_scaling_alone(te: State, recipe: str) -> None:
+    from lightning_thd.cuda_graph.errors import CaptureError
+    from lightning_thd.cuda_graph.limits.module_state import refuse_fp8
+
+    model = llama(**WIDE)
+    convert_linear(model, recipe=recipe)
+    if recipe != "delayed":
+        refuse_fp8(model)
+        return
+    with pytest.raises(CaptureError, match=r"follow a history.*FP8Precision\('current'\)"):
+        refuse_fp8(model)

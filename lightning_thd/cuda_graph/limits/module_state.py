@@ -137,11 +137,15 @@ def refuse_fp8(module: nn.Module) -> None:
     engines = [sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("quantization", "fp8")]
     states: list[Any] = [getattr(engine, "FP8GlobalStateManager", None) for engine in engines]
     about_to = bool(layers) and any(state is not None and state.is_fp8_enabled() for state in states)
-    if about_to or any(getattr(layer, "fp8", False) for layer in layers):
+    recipes = [recipe for child in module.modules() if (recipe := child.__dict__.get("_thd_fp8")) is not None]
+    history = any(recipe.has_history for recipe in recipes)
+    if recipes and not history:
+        return  # scales are made of the numbers at hand, inside the graph
+    if history or about_to or any(getattr(layer, "fp8", False) for layer in layers):
         raise CaptureError(
             f"Transformer Engine runs {len(layers)} layers in fp8: their scales follow a history kept beside "
-            "the module, which warm-up on dummy tokens would change and a replay would not write. Train in "
-            "bf16 to have graphs, or in fp8 without them."
+            "the module, which warm-up on dummy tokens would change and a replay would not write. Use "
+            "FP8Precision('current'), whose scales have none, or bf16, to have graphs."
         )
 
 

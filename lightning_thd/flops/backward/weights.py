@@ -14,7 +14,7 @@ from torch import nn
 
 # wrappers of compile, FSDP and activation checkpointing put themselves into the names
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.(.+)$")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.(.+)$")
 _ROUTER = ("gate", "router", "shared_expert_gate")
 _OUT = (
@@ -55,7 +55,8 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
         active: share of the routed experts a token goes through: top_k / num_experts.
 
     Returns:
-        ``"layers.0"``, ``"visual.blocks.0"``, ``"visual.merger"``, ``"lm_head"``, and ``""`` for the rest.
+        ``"layers.0"``, ``"visual.patch_embed"``, ``"visual.blocks.0"``, ``"visual.merger"``, ``"lm_head"``,
+        and ``""`` for the rest.
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     groups: dict[str, list[Weight]] = defaultdict(list)
@@ -78,12 +79,18 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
 def layer_path(module_name: str) -> str:
     """``"layers.3"`` for the decoder layer ``"model.layers.3"``, else empty; wrappers' names are dropped."""
     group, inside = _locate(_WRAPPERS.sub("", module_name + ".") + "weight")
-    return group if inside == "weight" and group not in ("lm_head", "visual.merger") else ""
+    return (
+        group
+        if inside == "weight" and group not in ("lm_head", "visual.merger", "visual.patch_embed")
+        else ""
+    )
 
 
 def _locate(name: str) -> tuple[str, str]:
     vision = _VISION.search(name)
     layer = _LAYER.search(vision.group(1) if vision else name)
+    if vision and vision.group(1).startswith("patch_embed"):
+        return "visual.patch_embed", vision.group(1)
     if vision:
         return (f"visual.blocks.{layer.group(1)}", layer.group(2)) if layer else ("visual.merger", name)
     if layer:

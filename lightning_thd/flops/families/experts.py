@@ -23,7 +23,7 @@ def expert_layers(sizes: Sizes) -> set[int]:
         return set(named)
     if (kinds := sizes.get("mlp_layer_types")) is not None:
         return {index for index, kind in enumerate(kinds) if kind == "sparse"}
-    if (dense := sizes.get("first_k_dense_replace")) is not None:
+    if (dense := sizes.get("first_k_dense_replace", "num_dense_layers")) is not None:
         return set(range(dense, count))
     if (period := sizes.get("expert_layer_period")) is not None:
         if sizes.optional(*_NUM_EXPERTS) == 1:
@@ -38,11 +38,12 @@ def expert_layers(sizes: Sizes) -> set[int]:
     return {index for index in range(count) if index not in dense_layers and (index + 1) % step == 0}
 
 
-def moe(sizes: Sizes, *, gated: bool) -> list[Term]:
+def moe(sizes: Sizes, index: int, *, gated: bool) -> list[Term]:
     """The terms of a layer of experts.
 
     Args:
         sizes: the text config.
+        index: of the layer; some families send tokens through other numbers of experts in each.
         gated: the experts have a gate projection.
     """
     hidden, shared = sizes.hidden, shared_size(sizes)
@@ -53,7 +54,7 @@ def moe(sizes: Sizes, *, gated: bool) -> list[Term]:
         hidden,
         sizes.size("moe_intermediate_size", default=sizes.inner),
         num_experts=num_experts,
-        top_k=sizes.size(*_TOP_K),
+        top_k=_top_k(sizes, index),
         gated=gated,
         shared=shared,
         shared_gate=bool(shared) and sizes.model_type in _SHARED_GATE,
@@ -64,12 +65,19 @@ def moe(sizes: Sizes, *, gated: bool) -> list[Term]:
 
 def active_share(sizes: Sizes) -> float:
     """Share of the routed experts that a token goes through; 1.0 without experts."""
-    return sizes.optional(*_TOP_K) / (sizes.optional(*_NUM_EXPERTS) or 1) or 1.0
+    top_k = sizes.get(*_TOP_K, default=0)
+    mean = sum(top_k) / len(top_k) if isinstance(top_k, (list, tuple)) else float(top_k)
+    return mean / (sizes.optional(*_NUM_EXPERTS) or 1) or 1.0
+
+
+def _top_k(sizes: Sizes, index: int) -> int:
+    given = sizes.get(*_TOP_K)
+    return int(given[index]) if isinstance(given, (list, tuple)) else sizes.size(*_TOP_K)
 
 
 def shared_size(sizes: Sizes) -> int:
     """Intermediate size of the shared experts together, 0 for none."""
-    if sizes.model_type == "llama4_text":
+    if sizes.model_type in ("llama4_text", "hunyuan_v1_moe"):
         return sizes.inner
     names = (
         "shared_expert_intermediate_size",

@@ -21,7 +21,7 @@ def mixer(sizes: Sizes, index: int) -> list[Term]:
     kind = kinds[index] if kinds else "full_attention"
     if sizes.model_type == "zamba2":
         return _mamba2(sizes)
-    if kind in ("full_attention", "attention", "sliding_attention", "chunked_attention"):
+    if kind in ("full_attention", "attention", "sliding_attention", "chunked_attention", "indexed_attention"):
         return _attention(sizes, index)
     if kind == "conv":
         return parts.short_conv(sizes.hidden, kernel=sizes.size("conv_L_cache"))
@@ -48,7 +48,7 @@ def window_of(sizes: Sizes, index: int) -> Window | None:
 
 def _attention(sizes: Sizes, index: int) -> list[Term]:
     if sizes.get("kv_lora_rank"):
-        return parts.latent_attention(
+        latent = parts.latent_attention(
             sizes.hidden,
             sizes.heads,
             q_rank=sizes.get("q_lora_rank"),
@@ -56,7 +56,9 @@ def _attention(sizes: Sizes, index: int) -> list[Term]:
             nope=sizes.size("qk_nope_head_dim"),
             rope=sizes.size("qk_rope_head_dim"),
             v_dim=sizes.size("v_head_dim"),
+            top_k=sizes.get("index_topk"),
         )
+        return [*_indexer(sizes, index), *latent]
     return parts.attention(
         sizes.hidden,
         sizes.heads,
@@ -68,6 +70,19 @@ def _attention(sizes: Sizes, index: int) -> list[Term]:
 
 
 _GATED_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
+def _indexer(sizes: Sizes, index: int) -> list[Term]:
+    """The indexer of sparse attention, where the layer has one and does not share another's choice."""
+    kinds = sizes.get("indexer_types")
+    if not sizes.get("index_topk") or (kinds and kinds[index] == "shared"):
+        return []
+    return parts.indexer(
+        sizes.hidden,
+        sizes.size("q_lora_rank"),
+        heads=sizes.size("index_n_heads"),
+        head_dim=sizes.size("index_head_dim"),
+    )
 
 
 def _kv_heads(sizes: Sizes) -> int:
@@ -114,7 +129,17 @@ def _gated_delta(sizes: Sizes) -> list[Term]:
     )
 
 
+def _kimi_delta(sizes: Sizes) -> list[Term]:
+    return parts.kimi_delta(
+        sizes.hidden,
+        heads=sizes.size("linear_num_heads"),
+        head_dim=sizes.size("linear_head_dim"),
+        kernel=sizes.size("linear_conv_kernel_dim"),
+    )
+
+
 _LINEAR = {
+    "kimi_linear": _kimi_delta,
     **dict.fromkeys(("bamba", "granitemoehybrid", "nemotron_h", "mamba2"), _mamba2),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), _mamba1),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _gated_delta),

@@ -6,6 +6,8 @@ torch's own counter. h is the hidden size throughout.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_thd.flops.terms import Basis, Kind, Term, matmul, recurrence, scores
 from lightning_thd.stats import Window
 
@@ -19,6 +21,7 @@ def attention(
     window: Window | None = None,
     gate: bool = False,
     input_size: int | None = None,
+    both_ways: bool = False,
 ) -> list[Term]:
     """Grouped-query attention: query, key, value and output projections around the scores.
 
@@ -30,18 +33,27 @@ def attention(
         window: None when a query sees the whole sequence before it.
         gate: the query projection makes an output gate as well (Qwen3-Next).
         input_size: what is projected, when it is not the hidden size (Zamba2 concatenates two).
+        both_ways: an encoder, whose queries see the tokens after them too.
     """
     width = hidden if input_size is None else input_size
     inner = heads * head_dim
     return [
         matmul("qkv", width * (inner * (2 if gate else 1) + 2 * kv_heads * head_dim)),
-        scores(heads, head_dim, head_dim, window=window),
+        scores(heads, head_dim, head_dim, window=window, basis="all_pair" if both_ways else "pair"),
         matmul("out", inner * hidden),
     ]
 
 
 def latent_attention(
-    hidden: int, heads: int, *, q_rank: int | None, kv_rank: int, nope: int, rope: int, v_dim: int
+    hidden: int,
+    heads: int,
+    *,
+    q_rank: int | None,
+    kv_rank: int,
+    nope: int,
+    rope: int,
+    v_dim: int,
+    top_k: int | None = None,
 ) -> list[Term]:
     """Multi-head latent attention (DeepSeek): low-rank queries, and keys and values from one latent.
 
@@ -53,15 +65,34 @@ def latent_attention(
         nope: part of a query head without rotation.
         rope: part with it, shared by all heads on the key side.
         v_dim: size of a value head.
+        top_k: keys a query attends to (DeepSeek sparse attention): as many pairs as a window of that size.
     """
     qk_dim = nope + rope
     query = hidden * heads * qk_dim if not q_rank else q_rank * (hidden + heads * qk_dim)
     return [
         matmul("q", query),
         matmul("kv", hidden * (kv_rank + rope) + kv_rank * heads * (nope + v_dim)),
-        scores(heads, qk_dim, v_dim),
+        scores(heads, qk_dim, v_dim, window=top_k),
         matmul("out", heads * v_dim * hidden),
     ]
+
+
+def indexer(hidden: int, q_rank: int, *, heads: int, head_dim: int) -> list[Term]:
+    """The lightning indexer of DeepSeek sparse attention, which scores every pair to pick the best keys.
+
+    It runs under ``no_grad``: no gradient goes through a choice. (DeepSeek-V3.2, section 2.1.)
+
+    Args:
+        hidden: hidden size.
+        q_rank: rank of the queries, which it shares.
+        heads: of the indexer.
+        head_dim: size of its heads; all share one key.
+    """
+    terms = [
+        matmul("indexer", q_rank * heads * head_dim + hidden * head_dim + hidden * heads),
+        scores(heads, head_dim, 1, name="indexer_scores"),  # the weighted sum over heads is one more product
+    ]
+    return [replace(term, input_grad=0, weight_grad=0) for term in terms]
 
 
 def cross_attention(
@@ -163,6 +194,48 @@ def gated_delta(
         matmul("in", hidden * (2 * qk + 2 * value + 2 * v_heads)),
         recurrence("conv", 2 * kernel * (2 * qk + value)),
         recurrence("delta", 8 * v_heads * qk_dim * v_dim),
+        matmul("out", value * hidden),
+    ]
+
+
+def kimi_delta(hidden: int, *, heads: int, head_dim: int, kernel: int) -> list[Term]:
+    """Kimi delta attention: a gated delta net whose decay is a vector, from a projection of low rank.
+
+    Args:
+        hidden: hidden size.
+        heads: of queries, keys and values alike.
+        head_dim: their size, and the rank of the two gates.
+        kernel: taps of the short convolutions.
+    """
+    inner = heads * head_dim
+    gates = 2 * (hidden * head_dim + head_dim * inner)
+    return [
+        matmul("in", 3 * hidden * inner + gates + hidden * heads),
+        recurrence("conv", 2 * kernel * 3 * inner),
+        recurrence("delta", 8 * heads * head_dim * head_dim),
+        matmul("out", inner * hidden),
+    ]
+
+
+def gated_delta_product(
+    hidden: int, *, heads: int, qk_dim: int, v_dim: int, householders: int, kernel: int
+) -> list[Term]:
+    """Gated delta product: several steps of the delta rule a token, each with a key and value of its own.
+
+    Args:
+        hidden: hidden size.
+        heads: of queries, keys and values alike.
+        qk_dim: size of a query or key head.
+        v_dim: size of a value head.
+        householders: steps a token; 1 is a gated delta net.
+        kernel: taps of the short convolutions.
+    """
+    qk, value = heads * qk_dim, heads * v_dim
+    keys = householders * (qk + value)
+    return [
+        matmul("in", hidden * (qk + keys + value + (1 + householders) * heads)),
+        recurrence("conv", 2 * kernel * (qk + keys)),
+        recurrence("delta", (6 * householders + 2) * heads * qk_dim * v_dim),
         matmul("out", value * hidden),
     ]
 

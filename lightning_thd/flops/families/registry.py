@@ -72,7 +72,7 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
     layers = [_embedding(sizes)]
     for index in range(sizes.num_layers):
         feed_forward = (
-            moe(sizes, gated=gated)
+            moe(sizes, index, gated=gated)
             if index in sparse
             else parts.mlp(sizes.hidden, _dense_inner(sizes), gated=gated)
         )
@@ -104,7 +104,7 @@ def _one_part_a_layer(sizes: Sizes) -> list[Layer]:
         if kind == "mlp":
             terms = tuple(parts.mlp(sizes.hidden, sizes.inner, gated=False))
         elif kind == "moe":
-            terms = tuple(moe(sizes, gated=False))
+            terms = tuple(moe(sizes, index, gated=False))
         else:
             terms = _ends(mixer(sizes, index))
         layers.append(Layer(path=f"layers.{index}", terms=terms))
@@ -137,6 +137,16 @@ def _mllama(sizes: Sizes) -> list[Layer]:
         terms = (*attends, *parts.mlp(sizes.hidden, sizes.inner))
         layers.append(Layer(path=f"layers.{index}", terms=terms))
     return [*layers, _logits(sizes)]
+
+
+def _encoder(sizes: Sizes) -> list[Layer]:
+    """BERT with its masked-language head: every token sees every other of its sequence."""
+    attends = parts.attention(sizes.hidden, sizes.heads, sizes.heads, sizes.head_dim, both_ways=True)
+    terms = (*attends, *parts.mlp(sizes.hidden, sizes.inner, gated=False, last=False))
+    layers = [Layer(path=f"layers.{index}", terms=terms) for index in range(sizes.num_layers)]
+    transform = matmul("transform", sizes.hidden * sizes.hidden, kind="logits")
+    head = Layer(path="transform", terms=(transform,), recomputable=False)
+    return [_embedding(sizes), *layers, head, _logits(sizes)]
 
 
 def _ends(terms: list[Term]) -> tuple[Term, ...]:
@@ -184,16 +194,20 @@ _NORM_AFTER = ("gemma2", "gemma3_text", "olmo2", "olmo3", "glm4", "exaone4")  # 
 _DENSE = (
     "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi3 phi4_multimodal "
     "olmo olmo2 olmo3 granite stablelm cohere cohere2 smollm3 glm glm4 ernie4_5 seed_oss hunyuan_v1_dense "
-    "exaone4 helium qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_5_text lfm2"
+    "exaone4 helium qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_5_text lfm2 cwm bitnet "
+    "granite_swa vaultgemma hyperclovax internlm3 iquestcoder"
 )
 _EXPERTS = (
     "mixtral phimoe qwen2_moe qwen3_moe olmoe granitemoe granitemoeshared glm4_moe deepseek_v2 "
     "deepseek_v3 gpt_oss llama4_text dots1 ernie4_5_moe minimax_m2 qwen3_next qwen3_5_moe_text "
-    "qwen3_vl_moe_text flex_olmo"
+    "qwen3_vl_moe_text flex_olmo cohere2_moe exaone_moe granitemoe_swa hy_v3 glm4_moe_lite axk1 glm_moe_dsa "
+    "deepseek_v32 kimi_linear lfm2_moe hunyuan_v1_moe mellum solar_open"
 )
+_ENCODERS = "bert roberta xlm-roberta camembert ernie data2vec-text"
 _HYBRID = "bamba granitemoehybrid falcon_h1 jamba"
 _UNGATED = (
-    "gpt2 gpt_neox gptj gpt_bigcode opt bloom falcon phi starcoder2 nemotron arcee apertus codegen persimmon"
+    "gpt2 gpt_neox gptj gpt_bigcode opt bloom falcon phi starcoder2 nemotron arcee apertus codegen persimmon "
+    "jais2 biogpt nanochat"
 )
 
 _FAMILIES: Mapping[str, Read] = {
@@ -203,4 +217,5 @@ _FAMILIES: Mapping[str, Read] = {
     "nemotron_h": _one_part_a_layer,
     "zamba2": _zamba2,
     "mllama_text_model": _mllama,
+    **dict.fromkeys(_ENCODERS.split(), _encoder),
 }

@@ -1,10 +1,13 @@
 """A vision config of the Qwen-VL line -> the layers of its tower and projector, per patch and per frame.
 
 Megatron-Bridge's count: attention between all patches of one frame, never halved, and a projector run
-once for the tower and once for every deepstack layer.
+once for the tower and once for every deepstack layer; and the convolution that makes patches, which it leaves
+out.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from lightning_thd.flops.families import parts
 from lightning_thd.flops.families.sizes import Sizes
@@ -26,7 +29,12 @@ def tower(config: Sizes) -> tuple[list[Layer], int]:
     if sizes is None or config.model_type not in _TOWERS:
         return [], 4
     hidden = sizes.size("embed_dim") if config.model_type == "qwen2_vl" else sizes.hidden
-    layers = [
+    patch = sizes.size("patch_size") ** 2 * sizes.size("temporal_patch_size", default=2)
+    channels = sizes.size("in_channels", "in_chans", default=3)
+    embed = matmul("patch_embed", channels * patch * hidden, kind="vision", basis="patch")
+    embed = replace(embed, input_grad=0)  # pixels take no gradient
+    layers = [Layer(path="visual.patch_embed", terms=(embed,), recomputable=False)]
+    layers += [
         Layer(path=f"visual.blocks.{index}", terms=tuple(_block(config.model_type, sizes, hidden, index)))
         for index in range(sizes.size("depth"))
     ]
