@@ -144,8 +144,8 @@ def refuse_fp8(module: nn.Module) -> None:
     if history or about_to or any(getattr(layer, "fp8", False) for layer in layers):
         raise CaptureError(
             f"Transformer Engine runs {len(layers)} layers in fp8: their scales follow a history kept beside "
-            "the module, which warm-up on dummy tokens would change and a replay would not write. Use "
-            "FP8Precision('current'), whose scales have none, or bf16, to have graphs."
+            "the module, which warm-up on dummy tokens would change and a replay would not write. Train "
+            "in bf16 to have graphs, or with FP8Precision('current'), whose scales have no history."
         )
 
 
