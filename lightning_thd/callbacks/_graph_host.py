@@ -35,7 +35,7 @@ def unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend)
 
 
 def leave_out_of_rates(trainer: L.Trainer) -> None:
-    """Tell what measures throughput that this step did more than train."""
+    """Have throughput callbacks leave this step out, which captured graphs as well as trained."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set outside __init__
         if isinstance(callback, THDThroughputMonitor):
             callback.exclude_step()

@@ -121,7 +121,7 @@ class CUDAGraphCallback(L.Callback):
 
     @property
     def stats(self) -> GraphStats:
-        """What became of the batches so far."""
+        """Counts of replayed and eager batches so far."""
         return GraphStats() if self.step is None else self.step.stats
 
     @property
@@ -130,7 +130,7 @@ class CUDAGraphCallback(L.Callback):
         return self._measuring_s + self.stats.capture_s
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Put the graphs around ``training_step``, or say why not."""
+        """Replace ``training_step`` by one that replays graphs, or print why none are possible."""
         self._remove()
         self.step, self.plan, self._seen, self._idle, self._measuring_s = None, None, [], False, 0.0
         backend = self._make_backend()
@@ -158,12 +158,12 @@ class CUDAGraphCallback(L.Callback):
         pl_module.__dict__["training_step"] = training_step
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        """Log the rates where the Trainer logs."""
+        """Log hit rate and fallbacks at the steps at which the Trainer logs."""
         if self._installed is not None and trainer._logger_connector.should_update_logs:
             self._log(trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give ``training_step`` back."""
+        """Restore the module's own ``training_step``."""
         if self._installed is not None:
             self._log(trainer)
         self._remove()
@@ -171,11 +171,11 @@ class CUDAGraphCallback(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Give ``training_step`` back."""
+        """Restore the module's own ``training_step``."""
         self._remove()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give ``training_step`` back, whatever happened."""
+        """Restore the module's own ``training_step``, however the fit ended."""
         self._remove()
 
     def _plan_step(
@@ -186,7 +186,7 @@ class CUDAGraphCallback(L.Callback):
         batch: Any,
         rest: tuple[Any, ...],
     ) -> None:
-        """Choose buckets as soon as enough is known."""
+        """Choose buckets and build the graphed step once enough batches are known."""
         found = self._needs(batch)
         if found is None:
             return
@@ -218,7 +218,7 @@ class CUDAGraphCallback(L.Callback):
         )
 
     def _needs(self, batch: Any) -> tuple[Any, int, int] | None:
-        """Describe what batches need; None while there are too few."""
+        """Return sequences needed a batch, slots and longest sequence; None while too few are seen."""
         if not isinstance(batch, THDBatch):
             if not self._seen:
                 self._stay_idle(f"the batches are {type(batch).__name__}, and graphs are for THDBatch")
@@ -269,5 +269,5 @@ class CUDAGraphCallback(L.Callback):
 
 
 def _with_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Take the module, as ``GraphedStep`` hands it over, that a bound method has already."""
+    """Wrap a bound method so that it ignores the module that ``GraphedStep`` passes first."""
     return lambda module, *args: original(*args)

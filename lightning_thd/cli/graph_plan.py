@@ -16,7 +16,7 @@ number of sequences in a batch. Costs are relative to one eager step unless give
 
 
 def graph_plan(arguments: Sequence[str]) -> GraphPlan:
-    """Work out the plan that the arguments ask for.
+    """Return the plan for the arguments of the command line.
 
     Args:
         arguments: of the command line, ``["corpus.jsonl", "--capacity", "8192"]``.

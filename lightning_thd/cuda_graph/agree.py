@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def all_agree(agrees: bool, device: torch.device) -> bool:
-    """Ask all ranks; alone, the answer is one's own.
+    """Return whether every rank agrees; in a single process, return this one's answer.
 
     Args:
         agrees: this rank's answer.

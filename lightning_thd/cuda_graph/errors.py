@@ -54,7 +54,7 @@ def refuse(message: str) -> None:
 
 @contextlib.contextmanager
 def reporting_to(report: Report) -> Iterator[None]:
-    """Hear of every problem inside the body, in place of the first one raising."""
+    """Send every problem in the body to ``report``, in place of raising at the first."""
     token = _REPORT.set(report)
     try:
         yield
@@ -88,7 +88,7 @@ def raising_line(error: BaseException) -> str | None:
 
 
 def as_capture_error(error: Exception) -> CaptureError:
-    """Keep what is a capture error already, and give any other its line."""
+    """Return the error as a :class:`CaptureError` that names its line."""
     if isinstance(error, CaptureError):
         return error
     first_line = (str(error).strip() or "no message").splitlines()[0]

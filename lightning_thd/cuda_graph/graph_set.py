@@ -26,7 +26,7 @@ Graphs = dict[Bucket, CapturedStep]
 
 
 class GraphSet:
-    """Captures all buckets together, and drops them together when the module is no longer what it was.
+    """All captured buckets of a step, which are captured together and dropped together.
 
     Args:
         subject: what is captured.
@@ -94,7 +94,7 @@ class GraphSet:
 
     def _try_capture(self, example: Example) -> Graphs | Exception:
         subject, captured = self._subject, {}
-        piece_bytes = PIECE_BYTES if subject.backend.has_marks and _is_distributed() else None
+        piece_bytes = PIECE_BYTES if _is_distributed() else None
         try:
             missing = subject.backend.unavailable(example.device)
             if missing is not None:

@@ -149,7 +149,7 @@ def _default_step(module: nn.Module) -> StepFunction:
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """Copy without the Trainer, of which there is one only."""
+    """Deep-copy a module, sharing its Trainer."""
     if not isinstance(module, L.LightningModule):
         return copy.deepcopy(module)
     trainer = module._trainer

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class GraphStats:
-    """What became of the batches so far.
+    """Counts of replayed and eager batches so far.
 
     Attributes:
         replays: batches that ran from a graph.
@@ -29,7 +29,7 @@ class GraphStats:
         return self.replays / total if total else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """What is logged."""
+        """Return the values to log, by key."""
         counts = {f"cuda_graph/fallback_{reason}": float(n) for reason, n in sorted(self.fallbacks.items())}
         return {
             "cuda_graph/hit_rate": self.hit_rate,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,39 +17,37 @@ _WARM_UPS = 2
 
 
 class Graph(Protocol):
-    """Captured work, which runs again on the same tensors."""
+    """Work that was captured and can run again on the same tensors."""
 
     def replay(self) -> None:
-        """Run all of it before whatever the caller does next."""
+        """Run all of it, before whatever the caller does next."""
 
     def start(self) -> None:
-        """Begin to run it beside what the caller does next; ``reach`` waits for a part of it."""
+        """Start to run it in parallel with the caller, who waits for parts of it by ``reach``."""
 
     def reach(self, number: int) -> None:
-        """Let what the caller does next come after a mark of the capture; after the last one, after all."""
+        """Make the caller's next work wait for a mark of the capture; beyond the last mark, for all of it."""
 
 
 class Backend(Protocol):
-    """Where graphs come from.
+    """An engine that captures work and runs it again.
 
     Attributes:
         name: for messages.
         warm_ups: runs before a capture.
-        has_marks: whether a caller can wait for a part of a replay.
     """
 
     name: str
     warm_ups: int
-    has_marks: bool
 
     def unavailable(self, device: torch.device) -> str | None:
         """Say why nothing can be captured on a device, or None."""
 
     def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
-        """Run once the way a capture will; the last run may refuse what a capture would."""
+        """Run the function once as a capture will; the last run may refuse what a capture would."""
 
     def capture(self, function: Callable[[], R]) -> tuple[Graph, R]:
-        """Run once and keep the work; the result's tensors are refilled by every replay."""
+        """Run the function once and keep its work; every replay refills the tensors of the result."""
 
     def mark(self) -> None:
         """Mark the work captured so far, for ``Graph.reach``."""
@@ -62,7 +59,7 @@ class Backend(Protocol):
         """Give a backend whose graphs share no memory with those of this one."""
 
     def release(self) -> None:
-        """Let go of memory that graphs shared; all of them have been dropped."""
+        """Free the memory that graphs shared, once all of them have been dropped."""
 
 
 class _CudaGraph:
@@ -100,8 +97,6 @@ class CudaBackend:
         self._stream: torch.cuda.Stream | None = None
         self._failed: list[torch.cuda.CUDAGraph] = []
         self._marks: list[Any] = []
-        # Events that a graph records for streams outside of it: a keyword of torch's since 2.9.
-        self.has_marks = "external" in inspect.signature(torch.cuda.Event.__new__).parameters
 
     def unavailable(self, device: torch.device) -> str | None:
         """Say why nothing can be captured on a device, or None."""
@@ -110,7 +105,7 @@ class CudaBackend:
         return None if device.type == "cuda" else f"the module is on {device.type}, not on a CUDA device"
 
     def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
-        """Run on the side stream; in the last run, a step that waits for the device raises at its line.
+        """Run the function on the side stream; in the last run, a step that waits for the device raises.
 
         There, and not in the capture: a capture that fails leaves torch's allocator and generator half way.
         """
@@ -170,7 +165,7 @@ class CudaBackend:
         return float(statistics.median(times))
 
     def separate(self) -> CudaBackend:
-        """Give one with a pool of its own, on the same side stream."""
+        """Return a backend with a memory pool of its own, on the same side stream."""
         other = CudaBackend()
         other._stream = self._side()
         return other

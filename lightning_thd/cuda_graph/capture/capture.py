@@ -46,7 +46,7 @@ class Shared:
         self._buffers = GradientBuffers(0)
 
     def buffers_of(self, parameters: list[Tensor]) -> GradientBuffers:
-        """Give the buffers of a module's trained parameters, new ones when these are others than before."""
+        """Return gradient buffers for these parameters, new ones when the parameters have changed."""
         known = [id(x) for x in parameters]
         if known != self._parameters:
             self._parameters, self._buffers = known, GradientBuffers(len(known))
@@ -125,7 +125,7 @@ def warm_up(
     inputs: StaticInputs,
     leaves: list[Tensor],
 ) -> list[list[LoggedValue]]:
-    """Run forward and backward some times on buffers of their own, then make ``inputs`` ready.
+    """Run forward and backward a few times on other buffers, then make ``inputs`` ready for the capture.
 
     Their own, as kernels may remember what they worked out for a tensor by its identity, and would then not
     work it out again for the graph.
@@ -160,7 +160,7 @@ def _forward_backward(run: Callable[[StaticBatch], Any], batch: StaticBatch, lea
 
 
 def _checked(output: Any) -> Any:
-    """Refuse what a replay cannot give back."""
+    """Raise for outputs that a replay could not return again."""
     if output is None:
         raise CaptureError("the step returned None, which skips a batch; a replay cannot decide that again.")
     others = [x for x in tree_leaves(output) if x is not None and not isinstance(x, Tensor)]

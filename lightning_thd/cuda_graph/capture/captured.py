@@ -13,7 +13,7 @@ from lightning_thd.cuda_graph.shapes.static_batch import StaticInputs
 
 
 class CapturedStep:
-    """One bucket, ready to replay.
+    """The captured step of one bucket, ready to replay.
 
     Args:
         inputs: static buffers.
@@ -37,12 +37,12 @@ class CapturedStep:
         self._call, self._logged, self._module = call, logged, module
 
     def run(self, batch: THDBatch, *rest: Any) -> Any:
-        """Fill the buffers and run the step, without logging what a pair captured."""
+        """Copy a batch into the buffers and run the step, without logging."""
         self.inputs.fill(batch)
         return self._call(batch, *rest)
 
     def __call__(self, batch: THDBatch, *rest: Any) -> Any:
-        """Run the step and log what it logs, with the values of this batch."""
+        """Run the step on a batch and log what it logs, with this batch's values."""
         output = self.run(batch, *rest)
         log: Any = getattr(self._module, "log", None)
         for name, value, args, kwargs in self._logged:

@@ -21,7 +21,7 @@ from lightning_thd.models.pack import current_pack
 
 
 class LayerCall:
-    """The first call captures, later ones replay.
+    """A layer whose first call captures it and whose later calls replay it.
 
     Args:
         backend: the layer's own: between a layer's forward and its backward others run, and what it saved
@@ -53,7 +53,7 @@ class LayerCall:
         self._moving: list[int] = []
 
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Stand in for the layer's ``forward``; what does not fit the graphs goes to ``forward`` itself."""
+        """Replay the layer on these arguments, or call its ``forward`` where they do not fit the graphs."""
         flat, spec = tree_flatten((args, kwargs))
         if self.pair is None:
             self._capture(forward, flat, spec)
@@ -120,7 +120,7 @@ class LayerCall:
 
 @contextlib.contextmanager
 def _fresh_pack() -> Iterator[None]:
-    """Let a layer work out again, inside its graph, what layers before it remembered for this batch."""
+    """Empty the pack's cache in the body, so that a layer's graph computes what it needs by itself."""
     pack = current_pack()
     if pack is None:
         yield

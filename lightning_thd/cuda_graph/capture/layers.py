@@ -29,7 +29,7 @@ from lightning_thd.cuda_graph.shapes.static_batch import StaticInputs
 
 
 class GraphedLayers:
-    """Captures the layers that have one of some names.
+    """The layers of a module that have one of the given names, captured one by one.
 
     Args:
         backend: captures.
@@ -73,7 +73,7 @@ class GraphedLayers:
         return CapturedStep(inputs, leaves, run, [], module, set())
 
     def remove(self) -> None:
-        """Give the layers their forward back."""
+        """Restore the layers' own forward."""
         for layer, before in self._chosen:
             if before is None:
                 layer.__dict__.pop("forward", None)
@@ -98,7 +98,7 @@ class GraphedLayers:
             self.active = before
 
     def _static(self, batch: THDBatch, inputs: StaticInputs) -> THDBatch:
-        """Give the padded batch with offsets in the static buffers, where graphs look for them."""
+        """Return the batch padded to the bucket, its offsets in the static buffers that graphs read."""
         inputs.fill(batch)
         static = inputs.batch
         names = ("cu_seqlens", "cu_seqlens_padded")

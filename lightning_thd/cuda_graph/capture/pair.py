@@ -21,11 +21,11 @@ from lightning_thd.cuda_graph.errors import CaptureError
 
 
 class _Token:
-    """Lives as long as a forward replay may still be asked for its gradients."""
+    """A mark that lives as long as autograd may still ask a replay for its gradients."""
 
 
 class Turn:
-    """Whose backward is outstanding. Graphs that share memory take turns: forward, then its own backward."""
+    """The right to use memory that graphs share: a forward takes it, its own backward gives it back."""
 
     def __init__(self) -> None:
         self._holder: weakref.ref[_Token] | None = None
@@ -36,14 +36,14 @@ class Turn:
         return self._holder is not None and self._holder() is not None
 
     def take(self) -> _Token:
-        """Begin a forward replay."""
+        """Take the turn for a forward replay."""
         assert not self.pending
         token = _Token()
         self._holder = weakref.ref(token)
         return token
 
     def give_back(self, token: _Token) -> None:
-        """End with the backward replay.
+        """Give the turn back at the backward replay.
 
         Raises:
             RuntimeError: when the forward's memory has gone to another one since.
@@ -57,7 +57,7 @@ class Turn:
 
 
 class GraphPair:
-    """Forward and backward of one call.
+    """The graphs of a call's forward and backward.
 
     Args:
         backend: captures both.
@@ -103,7 +103,7 @@ class GraphPair:
         self.pieces = [tuple(piece) for piece in order.pieces]
 
     def __call__(self, leaves: Sequence[Tensor]) -> Any:
-        """Replay on what the static tensors hold now.
+        """Replay the call on what the static tensors hold now, differentiably.
 
         Args:
             leaves: as at capture, or the tensors that static inputs were filled from.
@@ -129,7 +129,7 @@ class GraphPair:
 
 
 class _Replay(torch.autograd.Function):
-    """The forward graph; backwards, the backward graph and the first piece of gradients."""
+    """Forward: replay the forward graph. Backward: start the backward graph, return its first gradients."""
 
     @staticmethod
     def forward(ctx: Any, pair: GraphPair, num_links: int, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -164,7 +164,7 @@ class _Replay(torch.autograd.Function):
 
 
 class _LaterPiece(torch.autograd.Function):
-    """A piece of gradients that is ready later: autograd comes here once those before it are handed over."""
+    """Backward: return a later piece of gradients, once autograd has handed over those before it."""
 
     @staticmethod
     def forward(ctx: Any, pair: GraphPair, number: int, num_links: int, *leaves: Tensor) -> Tensor:

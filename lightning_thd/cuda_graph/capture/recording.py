@@ -79,7 +79,7 @@ def _finished(result: Any) -> Any:
 
 
 class Recording:
-    """Operators in order, and the tensors they work on.
+    """The operators of a step in order, with the tensors they work on.
 
     Attributes:
         calls: the operators.
@@ -100,7 +100,7 @@ class Recording:
         self.reach(len(self.marks))
 
     def start(self) -> None:
-        """Begin a replay of which nothing has run yet."""
+        """Begin a replay; nothing runs before ``reach``."""
         self.position = 0
         if self.poison:
             with torch.no_grad():
@@ -118,7 +118,7 @@ class Recording:
 
 
 class Recorder:
-    """Runs a function under both modes.
+    """Runs a function and records its operators.
 
     Args:
         report: told of every problem and its line; raises to stop at the first.
@@ -136,7 +136,7 @@ class Recorder:
 
 
 class RecordingBackend:
-    """Records on the CPU and refuses what a CUDA graph could not hold. For tests, and for users' CI.
+    """An engine that records on the CPU and refuses what a CUDA graph could not hold.
 
     Args:
         poison: see :class:`Recording`.
@@ -144,24 +144,23 @@ class RecordingBackend:
 
     name = "recording"
     warm_ups = 2
-    has_marks = True
 
     def __init__(self, *, poison: bool = False) -> None:
         self.poison = poison
         self._tape = Recording()
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Only the CPU has operators that may be called again one by one."""
+        """Say that only CPU steps can be recorded, or give None."""
         return (
             None if device.type == "cpu" else f"the recording backend runs on the CPU, not on {device.type}"
         )
 
     def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
-        """Run once; capture itself refuses, and leaves nothing half way."""
+        """Run the function once."""
         return function()
 
     def capture(self, function: Callable[[], R]) -> tuple[Recording, R]:
-        """Run once and keep the operators; raises :class:`CaptureError` at the first problem."""
+        """Run the function once and keep its operators; the first problem raises :class:`CaptureError`."""
         recorder = Recorder(_stop)
         self._tape = recorder.tape
         tape, result = recorder.record(function)
@@ -177,11 +176,11 @@ class RecordingBackend:
         return None
 
     def separate(self) -> RecordingBackend:
-        """Give itself: recordings share no memory."""
+        """Return this backend: recordings share no memory."""
         return self
 
     def release(self) -> None:
-        """Nothing is shared."""
+        """Do nothing, as recordings share no memory."""
 
 
 def _stop(problem: str, where: str | None) -> None:
@@ -189,7 +188,7 @@ def _stop(problem: str, where: str | None) -> None:
 
 
 class _Busy:
-    """Whether an operator is running: what its kernel does in Python is its own affair."""
+    """A count of operators under way: what a kernel does in Python is not recorded."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -235,7 +234,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Call | None:
-    """Keep an operator, but for views, which show the new values by themselves."""
+    """Return what has to be kept of an operator; None for a view, which shows new values by itself."""
     given = {s for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) for s in _storages(x)}
     results = tuple(
         x if isinstance(x, Tensor) and x.numel() and not given & _storages(x) else None

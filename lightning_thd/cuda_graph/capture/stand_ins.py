@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class StandIns:
-    """Leaves of their own for the parameters of a module.
+    """Leaf tensors that stand in for a module's parameters and share their memory.
 
     Args:
         module: holds the parameters; a tied one gets one stand-in.
@@ -38,7 +38,7 @@ class StandIns:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the module have them while the body runs."""
+        """Put the stand-ins into the module while the body runs."""
         before = [(held, name, held[name]) for held, name, _ in self._places]
         for held, name, leaf in self._places:
             held[name] = leaf

@@ -18,7 +18,7 @@ StepFunction = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What is captured, and with what.
+    """A step function, the module it trains, and the engine that captures it.
 
     Attributes:
         function: ``function(module, batch, *rest)`` gives the loss, alone or among other tensors.
@@ -48,7 +48,7 @@ class Example(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where the step runs."""
+        """Device that the step runs on."""
         return self.batch.input_ids.device
 
 

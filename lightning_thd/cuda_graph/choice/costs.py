@@ -22,7 +22,7 @@ _WORTH = 0.005
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphCosts:
-    """What a step costs; seconds, or any other unit, as only ratios matter.
+    """Times of a step, eager and replayed, in seconds or any one unit.
 
     The defaults stand for a launch-bound step and are a guess to be replaced by measured numbers: a replay of
     2 / 3 of eager is the 1.5 times speed-up that such steps should reach, and a sequence of 4e-4 lets a
@@ -63,7 +63,7 @@ class GraphCosts:
 
 
 def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) -> float:
-    """Average a batch's cost over what batches need.
+    """Return the expected cost of a batch, given what batches need.
 
     Args:
         needs: int64 ``[N]``, sequences that each sampled batch needs a bucket for, dummies included.

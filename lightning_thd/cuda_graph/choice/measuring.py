@@ -61,7 +61,7 @@ def _try_capture(subject: Subject, bucket: Bucket, example: Example) -> Captured
 
 
 def _from_rank_0(costs: GraphCosts, device: torch.device) -> GraphCosts:
-    """Let all ranks choose the same buckets."""
+    """Return rank 0's costs on every rank, so that all choose the same buckets."""
     if not (dist.is_available() and dist.is_initialized()):
         return costs
     values = torch.tensor([costs.eager, costs.graph, costs.per_sequence], dtype=torch.float64, device=device)

@@ -35,7 +35,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphPlan:
-    """What to capture, and what else was looked at.
+    """The buckets to capture, and the other choices that were compared.
 
     Attributes:
         slots: T of every bucket.
@@ -57,7 +57,7 @@ class GraphPlan:
         return make_buckets(usable, slots=self.slots, max_seqlen=self.max_seqlen) if usable else []
 
     def table(self) -> str:
-        """Give the table, one line a choice, the chosen one marked."""
+        """Return the plan as text, one line a choice, the chosen one marked."""
         names = ("P50", "P90", "P99", "max")
         spread = ", ".join(f"{name} {n}" for name, n in zip(names, self.quantiles, strict=True))
         lines = [
@@ -150,7 +150,7 @@ def problem_of(plan: GraphPlan, given: tuple[int, ...]) -> str | None:
 
 
 def sequence_counts(max_sequences: object) -> tuple[int, ...]:
-    """Bring ``max_sequences`` into order; none for "auto".
+    """Return ``max_sequences`` as a sorted tuple; an empty one for "auto".
 
     Raises:
         ValueError: for anything but "auto" and whole numbers of at least 1.

@@ -27,12 +27,12 @@ class Comparison(NamedTuple):
 
     @property
     def slower(self) -> bool:
-        """Whether the graph does not win."""
+        """Whether a replay is not clearly faster than eager."""
         return self.replay_s > (1 - _MARGIN) * self.eager_s
 
 
 def compare(subject: Subject, step: CapturedStep, example: Example) -> Comparison | None:
-    """Measure a bucket, or give None where the backend's times mean nothing.
+    """Time a bucket against eager, or return None where the backend's times mean nothing.
 
     Args:
         subject: what was captured.

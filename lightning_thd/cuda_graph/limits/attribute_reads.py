@@ -37,6 +37,6 @@ def reads_of(module: nn.Module) -> Iterator[set[str]]:
 
 
 def constants_of(module: nn.Module, names: set[str]) -> set[str]:
-    """Leave out methods, and what is an attribute during a step only (a forward replaced for a call)."""
+    """Return the names that are plain attributes: no methods, and none that exist during a step only."""
     held = vars(module)
     return {name for name in names if name in held and not callable(held[name])}

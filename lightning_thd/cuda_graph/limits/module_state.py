@@ -19,7 +19,7 @@ _ABSENT = object()
 
 
 class Fingerprint:
-    """Addresses, flags and attributes that are baked into a graph; cheap to compare every step.
+    """Addresses, flags and attributes that a graph has baked in, compared at every step.
 
     Args:
         module: what the step trains.
@@ -38,7 +38,7 @@ class Fingerprint:
         self._attributes = {name: getattr(module, name) for name in sorted(names)}
 
     def change(self) -> str | None:
-        """Name the first thing that is not as it was, or give None."""
+        """Name the first thing that has changed since, or return None."""
         for (held, name, tensor), (address, wanted) in zip(self._owners, self._addresses, strict=True):
             if held.get(name) is not tensor or addresses(tensor) != address:
                 return f"{name} moved to other memory"
@@ -74,7 +74,7 @@ def host_state(module: nn.Module) -> dict[tuple[int, str], Any]:
 
 
 def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -> None:
-    """Refuse a step that changes state of Python, which a replay would not change again.
+    """Raise for a step that changes Python state, which a replay would not change again.
 
     Raises:
         CaptureError: naming the attribute.

@@ -17,7 +17,7 @@ def sharded_by(module: nn.Module) -> str | None:
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """Raise for FSDP and DeepSpeed.
+    """Raise for modules sharded by FSDP or DeepSpeed.
 
     Raises:
         ValueError: naming what shards the module.

@@ -15,7 +15,7 @@ Reason = Literal["num_sequences", "tokens", "max_seqlen", "extras"]
 
 
 class Layout(NamedTuple):
-    """What decides about a batch.
+    """The sizes of a batch that decide which bucket it fits.
 
     Attributes:
         slots: slots of its sequences, a trailing pad left out.
@@ -43,7 +43,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Bucket:
-    """One captured shape.
+    """A shape that steps are captured for.
 
     Attributes:
         slots: T, every batch is padded to.

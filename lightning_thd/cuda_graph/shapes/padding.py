@@ -42,7 +42,7 @@ def padded_lengths_of(batch: THDBatch, bucket: Bucket, *, multiple: int = 1) -> 
 
 
 def real_lengths_of(batch: THDBatch, padded_lengths: Ints) -> Ints:
-    """Give every sequence its real length; a dummy has no padding.
+    """Return the real length of every sequence, dummies included.
 
     Returns:
         int64 ``[S]``. Lengths 3 and 2, padded to 4 and 4 and a dummy of 8, give ``[3, 2, 8]``.

@@ -60,14 +60,14 @@ class StaticBatch(THDBatch):
 
     @classmethod
     def build(cls, *, max_seqlen: int, loss_scale: Tensor, **fields: Any) -> StaticBatch:
-        """Make one from its tensors; a ``StaticShard`` has a ``layout``, too."""
+        """Build a static batch from its tensors; a ``StaticShard`` takes a ``layout``, too."""
         batch = object.__new__(cls)
         batch._set(**fields, max_seqlen=max_seqlen, loss_scale=loss_scale, extras={}, weights=None)
         return batch
 
     @classmethod
     def watching(cls, batch: THDBatch) -> StaticBatch:
-        """Make one that tells of reads and answers them, from a real batch."""
+        """Build one from a real batch that reports reads of host values and answers them."""
         scale = torch.full((), batch.loss_scale, device=batch.input_ids.device)
         tensors = {name: getattr(batch, name) for name in _FIELDS}
         watching = cls.build(max_seqlen=batch.max_seqlen, loss_scale=scale, **tensors)
@@ -104,7 +104,7 @@ class StaticShard(StaticBatch, THDShard):
 
 
 class StaticInputs:
-    """The buffers of one bucket.
+    """The fixed buffers of one bucket, and the batch made of them.
 
     Args:
         bucket: their sizes.
@@ -153,7 +153,7 @@ class StaticInputs:
         )
 
     def again(self) -> StaticInputs:
-        """Make other buffers alike, for a run whose tensors kernels may remember by their identity."""
+        """Return new buffers of the same shapes, for runs whose tensors kernels may cache by identity."""
         return StaticInputs(
             self.bucket,
             self._device,
@@ -168,17 +168,17 @@ class StaticInputs:
         return contextlib.nullcontext() if self.layout is None else self.layout.known()
 
     def learned(self) -> None:
-        """Let buffers alike have what a step asked of these."""
+        """Share what a step asked of these buffers with others of the same shapes."""
         if self.layout is not None:
             self.layout.learn()
 
     def prepare(self) -> None:
-        """Make what a step has asked of buffers alike: during a capture nothing new can be made."""
+        """Build what earlier runs asked for, as nothing new can be made during a capture."""
         if self.layout is not None:
             self.layout.prepare()
 
     def dummy(self, layout: Layout | None = None) -> THDBatch:
-        """Make a dummy batch of a layout, the bucket's own by default."""
+        """Return a dummy batch of a layout, by default the bucket's own."""
         bucket = self.bucket
         layout = layout or Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
         if self.cut is not None:
@@ -186,7 +186,7 @@ class StaticInputs:
         return dummy_batch(layout, self._device, axes=self.axes)
 
     def fill(self, batch: THDBatch) -> None:
-        """Copy a batch that fits, without waiting for the device; the tail becomes dummy sequences.
+        """Copy a batch into the buffers, without waiting for the device; the tail becomes dummy sequences.
 
         Offsets are worked out from the lengths the host knows, in page-locked memory.
         """
@@ -210,7 +210,7 @@ class StaticInputs:
         static_scale.fill_(batch.loss_scale)
 
     def _fill_offsets(self, batch: THDBatch, used: int) -> Tensor:
-        """Fill offsets and indices, and give the positions of the tail."""
+        """Copy offsets and indices into their buffers and return the positions of the tail."""
         static, cut = self.batch, self.cut
         if cut is None:
             lengths = padded_lengths_of(batch, self.bucket)
@@ -243,7 +243,7 @@ class StaticInputs:
 
 
 def _positions(padded_lengths: Ints, cut: Cut) -> Ints:
-    """int64 ``[N]``, where every slot of a shard stands in its sequence."""
+    """Return int64 ``[N]``, the position of every slot of a shard in its sequence."""
     pieces = partition.pieces_of_rank(padded_lengths.tolist(), cp=cut.cp, rank=cut.rank, layout="dual_chunk")
     positions: Ints = partition.ranges(pieces.start, pieces.stop).astype(np.int64)
     return positions

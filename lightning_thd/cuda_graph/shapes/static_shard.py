@@ -47,7 +47,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, batch: THDBatch) -> Cut | None:
-        """Tell a shard's; None for a whole pack."""
+        """Return how a shard was cut; None for a whole pack."""
         if not isinstance(batch, THDShard):
             return None
         layout = batch.layout
@@ -129,13 +129,13 @@ class StaticShardLayout(ShardLayout):
             known_layouts.pop(self.cu_seqlens.data_ptr(), None)
 
     def prepare(self) -> None:
-        """Make what attention has asked other layouts of this bucket for."""
+        """Build what attention has asked of other layouts of this bucket."""
         self.cache.update(self._asked)
         if _CALL in self._asked:
             self.cache[_CALL] = self._make_static_call()
 
     def learn(self) -> None:
-        """Let other layouts of this bucket have what does not depend on lengths."""
+        """Share what does not depend on lengths with other layouts of this bucket."""
         self._asked.update({key: x for key, x in self.cache.items() if key[0] == "kv_heads"})
 
     @property
@@ -174,7 +174,7 @@ class StaticShardLayout(ShardLayout):
         return call
 
     def refill(self, padded_lengths: Ints) -> list[tuple[Tensor, Tensor]]:
-        """Say what the buffers have to hold for a pack.
+        """Return the new content of every buffer for a pack.
 
         Args:
             padded_lengths: int64 ``[S]``, summing up to T.
