@@ -214,7 +214,7 @@ class _Ahead:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="thd-stream", daemon=True)
             self._thread.start()
-        made = self._made.get()
+        made = self._wait()
         if isinstance(made, Exception):
             self._error = made
             raise made
@@ -223,6 +223,15 @@ class _Ahead:
             self._opened.set()
         self._allowed.release()
         return made
+
+    def _wait(self) -> Made | Exception | None:
+        while True:
+            try:
+                return self._made.get()
+            except RuntimeError as err:  # torch interrupts this thread when a worker dies
+                # The thread that reads will say which shards the worker had, on every rank.
+                if "DataLoader worker" not in str(err):
+                    raise
 
     def stop(self) -> None:
         """Let the thread end once it has made what was allowed."""

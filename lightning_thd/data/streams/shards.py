@@ -338,7 +338,8 @@ def _open(name: str) -> Any:
         compression = {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix)
         if name.endswith(".tar.gz"):
             compression = None  # tarfile unpacks it
-        return fsspec.open(name, "rb", compression=compression).open()
+        file = fsspec.open(name, "rb", compression=compression).open()
+        return io.BufferedReader(file) if compression == "zstd" else file  # it cannot iterate over lines
     return Path(name).open("rb")
 
 

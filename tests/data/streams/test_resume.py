@@ -1,0 +1,127 @@
+"""A stream goes on after its last whole step: the same steps on as many ranks, exactly once on others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from tests.data.streams.jobs import check_content, counted, module, read_shards, run, write_shards
+from tests.ranks import run_ranks
+
+SIZES = [40, 3, 25, 0, 17, 9]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("shuffle_buffer", [0, 40])
+def test_one_rank_goes_on_with_the_same_steps(tmp_path: Path, packs: bool, shuffle_buffer: int) -> None:
+    write_shards(tmp_path, SIZES)
+    kwargs: dict[str, Any] = {"packs": packs, "n": 2 if packs else 7, "shuffle_buffer": shuffle_buffer}
+    whole, *_ = run(f"{tmp_path}/*.jsonl", epochs=2, **kwargs)
+    for cut in (1, len(whole) // 2 - 1, len(whole) // 2, len(whole) // 2 + 1):
+        first, state, _ = run(f"{tmp_path}/*.jsonl", steps=cut, epochs=2, **kwargs)
+        saved = torch.load(_save(state, tmp_path), weights_only=True)
+        rest, *_ = run(f"{tmp_path}/*.jsonl", state=saved, epochs=2 - saved["epoch"], **kwargs)
+        assert first + rest == whole
+
+
+def _save(state: dict[str, Any], folder: Path) -> Path:
+    torch.save(state, folder / "state.pt")
+    return folder / "state.pt"
+
+
+def test_workers_change_nothing_that_counts(tmp_path: Path) -> None:
+    write_shards(tmp_path, SIZES)
+    used: Counter[int] = Counter()
+    state = None
+    for workers in (2, 0, 1):
+        seen, state, _ = run(
+            f"{tmp_path}/*.jsonl", state=state, steps=4 if workers != 1 else None, n=6, num_workers=workers
+        )
+        check_content([(seen, None, 0)], read_shards(tmp_path), capacity=64)
+        used += counted([(seen, None, 0)])
+    assert used == dict.fromkeys(read_shards(tmp_path), 1)
+
+
+def job(folder: str, state: Any, steps: int | None, kwargs: dict[str, Any]) -> Any:
+    return run(f"{folder}/*.jsonl", state=state, steps=steps, **kwargs)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_other_numbers_of_ranks_use_what_is_left_once(tmp_path: Path, packs: bool) -> None:
+    write_shards(tmp_path, [5 * size for size in SIZES] if packs else SIZES, labels=True)
+    wanted = read_shards(tmp_path)
+    used: Counter[int] = Counter()
+    state = None
+    for ranks, steps in ((3, 2), (2, 2), (4, None)):
+        kwargs = {"packs": packs, "n": 12 if packs else 9, "window": 5}
+        results = run_ranks(job, ranks, str(tmp_path), state, steps, kwargs, timeout_s=120)
+        check_content(results, wanted, capacity=64)
+        used += counted(results)
+        state = results[0][1]
+        assert all(repr(other) == repr(state) for _, other, _ in results)
+    assert used == dict.fromkeys(wanted, 1)
+
+
+def parts(part: int, parts: int) -> Any:
+    for row in range(part, 60, parts):
+        yield {"input_ids": np.arange(row % 9 + 2)}
+
+
+def test_a_function_of_parts_keeps_the_parts_of_its_checkpoint() -> None:
+    data = module(parts, n=10)
+    data.attach(rank=0, ranks=1)
+    loader = data.train_steps()
+    loader._parts = 1
+    batches = iter(loader)
+    next(batches)
+    state = loader.state_dict()
+    assert state["parts"] == 1
+    other = module(parts, n=10).train_steps()
+    other._parts = 4  # as on four ranks
+    with pytest.warns(UserWarning, match="begins anew, and the records that were used are passed over"):
+        other.load_state_dict(state)
+    assert other._parts == 1
+    assert sum(len(ids) for step in other for ids in [b.sequence_ids for b in step.microbatches]) == 50
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        row = 0
+        while True:
+            yield {"input_ids": np.full(row % 9 + 2, row % 50)}
+            row += 1
+
+
+def test_an_endless_stream_has_epochs_of_the_length_it_is_given() -> None:
+    loader = module(Endless(), n=5, steps_per_epoch=3).train_steps()
+    assert len(loader) == 3
+    epochs = [[i for step in loader for b in step.microbatches for i in b.sequence_ids] for _ in range(3)]
+    assert [sorted(ids) for ids in epochs] == [list(range(15 * e, 15 * e + 15)) for e in range(3)]
+    assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (3, 0)
+
+
+def test_states_of_other_data_are_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, SIZES)
+    loader = module(f"{tmp_path}/*.jsonl").train_steps()
+    with pytest.raises(ValueError, match="not that of a stream"):
+        loader.load_state_dict({"epoch": 0, "step": 3, "fingerprint": "x"})
+    state = loader.state_dict()
+    (tmp_path / "000.jsonl").unlink()
+    with pytest.raises(ValueError, match="written with 6 shards, and the stream has 5"):
+        module(f"{tmp_path}/*.jsonl").train_steps().load_state_dict(state)
+    with pytest.raises(TypeError, match="no length. Pass steps_per_epoch"):
+        len(loader)
+
+
+def test_a_shard_that_lost_rows_is_noticed(tmp_path: Path) -> None:
+    write_shards(tmp_path, [30])
+    state = run(f"{tmp_path}/*.jsonl", steps=1, n=4)[1]
+    (tmp_path / "000.jsonl").write_text("")
+    with pytest.raises(ValueError, match="Rank 0: Shard .*000.jsonl held .* sequences when"):
+        run(f"{tmp_path}/*.jsonl", state=state, n=4)

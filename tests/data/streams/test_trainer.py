@@ -1,0 +1,213 @@
+"""Streams under a Lightning Trainer: losses of the map-style planner, checkpoints, and peers."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_thd import Packs, Sequences, THDDataModule, THDDDPStrategy
+from lightning_thd.data.streams import Stream
+from lightning_thd.packing import PackPlanner
+from tests.ranks import run_ranks
+from tests.tiny import TinyModule, largest_error, nll, sequences
+
+CAPACITY = 48
+
+
+def write(folder: Path, count: int, *, shards: int = 3) -> list[dict[str, Any]]:
+    """Write sequences with labels as JSONL shards."""
+    samples = sequences(count, labels=True)
+    for shard in range(shards):
+        with (folder / f"{shard}.jsonl").open("w") as file:
+            for sample in samples[shard::shards]:
+                file.write(json.dumps({key: value.tolist() for key, value in sample.items()}) + "\n")
+    return samples
+
+
+class Seen(TinyModule):
+    """Records the sequences of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[int, tuple[int, ...]]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps.append((self.global_step, batch.sequence_ids))
+        return super().training_step(batch, batch_idx)
+
+
+def fit(
+    folder: str,
+    *,
+    packs: bool = False,
+    max_steps: int = -1,
+    ckpt: str | None = None,
+    out: str | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Train a pass over the shards; return parameters, losses and what each step held."""
+    warnings.simplefilter("ignore")
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    cp = kwargs.pop("context_parallel_size", 1)
+    plain = "thd" if ranks == 1 else THDDDPStrategy(context_parallel_size=cp, **kwargs.pop("strategy", {}))
+    module = Seen()
+    trainer = L.Trainer(
+        max_epochs=kwargs.pop("max_epochs", 1),
+        max_steps=max_steps,
+        accelerator="cpu",
+        devices=ranks,
+        strategy=plain,
+        accumulate_grad_batches=2 if packs else 1,
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=out is not None,
+        callbacks=[ModelCheckpoint(out, every_n_train_steps=1, save_last=True)] if out is not None else [],
+    )
+    data = THDDataModule(
+        Stream(source=f"{folder}/*.jsonl", window=8, **kwargs),
+        capacity=CAPACITY,
+        global_batch=Packs(2 * ranks // cp) if packs else Sequences(6),
+    )
+    trainer.fit(module, data, ckpt_path=ckpt)
+    return {
+        "steps": module.steps,
+        "losses": module.outputs,
+        "parameters": {name: p.detach() for name, p in module.model.named_parameters()},
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+    }
+
+
+def by_hand(
+    samples: list[dict[str, Any]], steps: list[list[int]], shards: int = 3
+) -> tuple[Any, list[float]]:
+    """Train on the same steps, every sequence alone, the mean over all loss tokens."""
+    module = TinyModule()
+    model = module.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=module.lr, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    losses = []
+    for ids in steps:
+        own = [samples[(i >> 40) + shards * (i & (1 << 40) - 1)] for i in ids]
+        results = [nll(model, sample) for sample in own]
+        loss = sum(total for total, _ in results) / sum(count for _, count in results)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
+
+
+def grouped(runs: list[dict[str, Any]]) -> list[list[int]]:
+    """List the sequences of every optimizer step over all ranks."""
+    steps: dict[int, list[int]] = {}
+    for one in runs:
+        for step, ids in one["steps"]:
+            steps.setdefault(step, []).extend(ids)
+    return [steps[k] for k in sorted(steps)]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_step_is_the_mean_over_its_tokens(tmp_path: Path, packs: bool) -> None:
+    samples = write(tmp_path, 120)
+    one = fit(str(tmp_path), packs=packs)
+    steps = grouped([one])
+    assert sorted(i for ids in steps for i in ids) == sorted(s << 40 | r for s in range(3) for r in range(40))
+    assert packs or [len(ids) for ids in steps] == [6] * 20
+    wanted, losses = by_hand(samples, steps)
+    assert largest_error(one["parameters"], wanted) < 1e-12
+    if not packs:
+        assert one["losses"] == pytest.approx(losses, rel=1e-12)
+
+
+def test_losses_are_those_of_the_map_style_planner_grouped_alike(tmp_path: Path) -> None:
+    samples = write(tmp_path, 60, shards=1)
+    planner = PackPlanner([len(s["input_ids"]) for s in samples], CAPACITY, global_batch=Sequences(6))
+    order = [int(i) for k in range(10) for pack in planner.step(0, k).indices_by_rank()[0] for i in pack]
+    (tmp_path / "0.jsonl").write_text(
+        "".join(json.dumps({key: value.tolist() for key, value in samples[i].items()}) + "\n" for i in order)
+    )
+    streamed = fit(str(tmp_path))
+    module, trainer = (
+        TinyModule(),
+        L.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            strategy="thd",
+            gradient_clip_val=0.5,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        ),
+    )
+    trainer.fit(module, THDDataModule(samples, capacity=CAPACITY, global_batch=Sequences(6)))
+    assert streamed["losses"] == pytest.approx(module.outputs, rel=1e-12)
+    parameters = {name: p.detach() for name, p in module.model.named_parameters()}
+    assert largest_error(streamed["parameters"], parameters) < 1e-12
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_checkpoint_goes_on_with_the_same_steps(tmp_path: Path, packs: bool) -> None:
+    write(tmp_path, 60)
+    whole = fit(str(tmp_path), packs=packs, max_epochs=2)
+    for cut in (3, whole["global_step"] // 2):
+        out = tmp_path / f"out{cut}"
+        fit(str(tmp_path), packs=packs, max_epochs=2, max_steps=cut, out=str(out))
+        rest = fit(str(tmp_path), packs=packs, max_epochs=2, ckpt=str(out / "last.ckpt"))
+        assert rest["steps"] == [entry for entry in whole["steps"] if entry[0] >= cut]
+        assert largest_error(rest["parameters"], whole["parameters"]) == 0
+        assert rest["epoch"] == 2
+
+
+def test_epochs_of_a_given_length(tmp_path: Path) -> None:
+    write(tmp_path, 60)
+    one = fit(str(tmp_path), max_epochs=5, steps_per_epoch=4)
+    assert (one["global_step"], one["epoch"]) == (20, 5)
+    used = [i for ids in grouped([one]) for i in ids]
+    assert len(set(used[:60])) == len(set(used[60:])) == 60
+
+
+def job(folder: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return fit(folder, **kwargs)
+
+
+def test_data_parallel_ranks_train_as_one(tmp_path: Path) -> None:
+    samples = write(tmp_path, 60)
+    runs = run_ranks(job, 2, str(tmp_path), {}, timeout_s=150)
+    wanted, _ = by_hand(samples, grouped(runs))
+    assert len(grouped(runs)) == 10
+    for one in runs:
+        assert largest_error(one["parameters"], wanted) < 1e-12
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_ranks_that_share_a_pack_get_it_from_one_reader(tmp_path: Path, broadcast: bool) -> None:
+    samples = write(tmp_path, 36)
+    kwargs = {"context_parallel_size": 2, "strategy": {"broadcast_data": broadcast}}
+    runs = run_ranks(job, 2, str(tmp_path), kwargs, timeout_s=150)
+    assert runs[0]["steps"] == runs[1]["steps"]
+    wanted, _ = by_hand(samples, grouped(runs[:1]))
+    assert largest_error(runs[0]["parameters"], wanted) < 1e-12
+
+
+def test_what_a_stream_cannot_do(tmp_path: Path) -> None:
+    write(tmp_path, 6)
+    data = THDDataModule(Stream(source=f"{tmp_path}/*.jsonl"), capacity=CAPACITY, global_batch=Sequences(6))
+    trainer = L.Trainer(
+        accelerator="cpu", strategy="thd", overfit_batches=1, logger=False, enable_checkpointing=False
+    )
+    with pytest.raises(MisconfigurationException, match="overfit_batches repeats the first batches"):
+        trainer.fit(Seen(), data)
