@@ -52,7 +52,7 @@ def job(folder: str, state: Any, steps: int | None, kwargs: dict[str, Any]) -> A
     return run(f"{folder}/*.jsonl", state=state, steps=steps, **kwargs)
 
 
-@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("packs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_other_numbers_of_ranks_use_what_is_left_once(tmp_path: Path, packs: bool) -> None:
     write_shards(tmp_path, [5 * size for size in SIZES] if packs else SIZES, labels=True)
     wanted = read_shards(tmp_path)

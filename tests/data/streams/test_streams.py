@@ -28,7 +28,7 @@ def test_one_rank_uses_every_sequence_once(tmp_path: Path, packs: bool, labels: 
     assert result[2] == 0
 
 
-@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("packs", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_use_every_sequence_once_and_run_as_many_microbatches(tmp_path: Path, packs: bool) -> None:
     write_shards(tmp_path, SIZES, labels=True)
     wanted = read_shards(tmp_path)

@@ -119,7 +119,7 @@ def grouped(runs: list[dict[str, Any]]) -> list[list[int]]:
     return [steps[k] for k in sorted(steps)]
 
 
-@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("packs", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_step_is_the_mean_over_its_tokens(tmp_path: Path, packs: bool) -> None:
     samples = write(tmp_path, 120)
     one = fit(str(tmp_path), packs=packs)
@@ -132,6 +132,7 @@ def test_a_step_is_the_mean_over_its_tokens(tmp_path: Path, packs: bool) -> None
         assert one["losses"] == pytest.approx(losses, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_map_style_planner_grouped_alike(tmp_path: Path) -> None:
     samples = write(tmp_path, 60, shards=1)
     planner = PackPlanner([len(s["input_ids"]) for s in samples], CAPACITY, global_batch=Sequences(6))
@@ -159,6 +160,7 @@ def test_losses_are_those_of_the_map_style_planner_grouped_alike(tmp_path: Path)
     assert largest_error(streamed["parameters"], parameters) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packs", [False, True])
 def test_a_checkpoint_goes_on_with_the_same_steps(tmp_path: Path, packs: bool) -> None:
     write(tmp_path, 60)
@@ -193,7 +195,7 @@ def test_data_parallel_ranks_train_as_one(tmp_path: Path) -> None:
         assert largest_error(one["parameters"], wanted) < 1e-12
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("broadcast", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ranks_that_share_a_pack_get_it_from_one_reader(tmp_path: Path, broadcast: bool) -> None:
     samples = write(tmp_path, 36)
     kwargs = {"context_parallel_size": 2, "strategy": {"broadcast_data": broadcast}}
@@ -207,7 +209,12 @@ def test_what_a_stream_cannot_do(tmp_path: Path) -> None:
     write(tmp_path, 6)
     data = THDDataModule(Stream(source=f"{tmp_path}/*.jsonl"), capacity=CAPACITY, global_batch=Sequences(6))
     trainer = L.Trainer(
-        accelerator="cpu", strategy="thd", overfit_batches=1, logger=False, enable_checkpointing=False
+        accelerator="cpu",
+        strategy="thd",
+        overfit_batches=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
     )
     with pytest.raises(MisconfigurationException, match="overfit_batches repeats the first batches"):
         trainer.fit(Seen(), data)
