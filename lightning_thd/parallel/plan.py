@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from lightning_thd.parallel.fsdp import layers_of
 
-def model_plan(model: nn.Module) -> dict[str, str]:
+# Blocks whose projections stay on the heads of their rank from product to product: tested family by family.
+_CUT_HEADS = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"})
+# Projections that end a block, by the names transformers gives them.
+_ROWS = frozenset({"o_proj", "out_proj", "down_proj", "w2", "fc2", "proj_down", "output_linear"})
+_PRODUCTS = (
+    {"gate_proj", "up_proj", "down_proj"},
+    {"up_proj", "down_proj"},
+    {"w1", "w2", "w3"},
+    {"proj_up_gate", "proj_up", "proj_down"},
+)
+
+
+def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
     """Ask a model how its weights are to be cut.
 
     Args:
         model: a PreTrainedModel.
+        ranks: tensor-parallel ranks; what they do not divide and transformers does not plan stays whole.
 
     Returns:
-        Names below ``model`` to words of ``apply_tensor_parallel``. Weights that are tied to the head are cut
-        like it.
+        transformers' own plan, and one of ours for products of the layers that it leaves out: names below
+        ``model`` to words of ``apply_tensor_parallel``. Weights that are tied to the head are cut like it.
 
     Raises:
-        ValueError: when the model does not say for its layers.
+        ValueError: when nothing of its layers can be cut.
     """
-    plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    theirs: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    plan = {**_own_plan(model, theirs, ranks), **theirs}
     if not any("layers" in name or "*" in name for name in plan):
         raise ValueError(
-            f"{type(model).__name__} comes without a tensor-parallel plan for its layers. Pass one as "
-            "tensor_parallel_plan={'model.layers.*.self_attn.q_proj': 'colwise', ...}, or set "
-            "tensor_parallel_size=1."
+            f"{type(model).__name__} comes without a tensor-parallel plan for its layers, and none of their "
+            "products can be cut without one. Pass a plan as tensor_parallel_plan={"
+            "'model.layers.*.self_attn.q_proj': 'colwise', ...}, or set tensor_parallel_size=1."
         )
     embedding, head = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
     tied = embedding is not None and head is not None and _tied(model)
@@ -38,14 +55,65 @@ def model_plan(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def check_heads(model: nn.Module, ranks: int) -> None:
-    """Refuse heads that do not divide, before any collective.
+def _own_plan(model: nn.Module, theirs: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """Plan the products of a model's layers, its embedding and its head, where transformers does not.
+
+    A product whose columns are gathered, or whose input every rank has whole, is the whole one whatever the
+    block does around it. State-space and convolution blocks stay whole: kernels read their weights directly.
+    """
+    planned = [re.compile(re.escape(name).replace(r"\*", r"\d+") + "$") for name in theirs]
+    names = {module: name for name, module in model.named_modules()}
+    cut_heads = getattr(getattr(model, "config", None), "model_type", None) in _CUT_HEADS
+    plan: dict[str, str] = {}
+    for layer in layers_of(model):
+        for block in layer.modules():
+            for name, style in _styles(block, ranks, cut_heads=cut_heads).items():
+                full = f"{names[block]}.{name}"
+                if not any(pattern.match(full) for pattern in planned):
+                    plan[full] = style
+    if not plan:
+        return plan
+    embedding, head = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
+    modules = dict(model.named_modules())
+    vocabulary: dict[str | None, str] = {embedding: "embedding_rowwise", head: "colwise_gather_output"}
+    for part, style in vocabulary.items():
+        module: Any = modules.get(part or "")
+        if isinstance(module, nn.Embedding | nn.Linear) and module.weight.shape[0] % ranks == 0:
+            plan[str(part)] = style
+    return plan
+
+
+def _styles(block: nn.Module, ranks: int, *, cut_heads: bool) -> dict[str, str]:
+    """Choose styles for the products that are a block's own children."""
+    children = dict(block.named_children())
+    convolves = any(isinstance(child, nn.Conv1d) for child in children.values())
+    if convolves or set(block._parameters) - {"sinks"}:
+        return {}
+    found = {name: child for name, child in children.items() if isinstance(child, nn.Linear)}
+    plain = not any(True for name, child in children.items() if name not in found for _ in child.parameters())
+    products = set(found) in _PRODUCTS and plain
+    heads = cut_heads and {"q_proj", "k_proj", "v_proj"} <= set(found) and plain
+    styles = {}
+    for name, child in found.items():
+        row = name in _ROWS
+        if child.weight.shape[1 if row else 0] % ranks == 0:
+            style = "rowwise" if row else "colwise"
+            alone = "rowwise_split_input" if row else "colwise_gather_output"
+            styles[name] = style if products or heads else alone
+    # Of a block that works on its part between products all are cut, or none.
+    return styles if not (products or heads) or len(styles) == len(found) else {}
+
+
+def check_heads(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> None:
+    """Refuse heads that do not divide, before any collective, where a plan shares them out.
 
     Raises:
         ValueError: naming the number.
     """
     config: Any = getattr(model, "config", None)
-    if config is None:
+    products = set().union(*_PRODUCTS)
+    cut = [name for name, style in plan.items() if style == "colwise" and name.split(".")[-1] not in products]
+    if config is None or not cut:
         return
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in ("num_attention_heads", "num_key_value_heads"):

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_thd.parallel.exchange import (
     join_columns,
+    keep_own,
     keep_path,
     sum_all_gradients,
     sum_gradients,
@@ -34,7 +35,8 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: Devic
     Args:
         model: with the same weights on every rank.
         plan: module name, ``*`` for any number, to ``colwise``, ``rowwise``, ``colwise_gather_output``,
-            ``embedding_rowwise``, ``replicated_with_grad_allreduce`` or ``moe_tp_experts``.
+            ``rowwise_split_input``, ``embedding_rowwise``, ``replicated_with_grad_allreduce`` or
+            ``moe_tp_experts``.
         mesh: one axis, the tensor-parallel ranks.
 
     Raises:
@@ -162,6 +164,18 @@ def _rowwise(module: Any, shards: _Shards) -> None:
     module.forward = rowwise_forward
 
 
+def _rowwise_split_input(module: Any, shards: _Shards) -> None:
+    """Cut the rows of a product whose input every rank has whole."""
+    _rowwise(module, shards)
+    forward, group = module.forward, shards.group
+
+    def splitting_forward(x: Tensor) -> Tensor:
+        out: Tensor = forward(keep_own(x, group, dim=x.ndim - 1))
+        return out
+
+    module.forward = splitting_forward
+
+
 def _embedding(module: Any, shards: _Shards) -> None:
     rows = module.num_embeddings // shards.group.size()
     first = shards.group.rank() * rows
@@ -279,6 +293,7 @@ def _no_check(name: str, module: nn.Module, ranks: int) -> None:
 _STYLES: dict[str, Callable[[nn.Module, _Shards], None]] = {
     "colwise": _colwise,
     "rowwise": _rowwise,
+    "rowwise_split_input": _rowwise_split_input,
     "colwise_gather_output": _colwise_gather_output,
     "embedding_rowwise": _embedding,
     "replicated_with_grad_allreduce": _sum_own_gradients,
@@ -287,6 +302,7 @@ _STYLES: dict[str, Callable[[nn.Module, _Shards], None]] = {
 _CHECKS: dict[str, Callable[[str, nn.Module, int], None]] = {
     "colwise": _check_linear(0),
     "rowwise": _check_linear(1),
+    "rowwise_split_input": _check_linear(1),
     "colwise_gather_output": _check_linear(0),
     "embedding_rowwise": _check_embedding,
     "replicated_with_grad_allreduce": _no_check,

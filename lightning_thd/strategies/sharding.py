@@ -91,12 +91,11 @@ class ShardingMixin(ContextParallelMixin):
                 "model as it is: thd_model_parallel applies FSDP2."
             )
         policy, tensor = self._policy(), self.sizes.tensor
-        if tensor > 1:
-            for model in fsdp.models_of(module):
-                check_heads(model, tensor)
         assert self._meshes is not None
-        # By position: precision plugins may replace modules.
-        plans = [self.tensor_parallel_plan or model_plan(m) for m in fsdp.models_of(module) if tensor > 1]
+        plans = []  # by position: precision plugins may replace modules
+        for model in fsdp.models_of(module) if tensor > 1 else ():
+            plans.append(self.tensor_parallel_plan or model_plan(model, tensor))
+            check_heads(model, tensor, plans[-1])
         self._cut_by_depth(module)
         self.model = self._put(module)
         self._share_weights(self.model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lightning_thd import Sequences
 from lightning_thd.strategies import THDModelParallelStrategy
 from tests.ranks import run_ranks
-from tests.strategies.jobs import CLIP, Job, Layout, data, family_model, full_parameters
+from tests.strategies.jobs import CLIP, Job, Layout, data, family_model, full_parameters, make_trainer
 from tests.tiny import largest_error
 
 STEPS, SAVED = 6, 3
@@ -75,6 +76,68 @@ def test_go_on_in_another_layout(tmp_path: Path, distributed: bool) -> None:
         assert largest_error(found, whole["params"]) == 0.0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
     assert largest_error(full_parameters(model), whole["params"]) == 0.0
+
+
+PLACES = {
+    "ddp cp2": Layout(strategy="thd_ddp", cp=2),
+    "ddp": Layout(strategy="thd_ddp", dp=2),
+    "dp2": Layout(dp=2),
+    "tp2": Layout(tp=2),
+    "replicas": Layout(dp=2, options={"data_parallel_replicas": 2}),
+    "one": Layout(strategy="thd_ddp"),
+}
+# Adam's state is in what is resumed, so weights that were loaded without it would differ by 1e-2.
+WAYS = [(a, b, kind) for a in PLACES for b in PLACES for kind in ("folder", "file")]
+WAYS = [
+    way for way in WAYS if PLACES[way[0]].strategy != "thd_ddp" or way[2] == "file"
+]  # whole weights leave as one file
+
+
+def written(layout: Layout, kind: str, folder: str) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    module = Job("qwen3")
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    trainer = make_trainer(
+        of_kind(layout, kind), max_steps=STEPS, callbacks=[saver], enable_checkpointing=True
+    )
+    trainer.fit(module, data(Sequences(12)))
+    return full_parameters(module.model)
+
+
+def of_kind(layout: Layout, kind: str) -> Layout:
+    if layout.strategy == "thd_ddp":
+        return layout
+    return replace(layout, options={**layout.options, "save_distributed_checkpoint": kind == "folder"})
+
+
+def resumed(layout: Layout, folder: str) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    module = Job("qwen3")
+    trainer = make_trainer(layout, max_steps=STEPS)
+    trainer.fit(module, data(Sequences(12)), ckpt_path=f"{folder}/step={SAVED}.ckpt")
+    assert trainer.global_step == STEPS
+    return full_parameters(module.model)
+
+
+def check_ways(ways: list[tuple[str, str, str]], folder: Path) -> None:
+    for source, kind in dict.fromkeys((a, kind) for a, _, kind in ways):
+        at = folder / f"{source} {kind}"
+        wanted = run_ranks(written, PLACES[source].world, PLACES[source], kind, str(at))[0]
+        assert (at / f"step={SAVED}.ckpt").is_dir() == (kind == "folder")
+        for target in [b for a, b, k in ways if (a, k) == (source, kind)]:
+            for found in run_ranks(resumed, PLACES[target].world, PLACES[target], str(at)):
+                # Other layouts pad other packs: the same sums in another order.
+                assert largest_error(found, wanted) < 1e-10, (source, target, kind)
+
+
+def test_folders_load_into_whole_weights_and_files_into_shards(tmp_path: Path) -> None:
+    check_ways([("tp2", "ddp cp2", "folder"), ("ddp cp2", "dp2", "file")], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", PLACES)
+def test_every_layout_into_every_other(source: str, tmp_path: Path) -> None:
+    check_ways([way for way in WAYS if way[0] == source], tmp_path)
 
 
 def test_what_to_export_must_be_clear(tmp_path: Path) -> None:

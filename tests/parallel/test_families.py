@@ -1,0 +1,84 @@
+"""Every family whose layers can be cut gives under two tensor-parallel ranks the gradients of one process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd.parallel.plan import model_plan
+from lightning_thd.parallel.tensor import apply_tensor_parallel
+from tests.models.families import FAMILIES
+from tests.ranks import run_ranks
+
+# Of each kind: projections fused, norms over all heads, sinks, latent attention, state space, recurrence.
+SHARP = ["phi3", "olmo2", "gpt_oss", "deepseek_v3", "falcon_h1", "recurrent_gemma"]
+OTHERS = [
+    *("glm4", "olmoe", "olmo_hybrid", "opt", "stablelm", "bamba", "lfm2", "lfm3", "zamba2"),
+    *("granitemoehybrid", "jamba", "nemotron_h", "kimi_linear", "mixtral", "smollm3", "granite"),
+]
+
+
+def build(family: str) -> nn.Module:
+    chosen = FAMILIES[family]
+    config = getattr(transformers, chosen.config)(**chosen.arguments)
+    torch.manual_seed(0)
+    options = {"attn_implementation": "thd", "experts_implementation": "eager"}  # grouped_mm knows no fp64
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **options)
+    return model.double().train()
+
+
+def gradients(model: nn.Module) -> tuple[float, dict[str, Tensor]]:
+    rows = [{"input_ids": torch.arange(n) * 7 % 60 + 1} for n in (7, 12, 3)]
+    loss = causal_lm_loss(model, THDBatch.collate(rows))
+    loss.backward()
+    found: dict[str, Any] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {
+        name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()
+    }
+
+
+def compare(families: list[str]) -> dict[str, tuple[float, float, int]]:
+    """Return the errors of loss and gradients of every family, and how many weights were cut."""
+    warnings.filterwarnings("ignore")
+    errors = {}
+    for family in families:
+        loss, wanted = gradients(build(family))
+        model = build(family)
+        apply_tensor_parallel(model, model_plan(model, 2), init_device_mesh("cpu", (2,)))
+        cut_loss, found = gradients(model)
+        assert found.keys() == wanted.keys()
+        scale = max(float(grad.norm()) for grad in wanted.values())
+        # A key's bias moves no softmax: its gradient is rounding, so all are measured by the largest too.
+        worst = max(
+            float((found[n] - grad).norm() / max(float(grad.norm()), 1e-3 * scale))
+            for n, grad in wanted.items()
+        )
+        cut = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+        errors[family] = (abs(cut_loss - loss) / loss, worst, cut)
+    return errors
+
+
+@pytest.mark.parametrize(
+    "families", [SHARP, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "rest"]
+)
+def test_gradients_equal_one_process(families: list[str]) -> None:
+    for errors in run_ranks(compare, 2, families):
+        assert list(errors) == families
+        for family, (loss, worst, cut) in errors.items():
+            assert loss < 1e-12, family
+            assert worst < 1e-10, family
+            assert cut > 4, family  # more than embedding and head
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba", "gpt2", "xlstm"])
+def test_layers_that_cannot_be_cut_are_refused_before_the_first_step(family: str) -> None:
+    with pytest.raises(ValueError, match="comes without a tensor-parallel plan for its layers, and none"):
+        model_plan(build(family), 2)
