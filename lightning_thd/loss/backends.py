@@ -26,7 +26,7 @@ _ABILITIES = {
 
 
 def run(backend: str, prepared: Prepared, weights: Tensor, penalties: Penalties, *, alike: bool) -> Tensor:
-    """Compute ``sum(weights * loss)`` with another library; reads nothing back from the device.
+    """Compute the weighted sum of the cross entropy with another library, without reading the device.
 
     Args:
         backend: "torch", "liger" or "cce".

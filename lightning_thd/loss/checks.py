@@ -19,7 +19,7 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def check_tensors(**tensors: object) -> None:
-    """Check that what must be a tensor is one.
+    """Check that every argument is a tensor.
 
     Raises:
         TypeError: naming the argument and its type.
@@ -30,7 +30,7 @@ def check_tensors(**tensors: object) -> None:
 
 
 def check_number(name: str, value: object, *, above: float | None = None, least: float | None = None) -> None:
-    """Check a finite Python number and its bound.
+    """Check that an argument is a finite Python number within its bound.
 
     Raises:
         TypeError: for anything else.
@@ -38,7 +38,7 @@ def check_number(name: str, value: object, *, above: float | None = None, least:
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is a {type(value).__name__}, wanted a Python number.")
-    number = float(value)
+    number = math.inf if isinstance(value, int) and abs(value) >= 2**63 else float(value)
     low = above is not None and number <= above
     if not math.isfinite(number) or low or (least is not None and number < least):
         wanted = f" above {above}" if above is not None else "" if least is None else f" of at least {least}"
@@ -80,7 +80,7 @@ def check_operands(
     *,
     autocast: bool,
 ) -> None:
-    """Check what is multiplied.
+    """Check shapes, dtypes and devices of hidden states, weight, bias and LoRA.
 
     Args:
         hidden: wanted ``[..., H]``.
@@ -181,7 +181,7 @@ def check_target_values(targets: Tensor, ignore_index: int, vocabulary: int) -> 
 
 
 def check_rows(rows: Tensor, tokens: int, device: torch.device) -> Tensor:
-    """Check a selection of rows and give it as indices.
+    """Check the ``rows`` argument and return it as indices.
 
     Args:
         rows: int64 ``[R]`` or bool ``[T]``.
@@ -207,7 +207,7 @@ def check_rows(rows: Tensor, tokens: int, device: torch.device) -> Tensor:
 
 
 def refuse_double_backward(name: str) -> None:
-    """Raise inside a backward pass that is itself being recorded.
+    """Refuse ``create_graph=True``, a backward pass that is itself recorded.
 
     Raises:
         RuntimeError: naming the function.

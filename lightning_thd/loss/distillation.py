@@ -162,14 +162,14 @@ def _check(kind: str, temperature: float, alpha: float, beta: float, reduction: 
 
 
 class _Teacher:
-    """The caller's teacher."""
+    """A teacher as the caller passes it: a whole head, or its likeliest tokens."""
 
     def prepare(self, call: Call, prepared: Prepared) -> None:
-        """Check it beside the student and bring it to the student's rows."""
+        """Check the teacher against the student and select the student's rows."""
         raise NotImplementedError
 
     def tiles(self, head: Head) -> Teacher:
-        """Bring it to the student's tiles."""
+        """Return the source of the teacher's log-probabilities, tile by tile."""
         raise NotImplementedError
 
 
@@ -278,7 +278,7 @@ def linear_distillation(
     token_weights: Tensor | float | None,
     mean: bool = False,
 ) -> Tensor:
-    """Do the work of ``fused_linear_distillation``."""
+    """Compute ``fused_linear_distillation`` from checked arguments."""
     prepared = prepare(call)
     hard: Tensor | None = None
     if alpha < 1.0:

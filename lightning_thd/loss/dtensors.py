@@ -20,7 +20,7 @@ def plain(tensor: Any) -> Tensor:
 
 
 def vocabulary_group(weight: Any) -> dist.ProcessGroup | None:
-    """Give the group over which the rows of the weight are sharded; None when every rank has all of them.
+    """Return the group over which the rows of the weight are sharded; None when every rank has all of them.
 
     Raises:
         ValueError: for rows sharded over several mesh axes, or a weight sharded along its columns.
@@ -54,7 +54,7 @@ def local_hidden(hidden: Any, group: dist.ProcessGroup | None, may_be_partial: b
 def group_of_operands(
     hidden: Tensor, weight: Any, group: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """Find the vocabulary's group of a distributed weight that a user passed to a fused loss.
+    """Return the tensor-parallel group of a distributed weight passed to a fused loss.
 
     A mesh does not tell whether its ranks hold the same tokens: those of tensor parallelism do, those of
     FSDP do not, and summing over the wrong ones would go unnoticed. So either the hidden states are

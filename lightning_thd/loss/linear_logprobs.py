@@ -40,7 +40,7 @@ class _Three(NamedTuple):
 
 
 class LogProbs(_Three):
-    """Per token, fp32 (fp64 for fp64 inputs), all differentiable; a tuple of three.
+    """Log-probability, entropy and log-sum-exp of every token; a tuple of three differentiable tensors.
 
     Attributes:
         logp: log-probability of the target, in nats; 0 where ignored.
@@ -52,7 +52,7 @@ class LogProbs(_Three):
 
     @property
     def entropy(self) -> Tensor:
-        """The entropy.
+        """Return the entropy of every token's distribution.
 
         Raises:
             ValueError: when it was not asked for.
@@ -67,7 +67,7 @@ class LogProbs(_Three):
 
     @property
     def top(self) -> TopTokens:
-        """The likeliest tokens.
+        """Return the likeliest tokens and their log-probabilities.
 
         Raises:
             ValueError: when they were not asked for.
@@ -79,7 +79,7 @@ class LogProbs(_Three):
         return self._top
 
     def with_top(self, top: TopTokens | None) -> LogProbs:
-        """Return the same with the likeliest tokens beside."""
+        """Return a copy that carries the likeliest tokens."""
         results = LogProbs(*self)
         results._top = top
         return results
@@ -162,7 +162,7 @@ def fused_linear_logprobs(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def linear_logprobs(call: Call, *, entropy: bool, top_k: int = 0) -> LogProbs:
-    """Do the work of ``fused_linear_logprobs``."""
+    """Compute ``fused_linear_logprobs`` from the arguments as one ``Call``."""
     if not isinstance(entropy, bool):
         raise TypeError(f"entropy is {entropy!r}, wanted True or False.")
     if isinstance(top_k, bool) or not isinstance(top_k, int):
@@ -177,7 +177,7 @@ def linear_logprobs(call: Call, *, entropy: bool, top_k: int = 0) -> LogProbs:
 
 
 class RowValues(NamedTuple):
-    """What rows ``[R]`` give: as ``LogProbs``, and the (weighted) mean of the logits."""
+    """Log-probability, entropy, lse and mean logit of prepared rows ``[R]``."""
 
     logp: Tensor
     entropy: Tensor
@@ -195,7 +195,7 @@ def row_logprobs(
     mean: bool = False,
     top_k: int = 0,
 ) -> RowValues:
-    """Give log-probability, entropy, lse and mean logit of prepared rows, ``[R]`` each.
+    """Compute log-probability, entropy, lse and mean logit of prepared rows, ``[R]`` each.
 
     Args:
         operands: of ``prepare``.
@@ -283,7 +283,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _row_gradients(grads: tuple[Tensor | None, ...], entropy: Tensor, vocabulary: int) -> RowGradients:
-    """Put the gradients of the four outputs into the form the tiles take.
+    """Combine the gradients of the four outputs into the factors that every tile applies.
 
     With log p = z - lse: d logp = onehot - p, d lse = p, d mean = 1 / V, d entropy = -p (log p + entropy).
     """

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd.loss import backends
+from lightning_thd.loss.checks import check_number
 from lightning_thd.loss.dtensors import plain
 from lightning_thd.loss.linear_logprobs import row_logprobs
 from lightning_thd.loss.prepare import Call, Prepared, prepare
@@ -117,7 +118,7 @@ def linear_nll(
     mean: bool = False,
     backend: str = "auto",
 ) -> NLL:
-    """Do the work of ``fused_linear_cross_entropy``; ``token_weights`` may be one number for all."""
+    """Compute ``fused_linear_cross_entropy`` from the arguments as one ``Call``."""
     prepared = prepare(call)
     settings = prepared.settings
     weights = row_weights(token_weights, prepared)
@@ -143,11 +144,13 @@ def linear_nll(
 
 
 def row_weights(token_weights: Tensor | float | None, prepared: Prepared) -> Tensor:
-    """Bring the weights of the tokens to the rows that are multiplied, zero where a row does not count."""
+    """Select the token weights of the rows that are multiplied; 0 for ignored targets."""
     targets, kept, counts = prepared.targets, prepared.kept, prepared.counts
     dtype = prepared.settings.accumulator
     if token_weights is None or not isinstance(token_weights, Tensor) or token_weights.ndim == 0:
         one = 1.0 if token_weights is None else token_weights
+        if not isinstance(one, Tensor):
+            check_number("token_weights", one)
         weights = torch.ones(targets.shape, dtype=dtype, device=targets.device) * one
     else:
         if token_weights.numel() != prepared.shape.numel():

@@ -51,7 +51,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Everything about a call that is no tensor.
+    """The settings of a call: dtypes, tile size, vocabulary and group.
 
     Attributes:
         logit_map: between product and softmax.
@@ -80,7 +80,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """The rows that are multiplied, with what they are multiplied by.
+    """Checked operands and targets of the rows that are multiplied.
 
     Attributes:
         operands: hidden ``[R, H]``, weight, bias, and a LoRA's ``[R, r]`` and ``[V, r]``, on the path of
@@ -100,7 +100,7 @@ class Prepared:
     settings: Settings
 
     def restore(self, values: Tensor) -> Tensor:
-        """Put results ``[R, ...]`` in their places; zeros without gradient where the target is ignored."""
+        """Scatter results ``[R, ...]`` to the caller's shape, zeros where the target is ignored."""
         rest = values.shape[1:]
         if self.counts is not None:
             counts = self.counts.view(-1, *[1] * len(rest))
@@ -112,7 +112,7 @@ class Prepared:
 
 
 def make_head(operands: Operands, targets: Tensor, settings: Settings) -> Head:
-    """Bundle prepared operands for the tile loops."""
+    """Build the ``Head`` that the tile loops take from prepared operands."""
     hidden, weight, bias, low_x, low_weight = operands
     ignored = settings.ignore_index
     return Head(
@@ -131,7 +131,7 @@ def make_head(operands: Operands, targets: Tensor, settings: Settings) -> Head:
 
 
 def prepare(call: Call) -> Prepared:
-    """Check the arguments of a fused loss and bring them into one form."""
+    """Check the arguments of a fused loss, flatten them and select the rows to multiply."""
     check_call(call)
     call = _local(call)
     hidden, weight, group = call.hidden, call.weight, call.tp_group

@@ -24,7 +24,7 @@ Needs = tuple[bool, bool, bool, bool]
 
 
 class Job(Protocol):
-    """What makes the scalar.
+    """The computation of a scalar loss together with its gradients.
 
     Attributes:
         name: of the function a user called, for errors.
@@ -35,14 +35,14 @@ class Job(Protocol):
     further: tuple[Tensor, ...]
 
     def run(self, head: Head, targets: Tensor, *, needs: Needs) -> tuple[Tensor, Tensor, HeadGradients]:
-        """Give the scalar, a part of it to report, and the gradients of the operands that need them."""
+        """Compute the scalar, a part of it to report, and the gradients of the operands that need them."""
         ...
 
 
 def scalar_loss(
     operands: Operands, targets: Tensor, settings: Settings, chunk: int | Literal["auto"], job: Job
 ) -> tuple[Tensor, Tensor]:
-    """Run a job.
+    """Compute a scalar loss whose gradients are made in the forward pass.
 
     Args:
         operands: of ``prepare``.
@@ -101,7 +101,7 @@ def _run(ctx: Any, operands: Operands, targets: Tensor) -> tuple[Tensor, Tensor,
 def kept_rows_head(
     operands: Operands, targets: Tensor, settings: Settings, chunk: int | Literal["auto"]
 ) -> Head:
-    """Bundle operands for loops that keep all logits of a few rows: tiles of as many rows as may be kept."""
+    """Build a ``Head`` whose tiles have as many rows as logits may be kept of."""
     hidden = operands[0]
     native = is_native(settings.compute, hidden.device)
     itemsize = settings.compute.itemsize if native else settings.accumulator.itemsize

@@ -27,7 +27,7 @@ def loss_weights(
     *,
     smoothed: bool,
 ) -> Factors:
-    """Check the arguments and give the function that weighs a prediction's targets.
+    """Return the function that computes the factor of every slot's loss.
 
     Args:
         batch: the microbatch.

@@ -31,7 +31,7 @@ _ATTRIBUTE = "_thd_head_call"
 
 @dataclass(slots=True)
 class Job:
-    """What one call is about.
+    """One forward pass: its batch, what to compute of the hidden states, and what was seen.
 
     Attributes:
         batch: the microbatch.
@@ -50,7 +50,7 @@ class Job:
 
 
 class HeadCall:
-    """The replacements for the forward of a model and of its head; one object a model, kept on it."""
+    """Replacements for the forward of a model and of its head, kept on the model."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -61,7 +61,7 @@ class HeadCall:
 
     @classmethod
     def of(cls, inner: Any) -> HeadCall:
-        """Give the model's own, making it in the first call."""
+        """Return the model's ``HeadCall``, made in the first call."""
         call = inner.__dict__.get(_ATTRIBUTE)
         if call is None or call.inner is not inner:  # a copy of the model still carries the original's
             call = cls(inner)
@@ -73,7 +73,7 @@ class HeadCall:
         return (_nothing, ())  # copies and pickles of the model make their own
 
     def run(self, model: nn.Module, job: Callable[[], Job]) -> dict[str, Tensor]:
-        """Call ``model``, the wrapped one.
+        """Call the model with its head replaced and return what the head computed.
 
         Args:
             model: what the user holds.
@@ -108,7 +108,7 @@ class HeadCall:
         return outputs
 
     def _lengths_of(self, batch: THDBatch) -> contextlib.AbstractContextManager[None]:
-        """Tell state-space layers the lengths, which they would read back from the device without.
+        """Pass the lengths to state-space layers, which would else read them from the device.
 
         Those of a recorded step work with sizes alone, and a shard's with those of the whole pack, which
         its layout knows. Other layers ask for no lengths.
@@ -118,13 +118,13 @@ class HeadCall:
         return packed(batch)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Stand in for the model's forward; what it returns is what hooks of wrappers see."""
+        """Run the model's forward and return the computed values in place of logits."""
         outputs: dict[str, Tensor] = self._finish(self.model_forward(*args, **kwargs))
         return outputs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def head_forward(self, hidden: Tensor) -> LazyLogits:
-        """Stand in for the head's forward: hidden states ``[1, T, H]`` -> values that look like logits."""
+        """Compute the job's values from hidden states ``[1, T, H]`` and return them as lazy logits."""
         job = self.job
         assert job is not None
         head, stage = self.inner.get_output_embeddings(), stage_of(self.inner)
@@ -168,7 +168,7 @@ class HeadCall:
         return found
 
     def _auxiliary_loss(self, outputs: Any) -> Tensor | None:
-        """Weigh a mixture of experts' balancing loss as the model itself does when it is given labels."""
+        """Return the balancing loss of a mixture of experts, times the model's coefficient."""
         aux = getattr(outputs, "aux_loss", None)
         if not isinstance(aux, Tensor):
             return None
@@ -190,7 +190,7 @@ def _nothing() -> None:
 
 @contextlib.contextmanager
 def _replaced(module: nn.Module, forward: Any) -> Generator[None]:
-    """Set a module's forward for a while; another one set on the module itself comes back afterwards."""
+    """Replace a module's forward inside a ``with`` block and restore it afterwards."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:

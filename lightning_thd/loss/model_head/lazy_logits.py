@@ -21,7 +21,7 @@ from lightning_thd.loss.tiles.logit_map import LogitMap
 
 @dataclass(slots=True)
 class _Record:
-    """``outer * tanh(inner * x)`` while it is being built, or ``inner * x`` before a tanh."""
+    """The factors and cap that a model has applied to its logits so far."""
 
     inner: float = 1.0
     outer: float = 1.0
@@ -42,18 +42,18 @@ class _Record:
 
 
 class LazyLogits(Tensor):
-    """A tensor ``[..., T, V]`` of stride 0 over the storage of a few values; see the module."""
+    """A stand-in for logits ``[..., T, V]`` that stores a few values and records operations."""
 
     record: _Record
     count: int
     placements = ()  # a tensor-parallel head's hook compares these, then calls the two below
 
     def redistribute(self, **_: object) -> LazyLogits:
-        """Stand in for DTensor's: what is carried has no layout."""
+        """Return itself: the values it carries have no DTensor layout."""
         return self
 
     def to_local(self, **_: object) -> LazyLogits:
-        """Likewise."""
+        """Return itself, as ``redistribute`` does."""
         return self
 
     @classmethod
@@ -178,7 +178,7 @@ class _Open(torch.autograd.Function):
 
 
 def carry_values(values: Tensor, shape: tuple[int, ...]) -> LazyLogits:
-    """Wrap a head's results as logits of ``shape``, on the path of the gradient.
+    """Wrap a head's results as lazy logits of ``shape`` that pass gradients on.
 
     The hooks that FSDP2 and DDP hang on a module's outputs then see the gradient pass, gather the weights
     again in time, and reduce their gradients.
@@ -195,6 +195,6 @@ def carry_values(values: Tensor, shape: tuple[int, ...]) -> LazyLogits:
 
 
 def open_values(logits: LazyLogits) -> Tensor:
-    """Take the values out again, ``[n]``; their gradient goes back through ``logits``."""
+    """Unwrap the values ``[n]`` of lazy logits; their gradient passes through ``logits``."""
     values: Tensor = _Open.apply(logits, logits.count)  # type: ignore[no-untyped-call]
     return values

@@ -61,7 +61,7 @@ def _check_attention(inner: Any) -> None:
 
 
 def text_config(inner: Any) -> Any:
-    """Give the config of the language model, also where it is one of several parts."""
+    """Return the config of the language model, of a multimodal model its text part."""
     return inner.config.get_text_config(decoder=True)
 
 
@@ -77,7 +77,7 @@ def guess_logit_map(inner: Any) -> LogitMap:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadOperands:
-    """What a head multiplies, as plain tensors on this rank.
+    """Hidden states, weight, bias and LoRA of a head, as plain tensors on this rank.
 
     Attributes:
         hidden: ``[..., T, H]``.
@@ -112,7 +112,7 @@ class HeadOperands:
 
 
 def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
-    """Look into a head in the middle of its forward call, when FSDP2 has gathered its weight.
+    """Read the operands of a head during its forward call, when FSDP2 has gathered its weight.
 
     Args:
         head: an nn.Linear or what looks like one, perhaps wrapped by PEFT, perhaps with DTensor parameters.
@@ -152,7 +152,7 @@ def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
 
 
 def _active_copy(head: Any) -> nn.Module:
-    """See through PEFT's ``modules_to_save`` to the copy that is trained."""
+    """Return the trained copy behind PEFT's ``modules_to_save``."""
     if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
         name = head.active_adapters[0] if getattr(head, "active_adapters", None) else None
         if getattr(head, "disable_adapters", False) or name not in head.modules_to_save:
@@ -163,7 +163,7 @@ def _active_copy(head: Any) -> nn.Module:
 
 
 def _low_rank(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Run the small half of PEFT's adapters, dropout and scaling included; the large half joins the tiles."""
+    """Compute the inner product of active LoRA adapters and return it with their outer weights."""
     if not hasattr(head, "lora_A"):
         raise ValueError(
             f"The model's head is wrapped in a {type(head).__name__}; causal_lm_loss follows LoRA and "

@@ -27,7 +27,7 @@ Of = Literal["prediction", "token"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRollouts:
-    """A pack of rollouts and the way back to their rows.
+    """Padded rollouts as one pack, with the index plan that maps slots to rows.
 
     Attributes:
         batch: the pack; its targets are the response tokens, all others -100.
@@ -99,16 +99,16 @@ class PackedRollouts:
 
     @property
     def mask(self) -> Tensor:
-        """Bool ``[B, N]``: the attention mask again, of the tokens held here."""
+        """Return the attention mask of the tokens held here, bool ``[B, N]``."""
         return self.unpack(torch.ones_like(self.held, dtype=torch.bool), of="token", fill=False)
 
     @property
     def rows(self) -> Tensor:
-        """Int64 ``[R]``: slots that predict a response token; for ``fused_linear_logprobs(rows=...)``."""
+        """Return the slots that predict a response token, int64 ``[R]``."""
         return (self.batch.targets != -100).nonzero().squeeze(1)
 
     def pack(self, values: Tensor, *, of: Of = "prediction", fill: float = 0.0) -> Tensor:
-        """Bring padded values to the pack; differentiable.
+        """Gather padded values into the slots of the pack; differentiable.
 
         Args:
             values: ``[B, N, ...]``, where ``values[b, n]`` belongs to ``input_ids[b, n]``: advantages, old
@@ -141,7 +141,7 @@ class PackedRollouts:
         fill: float = 0.0,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Bring packed values back to their rows; differentiable.
+        """Scatter values of slots back to padded rows; differentiable.
 
         Args:
             values: ``[T, ...]`` or ``[1, T, ...]``.
@@ -199,7 +199,7 @@ class PackedRollouts:
         entropy: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> LogProbs:
-        """Run a model over the pack; three tensors ``[B, N]``, 0 outside the responses.
+        """Run a model over the pack and return log-probabilities as padded rows ``[B, N]``.
 
         Args:
             model: as for ``causal_lm_loss``.
@@ -218,7 +218,7 @@ class PackedRollouts:
         mean: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Run a model over the pack; the log-probability of each row's response, ``[B]``.
+        """Run a model over the pack and return the log-probability of each response, ``[B]``.
 
         Args:
             model: as for ``causal_lm_loss``.
@@ -230,7 +230,7 @@ class PackedRollouts:
         return self.means(logp, group=group) if mean else self.sums(logp, group=group)
 
     def shard(self, slots: Tensor, batch: THDBatch | None = None) -> PackedRollouts:
-        """Keep some slots: one context-parallel rank's.
+        """Select the slots of one context-parallel rank.
 
         Args:
             slots: int64, indices into the T slots, in the order in which the rank holds them; slots of one

@@ -15,7 +15,7 @@ from lightning_thd.loss.checks import check_tensors
 def check_masks(
     input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Check shapes and give the attention mask and the response mask as bool ``[B, N]``.
+    """Check the masks and return attention and response mask as bool ``[B, N]``.
 
     Raises:
         ValueError: when the shapes differ, nothing is real, or a response token is masked out.
@@ -48,7 +48,7 @@ def check_masks(
 
 
 def index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """For every slot, the token it holds, the one it predicts, and its row; on the host, no loop.
+    """Compute for every slot the token it holds, the one it predicts, and its row.
 
     Args:
         mask: bool ``[B, N]`` on the CPU.

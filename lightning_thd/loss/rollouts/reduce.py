@@ -30,7 +30,7 @@ def segment_sums(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
 
 
 def sum_over_group(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Add up over ranks; the gradient is that of the sum of all ranks' losses."""
+    """Sum a tensor over ranks, with the gradient of the sum of all ranks' losses."""
     total: Tensor = _SumOverGroup.apply(values, group)  # type: ignore[no-untyped-call]
     return total
 

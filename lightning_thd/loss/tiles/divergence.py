@@ -26,7 +26,7 @@ Kind = Literal["kl", "reverse_kl", "jsd"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """What is compared.
+    """A divergence between two softmaxes, and its gradient in the student's logits.
 
     Attributes:
         kind: "kl" is ``sum e^t (t - s)``, "reverse_kl" ``sum e^s (s - t)``, "jsd" ``beta`` times the first
@@ -43,7 +43,7 @@ class Divergence:
         return self.kind != "kl"
 
     def terms(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Give a tile's part of the divergence, and of the sum that couples columns, ``[c]`` each."""
+        """Compute a tile's part of the divergence and of the sum that couples columns, ``[c]`` each."""
         q = t.exp()
         if self.kind == "kl":
             found = torch.where(q > 0, q * (t - s), 0.0).sum(1)
@@ -75,20 +75,20 @@ class Teacher(Protocol):
     """Gives a teacher's log-probabilities, tile by tile."""
 
     def fill(self, rows: slice) -> Tensor:
-        """Turn to some rows; what the ranks are to merge, ``[n, c]``."""
+        """Select some rows and return the statistics ``[n, c]`` that ranks merge."""
         ...
 
     def open(self, stats: Tensor) -> None:
-        """Take what came of it for the whole vocabulary."""
+        """Receive the statistics of the whole vocabulary."""
         ...
 
     def logprobs(self, columns: slice) -> Tensor:
-        """Give a tile's, ``[c, v]``, to be overwritten."""
+        """Return a tile of log-probabilities, ``[c, v]``, which may be overwritten."""
         ...
 
 
 class HeadTeacher:
-    """A teacher of whom hidden states and head are here.
+    """A teacher whose hidden states and head are given.
 
     Args:
         head: the operands, with the rows, columns and tiles of the student's.
@@ -99,20 +99,20 @@ class HeadTeacher:
         self._lse = head.hidden.new_empty(0)
 
     def fill(self, rows: slice) -> Tensor:
-        """Make the logits of some rows and give their statistics, ``[5, c]``."""
+        """Compute the logits of some rows and return their statistics, ``[5, c]``."""
         return self._stash.fill(rows, _nowhere(rows, self._lse), total=False)
 
     def open(self, stats: Tensor) -> None:
-        """Take the statistics of the whole vocabulary."""
+        """Receive the statistics of the whole vocabulary."""
         self._lse = stats[MAX] + stats[SUM].log()
 
     def logprobs(self, columns: slice) -> Tensor:
-        """Give a tile's, ``[c, v]``."""
+        """Return a tile of log-probabilities, ``[c, v]``."""
         return self._stash.logits(columns) - self._lse[:, None]
 
 
 class TopTeacher:
-    """A teacher of whom only the likeliest tokens are known.
+    """A teacher whose likeliest tokens alone are given.
 
     Args:
         logp: ``[R, k]``, log-probabilities that add up to 1.
@@ -125,15 +125,15 @@ class TopTeacher:
         self._rows = slice(0, 0)
 
     def fill(self, rows: slice) -> Tensor:
-        """Turn to some rows; there is nothing to merge, ``[0, c]``."""
+        """Select some rows and return no statistics, ``[0, c]``."""
         self._rows = rows
         return self._logp.new_empty((0, rows.stop - rows.start))
 
     def open(self, stats: Tensor) -> None:
-        """Take nothing."""
+        """Ignore the statistics, there are none."""
 
     def logprobs(self, columns: slice) -> Tensor:
-        """Give a tile's, ``[c, v]``, -inf for every other token."""
+        """Return a tile of log-probabilities, ``[c, v]``, -inf for all other tokens."""
         width = columns.stop - columns.start
         local = self._tokens[self._rows] - self._start - columns.start
         here = (local >= 0) & (local < width)
@@ -200,7 +200,7 @@ def divergence_and_gradients(
 
 
 def _open(stash: Stash, teacher: Teacher, rows: slice, group: dist.ProcessGroup | None) -> Tensor:
-    """Turn student and teacher to some rows and give the student's log-sums, ``[c]``."""
+    """Fill both stashes with some rows and return the student's log-sums, ``[c]``."""
     head = stash.head
     stats = stash.fill(rows, _nowhere(rows, head.hidden), total=False)
     others = teacher.fill(rows).to(stats.dtype)

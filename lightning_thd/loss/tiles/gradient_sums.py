@@ -19,7 +19,7 @@ from lightning_thd.loss.tiles.wide_sum import WideSum
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadGradients:
-    """What came of it; None where nobody asked.
+    """Gradients of a head's operands; None where none was asked for.
 
     Attributes:
         hidden: ``[R, H]``, in the accumulator's dtype, or its own with rows outside.
@@ -35,7 +35,7 @@ class HeadGradients:
 
 
 class GradientSums:
-    """Sums that tiles add to.
+    """Accumulators of the operands' gradients, to which every tile adds.
 
     Args:
         head: the operands.
@@ -67,7 +67,7 @@ class GradientSums:
         self._tile: Tensor | None = None
 
     def open(self, outer: slice) -> None:
-        """Begin a tile of the outer loop: the sum's own rows where wide enough, else a wide copy."""
+        """Begin a tile of the outer loop with a wide accumulator."""
         total = self.hidden if self.rows_outside else self.weight
         if total is not None:
             tile = total[outer]
@@ -75,7 +75,7 @@ class GradientSums:
             self._tile = torch.empty_like(tile, dtype=self.head.accumulator) if narrow else tile
 
     def add(self, dx: Tensor, rows: slice, columns: slice) -> None:
-        """Add what the gradient ``dx`` ``[c, v]`` of a tile's raw products contributes."""
+        """Add the contribution of a tile, whose raw products have the gradient ``dx`` ``[c, v]``."""
         head = self.head
         if self.hidden is not None:
             total = self._tile if self.rows_outside else self.hidden[rows]
@@ -99,13 +99,13 @@ class GradientSums:
         return total
 
     def close(self, outer: slice) -> None:
-        """Finish a tile of the outer loop."""
+        """Finish a tile of the outer loop and round its accumulator."""
         total = self.hidden if self.rows_outside else self.weight
         if total is not None and self._tile is not None and self._tile.dtype != total.dtype:
             total[outer] = self._tile
 
     def result(self) -> HeadGradients:
-        """Give the sums."""
+        """Return the gradients."""
         if self._wide_weight is not None:
             self.weight = self._wide_weight.result()
         low = (None, None) if self.low is None else self.low

@@ -17,7 +17,7 @@ from lightning_thd.loss.tiles.products import is_native, operand, product, round
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """A language model's head and what goes into it.
+    """A language model's head with its inputs and tile size.
 
     Attributes:
         hidden: ``[R, H]``.
@@ -46,32 +46,32 @@ class Head:
     tile: tuple[int, int]
 
     def row_tiles(self) -> Iterator[slice]:
-        """Slices over R."""
+        """Iterate over tiles of rows, as slices."""
         rows = self.hidden.shape[0]
         return (slice(i, min(i + self.tile[0], rows)) for i in range(0, rows, self.tile[0]))
 
     def column_tiles(self) -> Iterator[slice]:
-        """Slices over the columns that exist."""
+        """Iterate over tiles of the columns that exist, as slices."""
         return (slice(j, min(j + self.tile[1], self.columns)) for j in range(0, self.columns, self.tile[1]))
 
     def scratch(self) -> Tensor:
-        """One flat buffer a tile fits in."""
+        """Allocate one flat buffer that holds a tile."""
         size = min(self.tile[0], self.hidden.shape[0]) * min(self.tile[1], self.columns)
         return self.hidden.new_empty(size, dtype=self.accumulator)
 
     def hidden_tile(self, rows: slice) -> Tensor:
-        """``[c, H]``; rows that do not count are zeros, for a NaN times a weight of zero is a NaN."""
+        """Return hidden states ``[c, H]``, zeros in ignored rows: a NaN times zero is a NaN."""
         return self._counted(self.hidden, rows)
 
     def _counted(self, x: Tensor, rows: slice) -> Tensor:
         return x[rows] if self.counts is None else torch.where(self.counts[rows, None], x[rows], 0.0)
 
     def weight_tile(self, columns: slice) -> Tensor:
-        """``[v, H]`` as a product takes it."""
+        """Return rows of the weight ``[v, H]``, cast for a product."""
         return operand(self.weight[columns], self.compute, self.accumulator)
 
     def logits(self, rows: slice, columns: slice, weight: Tensor, out: Tensor) -> Tensor:
-        """Write the mapped logits of a tile over the front of the buffer ``out``; ``[c, v]``."""
+        """Compute the mapped logits ``[c, v]`` of a tile in the front of the buffer ``out``."""
         z = out[: (rows.stop - rows.start) * weight.shape[0]].view(-1, weight.shape[0])
         product(operand(self.hidden_tile(rows), self.compute, self.accumulator), weight, out=z)
         return self.finish(z, rows, columns)
@@ -84,7 +84,7 @@ class Head:
     def rounded_logits(
         self, rows: slice, columns: slice, weight: Tensor, kept: Tensor, out: Tensor
     ) -> Tensor:
-        """Like ``logits``, from products rounded to bf16, which stay in the front of the buffer ``kept``."""
+        """Compute logits from products rounded to bf16, which are kept in the buffer ``kept``."""
         shape = (rows.stop - rows.start, weight.shape[0])
         kept, z = (buffer[: shape[0] * shape[1]].view(shape) for buffer in (kept, out))
         return self.finish(
@@ -104,6 +104,6 @@ class Head:
         return self.logit_map.apply_(z)
 
     def low_rank_tile(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-        """The LoRA's part of a tile, ``[c, r]`` and ``[v, r]``."""
+        """Return the LoRA's operands of a tile, ``[c, r]`` and ``[v, r]``."""
         assert self.low_rank is not None
         return self._counted(self.low_rank[0], rows), self.low_rank[1][columns]

@@ -28,7 +28,7 @@ from lightning_thd.loss.tiles.softmax import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Penalties:
-    """What is added to the likelihood.
+    """Label smoothing and z-loss, which are added to the likelihood.
 
     Attributes:
         label_smoothing: share of the target's mass spread over the vocabulary, 0 to 1.
@@ -49,7 +49,7 @@ class Penalties:
             raise ValueError(f"z_loss is {self.z_loss!r}, wanted a finite factor, 0 or more; 1e-4 is usual.")
 
     def loss(self, logp: Tensor, lse: Tensor, mean_logit: Tensor) -> Tensor:
-        """Combine into the loss of each row, ``[R]``."""
+        """Combine log-probability, lse and mean logit into the loss of each row, ``[R]``."""
         loss = -logp
         if self.label_smoothing:
             loss = loss * (1.0 - self.label_smoothing) + (lse - mean_logit) * self.label_smoothing
@@ -58,11 +58,11 @@ class Penalties:
         return loss
 
     def z_part(self, weights: Tensor, lse: Tensor) -> Tensor:
-        """Give the part of the rows' loss that ``z_loss`` adds, ``[]``."""
+        """Return the part of the loss that ``z_loss`` adds, ``[]``."""
         return (weights * self.z_loss * lse.square()).sum()
 
     def gradients(self, weights: Tensor, lse: Tensor, vocabulary: int) -> RowGradients:
-        """Differentiate ``weights * loss`` for the tiles."""
+        """Differentiate ``weights * loss`` in each row's log-probability, lse and mean logit."""
         direct = weights
         if self.z_loss:
             direct = direct * (1.0 + 2.0 * self.z_loss * lse)
@@ -116,7 +116,7 @@ def nll_and_gradients(
 
 
 class Stash:
-    """The logits of a few rows over all columns, tile by tile, written once and turned into gradients once.
+    """The logits of a few rows over all columns, kept from one pass over the tiles to the next.
 
     Kept exact in the accumulator's dtype, except where a CPU multiplies bf16 natively: products are
     rounded to bf16 as the model's own head would, and kept so, at half the memory.
@@ -132,7 +132,7 @@ class Stash:
         self.rows = slice(0, 0)
 
     def fill(self, rows: slice, targets: Tensor, *, total: bool) -> Tensor:
-        """Make the logits of ``rows`` and return their statistics, ``[5, c]``."""
+        """Compute the logits of ``rows`` and return their statistics, ``[5, c]``."""
         self.rows = rows
         head = self.head
         stats = head.hidden.new_zeros((5, rows.stop - rows.start), dtype=head.accumulator)
@@ -148,7 +148,7 @@ class Stash:
         return stats
 
     def logits(self, columns: slice) -> Tensor:
-        """Give a tile's mapped logits, ``[c, v]``, to be read until the next tile is asked for."""
+        """Return a tile's mapped logits, ``[c, v]``, to be read until the next tile is asked for."""
         z = self._tile(columns)
         if self.wide is None:
             return z
@@ -156,7 +156,7 @@ class Stash:
         return self.head.finish(wide.copy_(z), self.rows, columns)
 
     def gradient(self, columns: slice, targets: Tensor, lse: Tensor, wanted: RowGradients) -> Tensor:
-        """Give the gradient of the raw products of a tile, ``[c, v]``; its logits are gone then."""
+        """Return the gradient of a tile's raw products, ``[c, v]``, in place of its logits."""
         z = self.logits(columns)
         e = self.scratch[: z.numel()].view_as(z)
         return logit_gradient(self.head.logit_map, z, e, targets - columns.start, lse, wanted)

@@ -20,7 +20,7 @@ _HALF_TOP = 8192.0
 
 
 def accumulator_dtype(*operands: Tensor | None) -> torch.dtype:
-    """fp64 when an operand is, else fp32."""
+    """Return the dtype of sums: fp64 when an operand is fp64, else fp32."""
     wide = any(x is not None and x.dtype == torch.float64 for x in operands)
     return torch.float64 if wide else torch.float32
 
@@ -31,7 +31,7 @@ def has_autocast(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Leave dtypes alone: tiles are cast by hand, and their sums must stay wide."""
+    """Switch autocast off, for tiles are cast by hand and their sums must stay wide."""
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -50,7 +50,7 @@ def is_native(compute: torch.dtype, device: torch.device) -> bool:
 
 
 def operand(tile: Tensor, compute: torch.dtype, accumulator: torch.dtype) -> Tensor:
-    """Bring a tile into the dtype it is multiplied in, rounded to ``compute`` first."""
+    """Cast a tile to the dtype it is multiplied in, rounded to ``compute`` first."""
     tile = tile.to(compute)
     return tile if tile.is_cuda or is_native(compute, tile.device) else tile.to(accumulator)
 

@@ -17,7 +17,7 @@ _WORTH_SKIPPING = 0.05
 
 
 def rows_with_target(targets: Tensor, ignore_index: int) -> tuple[Tensor | None, bool]:
-    """Give the rows whose target counts, or None where all rows should be multiplied.
+    """Return the rows whose target counts, or None where all rows should be multiplied.
 
     Args:
         targets: int64 ``[T]``.

@@ -25,7 +25,7 @@ MAX, SUM, WEIGHTED, TARGET, TOTAL = range(5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowGradients:
-    """Gradients of each row's log-probability, entropy, lse and mean logit, put together; ``[R]`` each.
+    """Factors ``[R]`` of a row's gradient, combined from those of its outputs.
 
     With ``p`` the softmax, ``dz = p * (direct + slope * log p) + onehot * target + flat``.
     """
@@ -36,7 +36,7 @@ class RowGradients:
     flat: Tensor | None
 
     def at(self, rows: slice) -> RowGradients:
-        """The same for some of the rows."""
+        """Select some of the rows."""
         return RowGradients(
             direct=self.direct[rows],
             slope=None if self.slope is None else self.slope[rows],
@@ -53,7 +53,7 @@ def softmax_statistics(
     total: bool,
     seen: Callable[[Tensor, slice, slice], None] | None = None,
 ) -> Tensor:
-    """Run over all tiles once and keep five numbers a row.
+    """Compute five statistics of every row's logits in one pass over the tiles.
 
     Args:
         head: the operands.
@@ -84,7 +84,7 @@ def softmax_statistics(
 def update_statistics(
     stats: Tensor, z: Tensor, e: Tensor, targets: Tensor, entropy: bool, total: bool
 ) -> None:
-    """Fold a tile ``z`` into the statistics ``[5, c]`` of its rows.
+    """Update the statistics ``[5, c]`` of some rows with a tile of their logits.
 
     Args:
         stats: changed in place.
@@ -117,7 +117,7 @@ def without_infinity(largest: Tensor) -> Tensor:
 
 
 def _targets_here(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Which rows have their target among ``columns``, ``[c]``, and an index safe for all, ``[c, 1]``."""
+    """Return which rows have their target in a tile, ``[c]``, and an index safe for all, ``[c, 1]``."""
     here = (targets >= 0) & (targets < columns)
     return here, targets.clamp(0, columns - 1)[:, None]
 
@@ -130,7 +130,7 @@ def gradients(
     *,
     needs: tuple[bool, bool, bool, bool],
 ) -> HeadGradients:
-    """Make the logits again, tile by tile, and the gradients of what was asked for.
+    """Recompute the logits tile by tile and return the gradients of the operands.
 
     Args:
         head: the operands of the forward pass.

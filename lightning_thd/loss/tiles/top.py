@@ -26,7 +26,7 @@ class TopTokens(NamedTuple):
 
 
 class Top:
-    """The k largest logits of every row so far.
+    """The k largest logits of every row among the tiles seen so far.
 
     Args:
         head: whose tiles will come.
@@ -40,7 +40,7 @@ class Top:
         self.tokens = head.hidden.new_zeros(shape, dtype=torch.int64)
 
     def update(self, z: Tensor, rows: slice, columns: slice) -> None:
-        """Fold in a tile ``z`` ``[c, v]``."""
+        """Update the k largest logits with a tile ``z`` ``[c, v]``."""
         values, tokens = z.topk(min(self.k, z.shape[1]), dim=1)
         tokens += columns.start + self._start
         self._keep(rows, torch.cat([self.logits[rows], values], 1), torch.cat([self.tokens[rows], tokens], 1))
@@ -50,11 +50,11 @@ class Top:
         self.tokens[rows] = tokens.gather(1, index)
 
     def columns(self) -> Tensor:
-        """Give both as ``[2k, R]`` to travel with the statistics; fp32 holds all ids below 2^24."""
+        """Return logits and tokens as floats ``[2k, R]``; fp32 holds all ids below 2^24."""
         return torch.cat([self.logits.t(), self.tokens.t().to(self.logits.dtype)])
 
     def merge(self, every: Tensor) -> None:
-        """Fold together what ``columns`` gave on all ranks, ``[P, 2k, R]``."""
+        """Merge what ``columns`` returned on all ranks, ``[P, 2k, R]``."""
         if self.k:
             logits, tokens = every[:, : self.k], every[:, self.k :]
             rows = slice(0, len(self.logits))

@@ -72,7 +72,7 @@ def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def merge_ranks(every: Tensor) -> Tensor:
-    """Merge ``[P, 5, R]`` over P, shifting every sum to the largest maximum."""
+    """Merge the statistics ``[P, 5, R]`` of all ranks into ``[5, R]``."""
     largest = every[:, MAX].amax(0)
     shift = (every[:, MAX] - without_infinity(largest)).clamp_min(LOWEST)  # padding alone has maximum -inf
     decay = shift.exp()
@@ -88,7 +88,7 @@ def merge_ranks(every: Tensor) -> Tensor:
 
 
 def sum_over_ranks(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Add up gradients of what all ranks share; one all-reduce for all of them.
+    """Sum gradients over ranks in place, in one all-reduce.
 
     Args:
         parts: ``[R, H_i]`` each, one dtype.
@@ -103,11 +103,11 @@ def sum_over_ranks(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor
 
 
 class GatherRows(torch.autograd.Function):
-    """Sequence parallel: rows ``[R / P, H]`` of every rank -> ``[R, H]``; gradients are reduce-scattered."""
+    """Gather sequence-parallel rows ``[R / P, H]`` to ``[R, H]``; reduce-scatter their gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """One all-gather."""
+        """Gather the rows of all ranks."""
         ctx.group = group
         out = rows.new_empty((rows.shape[0] * dist.get_world_size(group), *rows.shape[1:]))
         _all_gather(out, rows.contiguous(), group)
@@ -115,7 +115,7 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """One reduce-scatter of what every rank's columns contribute."""
+        """Reduce-scatter the gradients of all ranks' columns."""
         (grad,) = grads
         out = grad.new_empty((grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:]))
         _reduce_scatter(out, grad.contiguous(), ctx.group)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class WideSum:
-    """A gradient ``[V, H]`` that is summed wide and handed out narrow.
+    """A gradient ``[V, H]`` that is summed in a wide dtype and rounded at the end.
 
     Args:
         like: gives shape, dtype and device of the result.
@@ -31,14 +31,14 @@ class WideSum:
         self._back = torch.empty((columns - inside, like.shape[1]), dtype=wide, device=like.device)
 
     def tile(self, columns: slice) -> Tensor:
-        """Give the sum of some rows, to be added to in place; uninitialised at first."""
+        """Return the accumulator of some rows, uninitialised at first."""
         inside = len(self._front)
         if columns.start < inside:
             return self._front[columns]
         return self._back[columns.start - inside : columns.stop - inside]
 
     def result(self) -> Tensor:
-        """Round the sums; nothing can be added afterwards."""
+        """Round the sums to the narrow dtype; nothing can be added afterwards."""
         narrow, inside = self._narrow, len(self._front)
         for start in range(0, inside, self._width):  # ascending: what is overwritten has been rounded
             rows = slice(start, start + self._width)
