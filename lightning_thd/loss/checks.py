@@ -36,9 +36,10 @@ def check_number(name: str, value: object, *, above: float | None = None, least:
         TypeError: for anything else.
         ValueError: naming the bound.
     """
+    too_wide = isinstance(value, int) and abs(value) >= 2**63  # more than a tensor takes
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is a {type(value).__name__}, wanted a Python number.")
-    number = math.inf if isinstance(value, int) and abs(value) >= 2**63 else float(value)
+    number = math.inf if too_wide else float(value)
     low = above is not None and number <= above
     if not math.isfinite(number) or low or (least is not None and number < least):
         wanted = f" above {above}" if above is not None else "" if least is None else f" of at least {least}"
