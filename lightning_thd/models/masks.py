@@ -7,7 +7,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -145,10 +144,7 @@ def skip_position_scan(masking_utils: ModuleType) -> None:
     original: Callable[..., Any] = namespace._preprocess_mask_arguments
     expected = ["config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids"]
     if list(inspect.signature(original).parameters)[:5] != expected:
-        raise ImportError(
-            f"transformers {version('transformers')} prepares masks in a way lightning_thd does not know. "
-            "Install a release between 5.0 and 5.23, or a newer lightning_thd."
-        )
+        raise TypeError("_preprocess_mask_arguments takes other arguments")
 
     @functools.wraps(original)
     def preprocess(

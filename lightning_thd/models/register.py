@@ -1,16 +1,31 @@
-"""The name ``"thd"`` -> entries in transformers' attention and mask tables, made when it is imported."""
+"""The name ``"thd"`` -> entries in transformers' attention and mask tables, made when it is imported.
+
+All that is replaced outside this package, each doing what it did for models without "thd":
+
+- ``PreTrainedModel.get_correct_attn_implementation``: a model given "thd" gets its hooks here.
+- ``PreTrainedModel._set_gradient_checkpointing`` and torch's ``CheckpointWrapper``: recomputed layers find the
+  pack they were first run on.
+- ``masking_utils._preprocess_mask_arguments``: positions are not searched for packs under "thd".
+- when a "thd" model is built, the forward of its state-space layers, position embeddings, length-dependent
+  ropes, Gemma3n's embeddings and pooling heads (``adopt_*`` in this folder); outside a pack they do what they did.
+
+Where transformers is too old, or has changed underneath, its import goes on and "thd" alone is refused.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from lightning_thd.models.import_hook import after_import
 
 NAME = "thd"
+# Before, Mamba2, Zamba2, FalconH1 and NemotronH hard-coded seq_idx=None in their fused calls: a silent leak.
+OLDEST: Final = (5, 15)
 _done: set[str] = set()
 
 
@@ -29,11 +44,60 @@ def register_thd() -> None:
             after_import(name, callback)
 
 
-def _register_attention(modeling_utils: ModuleType) -> None:
-    from lightning_thd.models.attend import thd_attention
+def _installed() -> str:
+    try:
+        return version("transformers")
+    except PackageNotFoundError:  # a source tree on the path
+        return "of unknown version"
 
-    modeling_utils.AttentionInterface.register(NAME, thd_attention)
-    _watch_models(modeling_utils.PreTrainedModel)
+
+def _too_old(installed: str) -> bool:
+    numbers = [part for part in installed.split(".")[:2] if part.isdigit()]
+    return len(numbers) == 2 and tuple(map(int, numbers)) < OLDEST
+
+
+def _refusal(what: str) -> Callable[..., Any]:
+    """Make an attention or a mask that says why "thd" cannot be had here."""
+    message = (
+        f"attn_implementation='thd' is not available with transformers {_installed()}: {what}. Install a "
+        f"release from {'.'.join(map(str, OLDEST))} to 5.23, or a newer lightning_thd."
+    )
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValueError(message)
+
+    return refuse
+
+
+def _register_attention(modeling_utils: ModuleType) -> None:
+    """Enter "thd" into the table of attentions; what is amiss refuses models, never the import."""
+    table: Any = getattr(modeling_utils, "AttentionInterface", None)
+    if table is None:
+        return  # transformers refuses the name by itself
+    if _too_old(_installed()):
+        table.register(NAME, _refusal("it hands no boundaries to state-space layers"))
+        return
+    try:
+        from lightning_thd.models.attend import thd_attention
+
+        _watch_models(modeling_utils.PreTrainedModel)
+        table.register(NAME, thd_attention)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        table.register(NAME, _refusal(f"it has changed underneath ({error})"))
+
+
+def _register_mask(masking_utils: ModuleType) -> None:
+    """Enter "thd" into the table of masks; what is amiss refuses models, never the import."""
+    from lightning_thd.models.masks import skip_position_scan, thd_mask
+
+    table: Any = getattr(masking_utils, "AttentionMaskInterface", None)
+    if table is None or _too_old(_installed()):
+        return
+    try:
+        skip_position_scan(masking_utils)
+        table.register(NAME, thd_mask)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        table.register(NAME, _refusal(f"it has changed underneath ({error})"))
 
 
 def _watch_wrappers(checkpoint_wrapper: ModuleType) -> None:
@@ -52,13 +116,6 @@ def _watch_wrappers(checkpoint_wrapper: ModuleType) -> None:
     wrapper.__init__ = __init__
 
 
-def _register_mask(masking_utils: ModuleType) -> None:
-    from lightning_thd.models.masks import skip_position_scan, thd_mask
-
-    masking_utils.AttentionMaskInterface.register(NAME, thd_mask)
-    skip_position_scan(masking_utils)
-
-
 def _watch_models(base: Any) -> None:
     """Hook every model given "thd" attention, and every activation checkpointing that is switched on."""
     from lightning_thd.models.hooks import carry_scope, install
@@ -67,6 +124,8 @@ def _watch_models(base: Any) -> None:
 
     choose: Callable[..., str] = base.get_correct_attn_implementation
     set_checkpointing: Callable[..., None] = base._set_gradient_checkpointing
+    if "gradient_checkpointing_func" not in inspect.signature(set_checkpointing).parameters:
+        raise TypeError("_set_gradient_checkpointing takes no gradient_checkpointing_func")
 
     @functools.wraps(choose)
     def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,3 +82,48 @@ def test_after_import_of_a_missing_module_changes_nothing() -> None:
     after_import("thd_never_there", lambda module: None)
     with pytest.raises(ModuleNotFoundError):
         import thd_never_there  # noqa: F401
+
+
+STAND_IN = """
+class AttentionInterface:
+    table = {}
+    @classmethod
+    def register(cls, name, function): cls.table[name] = function
+class AttentionMaskInterface(AttentionInterface):
+    table = {}
+def _preprocess_mask_arguments(%s): ...
+class PreTrainedModel:
+    def get_correct_attn_implementation(self): ...
+    def _set_gradient_checkpointing(self, enable, gradient_checkpointing_func): ...
+"""
+KNOWN = "config, inputs_embeds, attention_mask, past_key_values, position_ids"
+
+
+@pytest.mark.parametrize(
+    ("release", "arguments", "table", "message"),
+    [
+        ("5.14.1", KNOWN, "AttentionInterface", "5.14.1: it hands no boundaries to state-space layers"),
+        ("5.99.0", "config", "AttentionMaskInterface", "5.99.0: it has changed underneath"),
+    ],
+)
+def test_another_transformers_refuses_thd_alone(
+    tmp_path: Path, release: str, arguments: str, table: str, message: str
+) -> None:
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    for name in ("modeling_utils", "masking_utils"):
+        (package / f"{name}.py").write_text(STAND_IN % arguments)
+    info = tmp_path / f"transformers-{release}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {release}\n")
+    out = run_python(
+        "import sys, lightning_thd\n"
+        "for name in [x for x in sys.modules if x.partition('.')[0] == 'transformers']: del sys.modules[name]\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import transformers.modeling_utils as m, transformers.masking_utils as k\n"
+        f"table = (m if {table!r} == 'AttentionInterface' else k).{table}.table\n"
+        "try: table['thd']()\nexcept ValueError as error: print(error)"
+    )
+    assert message in out
+    assert "Install a release from 5.15 to 5.23" in out
