@@ -3,11 +3,12 @@
 All that is replaced outside this package, each doing what it did for models without "thd":
 
 - ``PreTrainedModel.get_correct_attn_implementation``: a model given "thd" gets its hooks here.
-- ``PreTrainedModel._set_gradient_checkpointing`` and torch's ``CheckpointWrapper``: recomputed layers find the
-  pack they were first run on.
+- ``PreTrainedModel._set_gradient_checkpointing`` and torch's ``CheckpointWrapper``: recomputed layers find
+  the pack they were first run on.
 - ``masking_utils._preprocess_mask_arguments``: positions are not searched for packs under "thd".
 - when a "thd" model is built, the forward of its state-space layers, position embeddings, length-dependent
-  ropes, Gemma3n's embeddings and pooling heads (``adopt_*`` in this folder); outside a pack they do what they did.
+  ropes, Gemma3n's embeddings and pooling heads (``adopt_*`` in this folder); outside a pack they do what
+  they did.
 
 Where transformers is too old, or has changed underneath, its import goes on and "thd" alone is refused.
 """

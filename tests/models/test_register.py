@@ -119,7 +119,7 @@ def test_another_transformers_refuses_thd_alone(
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {release}\n")
     out = run_python(
         "import sys, lightning_thd\n"
-        "for name in [x for x in sys.modules if x.partition('.')[0] == 'transformers']: del sys.modules[name]\n"
+        "for x in [x for x in sys.modules if x.partition('.')[0] == 'transformers']: del sys.modules[x]\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "import transformers.modeling_utils as m, transformers.masking_utils as k\n"
         f"table = (m if {table!r} == 'AttentionInterface' else k).{table}.table\n"

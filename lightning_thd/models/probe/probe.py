@@ -1,15 +1,16 @@
 """A model -> proof, or the name of the layer, that no sequence of a pack sees another.
 
 Packs of random tokens are run; one sequence is changed at a time, and what moves elsewhere is leakage. So is
-a gradient that reaches the inputs of another sequence. And every sequence run alone must give what it gave
-in the pack.
+a gradient that reaches the inputs of another sequence. Every sequence run alone must give what it gave in the
+pack: by the same call, and by transformers' own eager attention, which nothing here has touched. No token may
+move an earlier one, and a trailing pad no gradient.
 
 Legend: T slots in a pack, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.models.pack import packed
+from lightning_thd.models.probe.inputs import (
+    LENGTHS,
+    Forward,
+    default_forward,
+    embedding_of,
+    random_pack,
+    slots_of,
+    text_config,
+    undisturbed,
+)
 from lightning_thd.models.probe.report import PackingLeakError, PackingReport
+from lightning_thd.models.probe.stock import is_stock, lengths_to_reach, logits_alone
 from lightning_thd.models.probe.trace import first_leaking_module
-
-Forward = Callable[[nn.Module, THDBatch], Any]
 
 # Relative to the largest logit. A leak is judged between two runs of the same shapes, so only the order of
 # sums in expert kernels remains; packed against alone differs by the rounding of the dtype over the depth of
@@ -29,19 +38,21 @@ Forward = Callable[[nn.Module, THDBatch], Any]
 _LEAK: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ERROR: dict[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_LEAK, _HALF_ERROR = 1e-2, 5e-2
-_LENGTHS = (7, 1, 16, 3, 8)
+_PAD = 5  # slots
+_MANY = 300_000_000  # parameters whose gradients, twice, still fit where the model does
 
 
 def check_packing(
     model: nn.Module,
     vocab_size: int | None = None,
-    lengths: Sequence[int] = _LENGTHS,
+    lengths: Sequence[int] = LENGTHS,
     grad: bool = True,
     *,
     forward: Forward | None = None,
     tolerance: float | None = None,
     raise_on_leak: bool = True,
     seed: int = 0,
+    thorough: bool = True,
 ) -> PackingReport:
     """Run packs through a model and see whether any sequence sees another.
 
@@ -60,18 +71,28 @@ def check_packing(
             absent.
         raise_on_leak: raise rather than return a report that is not ok.
         seed: of the random tokens.
+        thorough: compare with stock eager attention, look for later tokens, and for a trailing pad in the
+            gradients, with a sequence beyond every window, chunk and rope limit within 1,024 tokens when
+            ``lengths`` is left alone. Three more forwards a sequence, and four backwards with ``grad``.
 
     Returns:
-        The report.
+        The report; as text, a table.
 
     Raises:
         PackingLeakError: naming the first module that leaks.
         ValueError: for fewer than two lengths, or an unknown vocabulary.
     """
-    batch = _random_pack(model, vocab_size, lengths, seed)
-    run = forward or _default_forward(model)
-    with _undisturbed(model):
+    beyond, far = lengths_to_reach(model, max(lengths, default=0)) if thorough else ([], [])
+    if tuple(lengths) == LENGTHS:
+        lengths = (*lengths, *beyond)
+    batch = random_pack(model, vocab_size, lengths, seed)
+    run = forward or default_forward(model)
+    with undisturbed(model):
         probe = _Probe(model, run, batch, grad=grad)
+        if thorough:
+            probe.skipped += [f"sequences beyond {limit}: pass lengths=" for limit in far]
+            probe.compare_with_stock()
+            probe.add_a_pad()
         report = probe.report(tolerance)
         if not report.ok:
             report = probe.report(tolerance, module=probe.culprit(report))
@@ -90,15 +111,19 @@ class _Probe:
         self.grad = grad
         self.inputs: Tensor | None = None
         self.leak, self.error, self.dtype = 0.0, 0.0, torch.float32
-        self.leaking, self.differing = 0, 0
+        self.leaking, self.differing, self.unlike_stock = 0, 0, 0
         self.gradient_leak: float | None = 0.0 if grad else None
         self.gradient_error: float | None = 0.0 if grad else None
+        self.reference_error: float | None = None
+        self.causality_leak: float | None = None
+        self.pad_error: float | None = None
+        self.skipped: list[str] = []
         self._measure()
 
     def changed(self, index: int) -> THDBatch:
         """The pack with every token of one sequence replaced."""
         ids = self.batch.input_ids.clone()
-        own = _slots(self.batch, index)
+        own = slots_of(self.batch, index)
         spare = torch.unique(ids)
         # Shift within the tokens in use: never a special token, always another one.
         rank = torch.searchsorted(spare, ids[own])
@@ -107,7 +132,7 @@ class _Probe:
 
     def alone(self, index: int) -> THDBatch:
         """One sequence as a pack of its own."""
-        ids = self.batch.input_ids[_slots(self.batch, index)]
+        ids = self.batch.input_ids[slots_of(self.batch, index)]
         return THDBatch.collate([{"input_ids": ids.cpu()}]).to(ids.device)
 
     def logits(self, batch: THDBatch) -> Tensor:
@@ -132,13 +157,13 @@ class _Probe:
     def _perturb(self, index: int, whole: Tensor, scale: float) -> None:
         with torch.no_grad():
             moved = (self.logits(self.changed(index)) - whole).abs().amax(-1)
-        moved[_slots(self.batch, index)] = 0
+        moved[slots_of(self.batch, index)] = 0
         leak = moved.max().item() / scale
         if not leak <= self.leak:
             self.leak, self.leaking = leak, index
 
     def _compare(self, index: int, whole: Tensor, inputs: Tensor | None, scale: float) -> None:
-        own = _slots(self.batch, index)
+        own = slots_of(self.batch, index)
         alone = self.logits(self.alone(index))
         error = (alone.detach() - whole.detach()[own]).abs().max().item() / scale
         if not error <= self.error:
@@ -159,6 +184,72 @@ class _Probe:
         self.gradient_error = max(self.gradient_error or 0.0, error)
         self.gradient_leak = max(self.gradient_leak or 0.0, leak)
 
+    def compare_with_stock(self) -> None:
+        """Run every sequence alone under stock eager attention, shortest first, then look ahead."""
+        if not is_stock(self.model):
+            self.skipped.append("stock eager attention: not a transformers model")
+            return
+        ids, lengths = self.batch.input_ids, self.batch.lengths
+        order = sorted(range(len(lengths)), key=lambda i: lengths[i])  # a dynamic rope remembers longer ones
+        try:
+            with torch.no_grad():
+                wanted = {i: logits_alone(self.model, ids[slots_of(self.batch, i)]) for i in order}
+        except Exception as error:
+            # Whatever the family wants of a plain call (images, labels), it is no verdict on packs.
+            self.skipped.append(f"stock eager attention: {type(error).__name__} in a plain call")
+            return
+        with torch.no_grad():
+            whole = self.logits(self.batch)
+        if any(x.shape[-1] != whole.shape[-1] for x in wanted.values()):
+            self.skipped.append("stock eager attention: its logits are not what forward() returns")
+            return
+        scale = max(x.abs().max().item() for x in wanted.values())
+        errors = {
+            i: (whole[slots_of(self.batch, i)] - x).abs().max().item() / scale for i, x in wanted.items()
+        }
+        worst = max(errors, key=lambda i: errors[i] if errors[i] == errors[i] else float("inf"))
+        self.reference_error, self.unlike_stock = errors[worst], worst
+        self._look_ahead(whole, wanted, order[-1], scale)
+
+    def _look_ahead(self, whole: Tensor, wanted: dict[int, Tensor], index: int, scale: float) -> None:
+        """Change the last token of the longest sequence; earlier ones may move only if stock's do."""
+        own = slots_of(self.batch, index)
+        changed = self.changed(index).input_ids
+        later = self.batch.input_ids.clone()
+        later[own.stop - 1] = changed[own.stop - 1]
+        with torch.no_grad():
+            stock = logits_alone(self.model, later[own])[:-1] - wanted[index][:-1]
+            ours = self.logits(self.batch.replace(input_ids=later))[own][:-1] - whole[own][:-1]
+        if stock.abs().max().item() / scale > _LEAK.get(self.dtype, _HALF_LEAK):
+            self.skipped.append("later tokens: the model is not causal")
+            return
+        self.causality_leak = ours.abs().max().item() / scale
+
+    def add_a_pad(self) -> None:
+        """Compare the gradients of parameters with and without a trailing pad."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad and p.is_floating_point()]
+        size = sum(p.numel() for p in parameters)
+        if not self.grad or not parameters or size > _MANY:
+            if self.grad:
+                self.skipped.append(f"gradients with a trailing pad: {size:,} parameters")
+            return
+        rows = [{"input_ids": ids.cpu()} for ids in self.batch.unpack(self.batch.input_ids)]
+        slots = sum(self.batch.lengths)
+        padded = THDBatch.collate(rows, pad_to=slots + _PAD).to(self.batch.input_ids.device)
+        weights: Tensor | None = None
+        found = []
+        for batch in (self.batch, padded):
+            logits = self.logits(batch)[:slots]
+            weights = torch.randn_like(logits) if weights is None else weights
+            total = (logits * weights).sum()
+            found.append(torch.autograd.grad(total, parameters, allow_unused=True))
+        pairs = [(a, b) for a, b in zip(*found, strict=True) if a is not None and b is not None]
+        largest = max((a.abs().max().item() for a, _ in pairs), default=0.0)
+        errors = [
+            (a - b).abs().max().item() / max(a.abs().max().item(), 1e-3 * largest, 1e-30) for a, b in pairs
+        ]
+        self.pad_error = max(errors, key=lambda x: x if x == x else float("inf"), default=None)
+
     @contextmanager
     def _inputs_watched(self) -> Generator[None]:
         """Make the output of the embedding a leaf of its own, whose gradient can be asked for."""
@@ -170,9 +261,9 @@ class _Probe:
             if not torch.is_grad_enabled():
                 return output
             self.inputs = output.detach().requires_grad_()
-            return self.inputs
+            return self.inputs.clone()  # some models go on in place
 
-        handle = _embedding(self.model).register_forward_hook(cut)
+        handle = embedding_of(self.model).register_forward_hook(cut)
         try:
             yield
         finally:
@@ -183,7 +274,7 @@ class _Probe:
         return PackingReport(
             model=type(self.model).__name__,
             attention=getattr(config, "_attn_implementation", None),
-            layers=getattr(_text_config(config), "num_hidden_layers", None),
+            layers=getattr(text_config(config), "num_hidden_layers", None),
             lengths=self.batch.lengths,
             leak=self.leak,
             gradient_leak=self.gradient_leak,
@@ -191,6 +282,10 @@ class _Probe:
             gradient_error=self.gradient_error,
             leak_tolerance=_LEAK.get(self.dtype, _HALF_LEAK),
             tolerance=_ERROR.get(self.dtype, _HALF_ERROR) if tolerance is None else tolerance,
+            reference_error=self.reference_error,
+            causality_leak=self.causality_leak,
+            pad_error=self.pad_error,
+            skipped=tuple(self.skipped),
             module=module,
         )
 
@@ -198,14 +293,25 @@ class _Probe:
         """Run the two batches that differ once more, looking at every module."""
         with torch.no_grad():
             if report.leak > report.leak_tolerance:
-                own = _slots(self.batch, self.leaking)
+                own = slots_of(self.batch, self.leaking)
                 others = torch.ones(self.batch.input_ids.shape[-1], dtype=torch.bool)
                 others[own] = False
                 kept, second = others.nonzero()[:, 0], self.changed(self.leaking)
                 return first_leaking_module(
                     self.model, lambda: self.logits(self.batch), lambda: self.logits(second), kept, kept
                 )
-            own, second = _slots(self.batch, self.differing), self.alone(self.differing)
+            if not report.matches_stock:
+                one = self.alone(self.unlike_stock)
+                rows = torch.arange(one.input_ids.shape[-1])
+                return first_leaking_module(
+                    self.model,
+                    lambda: self.logits(one),
+                    lambda: logits_alone(self.model, one.input_ids),
+                    rows,
+                    rows,
+                    tolerance=report.tolerance,
+                )
+            own, second = slots_of(self.batch, self.differing), self.alone(self.differing)
             length = self.batch.lengths[self.differing]
             return first_leaking_module(
                 self.model,
@@ -215,86 +321,3 @@ class _Probe:
                 torch.arange(length),
                 tolerance=report.tolerance,
             )
-
-
-def _slots(batch: THDBatch, index: int) -> slice:
-    start = sum(batch.lengths[:index])
-    return slice(start, start + batch.lengths[index])
-
-
-def _random_pack(model: nn.Module, vocab_size: int | None, lengths: Sequence[int], seed: int) -> THDBatch:
-    if len(lengths) < 2 or min(lengths) < 1:
-        raise ValueError(
-            f"lengths={tuple(lengths)}: a leak needs at least two sequences of at least one token, for "
-            f"example lengths={_LENGTHS}."
-        )
-    config = _text_config(getattr(model, "config", None))
-    size = vocab_size or getattr(config, "vocab_size", None)
-    if size is None or size < 8:
-        raise ValueError(
-            f"vocab_size={size} of {type(model).__name__}: pass the number of tokens, at least 8, as "
-            "check_packing(model, vocab_size=...)."
-        )
-    ordinary = _ordinary_tokens(model, size)
-    generator = torch.Generator().manual_seed(seed)
-    picked = [ordinary[torch.randint(len(ordinary), (n,), generator=generator)] for n in lengths]
-    return THDBatch.collate([{"input_ids": ids} for ids in picked]).to(_embedding(model).weight.device)
-
-
-def _ordinary_tokens(model: nn.Module, vocab_size: int) -> Tensor:
-    """Every token but those a config gives a meaning, such as the placeholder of an image."""
-    config = getattr(model, "config", None)
-    special: set[int] = set()
-    for source in (config, _text_config(config)):
-        for name, value in vars(source).items() if source is not None else ():
-            if name.endswith(("token_id", "token_ids", "token_index")):
-                special.update(value if isinstance(value, list | tuple) else [value])
-    tokens = torch.arange(vocab_size)
-    meant = torch.tensor([token for token in special if isinstance(token, int)], dtype=torch.int64)
-    return tokens[~torch.isin(tokens, meant)]
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-
-
-def _default_forward(model: nn.Module) -> Forward:
-    if not hasattr(getattr(model, "config", None), "get_text_config"):
-        return lambda model, batch: model(batch)
-
-    def forward(model: nn.Module, batch: THDBatch) -> Any:
-        with packed(batch):
-            return model(**batch.hf_kwargs())
-
-    return forward
-
-
-def _embedding(model: nn.Module) -> nn.Embedding:
-    get = getattr(model, "get_input_embeddings", None)
-    found = get() if get is not None else None
-    if found is None:
-        found = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    if found is None:
-        raise ValueError(
-            f"{type(model).__name__} has no nn.Embedding to find its inputs at. Give it a "
-            "get_input_embeddings()."
-        )
-    embedding: nn.Embedding = found
-    return embedding
-
-
-@contextmanager
-def _undisturbed(model: nn.Module) -> Generator[None]:
-    """Put the model in eval mode and back, module by module, and leave the random state as it was.
-
-    A compiled model runs as it is written: its graphs would pass by the hooks that look inside.
-    """
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-            torch.manual_seed(0)
-            yield
-    finally:
-        for module, flag in training.items():
-            module.training = flag

@@ -20,6 +20,13 @@ class PackingReport:
         gradient_error: the same of the gradient of the inputs; None when not asked for.
         leak_tolerance: what ``leak`` and ``gradient_leak`` may be.
         tolerance: what ``error`` and ``gradient_error`` may be.
+        reference_error: largest difference of a logit between the pack and the sequence alone under stock
+            eager attention with the same weights; None where there is none to compare with.
+        causality_leak: largest change of a logit by changing a later token of its sequence; None where the
+            model is not causal or that is not known.
+        pad_error: largest difference that a trailing pad makes to the gradient of a parameter; None when not
+            asked for.
+        skipped: what was not looked at, and why.
         module: first module whose inputs are clean and whose outputs are not; None when all is well.
     """
 
@@ -33,6 +40,10 @@ class PackingReport:
     gradient_error: float | None
     leak_tolerance: float
     tolerance: float
+    reference_error: float | None = None
+    causality_leak: float | None = None
+    pad_error: float | None = None
+    skipped: tuple[str, ...] = ()
     module: str | None = None
 
     @property
@@ -45,7 +56,22 @@ class PackingReport:
     def ok(self) -> bool:
         """Whether the pack gives what its sequences give alone."""
         same = self.error <= self.tolerance and (self.gradient_error or 0.0) <= self.tolerance
-        return same and not self.leaks
+        return same and not self.leaks and self.matches_stock and self.causal and self.pads_are_inert
+
+    @property
+    def matches_stock(self) -> bool:
+        """Whether stock eager attention gives the same, as far as it was asked."""
+        return self.reference_error is None or self.reference_error <= self.tolerance
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one of its sequence, as far as that was asked."""
+        return self.causality_leak is None or self.causality_leak <= self.leak_tolerance
+
+    @property
+    def pads_are_inert(self) -> bool:
+        """Whether a trailing pad leaves gradients finite and equal, as far as that was asked."""
+        return self.pad_error is None or self.pad_error <= self.tolerance
 
     def __str__(self) -> str:
         lines = [
@@ -58,6 +84,14 @@ class PackingReport:
                 f"  gradient leak               {self.gradient_leak:.1e} (allowed {self.leak_tolerance:.0e})",
                 f"  gradient against alone      {self.gradient_error:.1e} (allowed {self.tolerance:.0e})",
             ]
+        for name, value, allowed in (
+            ("against stock eager        ", self.reference_error, self.tolerance),
+            ("change by a later token    ", self.causality_leak, self.leak_tolerance),
+            ("gradient with trailing pad ", self.pad_error, self.tolerance),
+        ):
+            if value is not None:
+                lines.append(f"  {name} {value:.1e} (allowed {allowed:.0e})")
+        lines += [f"  not looked at               {what}" for what in self.skipped]
         lines.append(f"  first wrong module          {self.module or 'none'}")
         return "\n".join(lines)
 
@@ -71,9 +105,16 @@ class PackingLeakError(RuntimeError):
 
     def __init__(self, report: PackingReport) -> None:
         self.report = report
-        what = (
-            "lets sequences of a pack see each other" if report.leaks else "differs between packed and alone"
-        )
+        if report.leaks:
+            what = "lets sequences of a pack see each other"
+        elif not report.causal:
+            what = "lets tokens of a sequence see later ones"
+        elif not report.matches_stock:
+            what = "differs between a pack and stock eager attention"
+        elif not report.pads_are_inert:
+            what = "has other gradients, or none that are finite, with a trailing pad"
+        else:
+            what = "differs between packed and alone"
         super().__init__(
             f"{report.model} {what}; the first module that does is "
             f"{report.module or 'not a module of its own'}.\n{report}\n"
