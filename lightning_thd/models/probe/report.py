@@ -53,10 +53,14 @@ class PackingReport:
         return not (self.leak <= self.leak_tolerance and (self.gradient_leak or 0.0) <= self.leak_tolerance)
 
     @property
+    def same(self) -> bool:
+        """Whether the same call gives the same, packed and alone."""
+        return self.error <= self.tolerance and (self.gradient_error or 0.0) <= self.tolerance
+
+    @property
     def ok(self) -> bool:
         """Whether the pack gives what its sequences give alone."""
-        same = self.error <= self.tolerance and (self.gradient_error or 0.0) <= self.tolerance
-        return same and not self.leaks and self.matches_stock and self.causal and self.pads_are_inert
+        return self.same and not self.leaks and self.matches_stock and self.causal and self.pads_are_inert
 
     @property
     def matches_stock(self) -> bool:
@@ -107,14 +111,14 @@ class PackingLeakError(RuntimeError):
         self.report = report
         if report.leaks:
             what = "lets sequences of a pack see each other"
+        elif not report.same:
+            what = "differs between packed and alone"
         elif not report.causal:
             what = "lets tokens of a sequence see later ones"
         elif not report.matches_stock:
             what = "differs between a pack and stock eager attention"
-        elif not report.pads_are_inert:
-            what = "has other gradients, or none that are finite, with a trailing pad"
         else:
-            what = "differs between packed and alone"
+            what = "has other gradients, or none that are finite, with a trailing pad"
         super().__init__(
             f"{report.model} {what}; the first module that does is "
             f"{report.module or 'not a module of its own'}.\n{report}\n"
