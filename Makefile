@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STEPS ?= 100
 
-.PHONY: quickstart test lint clean gpu test-oldest test-kernels
+.PHONY: quickstart test lint docs clean gpu test-oldest test-kernels
 
 .venv/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python >= 3.11 is needed, this is " + sys.version'
@@ -26,6 +26,14 @@ lint: .venv/.installed
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
+# The documentation, into site/; a broken link or a name that is gone fails.
+.venv/.docs: .venv/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 clean:
 	rm -rf .venv runs
 
@@ -37,10 +45,11 @@ gpu:
 
 # The lowest torch, lightning and transformers that setup.cfg allows, in an environment of their own.
 OLDEST ?= .venv-oldest
-OLDEST_INDEX ?= https://download.pytorch.org/whl/cpu
+# Where pip finds CPU builds of torch, as --index-url ...; empty is pip's own setting.
+OLDEST_INDEX ?=
 $(OLDEST)/.installed: setup.cfg
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet torch==2.11.0 --index-url $(OLDEST_INDEX)
+	$(OLDEST)/bin/python -m pip install --quiet torch==2.11.0 $(OLDEST_INDEX)
 	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e '.[hf,accelerate,cli]' pytest hypothesis
 	touch $@
 
