@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STEPS ?= 100
 
-.PHONY: quickstart test lint docs clean gpu test-oldest test-kernels
+.PHONY: quickstart test lint docs soak chaos fuzz coverage clean gpu test-oldest test-kernels
 
 .venv/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python >= 3.11 is needed, this is " + sys.version'
@@ -33,6 +33,24 @@ test: lint
 
 docs: .venv/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# Trust: long runs, each bounded, each ending in a table of benchmarks/TRUST.md.
+MINUTES ?= 30
+KILLS ?= 40
+CALLS ?= 10000
+soak: .venv/.installed
+	$(BIN)/python -m tests.trust.soak --minutes $(MINUTES)
+
+chaos: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.chaos --kills $(KILLS) --minutes $(MINUTES)
+
+fuzz: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(CALLS)
+
+# Lines met by the tests, those that run on ranks and in subprocesses too.
+coverage: .venv/.installed
+	rm -f .coverage .coverage.*
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term-missing:skip-covered
 
 clean:
 	rm -rf .venv runs

@@ -1,0 +1,138 @@
+"""Train for minutes with everything on, and see whether memory, files, threads or speed drift.
+
+``python -m tests.trust.soak --minutes 30`` writes its table into ``benchmarks/TRUST.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_thd import Sequences, THDDataModule, THDThroughputMonitor
+from tests.tiny import TinyModule, sequences
+from tests.trust.record import record
+
+_WARM_UP = 0.25  # share of the run that allocators and caches are given
+_SAMPLE_S = 2.0
+
+
+class Watch(L.Callback):
+    """Samples what may drift, and stops when the time is over."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.started = seconds, time.monotonic()
+        self.every_s = min(_SAMPLE_S, seconds / 40)
+        self.samples: list[tuple[float, float, int, int, int, float]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        now = time.monotonic() - self.started
+        if not self.samples or now - self.samples[-1][0] >= self.every_s:
+            gc.collect()
+            files = len(os.listdir("/proc/self/fd"))
+            self.samples.append(
+                (
+                    now,
+                    resident_mib(),
+                    files,
+                    threading.active_count(),
+                    trainer.global_step,
+                    time.process_time(),
+                )
+            )
+        trainer.should_stop = now > self.seconds
+
+
+def resident_mib() -> float:
+    """Read this process's resident memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def soak(minutes: float, folder: Path) -> dict[str, float]:
+    """Train, validate, checkpoint and log for so many minutes.
+
+    Returns:
+        Slopes and differences between the warm beginning and the end.
+    """
+    torch.manual_seed(0)
+    watch = Watch(60 * minutes)
+    data = THDDataModule(
+        sequences(4_000, labels=True), capacity=256, global_batch=Sequences(16), val=sequences(64, seed=1)
+    )
+    trainer = L.Trainer(
+        strategy="thd",
+        accelerator="cpu",
+        max_epochs=-1,
+        val_check_interval=100,
+        callbacks=[
+            watch,
+            THDThroughputMonitor(peak=1e12, every_n_steps=10),
+            ModelCheckpoint(folder, every_n_train_steps=200, save_last="link", save_top_k=2, monitor="step"),
+        ],
+        logger=[TensorBoardLogger(folder, name="tensorboard"), CSVLogger(folder, name="csv")],
+        log_every_n_steps=10,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(TinyModule(), data)
+    return drift(np.asarray(watch.samples))
+
+
+def drift(samples: np.ndarray) -> dict[str, float]:
+    """Compare the warm beginning of a run with its end.
+
+    Args:
+        samples: rows of seconds, MiB, open files, threads, steps, CPU seconds.
+
+    Returns:
+        Memory's slope in MiB an hour, and how files, threads and CPU seconds a step have changed.
+    """
+    warm = samples[samples[:, 0] >= _WARM_UP * samples[-1, 0]]
+    slope = float(np.polyfit(warm[:, 0], warm[:, 1], 1)[0]) * 3600
+    half = len(warm) // 2
+    parts = (warm[:half], warm[half:])
+    per_step = [np.diff(part[:, 5]).sum() / max(np.diff(part[:, 4]).sum(), 1) for part in parts]
+    return {
+        "steps": float(samples[-1, 4]),
+        "memory MiB an hour": slope,
+        "open files more": float(warm[-1, 2] - warm[0, 2]),
+        "threads more": float(warm[-1, 3] - warm[0, 3]),
+        "CPU ms a step, first half": 1e3 * float(per_step[0]),
+        "CPU ms a step, second half": 1e3 * float(per_step[1]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        found = soak(given.minutes, Path(folder))
+    slower = found["CPU ms a step, second half"] / found["CPU ms a step, first half"] - 1
+    goals = {
+        "memory flat (below 1 MiB an hour)": found["memory MiB an hour"] < 1,
+        "files and threads flat": found["open files more"] <= 0 and found["threads more"] <= 0,
+        "second half within 3 % of the first": slower < 0.03,
+    }
+    shown = {"minutes": given.minutes, **{k: f"{v:,.2f}" for k, v in found.items()}}
+    record("soak", {**shown, **{goal: "yes" if met else "NO" for goal, met in goals.items()}})
+    sys.exit(0 if all(goals.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()
