@@ -102,7 +102,8 @@ def drift(samples: np.ndarray) -> dict[str, float]:
         Memory's slope in MiB an hour, and how files, threads and CPU seconds a step have changed.
     """
     warm = samples[samples[:, 0] >= _WARM_UP * samples[-1, 0]]
-    slope = float(np.polyfit(warm[:, 0], warm[:, 1], 1)[0]) * 3600
+    seconds, memory = warm[:, 0] - warm[:, 0].mean(), warm[:, 1] - warm[:, 1].mean()
+    slope = float(seconds @ memory / max(seconds @ seconds, 1e-9)) * 3600
     half = len(warm) // 2
     parts = (warm[:half], warm[half:])
     per_step = [np.diff(part[:, 5]).sum() / max(np.diff(part[:, 4]).sum(), 1) for part in parts]
