@@ -22,12 +22,18 @@ SHELL = [line for block in re.findall(r"```\n(.*?)```", README, re.S) for line i
 def _limit_steps() -> None:
     """Make what takes a thousand steps in the README take two, on a CPU."""
     import lightning as L
+    from lightning.pytorch.callbacks import ModelCheckpoint
     from transformers import TrainingArguments
 
     trainer, check = L.Trainer, TrainingArguments.__post_init__
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet = {"logger": False, "enable_progress_bar": False}
     settings = {"max_steps": 2, "accelerator": "cpu", "enable_model_summary": False, **quiet}
-    L.Trainer = lambda **kwargs: trainer(**{**kwargs, **settings})
+
+    def short(**kwargs: Any) -> L.Trainer:
+        keeps = any(isinstance(callback, ModelCheckpoint) for callback in kwargs.get("callbacks", ()))
+        return trainer(**{**kwargs, **settings, "enable_checkpointing": keeps})
+
+    L.Trainer = short
 
     def post_init(self: TrainingArguments) -> None:
         self.max_steps, self.use_cpu, self.report_to, self.disable_tqdm = 2, True, [], True

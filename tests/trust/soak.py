@@ -28,6 +28,7 @@ from tests.trust.record import record
 
 _WARM_UP = 0.25  # share of the run that allocators and caches are given
 _SAMPLE_S = 2.0
+_FIRST = 40  # steps that are sampled one by one
 
 
 class Watch(L.Callback):
@@ -35,12 +36,11 @@ class Watch(L.Callback):
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.started = seconds, time.monotonic()
-        self.every_s = min(_SAMPLE_S, seconds / 40)
         self.samples: list[tuple[float, float, int, int, int, float]] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         now = time.monotonic() - self.started
-        if not self.samples or now - self.samples[-1][0] >= self.every_s:
+        if not self.samples or now - self.samples[-1][0] >= _SAMPLE_S or trainer.global_step < _FIRST:
             gc.collect()
             files = len(os.listdir("/proc/self/fd"))
             self.samples.append(
@@ -62,7 +62,7 @@ def resident_mib() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def soak(minutes: float, folder: Path) -> dict[str, float]:
+def soak(minutes: float, folder: Path, max_steps: int = -1) -> dict[str, float]:
     """Train, validate, checkpoint and log for so many minutes.
 
     Returns:
@@ -77,6 +77,7 @@ def soak(minutes: float, folder: Path) -> dict[str, float]:
         strategy="thd",
         accelerator="cpu",
         max_epochs=-1,
+        max_steps=max_steps,
         val_check_interval=100,
         callbacks=[
             watch,
