@@ -42,6 +42,7 @@ NAMES = (
     "flops",
     "strategy_overhead",
     "context_balance",
+    "dynamic_cp",
     "cuda_graph_plan",
     "end_to_end",
 )

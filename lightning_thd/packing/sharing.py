@@ -25,12 +25,12 @@ FloatArray = npt.NDArray[np.float64]
 
 # How far above an even share of the work a sequence may be before more ranks share it: the plan that waits
 # least is taken.
-_SLACKS = (1.0, 0.7, 1.4)
+_SLACKS = (1.0, 0.6, 1.4)
 _EVEN_ENOUGH = 1.02  # work waited for, of an even share: below it nothing else is tried
-_UNEVEN_TRIES = 2  # more microbatches than are needed that are tried for an even plan
 _WORTH = 0.01  # of the work waited for: what another plan must save
 _FULL = 0.92  # of all slots: what is left lets work be spread evenly
 _EXCHANGE = 0.02  # of a token's work: keys of 8 heads of 128 in 32 layers of 7e9 weights at 100 GB/s
+_WASTE = 1.3  # work of a sequence with its exchange, of that at the cheapest degree: no more is spent on it
 _RECENT = 8  # groups that are tried before another is opened
 _MORE_MICROBATCHES = 8  # beyond the fewest that hold all slots, before a plan is given up
 
@@ -156,21 +156,10 @@ def share_out(
     needed = int(tables.slots[tables.least, np.arange(len(values))].sum())
     fewest = max(1, math.ceil(needed / (ranks * capacity * _FULL)))
     most = 2 * fewest + _MORE_MICROBATCHES
-    best, least = None, np.inf
-    for count in range(fewest, most):
-        if best is not None and count > best.num_microbatches + _UNEVEN_TRIES:
-            break
-        for slack in _SLACKS:
-            plan = _plan(tables, ranks, count, slack)
-            if plan is None:
-                continue
-            waits, even = _waiting(plan, ranks)
-            if waits < least * (1 - _WORTH):
-                best, least = plan, waits
-            if waits <= _EVEN_ENOUGH * even:
-                return plan if best is None else best
-    if best is not None:
-        return best
+    for waste in (_WASTE, np.inf):
+        best = _best_plan(tables, ranks, range(fewest, most), waste)
+        if best is not None:
+            return best
     raise ValueError(
         f"{len(values)} sequences fit no {most - 1} microbatches of {ranks} ranks "
         f"with {capacity} slots each. Raise capacity."
@@ -241,6 +230,24 @@ class _Group:
     microbatch: int = -1
 
 
+def _best_plan(tables: _Tables, ranks: int, counts: range, waste: float) -> SharedBins | None:
+    """Try numbers of microbatches and slacks, and keep the plan whose slowest ranks take least time."""
+    best, least = None, np.inf
+    for count in counts:
+        if best is not None:
+            break
+        for slack in _SLACKS:
+            plan = _plan(tables, ranks, count, slack, waste)
+            if plan is None:
+                continue
+            waits, even = _waiting(plan, ranks)
+            if waits < least * (1 - _WORTH):
+                best, least = plan, waits
+            if waits <= _EVEN_ENOUGH * even:
+                return best
+    return best
+
+
 def _waiting(plan: SharedBins, ranks: int) -> tuple[float, float]:
     """Return the work that all ranks wait for, microbatch after microbatch, and an even share of all work."""
     slowest = np.zeros(plan.num_microbatches)
@@ -248,13 +255,15 @@ def _waiting(plan: SharedBins, ranks: int) -> tuple[float, float]:
     return float(slowest.sum()), float((plan.load * plan.degree).sum()) / ranks
 
 
-def _plan(tables: _Tables, ranks: int, count: int, slack: float) -> SharedBins | None:
+def _plan(tables: _Tables, ranks: int, count: int, slack: float, waste: float) -> SharedBins | None:
     """Open groups for the long, seat like with like, and fill all seats with the short up to one level."""
     columns = np.arange(tables.load.shape[1])
     level = float(tables.load[tables.least, columns].sum()) / (ranks * count) * slack
     possible = np.arange(len(tables.degrees))[:, None] >= tables.least
-    enough = possible & (tables.load <= level)
-    cheapest = np.where(possible, tables.load, np.inf).argmin(axis=0)
+    spent = np.where(possible, tables.load * np.array(tables.degrees)[:, None], np.inf)
+    worth = spent <= waste * spent.min(axis=0)
+    enough = worth & (tables.load <= level)
+    cheapest = np.where(worth, tables.load, np.inf).argmin(axis=0)
     chosen = np.where(enough.any(axis=0), enough.argmax(axis=0), cheapest)
     load = tables.load[chosen, columns]
     opens = (chosen > 0) | (load > level)  # what has a group opened for it
@@ -265,7 +274,7 @@ def _plan(tables: _Tables, ranks: int, count: int, slack: float) -> SharedBins |
     groups = [group for group in groups if group.microbatch >= 0]
     _add_singles(tables, groups, ranks, count)
     room = _room(tables, groups, ranks, count, float(load[short].sum()))
-    if not _fill(tables, groups, short, room):
+    if not _fill(tables, groups, short, room, worth):
         return None
     return _seat(tables, groups, ranks, count)
 
@@ -331,16 +340,23 @@ def _room(tables: _Tables, groups: list[_Group], ranks: int, count: int, work: f
     return [levels[group.microbatch] - group.load for group in groups]
 
 
-def _fill(tables: _Tables, groups: list[_Group], short: IntArray, room: list[float]) -> bool:
+def _fill(
+    tables: _Tables,
+    groups: list[_Group],
+    short: IntArray,
+    room: list[float],
+    worth: npt.NDArray[np.bool_],
+) -> bool:
     """Put each sequence, longest first, into the group with most room for work that has slots for it.
 
-    A group without the slots for one sequence waits until the sequences, which get shorter, fit it again.
+    A group without the slots for one sequence waits until the sequences, which get shorter, fit it again. One
+    whose exchange is not worth it for a sequence is not for shorter ones either.
     """
     heap = [(-most, at) for at, most in enumerate(room)]
     heapq.heapify(heap)
     waiting: list[tuple[int, float, int]] = []  # (-slots left, -room, group)
     slots, load = tables.slots.T[short].tolist(), tables.load.T[short].tolist()
-    least = tables.least[short].tolist()
+    least, worthy = tables.least[short].tolist(), worth.T[short].tolist()
     for n, i in enumerate(short.tolist()):
         while waiting and -waiting[0][0] >= slots[n][groups[waiting[0][2]].degree]:
             _, below, at = heapq.heappop(waiting)
@@ -351,6 +367,8 @@ def _fill(tables: _Tables, groups: list[_Group], short: IntArray, room: list[flo
             group = groups[at]
             if group.degree < least[n]:
                 other.append(heapq.heappop(heap))
+            elif not worthy[n][group.degree]:
+                heapq.heappop(heap)
             elif group.free < slots[n][group.degree]:
                 heapq.heappop(heap)
                 heapq.heappush(waiting, (-group.free, below, at))

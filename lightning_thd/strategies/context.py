@@ -27,7 +27,11 @@ from lightning_thd.parallel.shared_step import (
     make_degree_groups,
 )
 from lightning_thd.strategies.dynamic import DYNAMIC, check_batch, sharing_of
-from lightning_thd.strategies.guards import refuse_other_attention, refuse_second_context_parallelism
+from lightning_thd.strategies.guards import (
+    refuse_indivisible_heads,
+    refuse_other_attention,
+    refuse_second_context_parallelism,
+)
 from lightning_thd.strategies.hosts import cuts_weights, own_axes, resolve_axes
 from lightning_thd.strategies.loading import BroadcastLoader, set_data_rank
 
@@ -211,6 +215,7 @@ class ContextParallelMixin(Strategy):
         if not self._guarded:
             assert self.lightning_module is not None
             refuse_other_attention(self.lightning_module, most)
+            refuse_indivisible_heads(self.lightning_module, most, self.context_parallel_communication)
             self._guarded = True
         refuse_second_context_parallelism(self.lightning_module, most)
         if self._degree_groups is not None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing.sharing import Sharing, check_tiling
 from lightning_thd.parallel import traffic
 from lightning_thd.parallel.costs import CommCosts, LayerSizes
+from lightning_thd.parallel.layout import Communication
 from lightning_thd.parallel.mesh import AxisSizes
 from lightning_thd.parallel.shared_step import SharedStep
 from lightning_thd.stats import SeqStats
@@ -66,6 +68,26 @@ def check_degrees(size: object, largest: int | None) -> None:
         raise ValueError(
             f"max_context_parallel_size={largest} belongs to context_parallel_size='dynamic', but that is "
             f"{size}. Set one of the two."
+        )
+
+
+def check_ways(layout: object, communication: object, costs: object) -> None:
+    """Refuse names of partitions and ways, and costs, that there are not.
+
+    Raises:
+        TypeError: for costs of another kind.
+        ValueError: for an unknown name.
+    """
+    for name, value, known in (
+        ("layout", layout, get_args(Layout)),
+        ("communication", communication, get_args(Communication)),
+    ):
+        if value not in known:
+            raise ValueError(f"context_parallel_{name}={value!r}; wanted one of {', '.join(known)}.")
+    if costs is not None and costs != "measure" and not isinstance(costs, CommCosts):
+        raise TypeError(
+            f"context_parallel_costs={costs!r} is {type(costs).__name__}; wanted CommCosts(...) from "
+            "lightning_thd.parallel.costs, 'measure', or None."
         )
 
 

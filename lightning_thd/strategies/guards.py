@@ -41,6 +41,26 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
             )
 
 
+def refuse_indivisible_heads(module: nn.Module, cp: int, communication: str) -> None:
+    """Refuse, before the first step, heads that ``ulysses`` cannot share out.
+
+    Args:
+        module: the LightningModule.
+        cp: context-parallel ranks, under dynamic degrees the most.
+        communication: what attention exchanges.
+    """
+    for name, child in module.named_modules() if communication == "ulysses" else ():
+        config: Any = getattr(child, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else None
+        heads = getattr(text, "num_attention_heads", None)
+        if isinstance(heads, int) and heads % cp:
+            raise MisconfigurationException(
+                f"{name or type(child).__name__} has {heads} query heads, which cannot be shared out among "
+                f"{cp} context-parallel ranks; ulysses wants a multiple of {cp}. Use "
+                "context_parallel_communication='auto', 'needed' or 'all_gather'."
+            )
+
+
 def refuse_unused_layout(batch: object) -> None:
     """Refuse a model that ran on a shard without calling an attention that sees other ranks' slots.
 

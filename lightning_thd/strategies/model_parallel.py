@@ -20,7 +20,7 @@ from lightning_thd.parallel import fsdp
 from lightning_thd.parallel.costs import CommCosts
 from lightning_thd.parallel.layout import Communication
 from lightning_thd.parallel.pipeline import ScheduleName
-from lightning_thd.strategies.dynamic import check_degrees
+from lightning_thd.strategies.dynamic import check_degrees, check_ways
 from lightning_thd.strategies.pipeline import PipelineMixin
 
 
@@ -107,6 +107,7 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         self.data_parallel_size = data_parallel_size
         self.data_parallel_replicas = data_parallel_replicas
         check_degrees(context_parallel_size, max_context_parallel_size)
+        check_ways(context_parallel_layout, context_parallel_communication, context_parallel_costs)
         self.context_parallel_size = context_parallel_size
         self.max_context_parallel_size = max_context_parallel_size
         self.tensor_parallel_size = tensor_parallel_size

@@ -13,7 +13,7 @@ from lightning_thd.parallel.costs import CommCosts
 from lightning_thd.parallel.fsdp import models_of
 from lightning_thd.parallel.layout import Communication
 from lightning_thd.parallel.towers import trains_towers
-from lightning_thd.strategies.dynamic import check_degrees
+from lightning_thd.strategies.dynamic import check_degrees, check_ways
 from lightning_thd.strategies.mixin import THDStrategyMixin
 from lightning_thd.strategies.model_parallel import THDModelParallelStrategy
 
@@ -86,6 +86,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
     ) -> None:
         super().__init__(**kwargs)
         check_degrees(context_parallel_size, max_context_parallel_size)
+        check_ways(context_parallel_layout, context_parallel_communication, context_parallel_costs)
         self.context_parallel_size = context_parallel_size
         self.max_context_parallel_size = max_context_parallel_size
         self.context_parallel_layout = context_parallel_layout

@@ -53,10 +53,16 @@ def draw(kind: str, count: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks", "largest", "capacity", "count"),
-    [("chat", 8, 8, 4096, 512), ("long", 64, 32, 32_768, 1024), ("chat", 512, 8, 4096, 4096)],
+    ("kind", "ranks", "largest", "capacity", "count", "most"),
+    [
+        ("chat", 8, 8, 4096, 512, 1.02),
+        ("long", 64, 32, 32_768, 1024, 1.2),  # one sequence may be 1/8 of a step's work
+        ("chat", 512, 8, 4096, 8192, 1.02),
+    ],
 )
-def test_ranks_wait_for_little(kind: str, ranks: int, largest: int, capacity: int, count: int) -> None:
+def test_ranks_wait_for_little(
+    kind: str, ranks: int, largest: int, capacity: int, count: int, most: float
+) -> None:
     waits, took = [], []
     for seed in range(3):
         lengths, sharing = draw(kind, count, seed), Sharing(max_degree=largest)
@@ -67,7 +73,7 @@ def test_ranks_wait_for_little(kind: str, ranks: int, largest: int, capacity: in
         slowest = np.zeros(plan.num_microbatches)
         np.maximum.at(slowest, plan.microbatch, plan.load)
         waits.append(slowest.sum() * ranks / (plan.load * plan.degree).sum())
-    assert np.mean(waits) < 1.05
+    assert np.mean(waits) < most
     assert min(took) < 0.1  # seconds; a fifth of it on an idle machine
 
 

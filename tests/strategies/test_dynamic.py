@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -188,23 +189,30 @@ def refused(case: str) -> None:
     module, layout = Watched("qwen3", torch.float64), Layout(dp=2)
     options: dict[str, Any] = {"capacity": 64, "global_batch": STEP}
     largest, message = 2, ""
+    ways: dict[str, Any] = {}
     if case == "too_long":
         options["capacity"], message = 20, "has .* tokens but.*capacity|longest|capacity=40"
     elif case == "packs":
         options["global_batch"], message = Packs(2), "plans steps of sequences, not Packs.*Sequences"
     elif case == "tiling":
         largest, message = 4, "max_context_parallel_size=4 does not divide the 2 ranks.*size=2"
+    elif case == "heads":
+        ways = {"context_parallel_communication": "ulysses"}
+        module.model.config.num_attention_heads = 7  # told before any attention runs
+        message = "has 7 query heads, which cannot be shared out among 2.*'needed'"
+    elif case == "nodes":
+        os.environ["LOCAL_WORLD_SIZE"], message = "3", "with 3 data ranks on a node.*size=1"
     elif case == "own_pack":
         options["oversize"], message = "own_pack", "'own_pack' under context_parallel_size='dynamic'"
     elif case == "pad_to":
         options["pad_to"], message = 64, "pad_to=64 under context_parallel_size='dynamic'"
-    made = THDDDPStrategy(context_parallel_size="dynamic", max_context_parallel_size=largest)
+    made = THDDDPStrategy(context_parallel_size="dynamic", max_context_parallel_size=largest, **ways)
     trainer = make_trainer(layout, strategy=made, max_steps=1)
     with pytest.raises((ValueError, MisconfigurationException), match=message):
         trainer.fit(module, THDDataModule(samples(), **options))
 
 
-@pytest.mark.parametrize("case", ["too_long", "packs", "tiling", "own_pack", "pad_to"])
+@pytest.mark.parametrize("case", ["too_long", "packs", "tiling", "own_pack", "pad_to", "heads", "nodes"])
 def test_refusals(case: str) -> None:
     run_ranks(refused, 2, case)
 
@@ -221,6 +229,20 @@ def other_loader() -> None:
 
 def test_batches_that_were_not_planned_are_refused() -> None:
     run_ranks(other_loader, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"context_parallel_layout": "zigzag"}, ValueError, "layout='zigzag'; wanted one of dual_chunk"),
+        ({"context_parallel_communication": "p2p"}, ValueError, "communication='p2p'; wanted one of auto"),
+        ({"context_parallel_costs": 5e10}, TypeError, "context_parallel_costs=50000000000.0 is float"),
+    ],
+)
+def test_ways_that_there_are_not(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    for kind in (THDDDPStrategy, THDModelParallelStrategy):
+        with pytest.raises(error, match=message):
+            kind(context_parallel_size=2, **options)
 
 
 @pytest.mark.parametrize(
