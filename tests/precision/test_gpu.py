@@ -1,0 +1,106 @@
+"""FP8 on a CUDA device, in every recipe that the device and the installed engines have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd._imports import available
+from lightning_thd.callbacks.cuda_graph import GraphedStep, make_buckets
+from lightning_thd.precision import FP8Precision, convert_linear, fp8_context
+from lightning_thd.precision.convert import recipe_of
+from tests.precision.runs import Module, fit, llama
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+RECIPES = [
+    *(("te", name) for name in ("delayed", "current", "blockwise", "mxfp8", "nvfp4")),
+    *(("torchao", name) for name in ("tensorwise", "rowwise", "rowwise_with_gw_hp")),
+]
+WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_key_value_heads": 4, "num_attention_heads": 8}
+
+
+def converted(engine: str, recipe: str) -> Any:
+    """A model on the device in a recipe, or a skip that says why there is none."""
+    package = {"te": "transformer_engine.pytorch", "torchao": "torchao.float8"}[engine]
+    if not available(package):
+        pytest.skip(f"{package} is not installed")
+    model = llama(**WIDE).to("cuda", torch.bfloat16)
+    try:
+        convert_linear(model, recipe=recipe, engine=engine)
+    except MisconfigurationException as missing:
+        pytest.skip(str(missing))
+    return model
+
+
+def packs(model: Any, count: int) -> list[THDBatch]:
+    recipe = recipe_of(model)
+    assert recipe is not None
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(count):
+        lengths = rng.integers(1, 700, rng.integers(1, 12))
+        samples = [{"input_ids": rng.integers(0, 260, length).tolist()} for length in lengths]
+        found.append(THDBatch.collate(samples, align=recipe.alignment()).to("cuda"))
+    return found
+
+
+@pytest.mark.parametrize(("engine", "recipe"), RECIPES)
+def test_two_hundred_random_aligned_packs_run_forward_and_backward(engine: str, recipe: str) -> None:
+    model = converted(engine, recipe)
+    for batch in packs(model, 200):
+        with fp8_context(model):
+            loss = causal_lm_loss(model, batch)
+        loss.backward()
+        assert torch.isfinite(loss.detach())
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(("engine", "recipe"), RECIPES)
+def test_one_slot_less_is_refused_by_us(engine: str, recipe: str) -> None:
+    model = converted(engine, recipe)
+    rule = recipe_of(model)
+    assert rule is not None
+    for batch in packs(model, 5):
+        with pytest.raises(ValueError, match="break the rule"):
+            rule.alignment().check(batch.input_ids.numel() - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "recipe"), RECIPES)
+def test_the_loss_after_200_steps_is_within_one_percent_of_bf16(
+    tmp_path: Path, engine: str, recipe: str
+) -> None:
+    converted(engine, recipe)  # or skip
+    settings: dict[str, Any] = {"steps": 200, "accelerator": "gpu"}
+    plain, low = Module(llama(**WIDE)), Module(llama(**WIDE))
+    fit(tmp_path, plain, None, precision="bf16-true", **settings)
+    fit(tmp_path, low, FP8Precision(recipe, engine=engine), **settings)
+    assert np.mean(low.losses[-10:]) == pytest.approx(np.mean(plain.losses[-10:]), rel=0.01)
+
+
+@pytest.mark.parametrize(("engine", "recipe"), [("te", "current"), ("torchao", "tensorwise")])
+def test_a_captured_step_equals_an_eager_one(engine: str, recipe: str) -> None:
+    """Scales are made of the numbers at hand: a replay makes them anew, bit for bit."""
+    model = converted(engine, recipe)
+
+    def loss_of(module: Any, batch: THDBatch) -> torch.Tensor:
+        with fp8_context(module):
+            return causal_lm_loss(module, batch)
+
+    buckets = make_buckets((12,), slots=8192, max_seqlen=1024)
+    step = GraphedStep(loss_of, model, buckets=buckets, require=True)
+    batch = packs(model, 1)[0]
+    eager = loss_of(model, batch).detach()
+    replayed = step(batch)
+    torch.testing.assert_close(replayed.detach(), eager, rtol=2e-2, atol=0)  # padding regroups the amax
+    again = step(batch)
+    assert torch.equal(again.detach(), replayed.detach())
