@@ -84,7 +84,7 @@ class _PackedTrainerMixin:
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})
         self._stage = Stage("train", "training", time.perf_counter)
         self._setting: Setting | None = None
-        self._trained_sequences, self._evaluated_packs = 0, 0
+        self._trained_sequences, self._trained_tokens, self._evaluated_packs = 0, 0, 0
         self._refuse_settings()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -148,6 +148,7 @@ class _PackedTrainerMixin:
         loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         self._stage.meter.add(inputs["batch"])
         self._trained_sequences += len(inputs["batch"].lengths)
+        self._trained_tokens += inputs["batch"].stats.real_tokens
         return cast("Tensor", loss)
 
     def floating_point_ops(self, inputs: dict[str, THDBatch]) -> int:
@@ -166,6 +167,9 @@ class _PackedTrainerMixin:
         if "loss" in logs and self._setting is not None:
             ours = self._stage.close(self._setting)  # reporters put "train/" before every key themselves
             logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}
+            theirs = getattr(self, "_metrics", None)  # TRL's, which its compute_loss would fill
+            if theirs is not None:
+                theirs["train"]["num_tokens"] = [self._sum_over_ranks(self._trained_tokens)]
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(

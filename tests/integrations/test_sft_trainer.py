@@ -123,3 +123,6 @@ def test_sft_trainer_equals_the_hand_loop(kind: str, tmp_path: Path) -> None:
     logged = [row["loss"] for row in found["logs"] if "loss" in row]
     assert logged == pytest.approx(losses, rel=1e-3)  # Trainer rounds what it logs
     assert any("device/mfu" in row for row in found["logs"])
+    tokens = [row["num_tokens"] for row in found["logs"] if "loss" in row]
+    used = [planner.step(*divmod(k, len(planner)), 1).indices_by_rank()[0][0] for k in range(STEPS)]
+    assert tokens[-1] == sum(whole[int(i)] for ids in used for i in ids)

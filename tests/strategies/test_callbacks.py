@@ -74,7 +74,7 @@ def run(layout: Layout | None, kind: str, folder: str) -> dict[str, Any]:
 
 
 CASES = [(name, kind) for name in LAYOUTS for kind in ("ema", "swa", "resume")]
-SHARP = [("tp2", "resume"), ("dp2", "swa")]
+SHARP = [("tp2", "resume")]
 
 
 @pytest.mark.parametrize(
