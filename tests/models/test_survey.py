@@ -71,3 +71,13 @@ def test_a_tower_with_a_config_of_its_own_is_none_of_its_business() -> None:
     model.model.convolution = nn.Sequential(nn.Conv1d(4, 4, 3))
     with pytest.raises(ValueError, match=r"model\.convolution \(Sequential\)"):
         refuse_unknown_layers(model)
+
+
+def test_no_family_is_left_out_with_a_recent_transformers() -> None:
+    """Families that the installed transformers lacks are dropped from the table, which must not hide any."""
+    import transformers
+    from packaging.version import Version
+
+    assert len(FAMILIES) >= 40
+    if Version(transformers.__version__) >= Version("5.23"):
+        assert {"kimi_linear", "lfm3"} <= set(FAMILIES)
