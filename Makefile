@@ -61,18 +61,18 @@ BUDGET ?= 9
 gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu --budget $(BUDGET)
 
-# The lowest torch, lightning and transformers that setup.cfg allows, in an environment of their own.
+# The tests with the lowest torch, lightning and transformers that setup.cfg allows, in an environment of their
+# own; PIP_OPTIONS may name an index with torch's CPU build, which saves gigabytes.
 OLDEST ?= .venv-oldest
-# Where pip finds CPU builds of torch, as --index-url ...; empty is pip's own setting.
-OLDEST_INDEX ?=
-$(OLDEST)/.installed: setup.cfg
+PIP_OPTIONS ?=
+$(OLDEST)/.installed: setup.cfg constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet torch==2.11.0 $(OLDEST_INDEX)
-	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e '.[hf,accelerate,cli]' pytest hypothesis
+	$(OLDEST)/bin/python -m pip install --quiet $(PIP_OPTIONS) -c constraints-oldest.txt torch
+	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e '.[dev]'
 	touch $@
 
 test-oldest: $(OLDEST)/.installed
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -p no:cacheprovider
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile
 
 # Real Triton kernels on the CPU, by Triton's interpreter.
 KERNELS ?= .venv-kernels

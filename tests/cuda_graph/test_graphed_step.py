@@ -14,6 +14,7 @@ from lightning_thd.callbacks.cuda_graph import Bucket, CaptureError, GraphedStep
 from lightning_thd.cuda_graph.capture.recording import RecordingBackend
 from lightning_thd.cuda_graph.shapes.buckets import choose
 from lightning_thd.cuda_graph.shapes.padding import pad_batch
+from lightning_thd.loss import fused_linear_cross_entropy
 from tests.cuda_graph.support import (
     BUCKETS,
     gradients,
@@ -426,3 +427,32 @@ def test_accelerate_loops_use_the_same_object() -> None:
     pairs = zip(model.parameters(), eager.parameters(), strict=True)
     assert worst(*map(list, zip(*((a.detach(), b.detach()) for a, b in pairs), strict=True))) < 1e-12
     assert step.stats.replays == 6
+
+
+class Head(nn.Module):
+    """An embedding and a head, for losses that take the hidden states themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(64, 16), nn.Linear(16, 64, bias=False)
+
+
+BACKENDS = ["auto", "torch"] if hasattr(torch.nn.functional, "linear_cross_entropy") else ["auto"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_loss_backends_that_read_nothing_back_are_captured(backend: Any) -> None:
+    def loss(module: Head, batch: THDBatch) -> Tensor:
+        hidden = module.table(batch.input_ids)
+        return batch.loss_scale * fused_linear_cross_entropy(
+            hidden, module.head.weight, batch.targets, backend=backend, reduction="sum"
+        )
+
+    module = Head()
+    step = GraphedStep(loss, module, buckets=BUCKETS, backend=RecordingBackend(), require=True)
+    for seed in range(4):
+        batch = random_batch(seed, count=2 + seed)
+        found = gradients(module, step(batch))
+        assert worst(found, gradients(module, loss(module, batch))) < 1e-5
+    assert step.stats.replays == 4
