@@ -96,6 +96,8 @@ MOVED = {
     "models.packing_report": "models.probe.report",
     "models.survey": "models.unknown_layers",
     "models.trace": "models.probe.trace",
+    "packing.global_batch": "packing.plan",
+    "packing.slots": "packing.lengths",
 }
 
 

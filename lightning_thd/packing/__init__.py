@@ -4,8 +4,7 @@ from lightning_thd.packing.balance import Scheduler, balance
 from lightning_thd.packing.bins import Packing, pack_lengths
 from lightning_thd.packing.cost import Cost
 from lightning_thd.packing.entries import LengthSummary
-from lightning_thd.packing.global_batch import Packs, Sequences
-from lightning_thd.packing.plan import Spans, StepPlan
+from lightning_thd.packing.plan import Packs, Sequences, Spans, StepPlan
 from lightning_thd.packing.planner import PackPlanner
 
 __all__ = [

@@ -9,11 +9,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.bins import Packing
+from lightning_thd.packing.bins import Packing, best_fit
 from lightning_thd.packing.cost import Cost
-from lightning_thd.packing.lengths import as_lengths, check_capacity, check_count
+from lightning_thd.packing.lengths import Slots, as_lengths, check_capacity, check_count
 from lightning_thd.packing.microsteps import fill_microsteps, waiting
-from lightning_thd.packing.slots import Slots, best_fit
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.lengths import as_lengths, check_capacity, check_count
+from lightning_thd.packing.lengths import Slots, as_lengths, check_capacity, check_count
 
 Algorithm = Literal["bfd", "ffd", "next_fit"]
 IntArray = npt.NDArray[np.int64]
@@ -113,6 +113,25 @@ def pack_lengths(
     place = _best_fit if algorithm == "bfd" else _first_fit
     placements, num_packs = place(sizes, counts, capacity, max_sequences or len(values))
     return _gather(placements, num_packs, order)
+
+
+def best_fit(padded: IntArray, slots: Slots) -> Packing:
+    """Pack by best-fit decreasing; a length above what is usable gets a pack of its own.
+
+    Args:
+        padded: int64 ``[S]``, multiples of ``slots.multiple``: divided by it, fewer distinct lengths are
+            left.
+        slots: what a pack offers.
+    """
+    fits = padded <= slots.usable
+    if fits.all():
+        return pack_lengths(padded // slots.multiple, slots.usable // slots.multiple)
+    inside, alone = np.flatnonzero(fits), np.flatnonzero(~fits)
+    packs = pack_lengths(padded[inside] // slots.multiple, slots.usable // slots.multiple)
+    ends = packs.offsets[-1] + np.arange(1, len(alone) + 1)
+    return Packing(
+        indices=np.concatenate([inside[packs.indices], alone]), offsets=np.concatenate([packs.offsets, ends])
+    )
 
 
 def count_packs(lengths: IntArray, capacity: int) -> int:

@@ -1,11 +1,16 @@
-"""What a user passes as lengths and capacity -> checked integers, or an error that says what is wrong."""
+"""What a user passes as lengths, capacity and alignment -> checked integers, and the slots of a pack."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from lightning_thd.alignment import Alignment
+
+IntArray = npt.NDArray[np.int64]
 
 
 def as_lengths(
@@ -50,3 +55,45 @@ def check_count(name: str, value: object, advice: str) -> None:
     """Refuse what is no whole number of at least one, and say what the number means."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{name}={value!r}: wanted a whole number, at least 1. {advice}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slots:
+    """What a pack offers: usable slots, of which each sequence takes a multiple.
+
+    Attributes:
+        usable: slots of a pack, a multiple of ``multiple``.
+        multiple: slots of a sequence are rounded up to this.
+    """
+
+    usable: int
+    multiple: int
+
+    def padded(self, lengths: IntArray) -> IntArray:
+        """Slots that sequences of these lengths take."""
+        return -(-lengths // self.multiple) * self.multiple
+
+
+def make_slots(capacity: int, align: Alignment | None) -> Slots:
+    """Work out what of a capacity an alignment leaves usable.
+
+    Args:
+        capacity: slots of a pack.
+        align: multiples of the padded lengths and of their total; None asks for nothing.
+
+    Returns:
+        The slots: ``capacity=100`` with multiples of 8 and 32 leaves 96 slots, in steps of 8.
+
+    Raises:
+        ValueError: when the alignment leaves no slot.
+    """
+    check_capacity(capacity)
+    if align is None:
+        return Slots(usable=int(capacity), multiple=1)
+    usable = int(capacity) // align.total_multiple * align.total_multiple
+    if not usable:
+        raise ValueError(
+            f"capacity={capacity} is below total_multiple={align.total_multiple} of {align}: no pack can be "
+            f"aligned. Raise capacity to {align.total_multiple} or more."
+        )
+    return Slots(usable=usable, multiple=align.sequence_multiple)

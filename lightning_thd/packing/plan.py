@@ -1,4 +1,4 @@
-"""What one step runs: per rank and microbatch, the spans of the dataset's sequences."""
+"""How much one optimizer step takes, and what it runs: per rank and microbatch, spans of sequences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,37 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from lightning_thd.packing.lengths import check_count
+
 IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Packs:
+    """``n`` packs of the whole job to an optimizer step: ranks times microbatches.
+
+    Args:
+        n: packs, at least one; a multiple of the data-parallel ranks.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check_count("Packs.n", self.n, "Pass the packs of a step, for example Packs(8).")
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Exactly ``n`` sequences to an optimizer step, in as many microbatches as they need.
+
+    Args:
+        n: sequences, at least one.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        check_count("Sequences.n", self.n, "Pass the sequences of a step, for example Sequences(512).")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -24,14 +24,12 @@ from lightning_thd.packing.entries import (
     read_lengths,
     summarize,
 )
-from lightning_thd.packing.global_batch import Packs, Sequences
-from lightning_thd.packing.lengths import check_count
+from lightning_thd.packing.lengths import check_count, make_slots
 from lightning_thd.packing.loss_tokens import LossTokens, count_loss_tokens, open_loss_tokens
 from lightning_thd.packing.permutation import derive_key, permute
-from lightning_thd.packing.plan import Spans, StepPlan
+from lightning_thd.packing.plan import Packs, Sequences, Spans, StepPlan
 from lightning_thd.packing.resume import fingerprint, make_state, read_state
 from lightning_thd.packing.schedule import ScheduledPacks, open_schedule
-from lightning_thd.packing.slots import make_slots
 from lightning_thd.packing.windows import WindowedPacks, make_windows
 
 Tail = Literal["pad", "drop"]

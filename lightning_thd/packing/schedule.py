@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd.packing.entries import Entries
+from lightning_thd.packing.lengths import Slots
 from lightning_thd.packing.plan import Spans
-from lightning_thd.packing.slots import Slots
 
 IntArray = npt.NDArray[np.int64]
 

@@ -15,11 +15,11 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.bins import count_packs
+from lightning_thd.packing.bins import best_fit, count_packs
 from lightning_thd.packing.entries import Entries
+from lightning_thd.packing.lengths import Slots
 from lightning_thd.packing.permutation import derive_key, permute, shuffled
 from lightning_thd.packing.plan import Spans, join_spans
-from lightning_thd.packing.slots import Slots, best_fit
 
 IntArray = npt.NDArray[np.int64]
 

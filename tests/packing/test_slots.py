@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from lightning_thd.alignment import Alignment
-from lightning_thd.packing.slots import Slots, best_fit, make_slots
+from lightning_thd.packing.bins import best_fit
+from lightning_thd.packing.lengths import Slots, make_slots
 
 
 def test_worked_value() -> None:

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 
 from lightning_thd.packing.entries import Entries, make_entries, summarize
-from lightning_thd.packing.slots import Slots
+from lightning_thd.packing.lengths import Slots
 from lightning_thd.packing.windows import WindowedPacks, count_windows, make_windows, window_members
 
 from .shapes import draw
