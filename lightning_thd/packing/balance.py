@@ -11,12 +11,20 @@ import numpy.typing as npt
 
 from lightning_thd.packing.bins import Packing, best_fit
 from lightning_thd.packing.cost import Cost
-from lightning_thd.packing.lengths import Slots, as_lengths, check_capacity, check_count
+from lightning_thd.packing.lengths import (
+    MOST_RANKS,
+    Slots,
+    as_lengths,
+    check_capacity,
+    check_count,
+    check_type,
+)
 from lightning_thd.packing.microsteps import fill_microsteps, waiting
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
+MOST_MICROBATCHES = 2**24  # of a step, over all ranks
 _EVEN_ENOUGH = 1.01  # work waited for, of an even share: below it no more time is spent on a plan
 
 
@@ -55,9 +63,12 @@ def balance(
         for.
     """
     check_capacity(capacity)
-    check_count("dp", dp, "Pass the number of data-parallel ranks.")
+    check_count("dp", dp, "Pass the number of data-parallel ranks.", most=MOST_RANKS)
     if num_microbatches is not None:
-        check_count("num_microbatches", num_microbatches, "Pass None to have the fewest that fit.")
+        advice = "Pass None to have the fewest that fit."
+        check_count("num_microbatches", num_microbatches, advice, most=MOST_MICROBATCHES // dp)
+    if cost is not None:
+        check_type("cost", cost, Cost, "Pass Cost(linear=..., quadratic=...).")
     values = as_lengths(lengths)
     if len(values) and values.max() > capacity:
         longest = int(values.argmax())
@@ -65,7 +76,7 @@ def balance(
             f"Sequence {longest} has {values[longest]} tokens but capacity={capacity}. "
             "Raise capacity, or give the lengths to PackPlanner with oversize=."
         )
-    work = (cost or Cost())(values)
+    work = (Cost() if cost is None else cost)(values)
     slots = Slots(usable=int(capacity), multiple=1)
     order, offsets = balanced_bins(values, work, slots, dp=dp, num_microbatches=num_microbatches)
     bins = np.split(order, offsets[1:-1])

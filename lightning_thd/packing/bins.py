@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.lengths import Slots, as_lengths, check_capacity, check_count
+from lightning_thd.packing.lengths import Slots, as_integers, as_lengths, check_capacity, check_count
 
 Algorithm = Literal["bfd", "ffd", "next_fit"]
 IntArray = npt.NDArray[np.int64]
@@ -36,6 +36,14 @@ class Packing:
 
     indices: IntArray
     offsets: IntArray
+
+    def __post_init__(self) -> None:
+        indices, offsets = as_integers(self.indices, "indices"), as_integers(self.offsets, "offsets")
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(indices) or (np.diff(offsets) < 0).any():
+            raise ValueError(
+                f"Packing got {len(indices)} indices and offsets {offsets[:8].tolist()}. Offsets begin "
+                f"with 0, never fall, and end with {len(indices)}."
+            )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -58,13 +66,23 @@ class Packing:
         Returns:
             int64 ``[P]``. Packs ``[[0, 2], [1]]`` of lengths ``[5, 7, 2]`` become ``[7, 7]``.
         """
-        running = np.concatenate([[0], np.cumsum(np.asarray(values, dtype=np.int64)[self.indices])])
+        running = np.concatenate([[0], np.cumsum(self._of_each(values, "values"))])
         return np.asarray(running[self.offsets[1:]] - running[self.offsets[:-1]], dtype=np.int64)
 
     def fill(self, lengths: npt.ArrayLike, capacity: int) -> float:
         """Real tokens divided by slots, when every pack takes ``capacity`` slots: 1.0 wastes nothing."""
-        slots = len(self) * capacity
-        return float(np.asarray(lengths, dtype=np.int64)[self.indices].sum() / slots) if slots else 1.0
+        check_capacity(capacity)
+        real = self._of_each(lengths, "lengths").sum()
+        return float(real / (len(self) * capacity)) if len(self) else 1.0
+
+    def _of_each(self, values: npt.ArrayLike, name: str) -> IntArray:
+        found = as_integers(values, name)
+        if len(self.indices) and len(found) <= int(self.indices.max()):
+            raise ValueError(
+                f"{name} has {len(found)} entries, but sequence {int(self.indices.max())} is packed. "
+                "Pass one a sequence that was packed."
+            )
+        return found[self.indices]
 
 
 def pack_lengths(

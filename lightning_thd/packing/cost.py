@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd.flops.model import FlopsModel
-from lightning_thd.packing.lengths import check_count
+from lightning_thd.packing.lengths import as_array, check_count
 from lightning_thd.stats import SeqStats
 
 FloatArray = npt.NDArray[np.float64]
@@ -30,10 +30,14 @@ class Cost:
     quadratic: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.linear >= 0 and self.quadratic >= 0 and self.linear + self.quadratic > 0):
+        for name in ("linear", "quadratic"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+                raise TypeError(f"Cost.{name} is a {type(value).__name__}. Pass a number of at least 0.")
+        if not (self.linear >= 0 and self.quadratic >= 0 and 0 < self.linear + self.quadratic < np.inf):
             raise ValueError(
-                f"Cost(linear={self.linear}, quadratic={self.quadratic}): wanted numbers of at least 0, and "
-                "not both 0. Cost(linear=1, quadratic=0) balances tokens."
+                f"Cost(linear={self.linear}, quadratic={self.quadratic}): wanted finite numbers of at least "
+                "0, and not both 0. Cost(linear=1, quadratic=0) balances tokens."
             )
 
     @classmethod
@@ -56,5 +60,8 @@ class Cost:
 
     def __call__(self, lengths: npt.ArrayLike) -> FloatArray:
         """Work of each sequence, float64 ``[S]``: Cost(linear=2, quadratic=1) of ``[3]`` is ``[15.0]``."""
-        tokens = np.asarray(lengths, dtype=np.float64)
+        given = as_array(lengths, "lengths")
+        if given.size and (given.dtype.kind not in "iuf" or not np.isfinite(given).all()):
+            raise ValueError(f"lengths has the type {given.dtype}, or is not finite. Pass numbers.")
+        tokens = given.astype(np.float64)
         return tokens * (self.linear + self.quadratic * tokens)

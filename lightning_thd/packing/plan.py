@@ -115,8 +115,8 @@ class StepPlan:
     own_pack: int
 
     def microbatches(self, rank: int) -> list[Spans]:
-        """Spans of each microbatch that ``rank`` runs, in order."""
-        if not 0 <= rank < self.dp:
+        """Spans of each microbatch that ``rank`` runs, in order; ``ValueError`` for a rank that is none."""
+        if not isinstance(rank, int | np.integer) or not 0 <= rank < self.dp:
             raise ValueError(
                 f"rank={rank} was asked of a plan for dp={self.dp}. Pass a rank in [0, {self.dp})."
             )

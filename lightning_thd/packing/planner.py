@@ -24,7 +24,7 @@ from lightning_thd.packing.entries import (
     read_lengths,
     summarize,
 )
-from lightning_thd.packing.lengths import check_count, make_slots
+from lightning_thd.packing.lengths import MOST_RANKS, check_count, check_type, make_slots
 from lightning_thd.packing.loss_tokens import LossTokens, count_loss_tokens, open_loss_tokens
 from lightning_thd.packing.permutation import derive_key, permute
 from lightning_thd.packing.plan import Packs, Sequences, Spans, StepPlan
@@ -38,6 +38,10 @@ IntArray = npt.NDArray[np.int64]
 # Part of every fingerprint: raise it when the same settings no longer give the same plans.
 _PLAN_VERSION = 1
 _ENTRIES = 10  # purpose of the key, apart from those of windows.py
+
+
+class NoSuchStep(IndexError, ValueError):
+    """A step was asked for that an epoch does not have."""
 
 
 class PackPlanner:
@@ -94,6 +98,10 @@ class PackPlanner:
         _check_choice("oversize", oversize, get_args(Oversize))
         _check_choice("tail", tail, get_args(Tail))
         check_count("window", window, "It is the number of sequences packed together; the default is 4096.")
+        check_count("seed", seed, "It decides every shuffle.", least=-(2**255), most=2**255)
+        check_count("num_workers", num_workers, "It is the number of processes that count.", least=0)
+        if cost is not None:
+            check_type("cost", cost, Cost, "Pass Cost(linear=..., quadratic=...).")
         _check_batch(global_batch, scheduler=scheduler is not None, schedule=schedule is not None)
         self.slots = make_slots(capacity, align)
         opened = open_lengths(lengths)
@@ -151,6 +159,7 @@ class PackPlanner:
 
     def tail_dropped(self, epoch: int) -> int:
         """Sequences that ``tail="drop"`` leaves out of an epoch, wholly or, if split, in part."""
+        check_count("epoch", epoch, "Epochs count from 0.", least=0)
         if self.tail == "pad":
             return 0
         first = len(self) * self.global_batch.n
@@ -170,7 +179,7 @@ class PackPlanner:
             The plan, the same on every rank.
 
         Raises:
-            IndexError: for a step past the end of the epoch.
+            NoSuchStep: for a step past the end of the epoch; an ``IndexError`` and a ``ValueError``.
             ValueError: when ``Packs(n)`` do not divide among the ranks.
         """
         self._check_request(epoch, k, dp)
@@ -243,11 +252,12 @@ class PackPlanner:
         )
 
     def _check_request(self, epoch: int, k: int, dp: int) -> None:
-        if epoch < 0 or not 0 <= k < len(self):
-            raise IndexError(
-                f"Step {k} of epoch {epoch} was asked of epochs of {len(self)} steps. Both count from 0."
+        check_count("dp", dp, "Pass the number of data-parallel ranks.", most=MOST_RANKS)
+        whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in (epoch, k))
+        if not whole or epoch < 0 or not 0 <= k < len(self):
+            raise NoSuchStep(
+                f"Step {k!r} of epoch {epoch!r} was asked of epochs of {len(self)} steps. Both count from 0."
             )
-        check_count("dp", dp, "Pass the number of data-parallel ranks.")
         if self._packs is not None and self.global_batch.n % dp:
             raise ValueError(
                 f"{self.global_batch} cannot be shared by dp={dp} ranks, each with the same number of packs. "
@@ -269,7 +279,7 @@ class PackPlanner:
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}={value!r} is unknown. Choose one of {', '.join(choices)}.")
 
 

@@ -7,6 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from lightning_thd.packing.lengths import check_type
+
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
     """Hash settings that JSON can write, independent of their order: 32 hexadecimal digits."""
@@ -23,7 +27,8 @@ def make_state(settings: Mapping[str, Any], *, epoch: int, step: int, num_steps:
         step: the next step of it; ``num_steps`` when the epoch is over.
         num_steps: steps of an epoch.
     """
-    if epoch < 0 or not 0 <= step <= num_steps:
+    whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in (epoch, step))
+    if not whole or epoch < 0 or not 0 <= step <= num_steps:
         raise ValueError(
             f"epoch={epoch}, step={step} is no position in epochs of {num_steps} steps; both count from 0. "
             "Pass the epoch and the number of steps consumed in it."
@@ -43,6 +48,7 @@ def read_state(settings: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[i
     Raises:
         ValueError: when it is no state, or the data or a setting changed since; each change is named.
     """
+    check_type("state", state, Mapping, "Pass what PackPlanner.state() returned.")
     missing = {"epoch", "step", "fingerprint"} - set(state)
     if missing:
         raise ValueError(

@@ -114,12 +114,19 @@ def make_windows(
     total = -(-entries.total // window)
     if counts is None:
         counts = count_windows(entries, slots, window, seed, num_workers=num_workers)
-    elif counts.shape != (total,) or counts.dtype.kind not in "iu" or counts.min() < 1:
+    elif not _are_counts(counts, total):
         raise ValueError(
-            f"counts has {len(counts)} windows but there are {total}, or is no array of positive ints. "
+            f"counts has {len(counts) if isinstance(counts, np.ndarray) else type(counts).__name__} windows "
+            f"but there are {total}, or is no array of positive ints. "
             "Pass the counts of a planner with the same fingerprint, or None to count anew."
         )
     return WindowedPacks(entries=entries, slots=slots, window=window, seed=seed, counts=counts)
+
+
+def _are_counts(counts: object, total: int) -> bool:
+    if not isinstance(counts, np.ndarray) or counts.shape != (total,) or counts.dtype.kind not in "iu":
+        return False
+    return bool(counts.min() >= 1)
 
 
 def window_members(entries: Entries, window: int, seed: int, first: int, last: int) -> IntArray:
