@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -17,14 +17,18 @@ from torch import nn
 from lightning_thd.alignment import Alignment
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
-from lightning_thd.data.planning import PlanSettings, make_planner
+from lightning_thd.data.mixing import ShareLog
+from lightning_thd.data.planning import Planner, PlanSettings, counts_of, keep_long_rows, make_planner
+from lightning_thd.data.read.conversations import Records
 from lightning_thd.data.read.encode import Tokenizer, load_tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
-from lightning_thd.data.sets import DataSet, open_set
-from lightning_thd.data.store.index import Empty
+from lightning_thd.data.read.tokenize import Engine
+from lightning_thd.data.sets import DataSet, is_mixture, open_mixture, open_set, weighted
+from lightning_thd.data.store.index import Empty, OnError
 from lightning_thd.data.streams import Stream, StreamLoader, StreamPolicies, is_stream, stream_loader
-from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
+from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
+from lightning_thd.packing.mixtures import Mixing, MixturePlanner
 from lightning_thd.packing.planner import Tail
 
 _STAGES = {"fit": ("train", "val"), "validate": ("val",)}
@@ -37,23 +41,28 @@ class THDDataModule(L.LightningDataModule):
 
     Args:
         train: a map-style dataset giving ``{"input_ids": ints[, "labels": ints]}`` (labels unshifted, -100
-            where ignored), or the path of a ``.jsonl`` file, a ``.parquet`` or ``.arrow`` file with a column
-            ``input_ids`` or a folder of them, a text file, a folder of text or ``.jsonl`` files, or a folder
-            that ``datasets.Dataset.save_to_disk`` or ``TokenStore.save`` wrote. Instead of ids, rows and JSON
-            objects may hold text, ``prompt`` and ``completion``, or ``messages``: these are tokenised once,
-            with loss on what the assistant says alone where there is one. An ``IterableDataset``, a function
+            where ignored); or a path, a glob, an address (``s3://``, ``hf://``, ...) or a list of them:
+            ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet`` or ``.arrow`` files, also ``.gz``,
+            ``.zst``, ``.bz2`` or ``.xz``, text files, a folder of such, or one that
+            ``datasets.Dataset.save_to_disk``, ``TokenStore.save`` or ``lightning-thd pack`` wrote. In place of
+            ids, records may hold text, ``prompt`` and ``completion``, or a conversation: these are tokenised
+            once, with loss on what the assistant says alone where there is one. A dict
+            ``{name: (source, weight)}`` is a mixture. An ``IterableDataset``, a function
             that begins an iterator, ``.tar`` shards, or a ``data.streams.Stream``: read once, front to back.
         capacity: most tokens of a pack.
         global_batch: ``Packs(n)``, n packs to an optimizer step, or ``Sequences(n)``, exactly n sequences
             to a step in as many microbatches as they need (needs a strategy of ours). Default: one pack a
             rank a batch, ``Packs(ranks * accumulate_grad_batches)``.
-        val: as ``train``; every sequence is used once, in packs of the dataset's own order.
+        val: as ``train``; every sequence is used once, in packs of the dataset's own order. A dict
+            ``{name: source}`` makes a loader each, and so a metric each.
         test: as ``val``.
         predict: as ``val``; ``batch.unpack(output)`` and ``batch.sequence_ids`` give predictions a sequence.
         tokenizer: ``str -> ids`` for text, or the name of a Hugging Face tokenizer; UTF-8 bytes by default.
             Conversations need a Hugging Face tokenizer with a chat template.
         text_key: the key of the text in a JSONL object or a row.
         append_eos: end documents and completions with the tokenizer's EOS where it does not do so.
+        records: what records are, where their keys do not tell: ``"text"``, ``"ids"``, ``"prompt"``,
+            ``"messages"``, ``"sharegpt"`` or ``"alpaca"``.
         packed: what rows become that were packed before and carry ``lengths``, ``cu_seqlens`` or
             ``position_ids``: ``"sequences"`` takes them apart and plans the sequences anew, which shuffles
             them, fits any capacity and balances the ranks; ``"packs"`` keeps each row as a ready pack, in
@@ -63,6 +72,10 @@ class THDDataModule(L.LightningDataModule):
             ``truncate``, ``split`` or ``own_pack``. Validation, test and prediction use ``own_pack`` in place
             of ``error``, so that nothing is lost there.
         empty: what becomes of a sequence without tokens: ``error`` or ``drop``.
+        on_error: what becomes of a record that cannot be read or tokenised, and of a row with nulls,
+            negative ids or labels that do not fit: ``raise``, naming file and line, or ``skip``; those are
+            counted, and listed in ``skipped.jsonl`` beside the tokens in the cache.
+        max_errors: most that may be skipped of a source; None sets no bound.
         tail: the last, incomplete step of an epoch: ``pad`` with emptier packs, or ``drop``.
         window: sequences that are packed together; larger packs better, smaller shuffles better.
         seed: decides the order of every epoch.
@@ -72,16 +85,22 @@ class THDDataModule(L.LightningDataModule):
         cost: work of a sequence by its length, which the ranks get equal shares of; by default that of the
             model, where its transformers config is found.
         pad_to: fill every pack to this many slots; by default packs differ in size.
+        mixing: how the sources of a mixture make an epoch, see ``packing.mixtures.Mixing``.
         vocab_size: ids are checked against it; found in the model's config when absent.
         num_workers: processes that read and collate; as many tokenise and count.
         prefetch_factor: batches prepared ahead by each worker.
         pin_memory: page-lock batches; by default when training on a GPU.
         cache_dir: where tokenised text and counts are kept; ``~/.cache/lightning_thd`` by default. Datasets
             with a ``fingerprint``, Hugging Face datasets and files are counted once; other objects anew in
-            every run.
+            every run. Files are known by their content. Of several processes that want the same, one prepares
+            it, and a killed one is taken up where it stopped.
+        engine: what tokenises: ``"local"`` processes, or ``"ray"``, the Ray cluster this process is connected
+            to, which sees the same files.
 
     Raises:
+        TypeError: for sources and samples that are none.
         ValueError: for values that cannot be, data that does not fit its policy, ids outside the vocabulary.
+        CacheError: when the cache cannot be written.
         MisconfigurationException: for a Trainer whose accumulation, ranks or strategy contradict
             ``global_batch``.
     """
@@ -98,9 +117,12 @@ class THDDataModule(L.LightningDataModule):
         tokenizer: Tokenizer | str | None = None,
         text_key: str = "text",
         append_eos: bool = True,
+        records: Records = "auto",
         packed: Packed = "auto",
         oversize: Oversize = "error",
         empty: Empty = "error",
+        on_error: OnError = "raise",
+        max_errors: int | None = 1000,
         tail: Tail = "pad",
         window: int = 4096,
         seed: int = 0,
@@ -108,11 +130,13 @@ class THDDataModule(L.LightningDataModule):
         scheduler: Scheduler | None = None,
         cost: Cost | None = None,
         pad_to: int | None = None,
+        mixing: Mixing | None = None,
         vocab_size: int | None = None,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
         cache_dir: str | Path | None = None,
+        engine: Engine = "local",
     ) -> None:
         super().__init__()
         self.capacity, self.global_batch = capacity, global_batch
@@ -127,12 +151,19 @@ class THDDataModule(L.LightningDataModule):
             scheduler=scheduler,
             cost=cost,
             pad_to=pad_to,
+            mixing=mixing,
         )
+        if empty not in get_args(Empty):
+            raise ValueError(f"empty={empty!r} is unknown. Choose one of {', '.join(get_args(Empty))}.")
         self._opener = Opener(
             tokenizer=tokenizer,
             text_key=text_key,
             append_eos=append_eos,
+            records=records,
             packed=packed,
+            on_error=on_error,
+            max_errors=max_errors,
+            engine=engine,
             cache_dir=cache_dir,
             num_workers=num_workers,
         )
@@ -149,7 +180,8 @@ class THDDataModule(L.LightningDataModule):
                 setattr(self, hook, MethodType(getattr(L.LightningDataModule, hook), self))
         self._attached = link.Host()
         self._sets: dict[str, DataSet] = {}
-        self._planners: dict[tuple[object, ...], PackPlanner] = {}
+        self._shares: ShareLog | None = None
+        self._planners: dict[tuple[object, ...], Planner] = {}
 
     def attach(
         self,
@@ -190,7 +222,8 @@ class THDDataModule(L.LightningDataModule):
     def prepare_data(self) -> None:
         """Tokenise, count and cache what can be cached; Lightning calls this on one process a node."""
         for name, source in self._sources.items():
-            if is_known(source):
+            parts = [weighted(*item)[0] for item in source.items()] if is_mixture(source) else [source]
+            if all(is_known(part) for part in parts):
                 self._open(name)
 
     def setup(self, stage: str) -> None:
@@ -205,18 +238,26 @@ class THDDataModule(L.LightningDataModule):
     def _open(self, name: str) -> None:
         if name not in self._sets:
             opener = replace(self._opener, progress=self._host.is_first)
-            self._sets[name] = open_set(name, self._sources[name], opener, empty=self.empty)
+            source = self._sources[name]
+            mixed = name == "train" and is_mixture(source)
+            self._sets[name] = (open_mixture if mixed else open_set)(name, source, opener, empty=self.empty)
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Of every opened set, the sequences empty, dropped, truncated, split, and the tokens lost."""
-        return {name: dict(self._planner(name).entries.counts) for name in self._sets}
+        """Of every set, the sequences skipped, empty, dropped, truncated, split, and the tokens lost."""
+        return {name: counts_of(data, self._planner(name)) for name, data in self._sets.items()}
 
     def train_dataloader(self) -> THDLoader | StreamLoader:
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
         if self._stream is not None:
             kind: Literal["pack", "step"] = "step" if isinstance(self.global_batch, Sequences) else "pack"
             return self._streamed(self._stream, kind)
+        planner = self._planner("train") if "train" in self._sets else None
+        if isinstance(planner, MixturePlanner):
+            steps = isinstance(self.global_batch, Sequences)
+            self._shares = ShareLog(
+                planner=planner, per_step=1 if steps else planner.global_batch.n // self._host.ranks
+            )
         return self._loader(
             "train",
             kind="step" if isinstance(self.global_batch, Sequences) or self._host.whole_steps else "pack",
@@ -229,6 +270,12 @@ class THDDataModule(L.LightningDataModule):
         if self._stream is not None:
             return self._streamed(self._stream, "step")
         return self._loader("train", kind="step", fixed_order=False)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Log the share of each source of a mixture; Lightning calls this with every batch."""
+        if self._shares is not None and self.trainer is not None and self.trainer.training:
+            self._shares.update(self.trainer, self.trainer.current_epoch, self._host.ranks)
+        return batch
 
     def val_dataloader(self) -> THDLoader | list[THDLoader]:
         """Return this rank's validation batches; a loader for each source where ``val`` names several."""
@@ -295,12 +342,14 @@ class THDDataModule(L.LightningDataModule):
                 + (", and call setup() first." if name in self._sources else ".")
             )
         host, planner, data = self._host, self._planner(name), self._sets[name]
+        vocab_size = self.vocab_size or link.vocab_size(host.model)
+        data.index.check_vocabulary(vocab_size, name)
         maker = BatchMaker(
-            dataset=data.dataset,
+            dataset=keep_long_rows(data.dataset, planner),
             index=data.index,
             align=host.alignment,
             pad_to=self._plans.pad_to,
-            vocab_size=self.vocab_size or link.vocab_size(host.model),
+            vocab_size=vocab_size,
             windows=link.model_windows(host.model),
         )
         return THDLoader(
@@ -311,6 +360,7 @@ class THDDataModule(L.LightningDataModule):
             per_step=1 if kind == "step" else planner.global_batch.n // host.ranks,
             kind=kind,
             fixed_order=fixed_order,
+            on_epoch=progress.resize if progress is not None else None,
             consumed=progress.consumed if progress is not None else None,
             limit=progress.limit if progress is not None else None,
             on_load=progress.match if progress is not None else None,
@@ -319,7 +369,7 @@ class THDDataModule(L.LightningDataModule):
             pin_memory=host.on_gpu if self.pin_memory is None else self.pin_memory,
         )
 
-    def _planner(self, name: str) -> PackPlanner:
+    def _planner(self, name: str) -> Planner:
         """Plan a set when it is first asked for: by then a model built in ``configure_model`` is there."""
         # The same data module may serve Trainers of other ranks or accumulation, one after the other.
         host = self._host
@@ -337,9 +387,15 @@ class THDDataModule(L.LightningDataModule):
         return self._planners[key]
 
 
-def _named(sources: Mapping[str, Any]) -> dict[str, Source]:
+def _named(sources: Mapping[str, Any]) -> dict[str, Any]:
     """Give each source of an evaluation stage that has several a name of its own: ``val/code``."""
-    return dict(sources)
+    named: dict[str, Any] = {}
+    for stage, source in sources.items():
+        if stage != "train" and is_mixture(source):
+            named |= {f"{stage}/{name}": one for name, one in source.items()}
+        else:
+            named[stage] = source
+    return named
 
 
 def _as_stream(train: object) -> Stream | None:
@@ -349,10 +405,10 @@ def _as_stream(train: object) -> Stream | None:
     return None if train is None or not is_stream(train) else Stream(source=train)
 
 
-def _announce(data: DataSet, planner: PackPlanner, host: link.Host) -> None:
+def _announce(data: DataSet, planner: Planner, host: link.Host) -> None:
     """Say, and log, how large a set is and what its policies leave out or change."""
     lengths, name = data.index.lengths, data.name
-    changed = {key: count for key, count in planner.entries.counts.items() if count}
+    changed = {key: count for key, count in counts_of(data, planner).items() if count}
     rank_zero_info(
         f"{name}: {len(lengths):,} sequences, {int(lengths.sum()):,} tokens"
         + "".join(f", {key.replace('_', ' ')} {count:,}" for key, count in changed.items())

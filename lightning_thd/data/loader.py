@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from torch.utils.data import DataLoader, Sampler
@@ -12,6 +14,7 @@ from torch.utils.data import Dataset as TorchDataset
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.shared import make_shared_step
+from lightning_thd.data.mixing import MixedRows
 from lightning_thd.data.store.index import MapDataset, SequenceIndex
 from lightning_thd.packing import Spans, StepPlan
 from lightning_thd.packing.shared_planner import SharedPlanner, SharedStepPlan
@@ -27,6 +30,10 @@ class Planner(Protocol):
     """The part of ``packing.PackPlanner`` that a loader calls."""
 
     def __len__(self) -> int: ...
+
+    def num_steps(self, epoch: int) -> int:
+        """Count the steps of an epoch."""
+        ...
 
     def step(self, epoch: int, k: int, dp: int) -> StepPlan:
         """Plan a step."""
@@ -58,18 +65,42 @@ class BatchMaker:
         """Read and collate a pack; without scales its loss is the mean over this batch."""
         columns = (spans.index, spans.start, spans.stop, spans.continued)
         pieces = zip(*(column.tolist() for column in columns), strict=True)
-        batch = THDBatch.collate(
-            [self.index.sample(self.dataset, *piece) for piece in pieces],
-            align=self.align,
-            pad_to=self.pad_to,
-            sequence_ids=spans.index.tolist(),
-            loss_scale=loss_scale,
-            sequence_scale=sequence_scale,
-            windows=self.windows,
-        )
+        samples = [self._sample(*piece) for piece in pieces]
+        collate = partial(THDBatch.collate, align=self.align, windows=self.windows)
+        try:
+            batch = collate(
+                samples,
+                pad_to=self.pad_to,
+                sequence_ids=spans.index.tolist(),
+                loss_scale=loss_scale,
+                sequence_scale=sequence_scale,
+            )
+        except (ValueError, TypeError, RuntimeError):
+            for i, sample in zip(spans.index.tolist(), samples, strict=True):
+                self._name_row(collate, i, sample)
+            raise
         if self.vocab_size is not None and int(batch.input_ids.max()) >= self.vocab_size:
             self._refuse(batch)
         return batch
+
+    def _sample(self, i: int, start: int, stop: int, continued: bool) -> dict[str, Any]:
+        try:
+            return self.index.sample(self.dataset, i, start, stop, continued)
+        except ValueError as err:
+            if not isinstance(self.dataset, MixedRows):
+                raise
+            raise ValueError(f"{err} It is {self.dataset.place(i)}.") from err
+
+    def _name_row(self, collate: Callable[..., object], i: int, sample: dict[str, Any]) -> None:
+        """Collate a sample alone, and say which row of the dataset it is if it cannot be."""
+        try:
+            collate([sample])
+        except (ValueError, TypeError, RuntimeError) as err:
+            why = re.sub(r"^Sample 0\b:?", "", str(err)).strip()
+            where = f" ({self.dataset.place(i)})" if isinstance(self.dataset, MixedRows) else ""
+            raise ValueError(
+                f"Sequence {i}{where} {why if why.startswith('has ') else f'is bad: {why}'}"
+            ) from err
 
     def loss_weights(self, spans: Spans) -> tuple[float, float]:
         """Add up what the loss tokens and the sequences of a pack count."""
@@ -119,10 +150,21 @@ class _Steps(TorchDataset[THDBatch | THDStep]):
 class _Cursor(Sampler[Key]):
     """Where an epoch stands: hands out keys from the next batch that was not consumed."""
 
-    def __init__(self, num_steps: int, per_step: int, fixed_order: bool) -> None:
-        self.num_steps, self.per_step, self.fixed_order = num_steps, per_step, fixed_order
+    def __init__(
+        self,
+        num_steps: Callable[[int], int],
+        per_step: int,
+        fixed_order: bool,
+        on_epoch: Callable[[int], None] | None = None,
+    ) -> None:
+        self._num_steps, self.per_step, self.fixed_order = num_steps, per_step, fixed_order
+        self._on_epoch = on_epoch
         self.epoch, self.start = 0, 0
         self.limit: int | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return self._num_steps(0 if self.fixed_order else self.epoch)
 
     def __len__(self) -> int:
         return self.num_steps * self.per_step
@@ -139,6 +181,8 @@ class _Cursor(Sampler[Key]):
         """Begin an epoch; the one that is under way goes on where it stands."""
         if epoch != self.epoch:
             self.epoch, self.start = epoch, 0
+        if self._on_epoch is not None:
+            self._on_epoch(len(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +207,7 @@ class THDLoader:
         consumed: number of batches the trainer is done with in this epoch; counts what was handed out when
             absent. What workers have prefetched never counts.
         limit: most batches the trainer takes of an epoch; asked when an epoch begins.
+        on_epoch: told the batches of an epoch when it begins; those of a mixture differ.
         on_load: told the batch of the epoch at which a restored loader goes on.
         num_workers, prefetch_factor, pin_memory: as in ``torch.utils.data.DataLoader``.
     """
@@ -180,11 +225,12 @@ class THDLoader:
         consumed: Callable[[], int] | None = None,
         limit: Callable[[], int | None] | None = None,
         on_load: Callable[[int], None] | None = None,
+        on_epoch: Callable[[int], None] | None = None,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
     ) -> None:
-        self._cursor = _Cursor(len(planner), per_step, fixed_order)
+        self._cursor = _Cursor(planner.num_steps, per_step, fixed_order, on_epoch)
         self.batch_sampler = _EpochTarget(self._cursor)
         self._planner = planner
         self._consumed, self._limit, self._on_load = consumed, limit, on_load
@@ -235,9 +281,9 @@ class THDLoader:
             ValueError: when the data or a setting that decides the plan has changed since.
         """
         epoch, step = self._planner.resume(state)
+        self._cursor.epoch, self._cursor.start = epoch, step * self._cursor.per_step
         if step == self._cursor.num_steps:
             self._cursor.epoch, self._cursor.start = epoch + 1, 0
             return
-        self._cursor.epoch, self._cursor.start = epoch, step * self._cursor.per_step
         if self._on_load is not None:
             self._on_load(self._cursor.start)

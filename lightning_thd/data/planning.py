@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import Dataset
 
 from lightning_thd.data.sets import DataSet
 from lightning_thd.data.store.arrays import cached_arrays
-from lightning_thd.data.store.index import refuse_cuts
+from lightning_thd.data.store.columns import ColumnRows
+from lightning_thd.data.store.index import MapDataset, refuse_cuts
+from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.data.trainer_link import Host, model_cost
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
+from lightning_thd.packing.lengths import make_slots
+from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
 from lightning_thd.packing.planner import Tail
 from lightning_thd.packing.shared_planner import SharedPlanner
 from lightning_thd.packing.sharing import Sharing
 
+Planner = PackPlanner | MixturePlanner
+
 _VERSION = 1
 # What decides the packs of a window; the rest of a planner's settings may change under the same counts.
 _DECIDES = ("align", "window", "oversize", "seed")
+_KEEP_TOKENS = 1 << 24  # of split sequences that stay in memory: at most 256 MiB with labels
 _COUNTS_FROM = 100_000  # sequences: below it counting windows takes less than opening a file
 
 
@@ -41,6 +50,7 @@ class PlanSettings:
     scheduler: Scheduler | None = None
     cost: Cost | None = None
     pad_to: int | None = None
+    mixing: Mixing | None = None
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
@@ -59,7 +69,7 @@ class PlanSettings:
 
 def make_planner(
     data: DataSet, settings: PlanSettings, host: Host, *, training: bool, cache_dir: str | Path | None
-) -> PackPlanner:
+) -> Planner:
     """Plan a set: training as asked for, evaluation one pack a rank, with nothing lost.
 
     Args:
@@ -79,7 +89,7 @@ def make_planner(
     if oversize in ("truncate", "split"):
         refuse_cuts(index, data.dataset, settings.capacity)
     plan = partial(
-        PackPlanner,
+        PackPlanner if data.weights is None else _mixture_planner(data, settings, oversize, host),
         index.lengths,
         settings.capacity,
         global_batch=settings.step(host) if training else Packs(host.ranks),
@@ -92,9 +102,79 @@ def make_planner(
         scheduler=settings.scheduler if training else None,
         schedule=settings.schedule if training and settings.schedule is not None else data.schedule,
     )
-    if data.key is None or len(index.lengths) < _COUNTS_FROM:
+    if data.weights is not None or data.key is None or len(index.lengths) < _COUNTS_FROM:
         return plan()
-    return plan_counted_once(plan, data.key, cache_dir)
+    return plan_counted_once(cast("partial[PackPlanner]", plan), data.key, cache_dir)
+
+
+def _mixture_planner(
+    data: DataSet, settings: PlanSettings, oversize: Oversize, host: Host
+) -> Callable[..., MixturePlanner]:
+    assert data.weights is not None
+    assert data.lengths is not None
+    if settings.schedule is not None:
+        raise ValueError(
+            "schedule= places each sequence once, and a mixture draws them by weight. Leave one out."
+        )
+    slots = make_slots(settings.capacity, host.alignment)
+    limit = slots.usable // slots.multiple * slots.multiple
+    mixture = make_mixture(
+        data.lengths,
+        data.weights,
+        settings.mixing,
+        seed=settings.seed,
+        most=limit if oversize == "drop" else None,
+    )
+    return partial(MixturePlanner, mixture=mixture)
+
+
+def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:
+    """Count what the policies left out or changed; ``skipped`` are bad records, if there are any."""
+    counts = dict(planner.entries.counts)
+    counts["empty"] -= len(data.index.bad)  # a bad row has length 0, too
+    return {**counts, "skipped": data.skipped} if data.skipped else counts
+
+
+def keep_long_rows(dataset: MapDataset, planner: Planner) -> MapDataset:
+    """Let a dataset keep the sequences that are split while their pieces are read, unless reading is free."""
+    split = planner.entries.counts["split"]
+    return (
+        dataset
+        if not split or isinstance(dataset, TokenStore | ColumnRows)
+        else RecentRows(dataset, planner.entries.limit)
+    )
+
+
+class RecentRows(Dataset[dict[str, Any]]):
+    """A dataset that keeps the last of its long rows, as arrays, for those who read them piece by piece.
+
+    Args:
+        dataset: gives rows.
+        limit: tokens up to which a row is not worth keeping.
+    """
+
+    def __init__(self, dataset: MapDataset, limit: int) -> None:
+        self._dataset, self._limit = dataset, limit
+        self._kept: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if i in self._kept:
+            self._kept.move_to_end(i)
+            return self._kept[i]
+        sample = self._dataset[i]
+        length = len(sample["input_ids"])
+        if length <= self._limit:
+            return sample
+        names = ("input_ids", "labels", "position_ids", "attention_mask")
+        self._kept[i] = {k: np.asarray(v) if k in names else v for k, v in sample.items()}
+        self._tokens += length
+        while self._tokens > _KEEP_TOKENS and len(self._kept) > 1:
+            self._tokens -= len(self._kept.popitem(last=False)[1]["input_ids"])
+        return self._kept[i]
 
 
 def _shared_planner(data: DataSet, settings: PlanSettings, host: Host, sharing: Sharing) -> SharedPlanner:

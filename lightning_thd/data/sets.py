@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_thd.data.mixing import MixedRows, join_indices
 from lightning_thd.data.read.sources import Opener, Source
 from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index
 
@@ -24,6 +26,8 @@ class DataSet:
         index: lengths and loss tokens of the sequences.
         key: what its content and its policies are known by, for caches; None where nothing tells.
         schedule: ints ``[N]``, the ready pack of each sequence, where rows are kept as packs.
+        weights: of a mixture, the share of each source in any unit; None where there is one source.
+        lengths: of a mixture, the tokens of the sequences of each source.
     """
 
     name: str
@@ -31,6 +35,71 @@ class DataSet:
     index: SequenceIndex
     key: dict[str, Any] | None
     schedule: NDArray[np.int64] | None = None
+    weights: dict[str, float] | None = None
+    lengths: dict[str, NDArray[np.integer]] | None = None
+
+    @property
+    def skipped(self) -> int:
+        """Records and rows that were left out because they are bad."""
+        return len(self.index.bad) + int(getattr(self.dataset, "skipped", 0))
+
+
+def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, *, empty: Empty) -> DataSet:
+    """Open the sources of a mixture, each ``(source, weight)``, and lay them end to end.
+
+    Args:
+        name: of the stage, for messages.
+        sources: by their names.
+        opener: how they are opened.
+        empty: what becomes of a sequence without tokens.
+
+    Raises:
+        TypeError: for what is no source with a weight.
+        ValueError: as :func:`open_set`, and for rows that were packed before and are to stay packs.
+    """
+    opened = {}
+    for part, given in sources.items():
+        source, _ = weighted(part, given)
+        opened[part] = open_set(f"{name}/{part}", source, opener, empty=empty)
+        if opened[part].schedule is not None:
+            raise ValueError(
+                f"{part!r} holds ready packs, which a mixture takes apart. Set packed='sequences'."
+            )
+    keys = [data.key for data in opened.values()]
+    return DataSet(
+        name=name,
+        dataset=MixedRows({part: data.dataset for part, data in opened.items()}),
+        index=join_indices([data.index for data in opened.values()]),
+        key=None if None in keys else {"mixture": keys},
+        weights={part: weighted(part, given)[1] for part, given in sources.items()},
+        lengths={part: data.index.lengths for part, data in opened.items()},
+    )
+
+
+def is_mixture(source: object) -> bool:
+    """Say whether a source is a dict of named sources, and no dataset of columns or splits."""
+    if not isinstance(source, Mapping) or not source:
+        return False
+    columns = any(name in source for name in ("input_ids", "labels", "text", "messages"))
+    return (not columns and not any(hasattr(part, "column_names") for part in source.values())) or (
+        all(isinstance(part, tuple | list) and len(part) == 2 for part in source.values())
+    )
+
+
+def weighted(name: str, given: object) -> tuple[Any, float]:
+    """Take a source and its weight apart.
+
+    Raises:
+        TypeError: for anything but a pair of a source and a number.
+    """
+    if isinstance(given, tuple | list) and len(given) == 2:
+        source, weight = given
+        if isinstance(weight, int | float) and not isinstance(weight, bool):
+            return source, float(weight)
+    raise TypeError(
+        f"train[{name!r}] is a {type(given).__name__}, wanted (source, weight), for example "
+        f"{{{name!r}: ('{name}.jsonl', 0.3), ...}}. Weights are numbers in any unit."
+    )
 
 
 def open_set(name: str, source: Source, opener: Opener, *, empty: Empty) -> DataSet:
@@ -49,6 +118,8 @@ def open_set(name: str, source: Source, opener: Opener, *, empty: Empty) -> Data
     index = build_index(
         opened.dataset,
         empty=empty,
+        on_error=opener.on_error,
+        max_errors=opener.max_errors,
         num_workers=opener.num_workers,
         progress=len(opened.dataset) > _BAR_FROM and opener.progress,
         key=opened.key,

@@ -231,6 +231,21 @@ class Progress:
         batches = self._trainer.num_training_batches
         return int(batches) if batches != float("inf") else None
 
+    def resize(self, batches: int) -> None:
+        """Tell Lightning how many batches the epoch that begins has: those of a mixture differ by a few."""
+        trainer = self._trainer
+        limited = trainer.limit_train_batches
+        if isinstance(limited, int) and not isinstance(limited, bool):
+            batches = min(batches, limited)
+        elif limited is not None:
+            batches = int(batches * limited)
+        loop = trainer.fit_loop
+        if loop.max_batches == batches or getattr(trainer, "overfit_batches", 0):
+            return
+        loop.max_batches = batches
+        if isinstance(trainer.val_check_interval, float):
+            trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
+
     def match(self, start: int) -> None:
         """Put Lightning's batch counter where the loader goes on, after a change of ranks or in a step."""
         progress = self._batches

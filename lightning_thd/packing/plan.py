@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -130,6 +130,10 @@ class StepPlan:
     def indices_by_rank(self) -> list[list[IntArray]]:
         """Per rank a list of microbatches, each an int64 array of dataset indices."""
         return [[spans.index for spans in self.microbatches(rank)] for rank in range(self.dp)]
+
+    def with_indices(self, index: IntArray) -> StepPlan:
+        """Return the same plan with other dataset indices, int64 ``[S]``, one a piece."""
+        return replace(self, spans=replace(self.spans, index=index))
 
     @property
     def imbalance(self) -> float:

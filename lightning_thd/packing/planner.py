@@ -147,6 +147,10 @@ class PackPlanner:
         units = self.entries.total if self._packs is None else self._packs.total
         return units // self.global_batch.n if self.tail == "drop" else -(-units // self.global_batch.n)
 
+    def num_steps(self, epoch: int) -> int:
+        """Steps of an epoch, the same in each."""
+        return len(self)
+
     @property
     def counts(self) -> npt.NDArray[np.uint32] | None:
         """Packs of every window, uint32 ``[W]``, to be given to a later planner; None without windows."""

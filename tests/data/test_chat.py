@@ -164,7 +164,7 @@ USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content
             "part of type 'audio'",
         ),
         (PLAIN, {"prompt": "a", "completion": [USER]}, "prompt and completion are str and list"),
-        (PLAIN, {"conversations": []}, "Rename it to 'messages'"),
+        (PLAIN, {"conversations": []}, "conversations must be a list of"),
         ("{{ raise_exception('roles') }}", {"messages": [USER, ANSWER]}, "line 1: .*roles"),
     ],
 )

@@ -48,7 +48,7 @@ def test_store_survives_disk(tmp_path: Path) -> None:
 def test_corrupt_store_names_the_folder_and_a_cache_is_built_anew(tmp_path: Path) -> None:
     built = []
 
-    def build() -> list[Rows]:
+    def build(first: int) -> list[Rows]:
         built.append(1)
         return [Rows(np.array([1, 2, 3]), np.array([2, 1]))]
 

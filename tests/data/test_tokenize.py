@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd.data import ByteTokenizer, TokenStore
+from lightning_thd.data.read.encode import Encoder
 from lightning_thd.data.read.records import file_chunks, row_chunks
 from lightning_thd.data.read.sources import open_source
-from lightning_thd.data.read.tokenize import tokenize
+from lightning_thd.data.read.tokenize import find_kind, tokenize
 from lightning_thd.data.store import Rows, write_store
 
 
@@ -44,7 +45,8 @@ def test_any_number_of_processes_gives_the_same_store(tmp_path: Path, num_worker
     texts = [f"document {i} " * (i % 7) for i in range(500)]
     file.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     tokenizer = ByteTokenizer()
-    parts = tokenize(file_chunks(file, chunk_bytes=1000), tokenizer, num_workers=num_workers)
+    encoder = Encoder(tokenizer=tokenizer, kind="text")
+    parts = tokenize(file_chunks(file, chunk_bytes=1000), encoder, num_workers=num_workers)
     write_store(tmp_path / "s", parts)
     store = TokenStore.open(tmp_path / "s")
     assert store.tokens.dtype == np.uint16
@@ -55,16 +57,9 @@ def test_an_error_in_a_process_names_the_line(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_text('{"text": "a"}\n' * 300 + '{"text": 1}\n')
     with pytest.raises(ValueError, match=r"d\.jsonl, line 301: no string under the key 'text'"):
-        list(tokenize(file_chunks(file, chunk_bytes=1000), ByteTokenizer(), num_workers=2))
+        open_source(file, num_workers=2)
     with pytest.raises(ValueError, match="The source has no record"):
-        list(tokenize(row_chunks([]), ByteTokenizer()))
-
-
-def test_compressed_and_json_files_are_refused(tmp_path: Path) -> None:
-    for name in ("a.json", "a.jsonl.gz"):
-        (tmp_path / name).write_text("[]")
-        with pytest.raises(ValueError, match=r"file is no text. Give .jsonl"):
-            open_source(tmp_path / name)
+        find_kind(row_chunks([]), records="auto", text_key="text", on_error="raise")
 
 
 def test_labels_go_to_disk_with_their_counts(tmp_path: Path) -> None:

@@ -9,21 +9,23 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_thd._imports import require
 from lightning_thd.data.read.chat import encode_chat
-from lightning_thd.data.read.records import Place, Record
+from lightning_thd.data.read.conversations import KEYS, Kind, alpaca_prompt, kind_of, messages_of
+from lightning_thd.data.read.long_text import encode_long, is_long
+from lightning_thd.data.read.records import Bad, Place, Record
 from lightning_thd.data.read.text import ByteTokenizer, text_of
-from lightning_thd.data.store.tokens import Rows
+from lightning_thd.data.store.index import OnError
+from lightning_thd.data.store.journal import Rows, Skipped
 
 Tokenizer = Callable[[str], Sequence[int] | NDArray[np.integer]]
-Kind = Literal["text", "prompt", "chat"]
 Placed = tuple[Place, Record]
-Encoded = tuple[Sequence[int] | NDArray[np.integer], NDArray[np.bool_] | None]
+Ids = NDArray[np.integer]
 
 _IGNORE = -100
 _MEDIA = ("images", "image", "videos", "video", "audio", "audios", "pixel_values")
@@ -38,6 +40,12 @@ def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
     """Open a Hugging Face tokenizer by its name or path; None stands for UTF-8 bytes."""
     if tokenizer is None:
         return ByteTokenizer()
+    if not isinstance(tokenizer, str) and not callable(tokenizer):
+        raise TypeError(
+            f"tokenizer is a {type(tokenizer).__name__}. Pass a function from a string to ids, a Hugging "
+            "Face "
+            "tokenizer or its name, or None for UTF-8 bytes."
+        )
     if isinstance(tokenizer, str):
         transformers = require("transformers", feature=f"tokenizer={tokenizer!r}")
         return cast("Tokenizer", transformers.AutoTokenizer.from_pretrained(tokenizer))
@@ -66,86 +74,120 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str | None:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def kind_of(place: Place, record: Record, text_key: str) -> Kind:
-    """Say what a record is.
-
-    Raises:
-        ValueError: when it is neither text nor a prompt with its completion nor a conversation.
-    """
-    if isinstance(record, dict):
-        if "messages" in record:
-            return "chat"
-        if "prompt" in record and "completion" in record:
-            return "prompt"
-        if text_key not in record and "conversations" in record:
-            raise ValueError(
-                f"{place}: 'conversations' was found. Rename it to 'messages', a list of "
-                "{'role': ..., 'content': ...}."
-            )
-    text_of(place, record, text_key)
-    return "text"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-    """Records of one kind -> ``Rows``.
+    """Records of one kind -> ids laid end to end.
 
     Attributes:
         tokenizer: gives ids; a Hugging Face tokenizer where records are conversations.
-        kind: of every record. ``"text"`` has no labels, the others have loss on what the assistant says.
+        kind: of every record. ``"text"`` has no labels, ``"ids"`` those it brings, the others have loss on
+            what the assistant says.
         text_key: the key of the text in a record.
         append_eos: end documents and completions with the tokenizer's EOS where it did not do so.
+        on_error: what becomes of a record that cannot be encoded.
     """
 
     tokenizer: Tokenizer
     kind: Kind
     text_key: str = "text"
     append_eos: bool = True
+    on_error: OnError = "raise"
 
     def encode(self, placed: Iterable[Placed]) -> Rows:
         """Encode records and lay them end to end.
 
         Raises:
-            ValueError: for a record of another kind, or one that cannot be encoded; the message says where.
+            ValueError: with ``on_error="raise"``, for a record of another kind, or one that cannot be
+                encoded; the message says where it stands and what is wrong.
         """
-        if self.kind == "text":
-            return self._texts(list(placed))
-        rows = [self._labelled(place, record) for place, record in placed]
-        ids = [np.asarray(row, dtype=np.int64) for row, _ in rows]
-        masks = [cast("NDArray[np.bool_]", mask) for _, mask in rows]
-        labels = [np.where(mask, row, _IGNORE) for row, mask in zip(ids, masks, strict=True)]
-        return Rows(_joined(ids), _lengths(ids), _joined(labels))
+        given = list(placed)
+        skipped: list[Skipped] = []
+        found = self._texts(given, skipped) if self.kind == "text" else self._labelled(given, skipped)
+        ids = [row for row, _ in found]
+        lengths = np.array([len(row) for row in ids], np.int64)
+        labels = None
+        if any(labels is not None for _, labels in found):
+            labels = _joined([row if labels is None else labels for row, labels in found])
+        return Rows(_joined(ids), lengths, labels, tuple(skipped))
 
-    def _texts(self, placed: list[Placed]) -> Rows:
-        texts = [text_of(place, record, self.text_key) for place, record in placed]
-        if is_hugging_face(self.tokenizer) and texts:
-            encoded = cast("Any", self.tokenizer)(texts, return_attention_mask=False)["input_ids"]
-        else:
-            encoded = [_ids(self.tokenizer(text)) for text in texts]
-        ids = [self._ended(row) for row in encoded]
-        return Rows(_joined(ids), _lengths(ids))
+    def _leave_out(self, place: Place, why: str | Exception, skipped: list[Skipped]) -> None:
+        reason = why if isinstance(why, str) else _told(why)
+        if self.on_error == "raise":
+            raise ValueError(f"{place}: {reason}") from (None if isinstance(why, str) else why)
+        skipped.append(Skipped(str(place), reason))
 
-    def _labelled(self, place: Place, record: Record) -> Encoded:
+    def _texts(self, given: list[Placed], skipped: list[Skipped]) -> list[tuple[Ids, Ids | None]]:
+        good: list[tuple[Place, str]] = []
+        for place, record in given:
+            try:
+                good.append((place, self._text(record)))
+            except ValueError as err:
+                self._leave_out(place, err, skipped)
         try:
-            found = kind_of(place, record, self.text_key)
-            if found != self.kind:
-                raise ValueError(f"a record of kind {found!r} among those of kind {self.kind!r}. Sort them.")
-            record = cast("dict[str, Any]", record)
-            for name in _MEDIA:
-                if record.get(name):
-                    raise ValueError(f"{name!r} was found: {_NO_AUDIO if 'audio' in name else _NO_IMAGES}")
-            if self.kind == "chat":
-                return encode_chat(self.tokenizer, record["messages"], tools=record.get("tools"))
-            return self._completed(record)
-        except ValueError as err:
-            raise ValueError(f"{place}: {err}") from err
+            return [(row, None) for row in self._batch([text for _, text in good])]
+        except Exception:  # one of them, in whatever words the tokenizer has: find out which
+            rows: list[tuple[Ids, Ids | None]] = []
+            for place, text in good:
+                try:
+                    rows.append((self._batch([text])[0], None))
+                except Exception as err:
+                    self._leave_out(place, err, skipped)
+            return rows
 
-    def _completed(self, record: dict[str, Any]) -> Encoded:
-        prompt, completion = record["prompt"], record["completion"]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return encode_chat(
-                self.tokenizer, [*prompt, *completion], tools=record.get("tools"), skip=len(prompt)
+    def _text(self, record: Record) -> str:
+        if isinstance(record, Bad):
+            raise ValueError(record.reason)
+        return text_of(record, self.text_key)
+
+    def _batch(self, texts: list[str]) -> list[Ids]:
+        if not is_hugging_face(self.tokenizer):
+            return [self._ended(as_ids(self.tokenizer(text))) for text in texts]
+        short = [text for text in texts if not is_long(self.tokenizer, text)]
+        encoded = iter(
+            cast("Any", self.tokenizer)(short, return_attention_mask=False)["input_ids"] if short else ()
+        )
+        return [
+            self._ended(
+                encode_long(self.tokenizer, text) if is_long(self.tokenizer, text) else as_ids(next(encoded))
             )
+            for text in texts
+        ]
+
+    def _labelled(self, given: list[Placed], skipped: list[Skipped]) -> list[tuple[Ids, Ids | None]]:
+        rows: list[tuple[Ids, Ids | None]] = []
+        for place, record in given:
+            try:
+                rows.append(self._one(record))
+            except Exception as err:  # templates and tokenizers raise in words of their own
+                self._leave_out(place, err, skipped)
+        return rows
+
+    def _one(self, record: Record) -> tuple[Ids, Ids | None]:
+        if isinstance(record, Bad):
+            raise ValueError(record.reason)
+        found = kind_of(record, self.text_key)
+        if isinstance(record, str) or (found != self.kind and not _fits(record, self.kind)):
+            raise ValueError(f"a record of kind {found!r} among those of kind {self.kind!r}. Sort them.")
+        if self.kind == "ids":
+            return ids_of_record(record)
+        for name in _MEDIA:
+            if record.get(name):
+                raise ValueError(f"{name!r} was found: {_NO_AUDIO if 'audio' in name else _NO_IMAGES}")
+        ids, mask = self._conversation(record)
+        row = np.asarray(ids, np.int64)
+        return row, np.where(mask, row, _IGNORE)
+
+    def _conversation(self, record: dict[str, Any]) -> tuple[Sequence[int] | Ids, NDArray[np.bool_]]:
+        if self.kind == "prompt" and not isinstance(record["prompt"], list):
+            return self._completed(record["prompt"], record["completion"])
+        if self.kind == "prompt" and not isinstance(record["completion"], list):
+            return self._completed(record["prompt"], record["completion"])
+        if self.kind == "alpaca" and not getattr(self.tokenizer, "chat_template", None):
+            return self._completed(f"{alpaca_prompt(record)}\n\n", record["output"])
+        messages, tools, skip = messages_of(record, self.kind)
+        return encode_chat(self.tokenizer, messages, tools=tools, skip=skip)
+
+    def _completed(self, prompt: object, completion: object) -> tuple[Ids, NDArray[np.bool_]]:
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise ValueError(
                 f"prompt and completion are {type(prompt).__name__} and {type(completion).__name__}. "
@@ -156,25 +198,54 @@ class Encoder:
         mask = np.repeat([False, True], [len(before), len(after)])
         return np.concatenate([before, after]).astype(np.int64), mask
 
-    def _open(self, text: str) -> NDArray[np.integer]:
+    def _open(self, text: str) -> Ids:
         """Encode the start of a row: with what the tokenizer puts first, without what it puts last."""
-        ids, eos = _ids(self.tokenizer(text)), self._eos
+        ids, eos = as_ids(self.tokenizer(text)), self._eos
         return ids[:-1] if len(ids) and ids[-1] == eos else ids
 
-    def _bare(self, text: str) -> NDArray[np.integer]:
+    def _bare(self, text: str) -> Ids:
         if is_hugging_face(self.tokenizer) or isinstance(self.tokenizer, ByteTokenizer):
-            return _ids(cast("Any", self.tokenizer)(text, add_special_tokens=False))
-        return _ids(self.tokenizer(text))
+            return as_ids(cast("Any", self.tokenizer)(text, add_special_tokens=False))
+        return as_ids(self.tokenizer(text))
 
-    def _ended(self, row: Sequence[int] | NDArray[np.integer]) -> NDArray[np.integer]:
-        ids, eos = np.asarray(row), self._eos
-        if eos is None or not self.append_eos or (len(ids) and ids[-1] == eos):
-            return ids if len(ids) else np.empty(0, np.int64)
-        return np.append(ids.astype(np.int64), eos)
+    def _ended(self, row: Ids) -> Ids:
+        eos = self._eos
+        if eos is None or not self.append_eos or (len(row) and row[-1] == eos):
+            return row
+        return np.append(row.astype(np.int64), eos)
 
     @property
     def _eos(self) -> int | None:
         return getattr(self.tokenizer, "eos_token_id", None)
+
+
+def _told(err: Exception) -> str:
+    return (
+        str(err)
+        if isinstance(err, ValueError) and not isinstance(err, UnicodeError)
+        else (f"the tokenizer raised {type(err).__name__} ({err}). Mend or remove the record.")
+    )
+
+
+def _fits(record: dict[str, Any], kind: Kind) -> bool:
+    return kind in KEYS and any(all(key in record for key in way) for way in KEYS[kind])
+
+
+def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
+    """Take the ids, and the labels if there are any, of a record that was tokenised elsewhere."""
+    ids = as_ids(record["input_ids"], "input_ids")
+    if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
+        worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
+        raise ValueError(f"the token id {worst} in input_ids. Ids run from 0 to 2147483647.")
+    if "labels" not in record:
+        return ids, None
+    labels = as_ids(record["labels"], "labels")
+    if len(labels) != len(ids):
+        raise ValueError(
+            f"{len(ids)} input_ids but {len(labels)} labels. Give one label a token, unshifted, with -100 "
+            "where it is to be ignored."
+        )
+    return ids, labels
 
 
 def is_hugging_face(tokenizer: object) -> bool:
@@ -182,21 +253,21 @@ def is_hugging_face(tokenizer: object) -> bool:
     return hasattr(tokenizer, "apply_chat_template") and hasattr(tokenizer, "convert_ids_to_tokens")
 
 
-def _ids(encoded: Any) -> NDArray[np.integer]:
-    ids = np.asarray(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
-    if not ids.size:
+def as_ids(encoded: Any, name: str = "The tokenizer's answer") -> Ids:
+    """Check what a tokenizer gave for a string, or a record holds: one row of integers."""
+    try:
+        ids = np.asarray(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
+    except (TypeError, ValueError, RuntimeError, KeyError) as err:
+        raise ValueError(f"{name} is no row of integers ({err}). Give a list of ids.") from err
+    if ids.ndim == 1 and not ids.size:
         return np.empty(0, np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
-            f"The tokenizer gave an array of shape {ids.shape} and type {ids.dtype} for a string. "
-            "It must give one row of integer ids."
+            f"{name} has the shape {ids.shape} and type {ids.dtype} for a string. "
+            "It must be one row of integer ids."
         )
     return ids
 
 
-def _joined(rows: list[NDArray[Any]]) -> NDArray[Any]:
+def _joined(rows: list[Ids]) -> NDArray[Any]:
     return np.concatenate(rows) if rows else np.empty(0, np.int64)
-
-
-def _lengths(rows: list[NDArray[Any]]) -> NDArray[np.int64]:
-    return np.array([len(row) for row in rows], np.int64)

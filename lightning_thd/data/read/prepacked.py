@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from lightning_thd.data.store.arrays import cached_arrays
 from lightning_thd.data.store.index import MapDataset
-from lightning_thd.data.store.tokens import count_targets
+from lightning_thd.data.store.journal import count_targets
 
 IntArray = NDArray[np.int64]
 

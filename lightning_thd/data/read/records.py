@@ -1,22 +1,35 @@
-"""Files or a dataset of text, prompts or conversations -> records, in chunks that any process can read."""
+"""Files or a dataset of text, ids, prompts or conversations -> records, in chunks that any process can read.
+
+A record that cannot be read comes as ``Bad``, so that whoever asks may skip it and go on.
+"""
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+from lightning_thd._imports import require
+from lightning_thd.data.read.files import COLUMNS, LINES, TABLES, SourceFile, find_files
 from lightning_thd.data.store.index import MapDataset
 
-Record = str | dict[str, Any]
-
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".html", ".xml", ".csv", ".log", ".tex")
-_LINES = (".jsonl", ".ndjson")
-_NO_TEXT = (".json", ".gz", ".zst", ".bz2", ".xz", ".zip", ".npy", ".npz", ".bin", ".pt", ".safetensors")
 CHUNK_BYTES = 1 << 22  # of text in a chunk: some 4 s of a tokenizer at 1 MB/s
 _CHUNK_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A record that cannot be read, and why."""
+
+    reason: str
+
+
+Record = str | dict[str, Any] | Bad
 
 
 class Place(Protocol):
@@ -37,6 +50,7 @@ class Chunk(Protocol):
 class Line:
     """A line of a file; its number is counted when it is asked for."""
 
+    name: str
     path: Path
     offset: int
 
@@ -46,58 +60,125 @@ class Line:
             while left and (block := file.read(min(left, 1 << 20))):
                 number += block.count(b"\n")
                 left -= len(block)
-        return f"{self.path}, line {number}"
+        return f"{self.name}, line {number}"
+
+
+def parse_json(text: str | bytes) -> Any | Bad:
+    """Parse JSON; what Python refuses, also for its depth or the size of a number, is ``Bad``."""
+    try:
+        return json.loads(text.decode(errors="replace") if isinstance(text, bytes) else text)
+    except json.JSONDecodeError as err:
+        return Bad(f"not JSON ({err.msg} at column {err.colno}). Mend or remove it.")
+    except (RecursionError, ValueError) as err:
+        return Bad(f"JSON that cannot be read ({err}). Remove it.")
 
 
 @dataclass(frozen=True, slots=True)
 class JsonlChunk:
     """The lines of a JSONL file that begin at byte ``start`` up to ``stop``."""
 
-    path: Path
+    file: SourceFile
     start: int
     stop: int
 
     def records(self) -> Iterator[tuple[Place, Record]]:
-        """Read the objects; blank lines are none.
-
-        Raises:
-            ValueError: for a line that is no JSON object.
-        """
-        with self.path.open("rb") as file:
+        """Read the objects; blank lines are none."""
+        with self.file.path.open("rb") as file:
             at = self.start
             if at:  # a line that begins before the chunk belongs to the one before
                 file.seek(at - 1)
                 at += len(file.readline()) - 1
             while at < self.stop and (line := file.readline()):
                 if line.strip():
-                    yield Line(self.path, at), self._parse(line, at)
+                    found = parse_json(line.removeprefix(b"\xef\xbb\xbf"))
+                    if not isinstance(found, dict | Bad):
+                        found = Bad(f"a {type(found).__name__}, wanted one JSON object a line.")
+                    yield Line(self.file.name, self.file.path, at), found
                 at += len(line)
 
-    def _parse(self, line: bytes, offset: int) -> dict[str, Any]:
-        try:
-            record = json.loads(line.decode(errors="replace").removeprefix("\ufeff"))
-        except json.JSONDecodeError as err:
-            raise ValueError(
-                f"{Line(self.path, offset)}: not JSON ({err.msg} at column {err.colno}). "
-                "Give one JSON object a line, or remove the line."
-            ) from err
-        if not isinstance(record, dict):
-            raise ValueError(
-                f"{Line(self.path, offset)}: a {type(record).__name__}, wanted one JSON object a line."
+
+@dataclass(frozen=True, slots=True)
+class JsonChunk:
+    """Entries ``start`` to ``stop`` of a JSON file that is one array."""
+
+    file: SourceFile
+    start: int
+    stop: int
+
+    def records(self) -> Iterator[tuple[Place, Record]]:
+        """Read the entries: objects or strings."""
+        for i, entry in enumerate(_json_entries(self.file)[self.start : self.stop], self.start):
+            found = (
+                entry if isinstance(entry, str | dict) else Bad(f"a {type(entry).__name__}, not an object.")
             )
-        return record
+            yield f"{self.file.name}, entry {i}", found
+
+
+@lru_cache(maxsize=1)
+def _json_entries(file: SourceFile) -> list[Any]:
+    found = parse_json(file.path.read_bytes())
+    if isinstance(found, dict):  # {"data": [...]}, as some exports have it
+        lists = [value for value in found.values() if isinstance(value, list)]
+        found = lists[0] if len(lists) == 1 else [found]
+    if isinstance(found, Bad):
+        raise ValueError(f"{file.name}: {found.reason}")
+    return found if isinstance(found, list) else [found]
+
+
+@dataclass(frozen=True, slots=True)
+class TableChunk:
+    """The rows of a table of separated values that begin at byte ``start`` up to ``stop``."""
+
+    file: SourceFile
+    names: tuple[str, ...]
+    separator: str
+    start: int
+    stop: int
+
+    def records(self) -> Iterator[tuple[Place, Record]]:
+        """Read the rows as dicts of the column names."""
+        with self.file.path.open("rb") as file:
+            file.seek(self.start)
+            text = file.read(self.stop - self.start).decode("utf-8", errors="replace")
+        lines = text.splitlines(keepends=True)
+        reader = csv.reader(lines, delimiter=self.separator)
+        offset, done = self.start, 0
+        for row in reader:
+            place = Line(self.file.name, self.file.path, offset)
+            offset += sum(len(line.encode()) for line in lines[done : reader.line_num])
+            done = reader.line_num
+            if not row:
+                continue
+            if len(row) != len(self.names):
+                yield place, Bad(f"{len(row)} cells, but {len(self.names)} columns {list(self.names)}.")
+            else:
+                yield place, dict(zip(self.names, row, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class FileChunk:
     """Text files, each one document."""
 
-    paths: tuple[Path, ...]
+    files: tuple[SourceFile, ...]
 
     def records(self) -> Iterator[tuple[Place, Record]]:
         """Read the files whole."""
-        for path in self.paths:
-            yield path, path.read_text(encoding="utf-8", errors="replace")
+        for file in self.files:
+            yield file.name, file.path.read_text(encoding="utf-8", errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnChunk:
+    """A row group of a Parquet file, or a record batch of an Arrow file."""
+
+    file: SourceFile
+    part: int
+    first_row: int
+
+    def records(self) -> Iterator[tuple[Place, Record]]:
+        """Read the rows as dicts; what is null is left out."""
+        for i, row in enumerate(read_part(self.file, self.part).to_pylist(), self.first_row):
+            yield f"{self.file.name}, row {i}", without_nulls(row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,55 +192,156 @@ class RowChunk:
     def records(self) -> Iterator[tuple[Place, Record]]:
         """Read the rows."""
         for i in range(self.start, self.stop):
-            yield f"sequence {i}", self.dataset[i]
+            try:
+                row: Any = self.dataset[i]
+            except Exception as err:  # whatever the user's dataset raises
+                yield f"row {i}", Bad(f"the dataset raised {type(err).__name__}: {err}")
+                continue
+            yield f"row {i}", without_nulls(row) if isinstance(row, dict) else row
 
 
-def file_chunks(path: Path, *, chunk_bytes: int = CHUNK_BYTES) -> list[Chunk]:
-    """Cut a ``.jsonl`` file, a text file or a folder of text files.
+def without_nulls(value: Any) -> Any:
+    """Leave out the keys that columns of structs fill with nulls where a record has no such key."""
+    if isinstance(value, dict):
+        return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def read_part(file: SourceFile, part: int) -> Any:
+    """Read a row group or a record batch as an Arrow table."""
+    pa = require("pyarrow", feature=f"reading {file.suffix} files")
+    if file.suffix == ".parquet":
+        return (
+            require("pyarrow.parquet", feature="reading .parquet files")
+            .ParquetFile(file.path)
+            .read_row_group(part)
+        )
+    return pa.Table.from_batches([open_arrow(file).to_batches()[part]])
+
+
+def open_arrow(file: SourceFile) -> Any:
+    """Map an Arrow file, of the stream or the file format, into memory as a table."""
+    pa = require("pyarrow", feature="reading .arrow files")
+    try:
+        source = pa.memory_map(str(file.path))
+        try:
+            return pa.ipc.open_file(source).read_all()
+        except pa.ArrowInvalid:
+            return pa.ipc.open_stream(pa.memory_map(str(file.path))).read_all()
+    except pa.ArrowInvalid as err:
+        raise ValueError(f"{file.name} is no Arrow file ({err}). Write it anew.") from err
+
+
+def file_chunks(
+    source: str | Path | list[SourceFile],
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    cache_dir: str | Path | None = None,
+) -> list[Chunk]:
+    """Cut files into chunks.
 
     Args:
-        path: ``*.jsonl`` holds one JSON object a line; any other file is one document; a folder gives one
-            document for every file below it with a text suffix, or the lines of all its ``.jsonl`` files, in
-            sorted order.
-        chunk_bytes: most bytes of a chunk, unless one line or file has more.
+        source: what names the files, see ``files.find_files``, or the files.
+        chunk_bytes: most bytes of a chunk, unless one record or file has more.
+        cache_dir: where fetched and unpacked files are kept.
 
     Raises:
-        ValueError: for a path that does not exist or a folder without text files.
+        ValueError: for what does not exist or holds no records.
     """
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in TEXT_SUFFIXES)
-        lines = sorted(file for file in path.rglob("*") if file.suffix in _LINES)
-        if lines and not files:
-            return [chunk for file in lines for chunk in file_chunks(file, chunk_bytes=chunk_bytes)]
-        if lines:
-            raise ValueError(
-                f"{path} holds {len(lines)} JSONL and {len(files)} text files, for example {lines[0].name} "
-                f"and {files[0].name}. Put the ones that are data into a folder of their own."
-            )
-        if not files:
-            raise ValueError(
-                f"No text files below {path}. Wanted suffixes: {', '.join((*_LINES, *TEXT_SUFFIXES))}."
-            )
-        return list(_grouped(files, chunk_bytes))
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist. Give a .jsonl file, a text file or a folder of text files.")
-    if path.suffix in _NO_TEXT:
+    files = source if isinstance(source, list) else find_files(source, cache_dir=cache_dir)
+    chunks: list[Chunk] = []
+    texts: list[SourceFile] = []
+    for file in files:
+        cut = _CUT.get(file.suffix)
+        if cut is None:
+            texts.append(file)
+        else:
+            chunks += cut(file, chunk_bytes)
+    if texts and chunks:
         raise ValueError(
-            f"{path}: a {path.suffix} file is no text. Give .jsonl with one JSON object a line, .parquet or "
-            ".arrow with a column 'input_ids', a text file, or a dataset that you have opened."
+            f"{texts[0].name} is one document of text, and the other files hold records. Give files of "
+            "one kind."
         )
-    if path.suffix not in _LINES:
-        return [FileChunk((path,))]
-    size = path.stat().st_size
-    return [JsonlChunk(path, at, min(at + chunk_bytes, size)) for at in range(0, size, chunk_bytes)]
+    return chunks or list(_grouped(texts, chunk_bytes))
 
 
-def _grouped(files: list[Path], chunk_bytes: int) -> Iterator[Chunk]:
-    group: list[Path] = []
+def _cut_lines(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
+    size = file.path.stat().st_size
+    return [JsonlChunk(file, at, min(at + chunk_bytes, size)) for at in range(0, size, chunk_bytes)]
+
+
+def _cut_json(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
+    with file.path.open("rb") as opened:
+        head = opened.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
+    first, _, rest = head.partition(b"\n")
+    if head.startswith(b"{") and rest.strip() and isinstance(parse_json(first), dict):
+        return _cut_lines(file, chunk_bytes)  # one object a line, under another name
+    total = len(_json_entries(file))
+    return [JsonChunk(file, at, min(at + _CHUNK_ROWS, total)) for at in range(0, total, _CHUNK_ROWS)]
+
+
+def _cut_table(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
+    """Cut where no quote is open: a line break inside quotes belongs to a cell."""
+    separator = "\t" if file.suffix == ".tsv" else ","
+    edges, quotes, at = [0], 0, 0
+    head: list[bytes] = []
+    with file.path.open("rb") as opened:
+        for line in opened:
+            quotes += line.count(b'"')
+            at += len(line)
+            if len(edges) == 1:
+                head.append(line)
+            if quotes % 2 == 0 and (len(edges) == 1 or at - edges[-1] >= chunk_bytes):
+                edges.append(at)
+    if quotes % 2:
+        raise ValueError(f"{file.name}: a quote is opened and never closed. Mend the file.")
+    if edges[-1] != at:
+        edges.append(at)
+    text = b"".join(head).decode("utf-8", errors="replace").removeprefix("\ufeff")
+    names = tuple(next(csv.reader(text.splitlines(keepends=True), delimiter=separator), []))
+    if not names or len(set(names)) != len(names):
+        raise ValueError(
+            f"{file.name}: its first line {text[:80]!r} gives no column names, each once. Put one there."
+        )
+    return [TableChunk(file, names, separator, a, b) for a, b in pairwise(edges[1:])]
+
+
+def _cut_columns(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
+    sizes = part_sizes(file)
+    first, chunks = 0, list[Chunk]()
+    for part, size in enumerate(sizes):
+        chunks.append(ColumnChunk(file, part, first))
+        first += size
+    return chunks
+
+
+def part_sizes(file: SourceFile) -> list[int]:
+    """Count the rows of every row group or record batch of a file of columns."""
+    if file.suffix == ".arrow":
+        return [batch.num_rows for batch in open_arrow(file).to_batches()]
+    pq = require("pyarrow.parquet", feature="reading .parquet files")
+    pa = require("pyarrow", feature="reading .parquet files")
+    try:
+        metadata = pq.ParquetFile(file.path).metadata
+    except (pa.ArrowInvalid, OSError) as err:
+        raise ValueError(f"{file.name} is no Parquet file ({err}). Write it anew.") from err
+    return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+
+
+_CUT: dict[str, Callable[[SourceFile, int], list[Chunk]]] = {
+    **dict.fromkeys(LINES, _cut_lines),
+    **dict.fromkeys(TABLES, _cut_table),
+    **dict.fromkeys(COLUMNS, _cut_columns),
+    ".json": _cut_json,
+}
+
+
+def _grouped(files: list[SourceFile], chunk_bytes: int) -> Iterator[Chunk]:
+    group: list[SourceFile] = []
     size = 0
     for file in files:
         group.append(file)
-        size += file.stat().st_size
+        size += file.path.stat().st_size
         if size >= chunk_bytes:
             yield FileChunk(tuple(group))
             group, size = [], 0

@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lightning_thd._imports import require
-from lightning_thd.data.read.encode import Tokenizer, load_tokenizer, tokenizer_fingerprint
+from lightning_thd.data.read.columns import as_rows, open_columns
+from lightning_thd.data.read.conversations import Records, describe, kind_of
+from lightning_thd.data.read.encode import Encoder, Tokenizer, load_tokenizer, tokenizer_fingerprint
+from lightning_thd.data.read.files import COLUMNS, Paths, find_files, is_paths
 from lightning_thd.data.read.prepacked import holds_packs, open_packed
 from lightning_thd.data.read.records import Chunk, file_chunks, row_chunks
-from lightning_thd.data.read.tokenize import tokenize
-from lightning_thd.data.store.columns import arrow_table, is_list
-from lightning_thd.data.store.index import MapDataset
+from lightning_thd.data.read.tokenize import Engine, find_kind, tokenize
+from lightning_thd.data.store.index import MapDataset, OnError, check_sample
+from lightning_thd.data.store.journal import Rows
 from lightning_thd.data.store.tokens import TokenStore, cached_store
+from lightning_thd.packing.lengths import check_count, check_type
 
-Source = MapDataset | Dataset | str | Path  # type: ignore[type-arg]  # jsonargparse wants it bare
+Source = MapDataset | Dataset | str | Path | list[str | Path]  # type: ignore[type-arg]  # jsonargparse wants it bare
 Packed = Literal["auto", "sequences", "packs", "off"]
 
-_COLUMNS = (
-    "input_ids",
-    "labels",
-    "lengths",
-    "seq_lengths",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "position_ids",
-    "attention_mask",
-)
 _SHOW_FROM = 2  # chunks: a bar for less is noise
 
 
@@ -53,36 +47,44 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opener:
-    """How sources are opened.
-
-    Attributes:
-        tokenizer: ``str -> ids``, the name of a Hugging Face tokenizer, or None for UTF-8 bytes.
-        text_key: the key of the text in a JSONL object or a row.
-        append_eos: end documents and completions with the tokenizer's EOS.
-        packed: what rows that hold several sequences become, see ``THDDataModule``.
-        cache_dir: where what was made of a source is kept.
-        num_workers: processes that tokenise and count.
-        progress: show progress bars.
-    """
+    """How sources are opened; every attribute is described by ``THDDataModule``."""
 
     tokenizer: Tokenizer | str | None = None
     text_key: str = "text"
     append_eos: bool = True
+    records: Records = "auto"
     packed: Packed = "auto"
+    on_error: OnError = "raise"
+    max_errors: int | None = 1000
+    engine: Engine = "local"
     cache_dir: str | Path | None = None
     num_workers: int = 0
     progress: bool = False
 
-    def open(self, source: Source) -> Opened:
-        """Open a path or a dataset; text, prompts and conversations are tokenised into a memory-mapped store.
+    def __post_init__(self) -> None:
+        choices = {"records": Records, "packed": Packed, "on_error": OnError, "engine": Engine}
+        for name, choice in choices.items():
+            if getattr(self, name) not in get_args(choice):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown. Choose one of {', '.join(get_args(choice))}."
+                )
+        check_count("num_workers", self.num_workers, "It is the number of processes that read.", least=0)
+        if self.max_errors is not None:
+            check_count("max_errors", self.max_errors, "None sets no bound.", least=0)
+        check_type("text_key", self.text_key, str, "Pass the key of the text in a record.")
+
+    def open(self, source: Source | Paths) -> Opened:
+        """Open paths or a dataset; text, prompts and conversations are tokenised into a memory-mapped store.
 
         Raises:
+            TypeError: for what is neither.
             ValueError: for a path that does not exist, and for what holds no such thing.
+            CacheError: when the cache cannot be written.
         """
-        if isinstance(source, str | Path):
-            opened = self._open_path(Path(source))
+        if is_paths(source):
+            opened = self._open_paths(cast("Paths", source))
         else:
-            opened = self._open_dataset(cast("MapDataset", source))
+            opened = self._open_dataset(as_dataset(source))
         if self.packed == "off" or not holds_packs(opened.dataset, sure=self.packed != "auto"):
             return opened
         rows = open_packed(
@@ -95,59 +97,77 @@ class Opener:
         key = None if opened.key is None else {**opened.key, "packed": "sequences"}
         return Opened(dataset=rows, key=key, schedule=rows.row if self.packed == "packs" else None)
 
-    def _open_path(self, path: Path) -> Opened:
-        if (path / "meta.json").is_file():
-            store = TokenStore.open(path)
+    def _open_paths(self, source: Paths) -> Opened:
+        if isinstance(source, str | Path) and (Path(source) / "meta.json").is_file():
+            store = TokenStore.open(source)
             return Opened(dataset=store, key={"store": store.fingerprint})
-        if (shards := _shards(path)) is not None:
-            dataset = _open_columns(path, shards, self.text_key)
-            return self._open_dataset(dataset, key={"files": [_stamp(file) for file in shards]})
-        files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []
-        stamps = [_stamp(file) for file in files if file.is_file()]
-        return self._tokenised(file_chunks(path), {"files": stamps}, str(path))
+        files = find_files(source, cache_dir=self.cache_dir)
+        key = {"files": [file.content for file in files], "suffixes": sorted({file.suffix for file in files})}
+        name = str(source) if isinstance(source, str | Path) else f"{len(files)} files"
+        if self.records in ("auto", "ids") and all(file.suffix in COLUMNS for file in files):
+            rows = open_columns(files, text_key=self.text_key, cache_dir=self.cache_dir)
+            if rows is not None:
+                return Opened(dataset=rows, key=key)
+        return self._tokenised(file_chunks(files, cache_dir=self.cache_dir), key, name)
 
-    def _open_dataset(self, dataset: MapDataset, key: dict[str, Any] | None = None) -> Opened:
-        key = key or dataset_key(dataset)
-        if len(dataset) == 0 or "input_ids" in (sample := dataset[0]) or not _is_raw(sample, self.text_key):
-            return Opened(dataset=as_numpy(dataset), key=key)
+    def _open_dataset(self, dataset: MapDataset) -> Opened:
+        key = dataset_key(dataset)
+        if len(dataset) == 0:
+            return Opened(dataset=dataset, key=key)
+        sample: Any = dataset[0]
+        raw = isinstance(sample, str) or (
+            isinstance(sample, dict) and kind_of(sample, self.text_key) != "ids"
+        )
+        if not raw or self.records == "ids":
+            return Opened(dataset=as_rows(dataset), key=key)
+        if isinstance(sample, dict) and kind_of(sample, self.text_key) is None and self.records == "auto":
+            return Opened(dataset=dataset, key=key)
         return self._tokenised(row_chunks(dataset), key, f"{len(dataset):,} rows")
 
     def _tokenised(self, chunks: list[Chunk], key: dict[str, Any] | None, name: str) -> Opened:
-        encode = load_tokenizer(self.tokenizer)
-        known = tokenizer_fingerprint(encode)
+        tokenizer = load_tokenizer(self.tokenizer)
+        known = tokenizer_fingerprint(tokenizer)
         how = {"tokenizer": known, "text_key": self.text_key, "append_eos": self.append_eos}
+        how |= {"records": self.records, "on_error": self.on_error}
 
-        def parts() -> Any:
-            rank_zero_info(f"Tokenising {name} with {getattr(encode, 'name_or_path', '') or encode!r:.60}")
-            return tokenize(
-                chunks,
-                encode,
+        def parts(first: int) -> Iterator[Rows]:
+            kind = find_kind(chunks, records=self.records, text_key=self.text_key, on_error=self.on_error)
+            encoder = Encoder(
+                tokenizer=tokenizer,
+                kind=kind,
                 text_key=self.text_key,
                 append_eos=self.append_eos,
-                num_workers=min(self.num_workers, len(chunks)),
+                on_error=self.on_error,
+            )
+            by = getattr(tokenizer, "name_or_path", "") or repr(tokenizer)[:60]
+            rank_zero_info(f"Tokenising {name} with {by}: {describe(kind, self.text_key)}")
+            return tokenize(
+                chunks[first:],
+                encoder,
+                num_workers=self.num_workers,
                 progress=self.progress and len(chunks) >= _SHOW_FROM,
+                engine=self.engine,
             )
 
         whole = None if key is None or known is None else {**key, **how}
-        return Opened(dataset=cached_store(whole, parts, cache_dir=self.cache_dir), key=whole)
+        store = cached_store(whole, parts, cache_dir=self.cache_dir, max_errors=self.max_errors)
+        return Opened(dataset=store, key=whole)
 
 
 def open_source(
-    path: str | Path,
+    path: Paths,
     *,
     tokenizer: Tokenizer | str | None = None,
     text_key: str = "text",
     cache_dir: str | Path | None = None,
     num_workers: int = 0,
 ) -> MapDataset:
-    """Open a path as a dataset of token ids.
+    """Open paths as a dataset of token ids.
 
     Args:
-        path: ``.jsonl``, a text file or a folder of text files, tokenised; ``.parquet`` or ``.arrow`` with a
-            column ``input_ids`` and perhaps ``labels``, or with text, prompts or conversations; or a folder
-            written by ``TokenStore.save``.
+        path: a path, glob, folder or address, or a list of them, as for ``THDDataModule``.
         tokenizer: ``str -> ids``, the name of a Hugging Face tokenizer, or None for UTF-8 bytes.
-        text_key: the key of the text in a JSONL object.
+        text_key: the key of the text in a record.
         cache_dir: where the tokenised text is kept.
         num_workers: processes that tokenise.
 
@@ -158,9 +178,45 @@ def open_source(
     return opener.open(path).dataset
 
 
+def as_dataset(source: object) -> MapDataset:
+    """Check that a source is a map-style dataset of samples, and say what to pass where it is none.
+
+    Raises:
+        TypeError: for an object without ``len`` and ``[i]``, a dict of columns or of splits, and samples that
+            are neither dicts nor strings.
+    """
+    if isinstance(source, Mapping):
+        splits = [name for name, value in source.items() if hasattr(value, "column_names")]
+        if splits and len(splits) == len(source):
+            raise TypeError(
+                f"{type(source).__name__} holds the splits {', '.join(splits)}. Pass one of them, "
+                f"dataset[{splits[0]!r}], and others as val= or test=."
+            )
+        raise TypeError(
+            f"A dict with the keys {list(source)[:8]} is no dataset. Pass a list of samples "
+            "{'input_ids': ids}, datasets.Dataset.from_dict(...) of columns, or for a mixture "
+            "{name: (source, weight)} as train=."
+        )
+    if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+        raise TypeError(
+            f"{type(source).__name__} is no dataset: it has no length, or no [i]. Pass a path, or an object "
+            "with len() and [i] giving {'input_ids': ids}."
+        )
+    dataset = cast("MapDataset", source)
+    try:
+        sample: Any = dataset[0] if len(dataset) else {}
+    except (KeyError, TypeError, IndexError) as err:
+        raise TypeError(
+            f"{type(source).__name__}[0] raised {type(err).__name__} ({err}). Pass an object with len() and "
+            "[i] giving {'input_ids': ids}."
+        ) from err
+    check_sample(sample, 0)
+    return dataset
+
+
 def is_known(source: object) -> bool:
     """Say whether the content of a source is known by something, so that what is made of it can be kept."""
-    return isinstance(source, str | Path) or dataset_key(source) is not None
+    return is_paths(source) or dataset_key(source) is not None
 
 
 def dataset_key(dataset: object) -> dict[str, Any] | None:
@@ -172,55 +228,3 @@ def dataset_key(dataset: object) -> dict[str, Any] | None:
         if value is not None:
             return {"fingerprint": str(value), "type": type(dataset).__qualname__}
     return None
-
-
-def as_numpy(dataset: MapDataset) -> MapDataset:
-    """Let a Hugging Face dataset of ids give arrays in the place of lists of the same numbers."""
-    table = arrow_table(dataset)
-    if table is None or (getattr(dataset, "format", None) or {}).get("type") is not None:
-        return dataset
-    if not all(is_list(table, name) for name in cast("Any", dataset).column_names):
-        return dataset
-    return cast("MapDataset", cast("Any", dataset).with_format("numpy"))
-
-
-def _is_raw(sample: object, text_key: str) -> bool:
-    if isinstance(sample, str):
-        return True
-    return isinstance(sample, dict) and bool({text_key, "messages", "prompt"} & set(sample))
-
-
-def _stamp(file: Path) -> tuple[str, int, int]:
-    status = file.stat()
-    return str(file.resolve()), status.st_size, status.st_mtime_ns
-
-
-def _shards(path: Path) -> list[Path] | None:
-    """Files of columns behind a path; None where there are none."""
-    if path.suffix in (".parquet", ".arrow") and not path.is_dir():
-        return [path] if path.is_file() else []
-    if not path.is_dir():
-        return None
-    found = sorted(file for file in path.iterdir() if file.suffix in (".parquet", ".arrow"))
-    return found or None
-
-
-def _open_columns(path: Path, shards: list[Path], text_key: str) -> MapDataset:
-    if not shards:
-        raise ValueError(f"{path} does not exist. Give a .parquet or .arrow file with a column 'input_ids'.")
-    datasets = require("datasets", feature=f"reading {shards[0].suffix} files")
-    if (path / "state.json").is_file():
-        dataset = datasets.load_from_disk(str(path))
-    elif shards[0].suffix == ".arrow":
-        dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in shards])
-    else:
-        dataset = datasets.Dataset.from_parquet([str(file) for file in shards])
-    if "input_ids" not in dataset.column_names:
-        if _is_raw(dict.fromkeys(dataset.column_names), text_key):
-            return cast("MapDataset", dataset)
-        raise ValueError(
-            f"{path} has the columns {dataset.column_names} but no 'input_ids'. "
-            "Rename the column of token ids."
-        )
-    keep = [name for name in _COLUMNS if name in dataset.column_names]
-    return cast("MapDataset", dataset.select_columns(keep))

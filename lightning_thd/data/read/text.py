@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_thd.data.read.records import Place, Record, file_chunks
+from lightning_thd.data.read.records import Bad, Record, file_chunks
 from lightning_thd.data.store.tokens import TokenStore
+from lightning_thd.packing.lengths import as_integers
 
 
 class ByteTokenizer:
@@ -28,39 +29,52 @@ class ByteTokenizer:
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> NDArray[np.uint16]:
         """Return uint16 ids ``[bytes + 1]``, or ``[bytes]`` without special tokens."""
+        if not isinstance(text, str):
+            raise TypeError(f"ByteTokenizer got a {type(text).__name__}. Pass a string.")
         ids = np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8).astype(np.uint16)
         return np.append(ids, np.uint16(self.eos_token_id)) if add_special_tokens else ids
 
     def decode(self, ids: NDArray[np.integer]) -> str:
         """Return the text of ``ids``, special ids left out."""
-        values = np.asarray(ids)
+        values = as_integers(ids, "ids")
+        if values.size and values.min() < 0:
+            raise ValueError(f"Ids start at 0, got {int(values.min())}. Pass ids that the tokenizer gave.")
         return bytes(values[values < 256].astype(np.uint8)).decode("utf-8", errors="replace")
 
 
 def read_documents(path: str | Path, *, text_key: str = "text") -> Iterator[str]:
-    """Yield the documents of a JSONL file, of one text file, or of a folder of text files.
+    """Yield the documents of files of text, or of records with text under a key.
 
     Args:
-        path: ``*.jsonl`` holds one JSON object a line; any other file is one document; a folder gives
-            one document for every file below it with a text suffix, in sorted order.
-        text_key: the key of the text in a JSONL object.
+        path: as for ``THDDataModule``: a JSONL, CSV, Parquet or text file, a folder of them or a glob. A text
+            file is one document.
+        text_key: the key of the text in a record.
 
     Raises:
-        ValueError: for a path that does not exist, a folder without text files, and a JSONL line that
-            is no JSON object or lacks the key; the message names file and line.
+        ValueError: for a path that does not exist, a folder without data, and a record that cannot be read
+            or lacks the key; the message names file and line.
     """
-    for chunk in file_chunks(Path(path)):
+    for chunk in file_chunks(path):
         for place, record in chunk.records():
-            yield text_of(place, record, text_key)
+            try:
+                if isinstance(record, Bad):
+                    raise ValueError(record.reason)
+                yield text_of(record, text_key)
+            except ValueError as err:
+                raise ValueError(f"{place}: {err}") from err
 
 
-def text_of(place: Place, record: Record, text_key: str) -> str:
-    """Take the text out of a record, which may be the text itself."""
+def text_of(record: Record, text_key: str) -> str:
+    """Take the text out of a record, which may be the text itself.
+
+    Raises:
+        ValueError: when there is none under the key.
+    """
     text = record.get(text_key) if isinstance(record, dict) else record
     if not isinstance(text, str):
         found = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise ValueError(
-            f"{place}: no string under the key {text_key!r}, found {found}. "
+            f"no string under the key {text_key!r}, found {found}. "
             "Name the right key with text_key (--text-key on the command line)."
         )
     return text

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from itertools import chain
-from typing import Any
+from itertools import chain, islice
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
-from lightning_thd.data.read.encode import Encoder, Tokenizer, kind_of
-from lightning_thd.data.read.records import Chunk
-from lightning_thd.data.store.tokens import Rows
+from lightning_thd._imports import require
+from lightning_thd.data.read.conversations import Kind, Records, kind_of
+from lightning_thd.data.read.encode import Encoder
+from lightning_thd.data.read.records import Bad, Chunk
+from lightning_thd.data.read.text import text_of
+from lightning_thd.data.store.index import OnError
+from lightning_thd.data.store.journal import Rows
+
+Engine = Literal["local", "ray"]
+
+_LOOK_AT = 1000  # records: with on_error="skip" the first of a known kind among them decides
 
 
 class _Encoded(TorchDataset[Rows]):
@@ -27,42 +35,85 @@ class _Encoded(TorchDataset[Rows]):
         return self._encoder.encode(self._chunks[i].records())
 
 
+def find_kind(chunks: Sequence[Chunk], *, records: Records, text_key: str, on_error: OnError) -> Kind:
+    """Say of which kind the records of a source are, by the keys of the first.
+
+    Raises:
+        ValueError: for a source without records, and a first record of no known kind.
+    """
+    placed = chain.from_iterable(chunk.records() for chunk in chunks)
+    first = None
+    for place, record in islice(placed, _LOOK_AT if on_error == "skip" else 1):
+        first = first or (place, record)
+        if records != "auto":
+            return records
+        if not isinstance(record, Bad) and (found := kind_of(record, text_key)) is not None:
+            return found
+    if first is None:
+        raise ValueError("The source has no record. Give at least one line, file or row.")
+    place, record = first
+    if isinstance(record, Bad):
+        raise ValueError(f"{place}: {record.reason}")
+    try:
+        text_of(record, text_key)
+    except ValueError as err:
+        raise ValueError(f"{place}: {err}") from err
+    return "text"
+
+
 def tokenize(
     chunks: Sequence[Chunk],
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     *,
-    text_key: str = "text",
-    append_eos: bool = True,
     num_workers: int = 0,
     progress: bool = False,
+    engine: Engine = "local",
 ) -> Iterator[Rows]:
     """Encode chunk after chunk; memory holds a few chunks, whatever the size of the source.
 
     Args:
         chunks: of one source, all records of one kind.
-        tokenizer: see ``encode.Encoder``.
-        text_key: the key of the text in a record.
-        append_eos: see ``encode.Encoder``.
+        encoder: how records become ids.
         num_workers: processes that read and encode; the order stays.
         progress: show a bar.
+        engine: ``"local"`` processes, or ``"ray"``: a Ray cluster, by Ray Data.
 
     Raises:
-        ValueError: for a source without records, and for a record that cannot be encoded.
+        ValueError: for a record that cannot be encoded, unless the encoder skips those.
     """
-    first = next(chain.from_iterable(chunk.records() for chunk in chunks), None)
-    if first is None:
-        raise ValueError("The source has no record. Give at least one line, file or row.")
-    encoder = Encoder(
-        tokenizer=tokenizer, kind=kind_of(*first, text_key), text_key=text_key, append_eos=append_eos
-    )
+    parts = _by_ray(chunks, encoder) if engine == "ray" else _by_processes(chunks, encoder, num_workers)
+    yield from tqdm(parts, desc="Tokenising", unit="chunk", total=len(chunks), disable=not progress)
+
+
+def _by_processes(chunks: Sequence[Chunk], encoder: Encoder, num_workers: int) -> Iterator[Rows]:
     loader = DataLoader(
         _Encoded(chunks, encoder),
         batch_size=None,
-        num_workers=num_workers,
+        num_workers=min(num_workers, len(chunks)),
         collate_fn=_as_it_is,
         worker_init_fn=_one_thread if num_workers else None,
     )
-    yield from tqdm(loader, desc="Tokenising", unit="chunk", disable=not progress)
+    yield from loader
+
+
+def _by_ray(chunks: Sequence[Chunk], encoder: Encoder) -> Iterator[Rows]:
+    """Encode, in order, on the cluster that Ray is connected to, or on one it starts here."""
+    data = require("ray.data", feature="engine='ray'")
+    ray = require("ray", feature="engine='ray'")
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, include_dashboard=False)
+    data.DataContext.get_current().execution_options.preserve_order = True
+    data.DataContext.get_current().enable_progress_bars = False
+    encoded = ray.put(_Encoded(chunks, encoder))
+
+    def one(row: dict[str, Any]) -> dict[str, Any]:
+        _one_thread(0)
+        return {"id": row["id"], "rows": [ray.get(encoded)[int(row["id"])]]}
+
+    for i, row in enumerate(data.range(len(chunks)).map(one).iter_rows()):
+        assert int(row["id"]) == i, "Ray Data keeps the order it was asked to keep"
+        [rows] = row["rows"]
+        yield rows
 
 
 def _as_it_is(rows: Any) -> Any:

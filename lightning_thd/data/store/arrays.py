@@ -9,13 +9,15 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
+
+from lightning_thd.data.store.lock import CacheError, build_once
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -28,20 +30,42 @@ class ArrayWriter:
     """Writes an .npy file of one axis piece by piece, in the smallest unsigned type that holds what came.
 
     Args:
-        path: the file; overwritten.
+        path: the file; overwritten unless ``keep`` says otherwise.
         dtype: type to begin with; an unsigned one is widened when a value asks for it.
+        keep: values at the beginning of the file that stay, for going on after a kill.
     """
 
-    def __init__(self, path: Path, dtype: type[np.integer[Any]] = np.uint16) -> None:
-        self._path, self._dtype, self._count = path, np.dtype(dtype), 0
-        self._file = _begin(path)
+    def __init__(self, path: Path, dtype: type[np.integer[Any]] = np.uint16, *, keep: int = 0) -> None:
+        self._path, self._dtype, self._count = path, np.dtype(dtype), keep
+        narrow = path.with_suffix(".narrow")
+        if narrow.exists():  # killed while it was widened
+            os.replace(narrow, path)
+        if not keep:
+            self._file = _begin(path, self._dtype)
+            return
+        self._file = path.open("r+b")
+        np.lib.format.read_magic(self._file)
+        self._dtype = np.lib.format.read_array_header_1_0(self._file)[2]
+        self._file.truncate(_HEADER_BYTES + keep * self._dtype.itemsize)
+        self._file.seek(0, os.SEEK_END)
 
     def append(self, values: NDArray[np.integer]) -> None:
         """Write integers ``[K]`` at the end."""
         if self._dtype.kind == "u" and values.size and int(values.max()) > np.iinfo(self._dtype).max:
             self._widen(np.dtype(np.uint32 if int(values.max()) < 2**32 else np.uint64))
+        bounds = np.iinfo(self._dtype)
+        if values.size and (int(values.max()) > bounds.max or int(values.min()) < bounds.min):
+            raise ValueError(
+                f"{int(values.max() if values.max() > bounds.max else values.min())} does not fit "
+                f"{self._dtype}, in which {self._path.stem} are kept."
+            )
         self._file.write(np.ascontiguousarray(values, self._dtype).data)
         self._count += len(values)
+
+    def flush(self) -> int:
+        """Hand all that was written to the operating system, and return the number of values so far."""
+        self._file.flush()
+        return self._count
 
     def __enter__(self) -> ArrayWriter:
         return self
@@ -50,7 +74,9 @@ class ArrayWriter:
         self.close()
 
     def close(self) -> None:
-        """Write the header, with the size that is known now."""
+        """Write the header, with the size that is known now; a second call changes nothing."""
+        if self._file.closed:
+            return
         self._file.seek(0)
         self._file.write(_header(self._dtype, self._count))
         self._file.close()
@@ -59,16 +85,16 @@ class ArrayWriter:
         self.close()
         narrow = self._path.with_suffix(".narrow")
         os.replace(self._path, narrow)
-        self._file, self._dtype = _begin(self._path), dtype
+        self._file, self._dtype = _begin(self._path, dtype), dtype
         values = load_array(narrow)
         for start in range(0, len(values), _BLOCK):
             self._file.write(values[start : start + _BLOCK].astype(dtype).data)
         narrow.unlink()
 
 
-def _begin(path: Path) -> BinaryIO:
+def _begin(path: Path, dtype: np.dtype[Any]) -> BinaryIO:
     file = path.open("wb")
-    file.write(bytes(_HEADER_BYTES))
+    file.write(_header(dtype, 0))
     return file
 
 
@@ -95,7 +121,8 @@ def load_array(path: Path) -> NDArray[Any]:
 def new_folder(folder: str | Path, *, version: int) -> Iterator[Path]:
     """Give a temporary folder to write .npy files into, which becomes ``folder`` when all went well.
 
-    ``folder`` is either there and whole, or not there; of two writers the later one wins.
+    ``folder`` is either there and whole, or not there; of two writers the later one wins. Caches, which many
+    processes want at once, are built by ``build_once`` instead.
 
     Args:
         folder: the final place; replaced if it exists.
@@ -106,8 +133,7 @@ def new_folder(folder: str | Path, *, version: int) -> Iterator[Path]:
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         yield partial
-        files = {path.stem: _mark(path) for path in sorted(partial.glob("*.npy"))}
-        (partial / "meta.json").write_text(json.dumps({"version": version, "files": files}))
+        seal(partial, version=version)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(partial, folder)
     except OSError:
@@ -115,6 +141,12 @@ def new_folder(folder: str | Path, *, version: int) -> Iterator[Path]:
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def seal(folder: Path, *, version: int) -> None:
+    """Write down what the .npy files of a folder hold, so that ``open_arrays`` can tell damage."""
+    files = {path.stem: _mark(path) for path in sorted(folder.glob("*.npy"))}
+    (folder / "meta.json").write_text(json.dumps({"version": version, "files": files}))
 
 
 def save_arrays(folder: str | Path, arrays: Mapping[str, NDArray[Any]], *, version: int) -> None:
@@ -179,12 +211,19 @@ def cached_arrays(
     found = reopen(folder, version=version)
     if found is not None:
         return found
-    built = dict(build())
+    built: Arrays = {}
+
+    def write(place: Path) -> None:
+        built.update(build())
+        for name, values in built.items():
+            np.save(place / f"{name}.npy", values)
+        seal(place, version=version)
+
     try:
-        save_arrays(folder, built, version=version)
-    except OSError as err:  # a read-only home costs time at the next start and nothing else
-        rank_zero_warn(f"{folder} cannot be written ({err}); the next run builds it again. Pass cache_dir=.")
-        return built
+        build_once(folder, write)
+    except CacheError as err:  # a read-only home costs time at the next start and nothing else
+        rank_zero_warn(f"{err} The next run builds it again.")
+        return built or dict(build())
     return open_arrays(folder, version=version)
 
 
@@ -196,6 +235,10 @@ def reopen(folder: Path, *, version: int) -> Arrays | None:
         return open_arrays(folder, version=version)
     except ValueError as err:
         rank_zero_warn(f"{err} It is built anew now.")
+        away = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        with suppress(OSError):
+            os.replace(folder, away)
+        shutil.rmtree(away, ignore_errors=True)
         return None
 
 

@@ -1,31 +1,94 @@
-"""A Hugging Face dataset -> its Arrow columns: lengths and label counts, with no Python object a token."""
+"""Arrow columns of lists -> rows as views of them, and counts, with no Python object a token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
 from lightning_thd._imports import require
-from lightning_thd.data.store.tokens import count_targets
+from lightning_thd.data.store.journal import count_targets
 
 IntArray = NDArray[np.int64]
+MOST_ID = 2**31 - 1  # an id beyond is no entry of any vocabulary
+
+
+class ColumnRows(Dataset[dict[str, NDArray[Any]]]):
+    """Rows of an Arrow table whose columns are lists of numbers: each a view of the column's values.
+
+    Args:
+        source: a Hugging Face dataset, whose selection and order are kept, or a function without arguments
+            that opens a table; both are sent to workers in place of the table.
+        names: columns to read.
+    """
+
+    def __init__(self, source: Any, names: list[str]) -> None:
+        self._source, self._names = source, names
+        found = arrow_table(source)
+        self.table = source() if found is None else found
+        self._indices = None if found is None else getattr(source, "_indices", None)
+        self._order = None if self._indices is None else np.asarray(self._indices.column(0))
+        self._total = int(self.table.num_rows if self._order is None else len(self._order))
+        self._columns = {name: _Column(self.table.column(name)) for name in names}
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __getitem__(self, i: int) -> dict[str, NDArray[Any]]:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"Row {i} was asked of {len(self)}. Pass a number below that.")
+        at = int(i % len(self) if self._order is None else self._order[i])
+        return {name: column.row(at) for name, column in self._columns.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ColumnRows, (self._source, self._names)
+
+
+class _Column:
+    """The offsets and values of a column of lists, chunk by chunk, opened when they are first asked for."""
+
+    def __init__(self, column: Any) -> None:
+        self._chunks = column.chunks
+        self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
+        self._opened: dict[int, tuple[NDArray[Any], NDArray[Any]]] = {}
+
+    def row(self, at: int) -> NDArray[Any]:
+        chunk = int(np.searchsorted(self._ends, at, side="right"))
+        if chunk not in self._opened:
+            self._opened[chunk] = _offsets_and_values(self._chunks[chunk])
+        offsets, values = self._opened[chunk]
+        row = at - (int(self._ends[chunk - 1]) if chunk else 0)
+        return values[offsets[row] : offsets[row + 1]]
+
+
+def _offsets_and_values(chunk: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return where each row begins among the values of a chunk, and the values, without copying them."""
+    pt = require("pyarrow", feature="reading Arrow columns").types
+    if pt.is_fixed_size_list(chunk.type):
+        offsets = (np.arange(len(chunk) + 1) + chunk.offset) * chunk.type.list_size
+    else:
+        offsets = np.asarray(chunk.offsets)
+    values = chunk.values
+    return offsets, values.to_numpy(zero_copy_only=not values.null_count)
 
 
 def arrow_table(dataset: object) -> Any | None:
-    """Return the Arrow table behind a ``datasets.Dataset``; None for anything else.
+    """Return the Arrow table behind a ``datasets.Dataset`` or ``ColumnRows``; None for anything else.
 
     A transform of the user's own decides what samples hold, so that the columns say nothing: None too.
     """
+    if isinstance(dataset, ColumnRows):
+        return dataset.table
     table = getattr(getattr(dataset, "data", None), "table", None)
     if table is None or (getattr(dataset, "format", None) or {}).get("type") == "custom":
         return None
     return table
 
 
-def visible(dataset: object, values: IntArray) -> IntArray:
+def visible(dataset: object, values: NDArray[Any]) -> NDArray[Any]:
     """Pick the rows that ``select``, ``shuffle`` and ``filter`` left, in their order."""
     indices = getattr(dataset, "_indices", None)
     return values if indices is None else values[np.asarray(indices.column(0))]
@@ -42,50 +105,137 @@ def list_lengths(table: Any, name: str) -> IntArray:
     return np.asarray(lengths).astype(np.int64)
 
 
-def lists(table: Any, name: str) -> Iterator[tuple[NDArray[np.integer], IntArray]]:
-    """Give a column of lists of ints piece by piece: all values of some rows, and their lengths."""
+def lists(table: Any, name: str) -> Iterator[tuple[Any, IntArray]]:
+    """Give a column of lists piece by piece: the values of some rows as an Arrow array, and their lengths."""
     pc = _compute()
     for chunk in table.column(name).chunks:
         lengths = np.asarray(pc.fill_null(pc.list_value_length(chunk), 0)).astype(np.int64)
-        yield np.asarray(chunk.flatten()), lengths
+        yield chunk.flatten(), lengths
 
 
-def is_list(table: Any, name: str) -> bool:
-    """Say whether a column is there and holds lists of integers."""
+def is_list(table: Any, name: str, *, floats: bool = False) -> bool:
+    """Say whether a column is there and holds lists of integers, or of floats where they are asked for."""
     if name not in table.column_names:
         return False
     pt = require("pyarrow", feature="reading Arrow columns").types
 
     kind = table.schema.field(name).type
     of_lists = pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind)
-    return bool(of_lists and pt.is_integer(kind.value_type))
+    return bool(of_lists and (pt.is_integer(kind.value_type) or (floats and pt.is_floating(kind.value_type))))
 
 
-def count_columns(dataset: object) -> tuple[IntArray, IntArray] | None:
+class Counted(NamedTuple):
+    """What the columns of a dataset tell.
+
+    Attributes:
+        lengths: tokens of every row, int64 ``[N]``.
+        loss_tokens: slots with a target of every row, int64 ``[N]``.
+        largest: the largest id and its row, int64 ``[2]``; (-1, 0) without tokens.
+        bad: what is wrong with rows, by their number.
+    """
+
+    lengths: IntArray
+    loss_tokens: IntArray
+    largest: IntArray
+    bad: dict[int, str]
+
+
+def count_columns(dataset: object) -> Counted | None:
     """Count tokens and loss tokens of every sequence by the columns ``input_ids`` and ``labels``.
 
     Returns:
-        int64 ``[N]`` each; None where the dataset has no such columns.
-
-    Raises:
-        ValueError: when ids and labels of a row differ in number.
+        The counts, and the rows whose ids or labels cannot be trained on; None where the dataset has no such
+        columns.
     """
     table = arrow_table(dataset)
     if table is None or not is_list(table, "input_ids"):
         return None
-    lengths = list_lengths(table, "input_ids")
-    if "labels" not in table.column_names:
-        loss_tokens = np.maximum(lengths - 1, 0)
-    elif is_list(table, "labels"):
-        other = list_lengths(table, "labels")
-        if (other != lengths).any():
-            i = int(np.argmax(other != lengths))
-            raise ValueError(
-                f"Row {i} has {lengths[i]} input_ids but {other[i]} labels. "
-                "Give one label a token, unshifted, with -100 where it is to be ignored."
-            )
-        parts = [count_targets(values, sizes) for values, sizes in lists(table, "labels")]
-        loss_tokens = np.concatenate([np.empty(0, np.int64), *parts])
-    else:
+    if "labels" in table.column_names and not is_list(table, "labels"):
         return None
-    return visible(dataset, lengths), visible(dataset, loss_tokens)
+    lengths = list_lengths(table, "input_ids")
+    ids = _Facts(table, "input_ids", lambda values: (values < 0) | (values > MOST_ID))
+    if "labels" in table.column_names:
+        labels = _Facts(table, "labels", lambda values: (values < -100) | (values > MOST_ID))
+        differ = list_lengths(table, "labels") != lengths
+        loss_tokens, wrong = labels.targets, ids.wrong | labels.wrong | differ
+    else:
+        loss_tokens, wrong = np.maximum(lengths - 1, 0), ids.wrong
+    lengths, loss_tokens = visible(dataset, lengths), visible(dataset, loss_tokens)
+    wrong, most = visible(dataset, wrong), visible(dataset, ids.most)
+    at = int(most.argmax()) if len(most) else 0
+    largest = np.array([most[at] if len(most) else -1, at], np.int64)
+    bad = {int(i): _why(dataset, int(i)) for i in np.flatnonzero(wrong)}
+    return Counted(lengths, loss_tokens, largest, bad)
+
+
+class _Facts:
+    """What one pass over a column of lists tells of every row."""
+
+    def __init__(self, table: Any, name: str, refuse: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> None:
+        targets, wrong, most = [np.empty(0, np.int64)], [np.empty(0, bool)], [np.empty(0, np.int64)]
+        for values, lengths in lists(table, name):
+            null = np.asarray(values.is_null()) if values.null_count else None
+            array = np.asarray(values.fill_null(0) if values.null_count else values)
+            targets.append(count_targets(array, lengths))
+            bad = refuse(array) if null is None else refuse(array) | null
+            wrong.append(_any_of_rows(bad, lengths))
+            most.append(_most_of_rows(array, lengths))
+        self.targets, self.wrong, self.most = map(np.concatenate, (targets, wrong, most))
+
+
+def _any_of_rows(marks: NDArray[np.bool_], lengths: IntArray) -> NDArray[np.bool_]:
+    rows = np.zeros(len(lengths), bool)
+    if marks.any():
+        rows[np.searchsorted(np.cumsum(lengths), np.flatnonzero(marks), side="right")] = True
+    return rows
+
+
+def _most_of_rows(values: NDArray[Any], lengths: IntArray) -> IntArray:
+    rows = np.full(len(lengths), -1, np.int64)
+    full = lengths > 0
+    if full.any():
+        rows[full] = np.maximum.reduceat(values, (np.cumsum(lengths) - lengths)[full])
+    return rows
+
+
+def _why(dataset: object, i: int) -> str:
+    """Say what is wrong with a row that was found to be."""
+    table = arrow_table(dataset)
+    at = int(visible(dataset, np.arange(table.num_rows))[i]) if table is not None else i
+    assert table is not None
+    row = {
+        name: table.column(name)[at].as_py() or []
+        for name in ("input_ids", "labels")
+        if name in table.column_names
+    }
+    return why_bad(row) or "ids that cannot be read"
+
+
+def why_bad(sample: dict[str, Any]) -> str | None:
+    """Say what is wrong with the ids and labels of a sample; None where they are as they should be."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, least in (("input_ids", 0), ("labels", -100)):
+        if name not in sample:
+            continue
+        try:
+            values = np.asarray(sample[name])
+        except (TypeError, ValueError, RuntimeError) as err:
+            return f"{name} is no row of integers ({err}). Give a list, an array, or a tensor on the CPU."
+        if values.ndim == 1 and not values.size:
+            values = values.astype(np.int64)
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            null = " with nulls" if values.dtype == object else ""
+            return (
+                f"{name} has shape {values.shape} and dtype {values.dtype}{null}. Give one row of integers."
+            )
+        if values.size and not (least <= int(values.min()) and int(values.max()) <= MOST_ID):
+            worst = int(values.min()) if int(values.min()) < least else int(values.max())
+            what = "token id" if name == "input_ids" else "label"
+            return f"has the {what} {worst}. Ids run from 0 to {MOST_ID}; -100 belongs into labels alone."
+        arrays[name] = values
+    if "labels" in arrays and len(arrays["labels"]) != len(arrays["input_ids"]):
+        return (
+            f"has {len(arrays['input_ids'])} input_ids but {len(arrays['labels'])} labels. "
+            "Give one label a token, unshifted, with -100 where it is to be ignored."
+        )
+    return None

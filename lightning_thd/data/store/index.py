@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
@@ -17,12 +18,15 @@ from lightning_thd.batch import IGNORE_INDEX, check_modalities
 from lightning_thd.batch.samples import WEIGHT_KEYS
 from lightning_thd.batch.weights import sample_weights, whole_weight
 from lightning_thd.data.store.arrays import cached_arrays
-from lightning_thd.data.store.columns import count_columns
+from lightning_thd.data.store.columns import count_columns, why_bad
+from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.packing import Spans
+from lightning_thd.packing.lengths import as_integers
 
 Empty = Literal["error", "drop"]
+OnError = Literal["raise", "skip"]
 
-_VERSION = 2
+_VERSION = 3
 # What tells the collator of targets and weights.
 _COLLATORS = ("next_label", *WEIGHT_KEYS)
 # What has one value a token, and so can be cut with the tokens.
@@ -47,6 +51,8 @@ class SequenceIndex:
         media: sorted dataset indices of the sequences known to carry images or the like, ints ``[M]``.
         weights: sum of the weights of each sequence's loss tokens, fp64 ``[N]``; empty without weights.
         sequence_weights: of each sequence among sequences, fp64 ``[N]``; likewise.
+        largest: the largest id and the sequence it is in, ints ``[2]``; (-1, 0) where no id was seen.
+        bad: sorted dataset indices of the rows that were skipped, ints ``[K]``; their length is 0.
     """
 
     lengths: NDArray[np.integer]
@@ -54,6 +60,25 @@ class SequenceIndex:
     media: NDArray[np.integer]
     weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     sequence_weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    largest: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))
+    bad: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def check_vocabulary(self, vocab_size: int | None, name: str) -> None:
+        """Refuse ids outside a model's vocabulary, as far as they were seen when the data was counted.
+
+        Args:
+            vocab_size: entries of the vocabulary; None checks nothing.
+            name: of the set, for the message.
+
+        Raises:
+            ValueError: naming the row and the id.
+        """
+        largest, row = self.largest.tolist()
+        if vocab_size is not None and largest >= vocab_size:
+            raise ValueError(
+                f"Sequence {row} of the {name} data has the token id {largest}, but the model's vocabulary "
+                f"has {vocab_size} entries. Use the tokenizer the model was made for, or pass vocab_size=."
+            )
 
     def sample(
         self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool = False
@@ -69,10 +94,10 @@ class SequenceIndex:
                 ``stop``. A truncated sequence does not go on: what was cut off is no target.
 
         Raises:
-            ValueError: when the sequence has not the length that was counted, or carries images and would be
-                cut.
+            ValueError: when the sequence has not the length or the loss tokens that were counted, or carries
+                images and would be cut.
         """
-        sample = dict(dataset[i])
+        sample = dict(check_sample(dataset[i], i))
         found, counted = len(sample["input_ids"]), int(self.lengths[i])
         if found != counted:
             raise ValueError(
@@ -86,6 +111,7 @@ class SequenceIndex:
                 "every sequence weights, or none."
             )
         if stop - start == found:
+            self._check_targets(sample, i)
             return sample
         refuse_cut(sample, i, found)
         if continued:
@@ -95,6 +121,20 @@ class SequenceIndex:
             if name in sample:
                 sample[name] = np.asarray(sample[name])[..., start:stop]
         return sample
+
+    def _check_targets(self, sample: dict[str, Any], i: int) -> None:
+        """Refuse labels other than those that were counted: the loss would be scaled by the old ones."""
+        if "labels" in sample:
+            found = int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX))
+        else:
+            found = max(0, int(self.lengths[i]) - 1)
+        if found != int(self.loss_tokens[i]):
+            raise ValueError(
+                f"Sequence {i} has {found} loss tokens, but {int(self.loss_tokens[i])} were counted. The "
+                "labels "
+                "changed under the same fingerprint, or the dataset's `loss_tokens` are wrong: give the data "
+                "another fingerprint, or delete the cache."
+            )
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> tuple[float, float]:
         """Add up what the loss tokens of a microbatch count; only parts of some sequences have to be read.
@@ -143,6 +183,21 @@ def _is_truncated(start: int, continued: bool) -> bool:
     return start == 0 and not continued
 
 
+def check_sample(sample: Any, i: int) -> Mapping[str, Any]:
+    """Refuse a sample that is no dict, and say what it is.
+
+    Raises:
+        TypeError: naming the row, what it is, and what it should be.
+    """
+    if isinstance(sample, Mapping | str):
+        return sample  # type: ignore[return-value]  # text is tokenised before anything else
+    raise TypeError(
+        f"Row {i} of the dataset is a {type(sample).__name__}, wanted a dict: {{'input_ids': ids}}, "
+        "perhaps with "
+        "'labels', or text, a prompt or messages. Wrap the dataset in one whose [i] gives that."
+    )
+
+
 def media_names(sample: Mapping[str, Any]) -> list[str]:
     """Name what a sample carries beside its tokens."""
     return sorted(name for name in sample if name not in _PER_TOKEN and name not in _COLLATORS)
@@ -168,52 +223,86 @@ def build_index(
     dataset: MapDataset,
     *,
     empty: Empty = "error",
+    on_error: OnError = "raise",
+    max_errors: int | None = None,
     num_workers: int = 0,
     progress: bool = False,
     key: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
 ) -> SequenceIndex:
-    """Count a dataset.
+    """Count a dataset, and look for what no model could be trained on.
 
     Args:
-        dataset: read once, unless it has ``lengths`` (and, with labels, ``loss_tokens``) or is a Hugging Face
-            dataset, whose columns are counted in place.
+        dataset: read once, unless it has ``lengths`` (and, with labels, ``loss_tokens``) or columns of Arrow,
+            which are counted in place.
         empty: whether a sequence without tokens is an error, or is left out by the planner and counted there.
+        on_error: whether a row with nulls, negative ids, or labels of another length is an error, or is left
+            out and counted.
+        max_errors: most rows that may be left out so.
         num_workers: processes that read.
         progress: show a progress bar when the dataset has to be read.
         key: what the content of the dataset is known by; what was read is kept under it and memory-mapped.
         cache_dir: where that is kept.
 
     Raises:
-        ValueError: for an empty dataset, samples that are none, and whatever a policy calls an error.
+        TypeError: for samples that are none.
+        ValueError: for an empty dataset, and whatever a policy calls an error; the message names the row.
     """
     if len(dataset) == 0:
         raise ValueError("The dataset is empty. Give at least one sequence.")
-    counted = _known(dataset)
+    counted = _known(dataset, on_error)
     if counted is None:
         counted = cached_arrays(
             "index",
-            None if key is None else {**key, "sequences": len(dataset)},
-            lambda: _read(dataset, num_workers, progress),
+            None if key is None else {**key, "sequences": len(dataset), "on_error": on_error},
+            lambda: _read(dataset, on_error, num_workers, progress),
             version=_VERSION,
             cache_dir=cache_dir,
         )
     index = SequenceIndex(**counted)
-    if empty == "error" and (index.lengths == 0).any():
+    _check_bad(dataset, index, max_errors)
+    is_empty = index.lengths == 0
+    is_empty[index.bad] = False
+    if empty == "error" and is_empty.any():
         raise ValueError(
-            f"Sequence {int(np.argmax(index.lengths == 0))} has no tokens "
-            f"({int((index.lengths == 0).sum())} of {len(index.lengths)} are empty). "
+            f"Sequence {int(np.argmax(is_empty))} has no tokens "
+            f"({int(is_empty.sum())} of {len(index.lengths)} are empty). "
             "Set empty='drop', or remove them."
         )
     return index
 
 
-def _known(dataset: MapDataset) -> dict[str, NDArray[Any]] | None:
+def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None) -> None:
+    """Say which rows were left out, and refuse too many."""
+    if not len(index.bad):
+        return
+    first = " | ".join(f"row {i}: {_why(dataset, int(i))}" for i in index.bad[:3])
+    if max_errors is not None and len(index.bad) > max_errors:
+        raise ValueError(
+            f"{len(index.bad)} rows are bad, more than max_errors={max_errors}; the first: {first} "
+            "Mend the data, or raise max_errors."
+        )
+    if len(index.bad) == len(index.lengths):
+        raise ValueError(f"All {len(index.bad)} rows are bad; the first: {first} Mend the data.")
+    rank_zero_warn(f"{len(index.bad)} bad rows are left out; the first: {first}")
+
+
+def _why(dataset: MapDataset, i: int) -> str:
+    try:
+        sample = dict(check_sample(dataset[i], i))
+    except Exception as err:  # whatever the user's dataset raises
+        return f"{type(err).__name__}: {err}"
+    if "input_ids" not in sample:
+        return f"has the keys {sorted(sample)} but no 'input_ids'. Give it one."
+    return why_bad(sample) or "cannot be read."
+
+
+def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | None:
     """Take what needs no reading of samples: the dataset's own lengths, or its Arrow columns."""
     media = np.empty(0, np.int64)
     given = getattr(dataset, "lengths", None)
     if given is not None and "weights" not in dataset[0]:
-        lengths = np.asarray(given)
+        lengths = as_integers(given, "The dataset's `lengths`")
         if len(lengths) != len(dataset):
             raise ValueError(
                 f"The dataset has {len(dataset)} sequences but {len(lengths)} `lengths`. "
@@ -222,54 +311,87 @@ def _known(dataset: MapDataset) -> dict[str, NDArray[Any]] | None:
         loss_tokens = getattr(dataset, "loss_tokens", None)
         if loss_tokens is None and "labels" in dataset[0]:
             return None
-        loss = np.maximum(lengths - 1, 0) if loss_tokens is None else np.asarray(loss_tokens)
-        return {"lengths": lengths, "loss_tokens": loss, "media": media}
+        loss = (
+            np.maximum(lengths - 1, 0) if loss_tokens is None else as_integers(loss_tokens, "`loss_tokens`")
+        )
+        largest = np.array(dataset.largest if isinstance(dataset, TokenStore) else (-1, 0))
+        return {"lengths": lengths, "loss_tokens": loss, "media": media, "largest": largest}
     columns = count_columns(dataset)
     if columns is None or media_names(dataset[0]) or "weights" in dataset[0]:
         return None
-    return {"lengths": columns[0], "loss_tokens": columns[1], "media": media}
+    bad = np.array(sorted(columns.bad), np.int64)
+    if len(bad) and on_error == "raise":
+        i = int(bad[0])
+        raise ValueError(
+            f"Row {i} {_verb(columns.bad[i])} ({len(bad)} of {len(dataset)} rows are bad.) {_ADVICE}"
+        )
+    lengths, loss = columns.lengths.copy(), columns.loss_tokens.copy()
+    lengths[bad] = loss[bad] = 0
+    largest = columns.largest if not len(bad) else np.array((-1, 0))  # a bad row may hold it
+    return {"lengths": lengths, "loss_tokens": loss, "media": media, "largest": largest, "bad": bad}
+
+
+_ADVICE = "Mend the data, or set on_error='skip'."
+
+
+def _verb(why: str) -> str:
+    """Make a sentence of a row out of what is wrong with it."""
+    return why if why.startswith("has ") else f"is bad: {why}"
 
 
 class _Measured(TorchDataset[tuple[float, ...]]):
-    def __init__(self, dataset: MapDataset) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: MapDataset, on_error: OnError) -> None:
+        self._dataset, self._on_error = dataset, on_error
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, i: int) -> tuple[float, ...]:
-        sample = self._dataset[i]
-        if "input_ids" not in sample:
-            raise ValueError(f"Sample {i} has the keys {sorted(sample)} but no 'input_ids'. Give it one.")
+        if self._on_error == "raise":
+            return self._measure(i)
+        try:
+            return self._measure(i)
+        except Exception:  # whatever the user's dataset raises; _why says it again
+            return (0, 0, False, 0, 1.0, False, -1, True)
+
+    def _measure(self, i: int) -> tuple[float, ...]:
+        sample: Any = check_sample(self._dataset[i], i)
+        if isinstance(sample, str) or "input_ids" not in sample:
+            keys = "is text" if isinstance(sample, str) else f"has the keys {sorted(sample)}"
+            raise ValueError(f"Sample {i} {keys} but no 'input_ids'. Give it one.")
         media = bool(media_names(sample))
         if media:
             check_modalities(sample)
-        length = len(sample["input_ids"])
-        if "labels" in sample and len(sample["labels"]) != length:
-            raise ValueError(
-                f"Sample {i} has {length} input_ids but {len(sample['labels'])} labels. "
-                "Give one label a token, unshifted, with -100 where it is to be ignored."
-            )
+        if why := why_bad(sample):
+            raise ValueError(f"Sequence {i} {_verb(why)} {_ADVICE}")
+        ids = np.asarray(sample["input_ids"])
+        length, largest = len(ids), int(ids.max()) if len(ids) else -1
         loss_tokens = max(0, length - 1)
         if "labels" in sample:
             loss_tokens = int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX))
         if "weights" not in sample:
-            return length, loss_tokens, media, loss_tokens, 1.0, False
-        return length, loss_tokens, media, *whole_weight(sample, i), True
+            return length, loss_tokens, media, loss_tokens, 1.0, False, largest, False
+        return length, loss_tokens, media, *whole_weight(dict(sample), i), True, largest, False
 
 
-def _read(dataset: MapDataset, num_workers: int, progress: bool) -> dict[str, NDArray[Any]]:
-    loader = DataLoader(_Measured(dataset), batch_size=256, num_workers=num_workers, collate_fn=_as_array)
-    counted = np.empty((len(dataset), 6), np.float64)
+def _read(
+    dataset: MapDataset, on_error: OnError, num_workers: int, progress: bool
+) -> dict[str, NDArray[Any]]:
+    measured = _Measured(dataset, on_error)
+    loader = DataLoader(measured, batch_size=256, num_workers=num_workers, collate_fn=_as_array)
+    counted = np.empty((len(dataset), 8), np.float64)
     for done, rows in _shown(loader, len(counted), progress):
         counted[done : done + len(rows)] = rows
     weighted = counted[:, 5].any()
+    at = int(counted[:, 6].argmax())
     return {
         "lengths": counted[:, 0].astype(np.int64),
         "loss_tokens": counted[:, 1].astype(np.int64),
         "media": np.flatnonzero(counted[:, 2]),
         "weights": counted[:, 3].copy() if weighted else np.empty(0),
         "sequence_weights": counted[:, 4].copy() if weighted else np.empty(0),
+        "largest": np.array([int(counted[at, 6]), at]),
+        "bad": np.flatnonzero(counted[:, 7]),
     }
 
 

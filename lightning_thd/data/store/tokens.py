@@ -8,41 +8,35 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_thd.data.store.arrays import (
-    ArrayWriter,
     cache_folder,
     cached_folder,
     new_folder,
     open_arrays,
     reopen,
     save_arrays,
+    seal,
 )
+from lightning_thd.data.store.journal import (
+    SKIPPED,
+    Rows,
+    count_targets,
+    fill_store,
+    largest_id,
+    refuse_negative,
+)
+from lightning_thd.data.store.lock import build_once, told
+from lightning_thd.packing.lengths import as_integers
 
-_VERSION = 2
-_IGNORE = -100
+_VERSION = 3
 _BLOCK = 1 << 22  # labels counted at a time
-
-
-class Rows(NamedTuple):
-    """Sequences laid end to end.
-
-    Attributes:
-        tokens: ids ``[N]``.
-        lengths: int64 ``[n]``, which add up to N.
-        labels: int64 ``[N]``, unshifted, -100 where ignored; None where every token is a label.
-    """
-
-    tokens: NDArray[np.integer]
-    lengths: NDArray[np.int64]
-    labels: NDArray[np.int64] | None = None
 
 
 class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
@@ -56,6 +50,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         offsets: int64 ``[n + 1]``, from 0 to N.
         labels: int ids ``[N]``, unshifted, -100 where ignored; the tokens themselves when absent.
         loss_tokens: ints ``[n]``; counted when absent.
+        largest: the largest id and the sequence it is in, ints ``[2]``; looked for when absent.
     """
 
     def __init__(
@@ -64,7 +59,16 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         offsets: NDArray[np.int64],
         labels: NDArray[np.integer] | None = None,
         loss_tokens: NDArray[np.integer] | None = None,
+        largest: NDArray[np.integer] | None = None,
     ) -> None:
+        tokens, offsets = _flat(tokens, "tokens"), _flat(offsets, "offsets").astype(np.int64, copy=False)
+        labels = None if labels is None else _flat(labels, "labels")
+        loss_tokens = None if loss_tokens is None else _flat(loss_tokens, "loss_tokens")
+        if loss_tokens is not None and len(loss_tokens) != len(offsets) - 1:
+            raise ValueError(
+                f"TokenStore got {len(offsets) - 1} sequences but {len(loss_tokens)} loss_tokens. "
+                "Give one a sequence, or leave them out."
+            )
         if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(tokens):
             raise ValueError(
                 f"TokenStore got {len(tokens)} tokens but offsets from {offsets[:1]} to {offsets[-1:]}. "
@@ -75,18 +79,18 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
                 f"TokenStore got {len(tokens)} tokens but {len(labels)} labels. Give one a token."
             )
         self.tokens, self.offsets, self.labels = tokens, offsets, labels
-        self._loss_tokens = loss_tokens
+        self._loss_tokens, self._largest = loss_tokens, largest
         self._folder: Path | None = None
         self.fingerprint: str | None = None
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int] | NDArray[np.integer]]) -> TokenStore:
         """Lay rows of ids end to end in memory, in the smallest unsigned dtype that holds them."""
-        arrays = [np.asarray(row) for row in rows]
+        arrays = [as_integers(row, f"row {i}") for i, row in enumerate(rows)]
         offsets = np.zeros(len(arrays) + 1, np.int64)
         np.cumsum([len(row) for row in arrays], out=offsets[1:])
         tokens = np.concatenate(arrays) if arrays else np.empty(0, np.uint16)
-        _refuse_negative(tokens)
+        refuse_negative(tokens)
         largest = int(tokens.max()) if tokens.size else 0
         return cls(tokens.astype(np.uint16 if largest < 2**16 else np.uint32, copy=False), offsets)
 
@@ -106,12 +110,27 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
             )
         return self._loss_tokens
 
+    @property
+    def largest(self) -> tuple[int, int]:
+        """The largest id, and the sequence it is in; (-1, 0) of a store without tokens."""
+        if self._largest is None:
+            self._largest = np.array(largest_id(self.tokens, self.offsets))
+        return int(self._largest[0]), int(self._largest[1])
+
+    @property
+    def skipped(self) -> int:
+        """Records that were left out when the store was built; ``skipped.jsonl`` in its folder lists them."""
+        file = self._folder / SKIPPED if self._folder is not None else None
+        return len(file.read_text().splitlines()) if file is not None and file.is_file() else 0
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, i: int) -> dict[str, NDArray[np.integer]]:
+        if not isinstance(i, int | np.integer):
+            raise TypeError(f"A TokenStore was asked for {i!r:.40}. Pass the number of a sequence.")
         if not -len(self) <= i < len(self):
-            raise IndexError(f"Sequence {i} of a TokenStore with {len(self)}.")
+            raise IndexError(f"Sequence {i} of a TokenStore with {len(self)}. Pass a number below that.")
         i %= len(self)
         part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         sample = {"input_ids": self.tokens[part]}
@@ -121,7 +140,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     def save(self, folder: str | Path) -> None:
         """Write ``folder`` in one step: it is either there and whole, or not there."""
-        arrays = {"tokens": self.tokens, "offsets": self.offsets}
+        arrays = {"tokens": self.tokens, "offsets": self.offsets, "largest": np.array(self.largest)}
         if self.labels is not None:
             arrays |= {"labels": self.labels, "loss_tokens": self.loss_tokens}
         save_arrays(folder, arrays, version=_VERSION)
@@ -165,82 +184,70 @@ def _count_targets(labels: NDArray[np.integer], offsets: NDArray[np.int64]) -> N
     return counts
 
 
-def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Count the targets of sequences laid end to end: labels that are none of -100, the first left out.
-
-    Args:
-        labels: ints ``[N]``.
-        lengths: ints ``[n]``, which add up to N.
-
-    Returns:
-        int64 ``[n]``. ``([-100, 7, 8, 9], [3, 1])`` becomes ``[2, 0]``.
-    """
-    counted = np.zeros(len(labels) + 1, np.int64)
-    np.cumsum(np.asarray(labels) != _IGNORE, out=counted[1:])
-    ends = np.cumsum(lengths)
-    firsts = np.minimum(ends - lengths + 1, ends)
-    result: NDArray[np.int64] = counted[ends] - counted[firsts]
-    return result
-
-
-def _refuse_negative(tokens: NDArray[np.integer]) -> None:
-    if tokens.size and tokens.dtype.kind == "i" and tokens.min() < 0:
-        raise ValueError(f"Token ids start at 0, got {int(tokens.min())}.")
+def _flat(values: Any, name: str) -> NDArray[np.integer]:
+    """Leave an array of one axis of integers as it is, a memory map too, and refuse what is none."""
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
+        return as_integers(values, name)
+    return values
 
 
 def write_store(folder: str | Path, parts: Iterable[Rows]) -> None:
-    """Write a store piece by piece; memory holds one piece and 8 bytes a sequence.
+    """Write a store piece by piece; memory holds one piece.
 
     Args:
         folder: as for ``TokenStore.save``; a failure leaves nothing behind.
         parts: pieces in order, all with labels or all without.
     """
-    with new_folder(folder, version=_VERSION) as partial, ExitStack() as files:
-        tokens = files.enter_context(ArrayWriter(partial / "tokens.npy"))
-        labels: ArrayWriter | None = None
-        lengths, loss_tokens = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        for part in parts:
-            _refuse_negative(part.tokens)
-            tokens.append(part.tokens)
-            lengths.append(part.lengths)
-            if part.labels is not None:
-                labels = labels or files.enter_context(ArrayWriter(partial / "labels.npy", np.int32))
-                labels.append(part.labels)
-                loss_tokens.append(count_targets(part.labels, part.lengths))
-        files.close()  # the headers have to be there before the folder is
-        offsets = np.zeros(1 + sum(map(len, lengths)), np.int64)
-        np.cumsum(np.concatenate(lengths), out=offsets[1:])
-        np.save(partial / "offsets.npy", offsets)
-        if labels is not None:
-            np.save(partial / "loss_tokens.npy", np.concatenate(loss_tokens))
+    with new_folder(folder, version=_VERSION) as partial:
+        fill_store(partial, lambda first: iter(parts))
 
 
 def cached_store(
     key: dict[str, Any] | None,
-    parts: Callable[[], Iterable[Rows]],
+    parts: Callable[[int], Iterable[Rows]],
     *,
     cache_dir: str | Path | None = None,
+    max_errors: int | None = None,
 ) -> TokenStore:
     """Open the store that was built from the same key before, or build it on disk and open it.
+
+    One process builds it and others that want it wait; one that is killed is taken up where it stopped.
 
     Args:
         key: everything the result depends on, JSON-serialisable; None keeps the store in a temporary folder
             of the cache that goes with the object.
-        parts: makes the pieces of the store; called when nothing, or something unreadable, is cached.
+        parts: makes the pieces of the store from a number on; called when nothing, or something unreadable,
+            is cached.
         cache_dir: where stores are kept; ``$XDG_CACHE_HOME/lightning_thd`` by default.
+        max_errors: most records that may have been skipped.
+
+    Raises:
+        CacheError: when the cache cannot be written.
+        ValueError: when too many records were skipped.
     """
+
+    def build(place: Path) -> None:
+        fill_store(place, parts, max_errors=max_errors)
+        seal(place, version=_VERSION)
+
     if key is None:
         parent = cache_folder(cache_dir)
-        parent.mkdir(parents=True, exist_ok=True)
-        unnamed = Path(tempfile.mkdtemp(dir=parent, prefix="unnamed-"))
-        write_store(unnamed / "store", parts())
+        with told(parent / "unnamed"):
+            parent.mkdir(parents=True, exist_ok=True)
+            unnamed = Path(tempfile.mkdtemp(dir=parent, prefix="unnamed-"))
+            try:
+                (unnamed / "store").mkdir()
+                build(unnamed / "store")
+            except BaseException:
+                shutil.rmtree(unnamed, ignore_errors=True)
+                raise
         store = TokenStore.open(unnamed / "store")
         weakref.finalize(store, _remove, unnamed, os.getpid())
         return store
     folder = cached_folder("tokens", key, cache_dir)
     arrays = reopen(folder, version=_VERSION)
     if arrays is None:
-        write_store(folder, parts())
+        build_once(folder, build, resume=True)
         return TokenStore.open(folder)
     return TokenStore._from_arrays(folder, arrays)
 

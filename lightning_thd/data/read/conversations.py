@@ -1,0 +1,133 @@
+"""A record -> its kind, by its keys, and the messages of a conversation whatever form it was written in.
+
+Forms: ``messages`` (role and content), ShareGPT (``conversations`` of from and value), Alpaca
+(``instruction``,
+``input``, ``output``), ``prompt`` with ``completion``, text under a key, and token ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from lightning_thd.data.read.records import Bad, parse_json
+
+Kind = Literal["text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
+Records = Literal["auto", "text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
+Message = dict[str, Any]
+
+KEYS: dict[str, tuple[tuple[str, ...], ...]] = {  # one of these sets of keys makes a record one of the kind
+    "ids": (("input_ids",),),
+    "messages": (("messages",),),
+    "sharegpt": (("conversations",), ("conversation",)),
+    "prompt": (("prompt", "completion"),),
+    "alpaca": (("instruction", "output"),),
+}
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response"), "tool"),
+    "system": "system",
+}
+_CALLS = ("function_call", "tool_call")
+
+
+def kind_of(record: dict[str, Any] | str, text_key: str) -> Kind | None:
+    """Say what a record is by its keys; None for what is nothing we know."""
+    if isinstance(record, str):
+        return "text"
+    for kind, ways in KEYS.items():
+        if any(all(key in record for key in way) for way in ways):
+            return kind  # type: ignore[return-value]
+    return "text" if isinstance(record.get(text_key), str) else None
+
+
+def describe(kind: Kind, text_key: str) -> str:
+    """Say in a few words how records of a kind are read, and how to have it otherwise."""
+    how = {
+        "text": f"documents under {text_key!r}",
+        "ids": "token ids under 'input_ids'",
+        "prompt": "prompts with completions, loss on the completions",
+        "messages": "conversations under 'messages', loss on what the assistant says",
+        "sharegpt": "conversations of from and value (ShareGPT), loss on what the assistant says",
+        "alpaca": "instructions with outputs (Alpaca), loss on the outputs",
+    }[kind]
+    others = [name for name in get_args(Kind) if name != kind]
+    return f"{how}; records= has it read as one of {', '.join(others)}"
+
+
+def messages_of(record: dict[str, Any], kind: Kind) -> tuple[list[Message], list[Any] | None, int]:
+    """Return the messages of a conversation, its tools, and how many messages at its start are prompt.
+
+    Raises:
+        ValueError: for what is no conversation of the kind.
+    """
+    tools = _tools(record.get("tools"))
+    if kind == "alpaca":
+        return _alpaca(record), tools, 0
+    if kind == "sharegpt":
+        return _sharegpt(record), tools, 0
+    if kind == "prompt":
+        return [*record["prompt"], *record["completion"]], tools, len(record["prompt"])
+    return record["messages"], tools, 0
+
+
+def alpaca_prompt(record: dict[str, Any]) -> str:
+    """Return the instruction, and below it the input where there is one."""
+    asked, given = record.get("instruction"), record.get("input") or ""
+    if not isinstance(asked, str) or not isinstance(given, str) or not isinstance(record.get("output"), str):
+        raise ValueError("instruction, input and output must be strings. Mend or remove the record.")
+    return f"{asked}\n\n{given}" if given else asked
+
+
+def _alpaca(record: dict[str, Any]) -> list[Message]:
+    said: list[Message] = []
+    if isinstance(record.get("system"), str) and record["system"]:
+        said.append({"role": "system", "content": record["system"]})
+    for turn in record.get("history") or []:
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise ValueError("history must be a list of [question, answer]. Mend or remove the record.")
+        said += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
+    return [
+        *said,
+        {"role": "user", "content": alpaca_prompt(record)},
+        {"role": "assistant", "content": record["output"]},
+    ]
+
+
+def _sharegpt(record: dict[str, Any]) -> list[Message]:
+    turns = record.get("conversations", record.get("conversation"))
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError("conversations must be a list of {'from': ..., 'value': ...}. Mend or remove it.")
+    said: list[Message] = []
+    if isinstance(record.get("system"), str) and record["system"]:
+        said.append({"role": "system", "content": record["system"]})
+    return said + [_turn(turn) for turn in turns]
+
+
+def _turn(turn: dict[str, Any]) -> Message:
+    if "role" in turn:
+        return turn
+    who, value = turn.get("from"), turn.get("value")
+    if who in _CALLS:
+        return {"role": "assistant", "content": "", "tool_calls": _calls(value)}
+    if who not in _ROLES or not isinstance(value, str):
+        raise ValueError(
+            f"a turn is from {who!r} with a value of type {type(value).__name__}. Known are "
+            f"{', '.join((*_ROLES, *_CALLS))}, with strings. Rename it, or remove the record."
+        )
+    return {"role": _ROLES[who], "content": value}
+
+
+def _calls(value: Any) -> list[dict[str, Any]]:
+    found = parse_json(value) if isinstance(value, str) else value
+    calls = found if isinstance(found, list) else [found]
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
+        raise ValueError("a function call holds no JSON with a name. Mend or remove the record.")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _tools(value: Any) -> list[Any] | None:
+    found = parse_json(value) if isinstance(value, str) and value.strip() else value
+    if isinstance(found, Bad) or not isinstance(found, list | None):
+        raise ValueError("tools are no list, nor JSON of one. Mend or remove the record.")
+    return found or None

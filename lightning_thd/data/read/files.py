@@ -1,0 +1,273 @@
+"""Paths, globs, folders and addresses -> files on this machine, each with the name it was given."""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import hashlib
+import json
+import lzma
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from lightning_thd._imports import require
+from lightning_thd.data.store.arrays import cache_folder
+from lightning_thd.data.store.content import content_of
+from lightning_thd.data.store.lock import build_once
+
+LINES = (".jsonl", ".ndjson")
+TABLES = (".csv", ".tsv")
+COLUMNS = (".parquet", ".arrow")
+TEXT = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".html", ".xml", ".log", ".tex")
+PACKED = (".gz", ".zst", ".bz2", ".xz")
+# Not text, whatever their name was: read as one document they would train on noise.
+_REFUSED = (".zip", ".tar", ".npy", ".npz", ".bin", ".pt", ".safetensors", ".pdf", ".docx", ".png", ".jpg")
+_ABOUT = re.compile(r"(readme|license|citation|changelog|dataset_infos?|state|dataset_dict|manifest)\b", re.IGNORECASE)
+_SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|val|dev|test|eval)(?=[-_./]|$)", re.IGNORECASE)
+
+Paths = str | Path | Sequence[str | Path]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file that can be read here.
+
+    Attributes:
+        path: where it lies, unpacked.
+        name: what the user called it, for messages.
+        suffix: of its content, lower case: ``.jsonl`` of ``a.JSONL.gz``.
+        content: what its content is known by.
+    """
+
+    path: Path
+    name: str
+    suffix: str
+    content: str
+
+
+def is_paths(source: object) -> bool:
+    """Say whether a source names files: a path, or a list of nothing but paths.
+
+    Raises:
+        ValueError: for a list of strings of which some name files and some are none.
+    """
+    if isinstance(source, str | Path):
+        return True
+    if not isinstance(source, list | tuple) or not source:
+        return False
+    if not all(isinstance(entry, str | Path) for entry in source):
+        return False
+    named = [isinstance(entry, Path) or _looks_like_a_path(entry) for entry in source]
+    if any(named) and not all(named):
+        raise ValueError(
+            f"The list has {len(source)} strings, of which {sum(named)} name files, for example "
+            f"{str(source[named.index(True)])!r}, and {str(source[named.index(False)])[:60]!r} is none. Give "
+            "paths alone, or documents alone, as dicts {'text': ...} where they look like paths."
+        )
+    return all(named)
+
+
+def _looks_like_a_path(text: str) -> bool:
+    if len(text) > 1024 or "\n" in text:
+        return False
+    if re.match(r"[a-z][a-z0-9]*://\S+$", text):
+        return True
+    known = _suffix(text) in (*LINES, *TABLES, *COLUMNS, ".json", *TEXT)
+    if known and (" " not in text or Path(text).exists()):
+        return True
+    return ("/" in text or known) and Path(text).exists()
+
+
+def _suffix(name: str) -> str:
+    """Return the suffix of what is inside: ``.jsonl`` of ``a.jsonl.gz``."""
+    path = Path(name.lower())
+    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+
+
+def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[SourceFile]:
+    """List the files behind a path, a glob, a folder, an address, or a list of them, in sorted order.
+
+    Files elsewhere are fetched through fsspec, and compressed ones unpacked, into the cache, once.
+
+    Args:
+        source: what names the files; a list keeps its order.
+        cache_dir: where fetched and unpacked files are kept.
+
+    Raises:
+        ValueError: for what does not exist, a folder without data, or one with files of several kinds or
+            several splits; the message says which.
+    """
+    if isinstance(source, str | Path):
+        return [_local(name, cache_dir) for name in _expand(source)]
+    return [file for entry in source for file in find_files(entry, cache_dir=cache_dir)]
+
+
+def _expand(source: str | Path) -> list[str]:
+    text = str(source)
+    if "://" in text:
+        return _expand_remote(text)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return [str(file) for file in _in_folder(path)]
+    if path.is_file():
+        return [str(path)]
+    found = sorted(name for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
+    if not found:
+        raise ValueError(
+            f"{text} does not exist, and no file matches it. Give a file, a folder, a glob or a list of "
+            "them: "
+            f"{', '.join((*LINES, '.json', *TABLES, *COLUMNS))} or text, also with {', '.join(PACKED)}."
+        )
+    return found
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    """List the data of a folder: all its files of the one kind it holds."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text()).get("splits", [])
+        raise ValueError(f"{folder} holds the splits {', '.join(splits)}. Pass one, '{folder}/{splits[0]}'.")
+    if (folder / "state.json").is_file():  # datasets.Dataset.save_to_disk
+        files = json.loads((folder / "state.json").read_text())["_data_files"]
+        return [folder / Path(entry["filename"]).name for entry in files]
+    kinds: dict[str, list[Path]] = {}
+    for file in sorted(folder.rglob("*")):
+        parts = file.relative_to(folder).parts
+        hidden = any(part.startswith((".", "_")) for part in parts)
+        kind = _kind(_suffix(file.name))
+        if kind is not None and file.is_file() and not hidden and not _ABOUT.match(file.name):
+            kinds.setdefault(kind, []).append(file)
+    return _one_kind(folder, kinds)
+
+
+def _kind(suffix: str) -> str | None:
+    if suffix == ".json":
+        return "JSON"
+    groups = {"JSONL": LINES, "table": TABLES, "column": COLUMNS, "text": TEXT}
+    return next((kind for kind, suffixes in groups.items() if suffix in suffixes), None)
+
+
+def _one_kind(folder: Path, kinds: dict[str, list[Path]]) -> list[Path]:
+    if not kinds:
+        wanted = ", ".join((*LINES, ".json", *TABLES, *COLUMNS, *TEXT))
+        raise ValueError(
+            f"No text files below {folder}, nor others that are data. Wanted suffixes: {wanted}."
+        )
+    if len(kinds) > 1:
+        (first, some), (second, others), *_ = kinds.items()
+        raise ValueError(
+            f"{folder} holds {len(some)} {first} and {len(others)} {second} files, for example "
+            f"{some[0].name} and {others[0].name}. Put the ones that are data into a folder of their own, or "
+            "give a glob or a list."
+        )
+    [(kind, files)] = kinds.items()
+    splits = {
+        match.group(1).lower(): file
+        for file in files
+        if (match := _SPLIT.search(file.relative_to(folder).as_posix().split(".")[0]))
+    }
+    if kind != "text" and len(splits) > 1:
+        shown = ", ".join(f"{name} ({file.relative_to(folder)})" for name, file in sorted(splits.items()))
+        raise ValueError(f"{folder} holds several splits: {shown}. Give a glob of the one you want.")
+    return files
+
+
+def _expand_remote(address: str) -> list[str]:
+    fsspec = require("fsspec", feature=f"reading {address}")
+    try:
+        filesystem, path = fsspec.core.url_to_fs(address)
+        if any(sign in path for sign in "*?["):
+            found = sorted(filesystem.glob(path))
+        elif filesystem.isdir(path):
+            found = sorted(name for name in filesystem.find(path) if _kind(_suffix(name)) is not None)
+        else:
+            found = [path] if filesystem.exists(path) else []
+    except (OSError, ValueError, ImportError) as err:
+        raise ValueError(
+            f"{address} cannot be listed ({err}). Check the address and the credentials."
+        ) from err
+    if not found:
+        raise ValueError(f"{address} does not exist, or holds no data. Check the address.")
+    return [str(filesystem.unstrip_protocol(name)) for name in found]
+
+
+def _local(name: str, cache_dir: str | Path | None) -> SourceFile:
+    """Fetch and unpack a file if it needs it."""
+    suffix = _suffix(name)
+    if suffix in _REFUSED:
+        raise ValueError(
+            f"{name}: a {suffix} file is no text. Give .jsonl with one JSON object a line, .csv, .parquet or "
+            ".arrow with a column 'input_ids' or text, a text file, or a dataset that you have opened."
+        )
+    path = Path(name)
+    if "://" in name:
+        path = _kept({"address": name, "info": _info(name)}, name, cache_dir, lambda out: _fetch(name, out))
+    content = content_of(path, cache_dir)
+    if path.suffix.lower() in PACKED:
+        packed = path
+        key = {"packed": content, "suffix": suffix}
+        path = _kept(key, f"x{suffix}", cache_dir, lambda out: _unpack(packed, name, out))
+    return SourceFile(path, name, suffix, content)
+
+
+def _kept(
+    key: dict[str, Any], name: str, cache_dir: str | Path | None, write: Callable[[BinaryIO], None]
+) -> Path:
+    """Write a file into the cache, once; its name there comes from the key, never from the source."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    suffixes = "".join(part for part in Path(name.lower()).suffixes[-2:] if re.fullmatch(r"\.\w+", part))
+    place = cache_folder(cache_dir) / f"files-{digest}" / f"data{suffixes}"
+
+    def build(folder: Path) -> None:
+        with (folder / place.name).open("wb") as out:
+            write(out)
+
+    if not place.is_file():
+        build_once(place.parent, build)
+    return place
+
+
+def _info(address: str) -> Any:
+    fsspec = require("fsspec", feature=f"reading {address}")
+    filesystem, path = fsspec.core.url_to_fs(address)
+    return filesystem.info(path)
+
+
+def _fetch(address: str, out: BinaryIO) -> None:
+    fsspec = require("fsspec", feature=f"reading {address}")
+    try:
+        with fsspec.open(address, "rb") as file:
+            shutil.copyfileobj(file, out, 1 << 22)
+    except OSError as err:
+        raise ValueError(f"{address} cannot be read ({err}). Check the address and the credentials.") from err
+
+
+def _unpack(path: Path, name: str, out: BinaryIO) -> None:
+    try:
+        with _unpacked(path) as file:
+            shutil.copyfileobj(file, out, 1 << 22)
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, ValueError) as err:
+        raise ValueError(f"{name}: damaged, it cannot be unpacked ({err}). Fetch or make it anew.") from err
+    except Exception as err:
+        if type(err).__name__ != "ZstdError":
+            raise
+        raise ValueError(f"{name}: damaged, it cannot be unpacked ({err}). Fetch or make it anew.") from err
+
+
+def _unpacked(path: Path) -> BinaryIO:
+    suffix = path.suffix.lower()
+    if suffix == ".zst":
+        zstandard = require("zstandard", feature=f"reading {path}")
+        return cast("BinaryIO", zstandard.open(path, "rb"))
+    if suffix == ".gz":
+        return cast("BinaryIO", gzip.open(path, "rb"))
+    return cast("BinaryIO", bz2.open(path, "rb") if suffix == ".bz2" else lzma.open(path, "rb"))
+
+
+def contents(files: Iterable[SourceFile]) -> Iterator[str]:
+    """Give what the content of every file is known by."""
+    return (file.content for file in files)

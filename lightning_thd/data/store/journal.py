@@ -1,0 +1,224 @@
+"""Pieces of rows -> the growing files of a token store, which a killed process leaves usable."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_thd.data.store.arrays import ArrayWriter, load_array
+from lightning_thd.packing.lengths import as_array, as_integers
+
+SKIPPED = "skipped.jsonl"
+_IGNORE = -100
+_BLOCK = 1 << 22  # tokens looked at at a time
+
+
+class Skipped(NamedTuple):
+    """A record that was left out: where it stands, and why."""
+
+    place: str
+    reason: str
+
+
+class Rows(NamedTuple):
+    """Sequences laid end to end.
+
+    Attributes:
+        tokens: ids ``[N]``.
+        lengths: int64 ``[n]``, which add up to N.
+        labels: int64 ``[N]``, unshifted, -100 where ignored; None where every token is a label.
+        skipped: records that stood between them and were left out.
+    """
+
+    tokens: NDArray[np.integer]
+    lengths: NDArray[np.int64]
+    labels: NDArray[np.integer] | None = None
+    skipped: tuple[Skipped, ...] = ()
+
+
+def fill_store(place: Path, parts: Callable[[int], Iterable[Rows]], *, max_errors: int | None = None) -> None:
+    """Write the files of a store into a folder, and go on where a killed process stopped.
+
+    After every piece a line of ``journal.jsonl`` says how much of each file counts. What a kill left beyond
+    the last whole line is cut off.
+
+    Args:
+        place: a folder, empty or left by a killed process.
+        parts: called with the number of pieces that are there already; gives the others in order.
+        max_errors: most records that may have been skipped.
+
+    Raises:
+        ValueError: when more were skipped, or nothing is left.
+    """
+    with _Journal(place) as journal:
+        for rows in parts(journal.pieces):
+            journal.add(rows, max_errors)
+        journal.finish()
+
+
+class _Journal:
+    """The growing files of a store, and how much of each is certain."""
+
+    def __init__(self, place: Path) -> None:
+        self._place, self._file = place, place / "journal.jsonl"
+        done = _last_line(self._file)
+        self.pieces, self._skipped, self._first = done["pieces"], done["skipped"], done["first"]
+        self._largest = tuple(done["largest"])
+        # The first skipped records stand in the message when there are too many of them.
+        self._writers = {"tokens": ArrayWriter(place / "tokens.npy", keep=done["tokens"])}
+        self._writers["lengths"] = ArrayWriter(place / "lengths.npy", np.int64, keep=done["sequences"])
+        if done["labels"]:
+            self._open_labels(done["tokens"], done["sequences"])
+        self._list = (place / SKIPPED).open("r+b" if done["listed"] else "wb")
+        self._list.truncate(done["listed"])
+        self._list.seek(0, os.SEEK_END)
+        self._lines = self._file.open("ab")
+
+    def _open_labels(self, tokens: int, sequences: int) -> None:
+        self._writers["labels"] = ArrayWriter(self._place / "labels.npy", np.int32, keep=tokens)
+        self._writers["loss_tokens"] = ArrayWriter(self._place / "loss_tokens.npy", np.int64, keep=sequences)
+
+    def add(self, rows: Rows, max_errors: int | None) -> None:
+        """Write a piece, and then that it is there."""
+        tokens, sequences = self._writers["tokens"].flush(), self._writers["lengths"].flush()
+        refuse_negative(rows.tokens)
+        if rows.labels is not None and "labels" not in self._writers:
+            if tokens:
+                raise ValueError(
+                    "The first records have no labels and later ones have. Give all, or none, labels."
+                )
+            self._open_labels(0, 0)
+            if sequences:
+                self._writers["loss_tokens"].append(np.zeros(sequences, np.int64))
+        if rows.labels is None and "labels" in self._writers and len(rows.tokens):
+            raise ValueError(
+                "The first records have labels and later ones have none. Give all, or none, labels."
+            )
+        self._writers["tokens"].append(rows.tokens)
+        self._writers["lengths"].append(rows.lengths)
+        if "labels" in self._writers:
+            labels = rows.tokens if rows.labels is None else rows.labels
+            self._writers["labels"].append(labels)
+            self._writers["loss_tokens"].append(count_targets(labels, rows.lengths))
+        self._note_largest(rows, sequences)
+        self._note_skipped(rows.skipped, max_errors)
+        self.pieces += 1
+        self._write_line()
+
+    def _note_largest(self, rows: Rows, before: int) -> None:
+        offsets = np.concatenate([[0], np.cumsum(rows.lengths)])
+        value, at = largest_id(rows.tokens, offsets)
+        if value > self._largest[0]:
+            self._largest = value, before + at
+
+    def _note_skipped(self, skipped: tuple[Skipped, ...], max_errors: int | None) -> None:
+        for entry in skipped:
+            self._list.write(json.dumps(entry._asdict()).encode() + b"\n")
+        self._skipped += len(skipped)
+        self._first = [*self._first, *(f"{entry.place}: {entry.reason}" for entry in skipped)][:3]
+        if max_errors is not None and self._skipped > max_errors:
+            raise ValueError(
+                f"{self._skipped} records are bad, more than max_errors={max_errors}; the first: "
+                f"{' | '.join(self._first)} Mend the data, or raise max_errors."
+            )
+
+    def _write_line(self) -> None:
+        self._list.flush()
+        counts = {name: writer.flush() for name, writer in self._writers.items()}
+        line = {
+            "pieces": self.pieces,
+            "tokens": counts["tokens"],
+            "sequences": counts["lengths"],
+            "labels": "labels" in counts,
+            "largest": list(self._largest),
+            "skipped": self._skipped,
+            "listed": self._list.tell(),
+            "first": self._first,
+        }
+        self._lines.write(json.dumps(line).encode() + b"\n")
+        self._lines.flush()
+
+    def finish(self) -> None:
+        """Turn lengths into offsets and close all files; what is there then is a store."""
+        sequences = self._writers["lengths"].flush()
+        if not sequences and self._skipped:
+            raise ValueError(
+                f"All {self._skipped} records are bad; the first: {self._first[0]} Mend the data."
+            )
+        self.__exit__()
+        offsets = np.zeros(1 + sequences, np.int64)
+        np.cumsum(load_array(self._place / "lengths.npy"), out=offsets[1:])
+        np.save(self._place / "offsets.npy", offsets)
+        np.save(self._place / "largest.npy", np.array(self._largest, np.int64))
+        self._file.unlink()
+        (self._place / "lengths.npy").unlink()
+        if not self._skipped:
+            (self._place / SKIPPED).unlink()
+
+    def __enter__(self) -> _Journal:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._list.close()
+        self._lines.close()
+
+
+def _last_line(file: Path) -> dict[str, Any]:
+    """Read the last whole line of a journal; a torn one does not count."""
+    zero = {"pieces": 0, "tokens": 0, "sequences": 0, "labels": False, "largest": [-1, 0]}
+    state: dict[str, Any] = {**zero, "skipped": 0, "listed": 0, "first": []}
+    if not file.is_file():
+        return state
+    whole, _, torn = file.read_bytes().rpartition(b"\n")
+    if torn:
+        with file.open("r+b") as opened:
+            opened.truncate(len(whole) + 1 if whole else 0)
+    return json.loads(whole.splitlines()[-1]) if whole else state
+
+
+def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Count the targets of sequences laid end to end: labels that are none of -100, the first left out.
+
+    Args:
+        labels: ints ``[N]``.
+        lengths: ints ``[n]``, which add up to N.
+
+    Returns:
+        int64 ``[n]``. ``([-100, 7, 8, 9], [3, 1])`` becomes ``[2, 0]``.
+    """
+    labels, lengths = as_array(labels, "labels"), as_integers(lengths, "lengths")
+    if labels.ndim != 1 or lengths.sum() != len(labels) or (lengths.size and lengths.min() < 0):
+        raise ValueError(
+            f"{labels.size} labels of shape {labels.shape} and {len(lengths)} lengths that add up to "
+            f"{lengths.sum()}. Give labels [N] and lengths that add up to N."
+        )
+    counted = np.zeros(len(labels) + 1, np.int64)
+    np.cumsum(labels != _IGNORE, out=counted[1:])
+    ends = np.cumsum(lengths)
+    firsts = np.minimum(ends - lengths + 1, ends)
+    result: NDArray[np.int64] = counted[ends] - counted[firsts]
+    return result
+
+
+def largest_id(tokens: NDArray[np.integer], offsets: NDArray[np.integer]) -> tuple[int, int]:
+    """Find the largest id, and the sequence it is in; (-1, 0) without tokens."""
+    value, at = -1, 0
+    for start in range(0, len(tokens), _BLOCK):
+        block = tokens[start : start + _BLOCK]
+        if int(block.max()) > value:
+            value, at = int(block.max()), start + int(block.argmax())
+    return value, int(np.searchsorted(offsets, at, side="right")) - 1 if len(tokens) else 0
+
+
+def refuse_negative(tokens: NDArray[np.integer]) -> None:
+    """Refuse ids below 0."""
+    if tokens.size and tokens.dtype.kind == "i" and tokens.min() < 0:
+        raise ValueError(f"Token ids start at 0, got {int(tokens.min())}.")

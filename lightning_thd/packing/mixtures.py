@@ -1,0 +1,309 @@
+"""Sizes and weights of sources -> how often each is used in an epoch, and which of its sequences, for ever.
+
+An epoch of a mixture takes a fixed number of sequences of every source. Those of a source come from an
+endless
+row of shuffles of it, so that after any number of epochs each of its sequences was used as often as any
+other,
+or once more. Nothing is stored: the j-th draw of a source is a pure function of seed, source and j.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd.packing.entries import OpenLengths, read_lengths, summarize
+from lightning_thd.packing.lengths import check_count
+from lightning_thd.packing.permutation import derive_key, permute
+from lightning_thd.packing.plan import StepPlan
+from lightning_thd.packing.planner import PackPlanner
+from lightning_thd.packing.resume import fingerprint, make_state, read_state
+
+IntArray = npt.NDArray[np.int64]
+EpochSize = Literal["longest", "shortest"] | int
+
+_DRAWS = 11  # purpose of the key, apart from those of windows.py and planner.py
+_KEEP = 2  # planners of epochs that stay: the present one and the next, which workers prefetch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixing:
+    """How the sources of a mixture make an epoch.
+
+    Attributes:
+        temperature: weights become ``weight ** (1 / temperature)`` before they are made shares: 1 keeps them,
+            a large one makes the sources equal.
+        epoch: sequences of an epoch: ``"longest"``, as many as use every source whole at least once,
+            ``"shortest"``, as many as use no sequence twice, or a number.
+        passes: passes over each source in an epoch, by its name, in the place of weights: 2 uses every
+            sequence of it twice, 0.5 half of them, the other half in the next epoch.
+    """
+
+    temperature: float = 1.0
+    epoch: EpochSize = "longest"
+    passes: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.temperature) or not 0 < self.temperature < np.inf:
+            raise ValueError(
+                f"temperature={self.temperature!r}: wanted a number above 0; 1 keeps the weights."
+            )
+        if self.epoch not in ("longest", "shortest"):
+            check_count("epoch", self.epoch, "Pass 'longest', 'shortest' or a number of sequences.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+
+
+def share_out(
+    sizes: Mapping[str, int], weights: Mapping[str, float], mixing: Mixing | None = None
+) -> dict[str, int]:
+    """Say how many sequences of each source an epoch takes.
+
+    Args:
+        sizes: sequences of each source, by its name.
+        weights: share of each, in any unit.
+        mixing: temperature, size of the epoch, or passes in the place of weights.
+
+    Returns:
+        Counts whose shares are within one sequence of the weights': sizes ``{"a": 10, "b": 30}`` with equal
+        weights and ``epoch="longest"`` give ``{"a": 30, "b": 30}``, with ``"shortest"`` 10 each.
+
+    Raises:
+        ValueError: for weights that are none, a source without sequences, or one that would get none.
+    """
+    mixing = Mixing() if mixing is None else mixing
+    _check_sizes(sizes, weights)
+    if mixing.passes is not None:
+        return _by_passes(sizes, mixing.passes)
+    raised = {name: float(weights[name]) ** (1 / mixing.temperature) for name in sizes}
+    total = sum(raised.values())
+    shares = {name: value / total for name, value in raised.items()}
+    if isinstance(mixing.epoch, str):
+        choose = max if mixing.epoch == "longest" else min
+        number = round(choose(sizes[name] / shares[name] for name in sizes))
+    else:
+        number = int(mixing.epoch)
+    counts = _round(shares, number)
+    if none := [name for name, count in counts.items() if not count]:
+        raise ValueError(
+            f"An epoch of {number} sequences has none of {none[0]!r}, whose share is {shares[none[0]]:.2g}. "
+            "Raise its weight, or set Mixing(epoch=) to more sequences."
+        )
+    return counts
+
+
+def _check_sizes(sizes: Mapping[str, int], weights: Mapping[str, float]) -> None:
+    if not sizes or set(sizes) != set(weights):
+        raise ValueError(
+            f"A mixture got sizes of {sorted(sizes)} and weights of {sorted(weights)}. Give both of each."
+        )
+    for name, size in sizes.items():
+        check_count(f"sizes[{name!r}]", size, "A source has at least one sequence.")
+        weight = weights[name]
+        if not _is_number(weight) or not 0 < weight < np.inf:
+            raise ValueError(
+                f"The weight of {name!r} is {weight!r}. Weights are finite numbers above 0; leave out a "
+                "source that is not wanted."
+            )
+
+
+def _by_passes(sizes: Mapping[str, int], passes: Mapping[str, float]) -> dict[str, int]:
+    if set(passes) != set(sizes):
+        raise ValueError(
+            f"passes names {sorted(passes)}, but the sources are {sorted(sizes)}. Name each once."
+        )
+    counts = {}
+    for name, size in sizes.items():
+        if not _is_number(passes[name]) or not 0 < passes[name] < np.inf:
+            raise ValueError(
+                f"passes[{name!r}]={passes[name]!r}: wanted a number above 0, 1 for each sequence once."
+            )
+        counts[name] = max(1, round(size * float(passes[name])))
+    return counts
+
+
+def _round(shares: Mapping[str, float], number: int) -> dict[str, int]:
+    """Round to whole sequences that add up, by largest remainder: each within one of its share."""
+    exact = {name: share * number for name, share in shares.items()}
+    counts = {name: int(value) for name, value in exact.items()}
+    left = number - sum(counts.values())
+    for name in sorted(exact, key=lambda name: counts[name] - exact[name])[:left]:
+        counts[name] += 1
+    return counts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixture:
+    """The draws of a mixture: entries of an epoch -> dataset indices, the sources laid end to end.
+
+    Attributes:
+        names: of the sources.
+        sizes: sequences of each, int64 ``[K]``.
+        counts: entries of each in an epoch, int64 ``[K]``.
+        seed: of the shuffles.
+        usable: per source the positions that take part, or None for all: empty sequences do not.
+    """
+
+    names: tuple[str, ...]
+    sizes: IntArray
+    counts: IntArray
+    seed: int
+    usable: tuple[IntArray | None, ...]
+
+    @property
+    def total(self) -> int:
+        """Entries of an epoch."""
+        return int(self.counts.sum())
+
+    def indices(self, epoch: int, entries: IntArray) -> IntArray:
+        """Dataset indices of some entries of an epoch, int64 ``[S]``, each entry below ``total``."""
+        found = np.empty(len(entries), np.int64)
+        ends, starts = np.cumsum(self.counts), np.cumsum(self.sizes) - self.sizes
+        source = np.searchsorted(ends, entries, side="right")
+        for k in np.unique(source).tolist():
+            mine = source == k
+            draws = entries[mine] - (ends[k] - self.counts[k]) + epoch * self.counts[k]
+            found[mine] = starts[k] + self._drawn(k, draws)
+        return found
+
+    def _drawn(self, k: int, draws: IntArray) -> IntArray:
+        """Positions in source ``k`` of its draws: shuffle after shuffle of it."""
+        usable = self.usable[k]
+        size = int(self.sizes[k]) if usable is None else len(usable)
+        rounds, places = np.divmod(draws, size)
+        found = np.empty(len(draws), np.int64)
+        for number in np.unique(rounds).tolist():
+            now = rounds == number
+            found[now] = permute(places[now], size, key=derive_key(self.seed, _DRAWS, k, number))
+        return found if usable is None else usable[found]
+
+    def source_of(self, indices: npt.ArrayLike) -> IntArray:
+        """Number of the source of each dataset index, int64 ``[S]``."""
+        return np.searchsorted(np.cumsum(self.sizes), np.asarray(indices), side="right")
+
+
+def make_mixture(
+    lengths: Mapping[str, npt.NDArray[np.integer]],
+    weights: Mapping[str, float],
+    mixing: Mixing | None = None,
+    *,
+    seed: int = 0,
+    most: int | None = None,
+) -> Mixture:
+    """Work out a mixture of sources whose lengths are known.
+
+    Args:
+        lengths: tokens of the sequences of each source; empty ones take no part.
+        weights: share of each.
+        mixing: see :class:`Mixing`.
+        seed: of the shuffles.
+        most: tokens beyond which a sequence takes no part (``oversize="drop"``); None lets all.
+
+    Raises:
+        ValueError: as :func:`share_out`.
+    """
+    usable: dict[str, IntArray | None] = {}
+    for name, values in lengths.items():
+        out = (values < 1) | (values > most) if most is not None else values < 1
+        usable[name] = np.flatnonzero(~out) if out.any() else None
+    sizes = {name: len(values) for name, values in lengths.items()}
+    taking_part = {name: sizes[name] if rows is None else len(rows) for name, rows in usable.items()}
+    counts = share_out(taking_part, weights, mixing)
+    return Mixture(
+        names=tuple(sizes),
+        sizes=np.array(list(sizes.values()), np.int64),
+        counts=np.array([counts[name] for name in sizes], np.int64),
+        seed=seed,
+        usable=tuple(usable.values()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _EpochLengths:
+    """Lengths of the entries of an epoch, looked up where they are asked for."""
+
+    lengths: OpenLengths
+    mixture: Mixture
+    epoch: int
+
+    def __len__(self) -> int:
+        return self.mixture.total
+
+    def __getitem__(self, positions: IntArray, /) -> npt.NDArray[np.integer]:
+        return read_lengths(self.lengths, self.mixture.indices(self.epoch, positions))
+
+
+class MixturePlanner:
+    """Plans the steps of a mixture: every epoch by a ``PackPlanner`` of the entries drawn for it.
+
+    Steps hold dataset indices, as those of ``PackPlanner`` do, and are pure functions of (seed, epoch, step,
+    dp). With ``Packs(n)`` the epochs may differ by a step or two, because other sequences make other packs.
+
+    Args:
+        lengths: tokens of every sequence, the sources laid end to end, ints ``[N]``.
+        capacity: slots of a pack.
+        mixture: what is drawn.
+        settings: further arguments of ``PackPlanner``.
+    """
+
+    def __init__(self, lengths: OpenLengths, capacity: int, *, mixture: Mixture, **settings: Any) -> None:
+        self.mixture = mixture
+        self._lengths, self._capacity, self._settings = lengths, capacity, settings
+        self._planners: dict[int, PackPlanner] = {}
+        first = self.of_epoch(0)
+        self.slots, self.entries, self.global_batch = first.slots, first.entries, first.global_batch
+        self.settings = {
+            **{name: value for name, value in first.settings.items() if name not in ("lengths", "sequences")},
+            "mixture": list(mixture.names),
+            "sizes": mixture.sizes.tolist(),
+            "draws": mixture.counts.tolist(),
+            "lengths": summarize(lengths).digest,
+        }
+
+    def of_epoch(self, epoch: int) -> PackPlanner:
+        """Return the planner of the entries of an epoch."""
+        if epoch not in self._planners:
+            drawn = _EpochLengths(self._lengths, self.mixture, epoch)
+            planner = PackPlanner(cast("Any", drawn), self._capacity, **self._settings)
+            kept = list(self._planners.items())[-(_KEEP - 1) :]
+            self._planners = {**dict(kept), epoch: planner}
+        return self._planners[epoch]
+
+    def __len__(self) -> int:
+        """Steps of the first epoch."""
+        return len(self.of_epoch(0))
+
+    def num_steps(self, epoch: int) -> int:
+        """Steps of an epoch."""
+        return len(self.of_epoch(epoch))
+
+    def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
+        """Plan a step, as ``PackPlanner.step``; its spans hold dataset indices."""
+        check_count("epoch", epoch, "Epochs count from 0.", least=0)
+        plan = self.of_epoch(epoch).step(epoch, k, dp)
+        return plan.with_indices(self.mixture.indices(epoch, plan.spans.index))
+
+    def fingerprint(self) -> str:
+        """Hash of the lengths and of every setting that a plan depends on; dp is none of them."""
+        return fingerprint(self.settings)
+
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """Make what a checkpoint must hold to go on with ``step(epoch, step)``."""
+        return make_state(self.settings, epoch=epoch, step=step, num_steps=self.num_steps(epoch))
+
+    def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the epoch and next step of a state, or refuse one of other data or weights."""
+        return read_state(self.settings, state)
+
+
+def shares(mixture: Mixture, plans: Sequence[StepPlan]) -> dict[str, float]:
+    """Say which share of the sequences of some steps each source has."""
+    whole = np.concatenate([plan.spans.index[plan.spans.start == 0] for plan in plans])
+    counts = np.bincount(mixture.source_of(whole), minlength=len(mixture.names))
+    return dict(zip(mixture.names, (counts / max(1, counts.sum())).tolist(), strict=True))
