@@ -70,13 +70,22 @@ class CausalLMModule(L.LightningModule):
         self.log("train/loss", loss.detach(), prog_bar=True, on_step=True, sync_dist=False)
         return loss
 
-    def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
-        """Log the mean loss over all loss tokens of the evaluation set."""
-        self.log("val/loss", causal_lm_loss(self._built, batch), prog_bar=True, on_epoch=True, sync_dist=True)
+    def validation_step(self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the mean loss over all loss tokens of the evaluation set, and of each named one."""
+        self._log_loss("val", batch, dataloader_idx)
 
-    def test_step(self, batch: THDBatch, batch_idx: int) -> None:
-        """Log the mean loss over all loss tokens of the evaluation set."""
-        self.log("test/loss", causal_lm_loss(self._built, batch), on_epoch=True, sync_dist=True)
+    def test_step(self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log the mean loss over all loss tokens of the evaluation set, and of each named one."""
+        self._log_loss("test", batch, dataloader_idx)
+
+    def _log_loss(self, stage: str, batch: THDBatch, dataloader_idx: int) -> None:
+        loss = causal_lm_loss(self._built, batch)
+        names = getattr(getattr(self.trainer, "datamodule", None), "set_names", {}).get(stage, ())
+        shown = {f"{stage}/loss": stage == "val"} | (
+            {f"{stage}/loss/{names[dataloader_idx]}": False} if names else {}
+        )
+        for name, in_bar in shown.items():
+            self.log(name, loss, prog_bar=in_bar, on_epoch=True, sync_dist=True, add_dataloader_idx=False)
 
     def predict_step(self, batch: THDBatch, batch_idx: int) -> list[tuple[int, Tensor]]:
         """Return (dataset index, logits ``[length, V]``) of every sequence."""

@@ -44,7 +44,8 @@ class THDDataModule(L.LightningDataModule):
             where ignored); or a path, a glob, an address (``s3://``, ``hf://``, ...) or a list of them:
             ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet`` or ``.arrow`` files, also ``.gz``,
             ``.zst``, ``.bz2`` or ``.xz``, text files, a folder of such, or one that
-            ``datasets.Dataset.save_to_disk``, ``TokenStore.save`` or ``lightning-thd pack`` wrote. In place of
+            ``datasets.Dataset.save_to_disk``, ``TokenStore.save`` or ``lightning-thd pack`` wrote. In
+            place of
             ids, records may hold text, ``prompt`` and ``completion``, or a conversation: these are tokenised
             once, with loss on what the assistant says alone where there is one. A dict
             ``{name: (source, weight)}`` is a mixture. An ``IterableDataset``, a function
@@ -243,6 +244,15 @@ class THDDataModule(L.LightningDataModule):
             self._sets[name] = (open_mixture if mixed else open_set)(name, source, opener, empty=self.empty)
 
     @property
+    def set_names(self) -> dict[str, tuple[str, ...]]:
+        """Of the stages with several sets, their names, in the order of their loaders."""
+        stages = dict.fromkeys(name.partition("/")[0] for name in self._sources if "/" in name)
+        return {
+            stage: tuple(name.partition("/")[2] for name in self._sources if name.startswith(f"{stage}/"))
+            for stage in stages
+        }
+
+    @property
     def counts(self) -> dict[str, dict[str, int]]:
         """Of every set, the sequences skipped, empty, dropped, truncated, split, and the tokens lost."""
         return {name: counts_of(data, self._planner(name)) for name, data in self._sets.items()}
@@ -360,7 +370,7 @@ class THDDataModule(L.LightningDataModule):
             per_step=1 if kind == "step" else planner.global_batch.n // host.ranks,
             kind=kind,
             fixed_order=fixed_order,
-            on_epoch=progress.resize if progress is not None else None,
+            on_epoch=progress.resize if progress and isinstance(planner, MixturePlanner) else None,
             consumed=progress.consumed if progress is not None else None,
             limit=progress.limit if progress is not None else None,
             on_load=progress.match if progress is not None else None,

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.data.shared import make_shared_step
 from lightning_thd.data.mixing import MixedRows
+from lightning_thd.data.shared import make_shared_step
 from lightning_thd.data.store.index import MapDataset, SequenceIndex
 from lightning_thd.packing import Spans, StepPlan
 from lightning_thd.packing.shared_planner import SharedPlanner, SharedStepPlan

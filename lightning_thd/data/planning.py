@@ -83,6 +83,11 @@ def make_planner(
         ValueError: when the set cannot be planned so.
     """
     if training and host.sharing is not None:
+        if data.weights is not None:
+            raise ValueError(
+                "context_parallel_size='dynamic' plans one source, not a mixture. Give a number of ranks, or "
+                "one source."
+            )
         return _shared_planner(data, settings, host, host.sharing)
     index = data.index
     oversize: Oversize = "own_pack" if not training and settings.oversize == "error" else settings.oversize

@@ -240,7 +240,7 @@ class Progress:
         elif limited is not None:
             batches = int(batches * limited)
         loop = trainer.fit_loop
-        if loop.max_batches == batches or getattr(trainer, "overfit_batches", 0):
+        if loop.max_batches == batches or getattr(trainer, "overfit_batches", 0) > 0:
             return
         loop.max_batches = batches
         if isinstance(trainer.val_check_interval, float):

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd.packing.entries import Lengths
-from lightning_thd.packing.plan import Sequences
-from lightning_thd.packing.plan import StepPlan
+from lightning_thd.packing.plan import Sequences, StepPlan
 from lightning_thd.packing.planner import PackPlanner
 from lightning_thd.packing.sharing import SharedBins, Sharing, check_tiling, share_out
 

@@ -34,7 +34,7 @@ def as_rows(dataset: MapDataset) -> MapDataset:
     Columns that hold no numbers for tokens or images are left out, which is said.
     """
     table = arrow_table(dataset)
-    if table is None:
+    if table is None or isinstance(dataset, ColumnRows):
         return dataset
     columns = cast("Any", dataset).column_names
     if not all(is_list(table, name, floats=name == "weights") for name in columns if name in _READ):

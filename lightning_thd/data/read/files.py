@@ -27,7 +27,9 @@ TEXT = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".html", ".xml", ".log
 PACKED = (".gz", ".zst", ".bz2", ".xz")
 # Not text, whatever their name was: read as one document they would train on noise.
 _REFUSED = (".zip", ".tar", ".npy", ".npz", ".bin", ".pt", ".safetensors", ".pdf", ".docx", ".png", ".jpg")
-_ABOUT = re.compile(r"(readme|license|citation|changelog|dataset_infos?|state|dataset_dict|manifest)\b", re.IGNORECASE)
+_ABOUT = re.compile(
+    r"(readme|license|citation|changelog|dataset_infos?|state|dataset_dict|manifest)\b", re.IGNORECASE
+)
 _SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|val|dev|test|eval)(?=[-_./]|$)", re.IGNORECASE)
 
 Paths = str | Path | Sequence[str | Path]

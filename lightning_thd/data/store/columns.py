@@ -72,7 +72,11 @@ def _offsets_and_values(chunk: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     else:
         offsets = np.asarray(chunk.offsets)
     values = chunk.values
-    return offsets, values.to_numpy(zero_copy_only=not values.null_count)
+    if values.null_count:  # rows that hold one are refused when they are counted; read, they must not pass
+        bounds = np.iinfo(values.type.to_pandas_dtype()) if pt.is_integer(values.type) else None
+        least = np.nan if bounds is None else max(bounds.min, -(2**31)) if bounds.min else bounds.max
+        values = values.fill_null(least)
+    return offsets, values.to_numpy(zero_copy_only=True)
 
 
 def arrow_table(dataset: object) -> Any | None:

@@ -81,8 +81,9 @@ def told(folder: Path) -> Iterator[None]:
         what = "the disk is full" if err.errno in _FULL else str(err)
         raise CacheError(
             err.errno,
-            f"The cache {folder} cannot be written: {what}. Free space, or pass cache_dir= (or set "
-            "XDG_CACHE_HOME), a folder that you may write to.",
+            f"The cache {folder} cannot be written ({what}). Pass cache_dir= (or set XDG_CACHE_HOME), a "
+            "folder "
+            "with room that you may write to.",
         ) from err
 
 

@@ -20,7 +20,8 @@ from lightning_thd.batch.samples import (
     token_row,
 )
 from lightning_thd.batch.weights import whole_weight
-from lightning_thd.data.read.encode import Encoder, Tokenizer, kind_of
+from lightning_thd.data.read.conversations import kind_of
+from lightning_thd.data.read.encode import Encoder, Tokenizer
 
 StreamOversize = Literal["error", "drop", "truncate", "own_pack"]
 
@@ -127,7 +128,7 @@ class Sampler:
             raise TypeError(
                 f"a {type(record).__name__} is no sequence. A stream gives dicts with input_ids, or text."
             )
-        kind = kind_of("the record", dict(record) if isinstance(record, Mapping) else record, self.text_key)
+        kind = kind_of(dict(record) if isinstance(record, Mapping) else record, self.text_key) or "text"
         if kind not in self._encoders:
             self._encoders[kind] = Encoder(kind=kind, **self._how)
         rows = self._encoders[kind].encode([("the record", record)])  # type: ignore[list-item]

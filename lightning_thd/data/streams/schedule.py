@@ -14,8 +14,8 @@ import numpy.typing as npt
 from lightning_thd.data.streams.samples import META
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.balance import balanced_bins, scheduled_bins
+from lightning_thd.packing.lengths import Slots
 from lightning_thd.packing.planner import Tail
-from lightning_thd.packing.slots import Slots
 
 # META and the rank that holds the sequence.
 POOL = np.dtype([*META.descr, ("holder", "<i4")])

@@ -18,8 +18,8 @@ from lightning_thd.data.streams.schedule import Scheduling
 from lightning_thd.data.streams.shards import open_shards
 from lightning_thd.data.trainer_link import Host, model_cost, model_windows, vocab_size
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
+from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.planner import Tail
-from lightning_thd.packing.slots import make_slots
 
 
 @dataclass(frozen=True, kw_only=True)

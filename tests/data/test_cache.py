@@ -1,0 +1,270 @@
+"""Caches under many processes, kills, full disks and changed files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_thd.data.read.sources import Opener, open_source
+from lightning_thd.data.store import Rows, TokenStore, cached_store
+from lightning_thd.data.store import lock as lock_module
+from lightning_thd.data.store.content import content_of
+from lightning_thd.data.store.lock import CacheError, build_once
+
+
+def _build(folder: str, barrier: Any, queue: Any) -> None:
+    built = []
+
+    def build(place: Path) -> None:
+        built.append(1)
+        for name in "abc":
+            (place / name).write_text(name * 1000)
+
+    barrier.wait()
+    try:
+        mine = build_once(Path(folder), build)
+        whole = all((Path(folder) / name).read_text() == name * 1000 for name in "abc")
+        queue.put((mine, len(built), whole))
+    except BaseException as err:
+        queue.put(repr(err))
+
+
+def _starts(tmp_path: Path, rounds: int) -> None:
+    fork = get_context("fork")
+    for k in range(rounds):
+        barrier, queue = fork.Barrier(6), fork.Queue()
+        arguments = (str(tmp_path / f"{k}" / "cache"), barrier, queue)
+        processes = [fork.Process(target=_build, args=arguments) for _ in range(6)]
+        for process in processes:
+            process.start()
+        found = [queue.get(timeout=60) for _ in processes]
+        for process in processes:
+            process.join()
+        assert sorted(found) == [(False, 0, True)] * 5 + [(True, 1, True)]
+        assert os.listdir(tmp_path / f"{k}") == ["cache"]
+
+
+def test_of_six_processes_one_builds(tmp_path: Path) -> None:
+    _starts(tmp_path, 8)
+
+
+@pytest.mark.slow
+def test_of_six_processes_one_builds_three_hundred_times(tmp_path: Path) -> None:
+    _starts(tmp_path, 300)
+
+
+def test_a_lock_left_behind_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    held = {"token": "x", "host": lock_module.socket.gethostname(), "pid": gone.pid}
+    (tmp_path / ".c.lock").write_text(json.dumps(held))
+    with pytest.warns(UserWarning, match="was left by a process that is gone"):
+        assert build_once(tmp_path / "c", lambda place: None)
+    # Of another machine nothing is known but when it last touched the lock.
+    elsewhere = tmp_path / ".d.lock"
+    elsewhere.write_text(json.dumps({**held, "host": "elsewhere"}))
+    monkeypatch.setenv("LIGHTNING_THD_CACHE_TIMEOUT", "0.2")
+    with pytest.raises(TimeoutError, match=r"is held by .*elsewhere.* for more than 0 s.*delete the file"):
+        build_once(tmp_path / "d", lambda place: None)
+    os.utime(elsewhere, (time.time() - 99, time.time() - 99))
+    with pytest.warns(UserWarning, match="was left by a process that is gone"):
+        assert build_once(tmp_path / "d", lambda place: None)
+    assert sorted(os.listdir(tmp_path)) == ["c", "d"]
+
+
+def test_a_lock_that_is_touched_is_waited_for(tmp_path: Path) -> None:
+    fork = get_context("fork")
+    barrier, queue = fork.Barrier(2), fork.Queue()
+
+    def slow(place: Path) -> None:
+        barrier.wait()
+        time.sleep(0.3)
+        (place / "a").write_text("x")
+
+    process = fork.Process(target=lambda: queue.put(build_once(tmp_path / "c", slow)))
+    process.start()
+    barrier.wait()
+    assert not build_once(tmp_path / "c", slow)
+    assert (tmp_path / "c" / "a").read_text() == "x"
+    process.join()
+    assert queue.get(timeout=9)
+
+
+def test_a_failed_build_leaves_nothing_and_the_next_one_works(tmp_path: Path) -> None:
+    def fail(place: Path) -> None:
+        (place / "a").write_text("half")
+        raise ValueError("bad record")
+
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="bad record"):
+            build_once(tmp_path / "c", fail, resume=resume)
+        assert list(tmp_path.iterdir()) == []
+    assert build_once(tmp_path / "c", lambda place: None)
+
+
+def test_a_full_disk_names_the_cache(tmp_path: Path) -> None:
+    def full(place: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(
+        CacheError, match=r"The cache .*c cannot be written \(the disk is full\). Pass cache_dir="
+    ):
+        build_once(tmp_path / "c", full)
+
+    def source(place: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file", "/somewhere/else.jsonl")
+
+    with pytest.raises(FileNotFoundError, match="else"):  # of the source: not the cache's fault
+        build_once(tmp_path / "c", source)
+
+
+def rows_from(first: int, *, last: int = 40, kill_at: int | None = None) -> Iterator[Rows]:
+    rng = np.random.default_rng(7)
+    for k in range(last):
+        lengths = rng.integers(0, 9, 5)
+        tokens = rng.integers(0, 2**20 if k > 20 else 2**10, int(lengths.sum()))
+        labels = np.where(rng.random(len(tokens)) < 0.5, -100, tokens)
+        if k >= first:
+            if k == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield Rows(tokens, lengths, labels)
+
+
+def _same(store: TokenStore, other: TokenStore) -> bool:
+    names = ("tokens", "offsets", "labels", "loss_tokens")
+    return all(np.array_equal(getattr(store, name), getattr(other, name)) for name in names)
+
+
+def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    whole = cached_store({"a": 1}, rows_from, cache_dir=tmp_path / "whole")
+    fork = get_context("fork")
+    for round_, kills in enumerate(([0, 3, 21, 22], [39], [20, 21, 30])):
+        cache = tmp_path / str(round_)
+        firsts: list[int] = []
+
+        def parts(first: int, seen: list[int] = firsts) -> Iterator[Rows]:
+            seen.append(first)
+            return rows_from(first)
+
+        for kill_at in kills:
+            process = fork.Process(
+                target=lambda at=kill_at, to=cache: cached_store(
+                    {"a": 1}, lambda first: rows_from(first, kill_at=at), cache_dir=to
+                )
+            )
+            process.start()
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+            [left] = cache.glob(".tokens-*.unfinished")
+            with (left / "journal.jsonl").open("ab") as journal:
+                journal.write(b'{"pieces": 99, "tok')  # a torn line
+            with (left / "tokens.npy").open("ab") as tokens:
+                tokens.write(b"beyond the last line")
+        with pytest.warns(UserWarning, match="its work is taken up"):
+            store = cached_store({"a": 1}, parts, cache_dir=cache)
+        assert firsts == [max(kills)]
+        assert _same(store, whole)
+        assert [path.name.startswith("tokens-") for path in cache.iterdir()] == [True]
+
+
+_JOB = """
+import sys
+from lightning_thd.data.read.sources import open_source
+store = open_source(sys.argv[1], cache_dir=sys.argv[2], num_workers=1)
+print(len(store), store.fingerprint)
+"""
+
+
+@pytest.mark.slow
+def test_twenty_kills_while_tokenising_lose_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "d.jsonl"
+    line = json.dumps({"text": "x" * 2_000})
+    file.write_text("".join(f"{line}\n" for _ in range(20_000)))  # ten chunks
+    command = [sys.executable, "-c", _JOB, str(file)]
+    wanted = subprocess.run(
+        [*command, str(tmp_path / "w")], capture_output=True, text=True, check=True
+    ).stdout
+    for k in range(20):
+        cache = tmp_path / f"c{k % 4}"
+        job = subprocess.Popen([*command, str(cache)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while job.poll() is None and not list(cache.glob(".tokens-*.unfinished")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(random.Random(k).random() * 0.3)
+        job.kill()
+        job.wait()
+    for k in range(4):
+        found = subprocess.run(
+            [*command, str(tmp_path / f"c{k}")], capture_output=True, text=True, check=True
+        )
+        assert found.stdout == wanted
+
+
+def test_contents_are_known_whatever_the_name(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 100)
+    (tmp_path / "b").write_bytes(b"x" * 100)
+    (tmp_path / "c").write_bytes(b"x" * 99 + b"y")
+    assert content_of(tmp_path / "a") == content_of(tmp_path / "b") != content_of(tmp_path / "c")
+
+
+def test_a_large_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, cache = tmp_path / "a", tmp_path / "c"
+    monkeypatch.setattr("lightning_thd.data.store.content._REMEMBER_BYTES", 10)
+    file.write_bytes(b"x" * 100)
+    first = content_of(file, cache)
+
+    def never(*args: object) -> str:
+        raise AssertionError("hashed again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lightning_thd.data.store.content._hash", never)
+        assert content_of(file, cache) == first
+    before = file.stat()
+    file.write_bytes(b"y" * 100)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert content_of(file, cache) != first
+
+
+def test_ray_gives_the_same_bytes(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray")
+    file = tmp_path / "d.jsonl"
+    file.write_text("".join(json.dumps({"text": "word " * (k % 50)}) + "\n" for k in range(300)) + "{\n")
+    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
+    try:
+        stores = [
+            Opener(engine=engine, on_error="skip", cache_dir=tmp_path / engine).open(file).dataset
+            for engine in ("local", "ray")
+        ]
+    finally:
+        ray.shutdown()
+    marks = [
+        json.loads(next((tmp_path / engine).glob("tokens-*/meta.json")).read_text())
+        for engine in ("local", "ray")
+    ]
+    assert marks[0] == marks[1]
+    assert stores[1].skipped == 1
+
+
+def test_arrays_of_objects_are_never_unpickled(tmp_path: Path) -> None:
+    store = TokenStore.from_rows([[1, 2]])
+    store.save(tmp_path / "s")
+    np.save(tmp_path / "s" / "tokens.npy", np.array([object()]), allow_pickle=True)
+    with pytest.raises(ValueError, match="cannot be read"):
+        TokenStore.open(tmp_path / "s")
+    (tmp_path / "s" / "meta.json").unlink()
+    with pytest.raises(ValueError, match="no text files|No text files"):
+        open_source(tmp_path / "s")

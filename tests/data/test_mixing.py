@@ -1,0 +1,120 @@
+"""Mixtures and named validation sets under a real Trainer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_thd import Packs, Sequences, THDDataModule
+from lightning_thd.module import CausalLMModule
+from lightning_thd.packing.mixtures import Mixing
+from tests.data.test_datamodule import CAPACITY, flat, make_trainer
+from tests.tiny import TinyModule, sequences, tiny_llama
+
+
+def mixture(**options: Any) -> THDDataModule:
+    sources = {"a": (sequences(20), 0.5), "b": (sequences(30, labels=True, seed=1), 0.5)}
+    return THDDataModule(sources, capacity=CAPACITY, window=16, **options)
+
+
+@pytest.mark.parametrize("step", [None, Sequences(7)])
+def test_epochs_of_a_mixture_use_each_source_as_often_as_it_says(step: Any) -> None:
+    module = TinyModule()
+    ends: list[int] = []
+
+    class Ends(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, module: Any) -> None:
+            ends.append(len(module.seen))
+
+    strategy = "thd" if step else "auto"
+    make_trainer(max_epochs=3, callbacks=[Ends()], strategy=strategy).fit(module, mixture(global_batch=step))
+    total: Counter[int] = Counter()
+    for first, last in zip([0, *ends], ends, strict=False):
+        epoch = Counter(flat(module.seen[first:last]))
+        assert sum(n for i, n in epoch.items() if i < 20) == 30
+        assert sum(n for i, n in epoch.items() if i >= 20) == 30
+        assert all(epoch[i] == 1 for i in range(20, 50))
+        total += epoch
+        assert max(total[i] for i in range(20)) - min(total[i] for i in range(20)) <= 1
+
+
+def test_a_mixture_resumes_with_the_very_same_steps(tmp_path: Path) -> None:
+    def run(module: TinyModule, ckpt_path: Any = None, workers: int = 0) -> None:
+        saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
+        trainer = make_trainer(max_epochs=2, callbacks=[saver], enable_checkpointing=True)
+        trainer.fit(module, mixture(num_workers=workers), ckpt_path=ckpt_path)
+
+    whole, resumed = TinyModule(), TinyModule()
+    run(whole)
+    last = max(int(path.stem.partition("=")[2]) for path in tmp_path.glob("*.ckpt"))
+    for step in (5, last):
+        resumed = TinyModule()
+        run(resumed, tmp_path / f"step={step}.ckpt", workers=1)
+        assert resumed.seen == whole.seen[step:]
+
+
+def test_shares_and_tokens_of_sources_are_logged(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    make_trainer(logger=logger, log_every_n_steps=4).fit(TinyModule(), mixture())
+    logged = Path(logger.log_dir, "metrics.csv").read_text()
+    for name in ("data/a/tokens", "data/b/tokens", "data/a/share", "data/b/share"):
+        assert name in logged
+
+
+def test_named_validation_sets_have_a_metric_each() -> None:
+    a, b = sequences(9, labels=True), sequences(12, labels=True, seed=3)
+    module = CausalLMModule(tiny_llama())
+    data = THDDataModule(val={"a": a, "b": b}, capacity=CAPACITY)
+    found = make_trainer().validate(module, data, verbose=False)
+    metrics = {name: value for part in found for name, value in part.items()}
+    for name, rows in (("a", a), ("b", b)):
+        [alone] = make_trainer().validate(module, THDDataModule(val=rows, capacity=CAPACITY), verbose=False)
+        assert metrics[f"val/loss/{name}"] == pytest.approx(alone["val/loss"], rel=1e-6)
+    [both] = make_trainer().validate(module, THDDataModule(val=[*a, *b], capacity=CAPACITY), verbose=False)
+    assert metrics["val/loss"] == pytest.approx(both["val/loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "error", "message"),
+    [
+        ({"a": sequences(3)}, {}, TypeError, r"train\['a'\] is a list, wanted \(source, weight\)"),
+        ({"a": (sequences(3), "x")}, {}, TypeError, r"train\['a'\] is a tuple, wanted \(source, weight\)"),
+        ({"a": (sequences(3), -1)}, {}, ValueError, "The weight of 'a' is -1.0"),
+        (
+            {"a": (sequences(3), 1)},
+            {"schedule": [0, 0, 1]},
+            ValueError,
+            "schedule= places each sequence once",
+        ),
+        (
+            {"a": ([{"input_ids": [1]}], 1), "b": ([{"input_ids": [1] * 99}], 1)},
+            {},
+            ValueError,
+            "Sequence 1 has 99 tokens but at most 48 fit a pack",
+        ),
+    ],
+)
+def test_bad_mixtures_are_refused(sources: Any, options: Any, error: Any, message: str) -> None:
+    data = THDDataModule(sources, capacity=CAPACITY, **options)
+    with pytest.raises(error, match=message):
+        make_trainer().fit(TinyModule(), data)
+
+
+def test_an_error_in_a_mixture_names_the_source() -> None:
+    class Lies(list[dict[str, Any]]):
+        lengths = (2, 2)
+        loss_tokens = (1, 1)
+
+    sources = {"a": (sequences(3), 1), "b": (Lies([{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]}]), 1)}
+    data = THDDataModule(
+        sources, capacity=CAPACITY, global_batch=Packs(1), mixing=Mixing(passes={"a": 1, "b": 1})
+    )
+    data.setup("fit")
+    with pytest.raises(ValueError, match="Sequence 4 has 3 tokens, but 2 were counted.* It is row 1 of 'b'"):
+        list(data.train_dataloader())

@@ -1,0 +1,120 @@
+"""Every sequence of every source exactly as often as the mixture says, in any order of asking."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_thd.packing import Packs, Sequences
+from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture, share_out, shares
+
+SIZES = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 40), min_size=1)
+
+
+@settings(max_examples=60)
+@given(sizes=SIZES, seed=st.integers(0, 9), temperature=st.sampled_from([0.5, 1.0, 3.0]), data=st.data())
+def test_shares_are_within_one_sequence_of_the_weights(
+    sizes: dict[str, int], seed: int, temperature: float, data: Any
+) -> None:
+    weights = {name: data.draw(st.floats(0.2, 5.0)) for name in sizes}
+    counts = share_out(sizes, weights, Mixing(temperature=temperature))
+    raised = {name: weight ** (1 / temperature) for name, weight in weights.items()}
+    for name, count in counts.items():
+        assert abs(count - sum(counts.values()) * raised[name] / sum(raised.values())) < 1
+        assert count >= sizes[name] - 1  # "longest": each is used whole
+    lengths = {name: np.full(size, 3) for name, size in sizes.items()}
+    mixture = make_mixture(lengths, weights, Mixing(temperature=temperature), seed=seed)
+    drawn: Counter[int] = Counter()
+    for epoch in range(3):
+        found = mixture.indices(epoch, np.arange(mixture.total))
+        assert np.bincount(mixture.source_of(found), minlength=len(sizes)).tolist() == list(counts.values())
+        drawn.update(found.tolist())
+        start = 0
+        for size in sizes.values():  # after any number of epochs: as often as any other, or once more
+            uses = [drawn[i] for i in range(start, start + size)]
+            assert max(uses) - min(uses) <= 1
+            start += size
+
+
+def planner(step: Packs | Sequences, *, seed: int = 0, **options: Any) -> MixturePlanner:
+    rng = np.random.default_rng(seed)
+    lengths = {name: rng.integers(1, 17, size) for name, size in (("a", 50), ("b", 130), ("c", 7))}
+    mixture = make_mixture(lengths, {"a": 0.5, "b": 0.3, "c": 0.2}, seed=seed)
+    flat = np.concatenate(list(lengths.values()))
+    return MixturePlanner(flat, 32, mixture=mixture, global_batch=step, window=32, seed=seed, **options)
+
+
+@pytest.mark.parametrize("step", [Packs(4), Sequences(10)])
+def test_epochs_hold_their_draws_whatever_the_ranks(step: Packs | Sequences) -> None:
+    made = planner(step)
+    for epoch in range(3):
+        by_ranks = []
+        for dp in (1, 2, 4):
+            plans = [made.step(epoch, k, dp) for k in range(made.num_steps(epoch))]
+            found = sorted(
+                i for plan in plans for rank in plan.indices_by_rank() for m in rank for i in m.tolist()
+            )
+            assert found == sorted(made.mixture.indices(epoch, np.arange(made.mixture.total)).tolist())
+            by_ranks.append([sorted(plan.spans.index.tolist()) for plan in plans])
+            assert all(plan.real_tokens == int(made._lengths[plan.spans.index].sum()) for plan in plans)
+        assert by_ranks[0] == by_ranks[1] == by_ranks[2]
+        assert shares(made.mixture, plans) == pytest.approx({"a": 0.5, "b": 0.3, "c": 0.2}, abs=1 / 217)
+
+
+def test_a_plan_is_a_pure_function_of_epoch_and_step() -> None:
+    one, other = planner(Packs(2)), planner(Packs(2))
+    for epoch, k in ((2, 5), (0, 3), (1, 0), (2, 5)):
+        assert one.step(epoch, k, 2).spans.index.tolist() == other.step(epoch, k, 2).spans.index.tolist()
+    state = one.state(1, 4)
+    assert other.resume(state) == (1, 4)
+    with pytest.raises(ValueError, match="lengths was"):
+        planner(Packs(2), seed=1).resume(state)
+
+
+def test_sizes_of_epochs() -> None:
+    sizes, even = {"a": 10, "b": 30}, {"a": 1.0, "b": 1.0}
+    assert share_out(sizes, even) == {"a": 30, "b": 30}
+    assert share_out(sizes, even, Mixing(epoch="shortest")) == {"a": 10, "b": 10}
+    assert share_out(sizes, even, Mixing(epoch=7)) == {"a": 4, "b": 3}
+    assert share_out(sizes, even, Mixing(passes={"a": 2, "b": 0.5})) == {"a": 20, "b": 15}
+    assert share_out(sizes, {"a": 9.0, "b": 1.0}, Mixing(temperature=2.0, epoch=40)) == {"a": 30, "b": 10}
+
+
+def test_empty_and_dropped_sequences_take_no_part() -> None:
+    lengths = {"a": np.array([3, 0, 4]), "b": np.array([9, 2])}
+    mixture = make_mixture(lengths, {"a": 1, "b": 1}, Mixing(epoch=40), most=8)
+    assert set(mixture.indices(0, np.arange(40)).tolist()) == {0, 2, 4}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: share_out({"a": 3}, {"a": 0.0}),
+            "The weight of 'a' is 0.0. Weights are finite numbers above 0",
+        ),
+        (lambda: share_out({"a": 3}, {"a": float("nan")}), "The weight of 'a' is nan"),
+        (lambda: share_out({"a": 3}, {"b": 1.0}), r"sizes of \['a'\] and weights of \['b'\]"),
+        (lambda: share_out({}, {}), "Give both of each"),
+        (lambda: share_out({"a": 0}, {"a": 1.0}), "A source has at least one sequence"),
+        (lambda: share_out({"a": 3, "b": 3}, {"a": 1, "b": 1e-9}, Mixing(epoch=9)), "has none of 'b'"),
+        (
+            lambda: share_out({"a": 3}, {"a": 1.0}, Mixing(passes={"b": 1})),
+            r"passes names \['b'\], but the sources",
+        ),
+        (
+            lambda: share_out({"a": 3}, {"a": 1.0}, Mixing(passes={"a": -1})),
+            r"passes\['a'\]=-1: wanted a number",
+        ),
+        (lambda: Mixing(temperature=0), "temperature=0: wanted a number above 0"),
+        (lambda: Mixing(epoch=0), "epoch=0: wanted a whole number, at least 1"),
+    ],
+)
+def test_says_what_is_wrong(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
