@@ -16,8 +16,8 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.entries import OpenLengths, read_lengths, summarize
-from lightning_thd.packing.lengths import check_count
+from lightning_thd.packing.entries import OpenLengths, make_entries, read_lengths, summarize
+from lightning_thd.packing.lengths import check_count, make_slots
 from lightning_thd.packing.permutation import derive_key, permute
 from lightning_thd.packing.plan import StepPlan
 from lightning_thd.packing.planner import PackPlanner
@@ -256,14 +256,19 @@ class MixturePlanner:
         self.mixture = mixture
         self._lengths, self._capacity, self._settings = lengths, capacity, settings
         self._planners: dict[int, PackPlanner] = {}
+        self.slots = make_slots(capacity, settings.get("align"))
+        summary = summarize(lengths)
+        limit = self.slots.usable // self.slots.multiple * self.slots.multiple
+        # Of the whole data, so that an error names its sequence, and each is counted once.
+        self.entries = make_entries(lengths, summary, limit=limit, oversize=settings.get("oversize", "error"))
         first = self.of_epoch(0)
-        self.slots, self.entries, self.global_batch = first.slots, first.entries, first.global_batch
+        self.global_batch = first.global_batch
         self.settings = {
             **{name: value for name, value in first.settings.items() if name not in ("lengths", "sequences")},
             "mixture": list(mixture.names),
             "sizes": mixture.sizes.tolist(),
             "draws": mixture.counts.tolist(),
-            "lengths": summarize(lengths).digest,
+            "lengths": summary.digest,
         }
 
     def of_epoch(self, epoch: int) -> PackPlanner:

@@ -19,7 +19,7 @@ from tests.tiny import TinyModule, sequences, tiny_llama
 
 
 def mixture(**options: Any) -> THDDataModule:
-    sources = {"a": (sequences(20), 0.5), "b": (sequences(30, labels=True, seed=1), 0.5)}
+    sources = {"a": (sequences(8), 0.5), "b": (sequences(14, labels=True, seed=1), 0.5)}
     return THDDataModule(sources, capacity=CAPACITY, window=16, **options)
 
 
@@ -37,23 +37,22 @@ def test_epochs_of_a_mixture_use_each_source_as_often_as_it_says(step: Any) -> N
     total: Counter[int] = Counter()
     for first, last in zip([0, *ends], ends, strict=False):
         epoch = Counter(flat(module.seen[first:last]))
-        assert sum(n for i, n in epoch.items() if i < 20) == 30
-        assert sum(n for i, n in epoch.items() if i >= 20) == 30
-        assert all(epoch[i] == 1 for i in range(20, 50))
+        assert sum(n for i, n in epoch.items() if i < 8) == 14
+        assert all(epoch[i] == 1 for i in range(8, 22))
         total += epoch
-        assert max(total[i] for i in range(20)) - min(total[i] for i in range(20)) <= 1
+        assert max(total[i] for i in range(8)) - min(total[i] for i in range(8)) <= 1
 
 
 def test_a_mixture_resumes_with_the_very_same_steps(tmp_path: Path) -> None:
     def run(module: TinyModule, ckpt_path: Any = None, workers: int = 0) -> None:
-        saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
+        saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
         trainer = make_trainer(max_epochs=2, callbacks=[saver], enable_checkpointing=True)
         trainer.fit(module, mixture(num_workers=workers), ckpt_path=ckpt_path)
 
     whole, resumed = TinyModule(), TinyModule()
     run(whole)
     last = max(int(path.stem.partition("=")[2]) for path in tmp_path.glob("*.ckpt"))
-    for step in (5, last):
+    for step in (3, last):
         resumed = TinyModule()
         run(resumed, tmp_path / f"step={step}.ckpt", workers=1)
         assert resumed.seen == whole.seen[step:]
@@ -61,7 +60,7 @@ def test_a_mixture_resumes_with_the_very_same_steps(tmp_path: Path) -> None:
 
 def test_shares_and_tokens_of_sources_are_logged(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
-    make_trainer(logger=logger, log_every_n_steps=4).fit(TinyModule(), mixture())
+    make_trainer(logger=logger, log_every_n_steps=2).fit(TinyModule(), mixture())
     logged = Path(logger.log_dir, "metrics.csv").read_text()
     for name in ("data/a/tokens", "data/b/tokens", "data/a/share", "data/b/share"):
         assert name in logged

@@ -32,6 +32,8 @@ _ABOUT = re.compile(
 )
 _SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|val|dev|test|eval)(?=[-_./]|$)", re.IGNORECASE)
 
+_LOOK_AT = 1000  # entries of a list that are looked at to say whether it names files
+
 Paths = str | Path | Sequence[str | Path]
 
 
@@ -62,9 +64,10 @@ def is_paths(source: object) -> bool:
         return True
     if not isinstance(source, list | tuple) or not source:
         return False
-    if not all(isinstance(entry, str | Path) for entry in source):
+    head = source[:_LOOK_AT]  # of a million documents it is not asked which of them exist
+    if not all(isinstance(entry, str | Path) for entry in head):
         return False
-    named = [isinstance(entry, Path) or _looks_like_a_path(entry) for entry in source]
+    named = [isinstance(entry, Path) or _looks_like_a_path(entry) for entry in head]
     if any(named) and not all(named):
         raise ValueError(
             f"The list has {len(source)} strings, of which {sum(named)} name files, for example "

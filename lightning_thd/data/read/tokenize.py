@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, Literal
 
+import numpy as np
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
@@ -17,7 +19,7 @@ from lightning_thd.data.read.encode import Encoder
 from lightning_thd.data.read.records import Bad, Chunk
 from lightning_thd.data.read.text import text_of
 from lightning_thd.data.store.index import OnError
-from lightning_thd.data.store.journal import Rows
+from lightning_thd.data.store.journal import Rows, Skipped
 
 Engine = Literal["local", "ray"]
 
@@ -108,12 +110,33 @@ def _by_ray(chunks: Sequence[Chunk], encoder: Encoder) -> Iterator[Rows]:
 
     def one(row: dict[str, Any]) -> dict[str, Any]:
         _one_thread(0)
-        return {"id": row["id"], "rows": [ray.get(encoded)[int(row["id"])]]}
+        return {"id": row["id"], **_as_bytes(ray.get(encoded)[int(row["id"])])}
 
     for i, row in enumerate(data.range(len(chunks)).map(one).iter_rows()):
         assert int(row["id"]) == i, "Ray Data keeps the order it was asked to keep"
-        [rows] = row["rows"]
-        yield rows
+        yield _from_bytes(row)
+
+
+def _as_bytes(rows: Rows) -> dict[str, Any]:
+    """Write rows as columns that Arrow keeps as they are."""
+    labels = None if rows.labels is None else rows.labels.astype(np.int64).tobytes()
+    return {
+        "tokens": rows.tokens.tobytes(),
+        "dtype": rows.tokens.dtype.str,
+        "lengths": rows.lengths.astype(np.int64).tobytes(),
+        "labels": labels or b"",
+        "labelled": labels is not None,
+        "skipped": json.dumps(rows.skipped),
+    }
+
+
+def _from_bytes(row: dict[str, Any]) -> Rows:
+    return Rows(
+        np.frombuffer(row["tokens"], row["dtype"]),
+        np.frombuffer(row["lengths"], np.int64),
+        np.frombuffer(row["labels"], np.int64) if row["labelled"] else None,
+        tuple(Skipped(*entry) for entry in json.loads(row["skipped"])),
+    )
 
 
 def _as_it_is(rows: Any) -> Any:
