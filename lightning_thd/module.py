@@ -54,6 +54,7 @@ class CausalLMModule(L.LightningModule):
             )
         self._make = model if not isinstance(model, nn.Module) else None
         self._config = config
+        self._losses: list[tuple[Tensor, int]] = []
         self.model: nn.Module | None = model if isinstance(model, nn.Module) else None
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_fraction, self.final_lr_fraction = warmup_fraction, final_lr_fraction
@@ -78,14 +79,32 @@ class CausalLMModule(L.LightningModule):
         """Log the mean loss over all loss tokens of the evaluation set, and of each named one."""
         self._log_loss("test", batch, dataloader_idx)
 
+    def on_validation_epoch_end(self) -> None:
+        """Log the mean loss over the loss tokens of all validation sets, where there are several."""
+        self._log_mean("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Log the mean loss over the loss tokens of all test sets, where there are several."""
+        self._log_mean("test")
+
     def _log_loss(self, stage: str, batch: THDBatch, dataloader_idx: int) -> None:
         loss = causal_lm_loss(self._built, batch)
-        names = getattr(getattr(self.trainer, "datamodule", None), "set_names", {}).get(stage, ())
-        shown = {f"{stage}/loss": stage == "val"} | (
-            {f"{stage}/loss/{names[dataloader_idx]}": False} if names else {}
-        )
-        for name, in_bar in shown.items():
-            self.log(name, loss, prog_bar=in_bar, on_epoch=True, sync_dist=True, add_dataloader_idx=False)
+        names = getattr(getattr(self.trainer, "datamodule", None), "set_names", {}).get(stage)
+        if not names:
+            self.log(f"{stage}/loss", loss, prog_bar=stage == "val", on_epoch=True, sync_dist=True)
+            return
+        name = f"{stage}/loss/{names[dataloader_idx]}"
+        self.log(name, loss, on_epoch=True, sync_dist=True, add_dataloader_idx=False)
+        self._losses.append((loss.detach() * batch.loss_tokens, batch.loss_tokens))
+
+    def _log_mean(self, stage: str) -> None:
+        """Log what Lightning cannot: one mean over several loaders, of all ranks."""
+        if not self._losses:
+            return
+        tokens = sum(count for _, count in self._losses)
+        mean = torch.stack([loss for loss, _ in self._losses]).sum() / max(1, tokens)
+        self._losses.clear()
+        self.log(f"{stage}/loss", mean, prog_bar=stage == "val", batch_size=tokens, sync_dist=True)
 
     def predict_step(self, batch: THDBatch, batch_idx: int) -> list[tuple[int, Tensor]]:
         """Return (dataset index, logits ``[length, V]``) of every sequence."""

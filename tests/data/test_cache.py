@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -148,6 +149,11 @@ def _same(store: TokenStore, other: TokenStore) -> bool:
     return all(np.array_equal(getattr(store, name), getattr(other, name)) for name in names)
 
 
+def _build_until(cache: Path, kill_at: int) -> None:
+    warnings.simplefilter("ignore")  # that it takes up the work of the one before
+    cached_store({"a": 1}, lambda first: rows_from(first, kill_at=kill_at), cache_dir=cache)
+
+
 def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
     whole = cached_store({"a": 1}, rows_from, cache_dir=tmp_path / "whole")
     fork = get_context("fork")
@@ -160,11 +166,7 @@ def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
             return rows_from(first)
 
         for kill_at in kills:
-            process = fork.Process(
-                target=lambda at=kill_at, to=cache: cached_store(
-                    {"a": 1}, lambda first: rows_from(first, kill_at=at), cache_dir=to
-                )
-            )
+            process = fork.Process(target=_build_until, args=(cache, kill_at))
             process.start()
             process.join()
             assert process.exitcode == -signal.SIGKILL
@@ -239,6 +241,7 @@ def test_a_large_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert content_of(file, cache) != first
 
 
+@pytest.mark.filterwarnings("ignore")  # Ray warns about itself
 def test_ray_gives_the_same_bytes(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
     file = tmp_path / "d.jsonl"
