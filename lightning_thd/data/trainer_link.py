@@ -243,9 +243,9 @@ class Progress:
         if loop.max_batches == batches or getattr(trainer, "overfit_batches", 0) > 0:
             return
         loop.max_batches = batches
-        fetcher = loop._data_fetcher
-        if fetcher is not None and fetcher.length is not None:
-            fetcher.length = batches  # Lightning asks the loader once, before the first epoch
+        combined = loop._combined_loader
+        if combined is not None:
+            combined.limits = batches  # set once by Lightning, before the first epoch
         if isinstance(trainer.val_check_interval, float):
             trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
 
