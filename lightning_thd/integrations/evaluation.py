@@ -38,10 +38,11 @@ def mean_loss(
     seen: Callable[[THDBatch], None] = lambda batch: None,
     cut: Callable[[THDBatch], THDBatch] = lambda batch: batch,
 ) -> tuple[float, int]:
-    """Return the mean loss over all loss tokens of a set, and their number; a collective.
+    """Return the mean loss over all loss tokens of a set, by their weights, and their number; a collective.
 
     Args:
-        loss_fn: ``(model, batch) -> loss``, linear in ``batch.loss_scale``.
+        loss_fn: ``(model, batch) -> loss``, linear in ``batch.loss_scale``; ``reduction="sequences"`` is not,
+            and raises.
         model: on ``device``.
         batches: of this rank, every sequence of the set once over all ranks.
         device: to run on.
@@ -52,14 +53,17 @@ def mean_loss(
     Returns:
         ``(2.5, 40)`` for losses that add up to 100 over 40 tokens; ``(0.0, 0)`` without any.
     """
-    total = torch.zeros(2, dtype=torch.float64)
+    total = torch.zeros(3, dtype=torch.float64)
     with evaluating(model):
         for batch in batches:
             moved = batch.to(device)
             seen(moved)
-            total[0] += float(loss_fn(model, cut(moved.replace(loss_scale=1.0))))
-            total[1] += batch.loss_tokens
+            unscaled = moved.replace(loss_scale=1.0, sequence_scale=None)
+            total[0] += float(loss_fn(model, cut(unscaled)))
+            weights = batch.weights
+            total[1] += batch.loss_tokens if weights is None else float(weights.sum(dtype=torch.float64))
+            total[2] += batch.loss_tokens
     if dist.is_initialized():
         total = total.to(communication_device(group, device))
         dist.all_reduce(total, group=group)
-    return float(total[0] / total[1].clamp_min(1)), int(total[1])
+    return float(total[0] / total[1]) if total[1] else 0.0, int(total[2])

@@ -13,6 +13,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.data.loader import BatchMaker, THDLoader
 from lightning_thd.data.store.index import build_index
+from lightning_thd.integrations.evaluation import mean_loss
 from lightning_thd.loss import (
     causal_lm_logprobs,
     causal_lm_loss,
@@ -128,6 +129,20 @@ def test_the_shards_of_a_pack_weigh_what_the_pack_does(reduction: Any, cp: int) 
         parts[shard.layout.own] += own / cp
     torch.testing.assert_close(parts, whole)
     assert whole.count_nonzero() > 5
+
+
+def test_an_evaluation_weighs_its_tokens() -> None:
+    model, samples = build("Llama"), make_samples("both", 6)
+    batches = [THDBatch.collate(samples[:2]), THDBatch.collate(samples[2:])]
+    loss, tokens = mean_loss(causal_lm_loss, model, batches, device=torch.device("cpu"))
+    assert loss == pytest.approx(step_oracle(model, samples, "tokens", 0.0).item(), rel=1e-9)
+    assert tokens == sum(batch.loss_tokens for batch in batches)
+
+    def by_sequence(model: Any, batch: THDBatch) -> Tensor:
+        return causal_lm_loss(model, batch, reduction="sequences")
+
+    with pytest.raises(ValueError, match=r"needs batch\.sequence_scale"):
+        mean_loss(by_sequence, model, batches, device=torch.device("cpu"))
 
 
 def test_the_likeliest_tokens_come_in_the_same_pass() -> None:
