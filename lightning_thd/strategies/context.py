@@ -26,7 +26,7 @@ from lightning_thd.parallel.shared_step import (
     cut_step,
     make_degree_groups,
 )
-from lightning_thd.strategies.dynamic import DYNAMIC, check_batch, sharing_of
+from lightning_thd.strategies.dynamic import DYNAMIC, check_batch, know_whole_packs, sharing_of
 from lightning_thd.strategies.guards import (
     refuse_indivisible_heads,
     refuse_other_attention,
@@ -220,6 +220,7 @@ class ContextParallelMixin(Strategy):
         refuse_second_context_parallelism(self.lightning_module, most)
         if self._degree_groups is not None:
             module = self.lightning_module
+            know_whole_packs(moved)
             check_batch(moved, training=module is None or module.trainer.training)
             return (
                 cut_step(moved, self._degree_groups, **self._how) if isinstance(moved, SharedStep) else moved

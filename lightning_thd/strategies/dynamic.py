@@ -8,6 +8,7 @@ from typing import Any, get_args
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from lightning_thd.alignment import Layout
@@ -16,7 +17,7 @@ from lightning_thd.flops import FlopsModel
 from lightning_thd.packing.sharing import Sharing, check_tiling
 from lightning_thd.parallel import traffic
 from lightning_thd.parallel.costs import CommCosts, LayerSizes
-from lightning_thd.parallel.layout import Communication
+from lightning_thd.parallel.layout import Communication, know_whole_pack
 from lightning_thd.parallel.mesh import AxisSizes
 from lightning_thd.parallel.shared_step import SharedStep
 from lightning_thd.stats import SeqStats
@@ -152,6 +153,11 @@ def check_batch(batch: Any, *, training: bool) -> None:
             f"{type(batch).__name__}. Use THDDataModule(..., global_batch=Sequences(n)), or a fixed "
             "context_parallel_size."
         )
+
+
+def know_whole_packs(batch: Any) -> None:
+    """Let attention take the packs of a batch for whole ones, while shards of a training step are alive."""
+    apply_to_collection(batch, THDBatch, lambda pack: know_whole_pack(pack.cu_seqlens_padded))
 
 
 def exchange_costs(module: nn.Module | None, costs: CommCosts, largest: int) -> tuple[float, ...] | None:

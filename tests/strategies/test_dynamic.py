@@ -94,7 +94,9 @@ def run(
     trainer = make_trainer(
         layout, family, strategy=made, max_steps=steps, callbacks=saving, enable_checkpointing=bool(saving)
     )
-    data = THDDataModule(samples(), capacity=CAPACITY * LARGEST // degree, global_batch=STEP, num_workers=0)
+    data = THDDataModule(
+        samples(), capacity=CAPACITY * LARGEST // degree, global_batch=STEP, val=samples()[:8]
+    )
     trainer.fit(module, data, ckpt_path=f"{folder}/half.ckpt" if resume else None)
     losses = torch.tensor(module.losses, dtype=torch.float64)
     dist.all_reduce(losses)
@@ -106,6 +108,7 @@ def run(
         "ids": module.ids,
         "logged": float(trainer.callback_metrics["train/loss"]),
         "tokens": module.tokens,
+        "val": float(trainer.callback_metrics.get("val/loss", 0.0)),
         "bytes_per_token": float(trainer.callback_metrics["context_parallel/bytes_per_token"]),
     }
 
@@ -125,7 +128,11 @@ def by_hand(family: str, steps: int) -> dict[str, Any]:
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         losses.append(float(loss.detach()))
-    return {"params": {n: p.detach().clone() for n, p in model.named_parameters()}, "losses": losses}
+    with torch.no_grad():
+        results = [nll(model, sample) for sample in data[:8]]
+    val = float(sum(total for total, _ in results) / sum(count for _, count in results))
+    params = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return {"params": params, "losses": losses, "val": val}
 
 
 def check(found: list[dict[str, Any]], wanted: dict[str, Any], steps: int) -> None:
@@ -155,7 +162,10 @@ def test_twenty_steps_of_mixed_lengths_equal_one_process(
 ) -> None:
     steps = 20 if family == "qwen3" else 5
     found = run_ranks(run, 4, name, family, steps, options)
-    check(found, by_hand(family, steps), steps)
+    wanted = by_hand(family, steps)
+    check(found, wanted, steps)
+    if steps == 20:  # two epochs, each with an evaluation while shards are alive
+        assert found[0]["val"] == pytest.approx(wanted["val"], rel=1e-6)
     lengths = [len(sample["input_ids"]) for sample in samples()]
     assert sum(rank["tokens"] for rank in found) == steps // 10 * sum(lengths) or steps < 10
     assert all(rank["bytes_per_token"] > 0 for rank in found)
