@@ -35,6 +35,7 @@ NAMES = (
     "packing",
     "balance",
     "loading",
+    "streams",
     "attention",
     "loss",
     "throughput_overhead",

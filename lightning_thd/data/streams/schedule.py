@@ -13,13 +13,17 @@ import numpy.typing as npt
 
 from lightning_thd.data.streams.samples import META
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
-from lightning_thd.packing.balance import balanced_bins, scheduled_bins
+from lightning_thd.packing.balance import balanced_bins, scheduled_bins, seated
+from lightning_thd.packing.bins import best_fit
 from lightning_thd.packing.lengths import Slots
 from lightning_thd.packing.planner import Tail
 
 # META and the rank that holds the sequence.
 POOL = np.dtype([*META.descr, ("holder", "<i4")])
 Table = npt.NDArray[np.void]
+# Sequences of one plan: from here on packs are dealt by work in place of the search for equal ones, which
+# takes 0.4 s for 8,192 sequences of 512 ranks and 12 s for 65,536 of 4,096, where dealing takes 6 and 20 ms.
+_MANY = 8192
 IntArray = npt.NDArray[np.int64]
 
 
@@ -123,11 +127,22 @@ def _step(table: Table, how: Scheduling, num_microbatches: int | None) -> Planne
     padded = how.slots.padded(lengths)
     if how.scheduler is not None:
         order, offsets = scheduled_bins(how.scheduler, padded, how.slots.usable, dp=how.dp, cost=how.cost)
+    elif len(table) >= _MANY:
+        order, offsets = _dealt_bins(padded, how, num_microbatches)
     else:
         order, offsets = balanced_bins(
             padded, how.cost(lengths), how.slots, dp=how.dp, num_microbatches=num_microbatches
         )
     return Planned(table[order], offsets, how.dp)
+
+
+def _dealt_bins(padded: IntArray, how: Scheduling, num_microbatches: int | None) -> tuple[IntArray, IntArray]:
+    """Fill the fewest packs and seat them by work, without a search for equal ones."""
+    packs = best_fit(padded, how.slots)
+    count = how.dp * (num_microbatches or -(-len(packs) // how.dp))
+    offsets = np.concatenate([packs.offsets, np.full(count - len(packs), packs.offsets[-1])])
+    sums = np.concatenate([[0.0], np.cumsum(how.cost(padded[packs.indices]))])
+    return seated(packs.indices, offsets, np.diff(sums[offsets]), how.dp)
 
 
 def _planned(table: Table, bins: Sequence[IntArray], dp: int) -> Planned:

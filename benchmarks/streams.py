@@ -1,0 +1,152 @@
+"""Streams: work of the ranks beside Megatron-LM's scheduler, bytes moved, time of a plan, memory.
+
+``python -m benchmarks.streams`` draws, for 1, 2 and 4 ranks that each read 256 sequences, Megatron-LM's mock
+lengths (lognormal) and a heavy tail from skewed shards, and prints the work of the slowest rank of every
+microbatch, summed, of the mean, for our schedule and for Megatron-LM's default scheduler simulated on the same stream; the bytes that a token
+costs on the wire; the time of a plan for up to 4,096 ranks of 16 sequences; how much of a step of a small
+model waits for its stream; and the memory over 2,000 steps.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks.balance import megatron
+from benchmarks.results import less
+from lightning_thd import Sequences, THDDataModule
+from lightning_thd.data.streams import Stream
+from lightning_thd.data.streams.exchange import moved_bytes
+from lightning_thd.data.streams.samples import META
+from lightning_thd.data.streams.schedule import POOL, Scheduling, Table, plan_steps
+from lightning_thd.packing import Cost
+from lightning_thd.packing.slots import make_slots
+
+IntArray = npt.NDArray[np.int64]
+CAPACITY, WINDOW, ROUNDS = 8192, 256, 10
+GOAL_WORK, GOAL_BYTES, GOAL_MS = 1.05, 9.0, 20.0
+
+
+def mock(rng: np.random.Generator, count: int) -> IntArray:
+    """Draw the lengths of Megatron-LM's mock data: mean 4096 before they are clipped to 1024 and 8192."""
+    return np.clip(rng.lognormal(np.log(4096) - 1.1**2 / 2, 1.1, count), 1024, 8192).astype(np.int64)
+
+
+def heavy(rng: np.random.Generator, count: int) -> IntArray:
+    """Draw a heavy tail, sorted in parts, as shards that were written by source are."""
+    lengths = np.clip(200 * (1 + rng.pareto(1.1, count)), 16, CAPACITY).astype(np.int64)
+    return np.sort(lengths)
+
+
+def pool_of(lengths: IntArray, dp: int) -> Table:
+    """Let every rank hold a run of the sequences, as readers of skewed shards do."""
+    pool = np.zeros(len(lengths), POOL)
+    pool["length"], pool["keys"], pool["row"] = lengths, 1, np.arange(len(lengths))
+    pool["holder"] = np.arange(len(lengths)) * dp // len(lengths)
+    return pool
+
+
+def slowest(work: npt.NDArray[np.float64]) -> float:
+    """Return the work of the slowest rank of every microbatch, summed, of the mean rank's."""
+    return float(work.max(0).sum() * len(work) / work.sum())
+
+
+def balance_of(dp: int, draw: Any) -> tuple[float, float, float]:
+    """Return the slowest rank of ours and of Megatron-LM's, means of rounds, and bytes a token."""
+    cost, rng = Cost(), np.random.default_rng(dp)
+    how = Scheduling(step=Sequences(WINDOW * dp), slots=make_slots(CAPACITY, None), cost=cost, dp=dp)
+    ours, peer, moved, tokens = [], [], 0, 0
+    for _ in range(ROUNDS):
+        lengths = draw(rng, WINDOW * dp)
+        (step,), _ = plan_steps(pool_of(lengths, dp), how, ended=False)
+        assert np.add.reduceat(step.table["length"], step.offsets[:-1]).max() <= CAPACITY
+        ours.append(slowest(step.work(cost)))
+        plan = megatron(lengths, CAPACITY, dp, cost)
+        peer.append(slowest(np.array([[float(cost(lengths[ids]).sum()) for ids in rank] for rank in plan])))
+        moved += moved_bytes(step) + len(lengths) * META.itemsize * (dp > 1)
+        tokens += int(lengths.sum())
+    return float(np.mean(ours)), float(np.mean(peer)), moved / tokens
+
+
+def plan_ms(dp: int, each: int) -> float:
+    """Return the CPU time of a plan for ranks that read some sequences each."""
+    how = Scheduling(step=Sequences(dp * each), slots=make_slots(CAPACITY, None), cost=Cost(), dp=dp)
+    pool = pool_of(mock(np.random.default_rng(0), dp * each), dp)
+    found = []
+    for _ in range(3):
+        started = time.process_time()
+        plan_steps(pool, how, ended=False)
+        found.append(time.process_time() - started)
+    return 1e3 * min(found)
+
+
+def endless() -> Iterator[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    while True:
+        yield {"input_ids": rng.integers(0, 1000, int(rng.integers(16, 512)))}
+
+
+def module() -> THDDataModule:
+    return THDDataModule(Stream(source=endless, window=64), capacity=2048, global_batch=Sequences(16))
+
+
+def hidden() -> tuple[float, float]:
+    """Return the seconds of a step of a small model, and those of it that waited for the stream."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, 256) for _ in range(4)]
+    model = torch.nn.Sequential(torch.nn.Embedding(1000, 256), *layers, torch.nn.Linear(256, 1000))
+    waited = spent = 0.0
+    steps = iter(module().train_steps())
+    for number in range(12):
+        started = time.perf_counter()
+        step = next(steps)
+        got = time.perf_counter()
+        for batch in step.microbatches:
+            torch.nn.functional.cross_entropy(model(batch.input_ids), batch.targets).backward()
+        if number >= 2:
+            waited, spent = waited + got - started, spent + time.perf_counter() - started
+    return spent / 10, waited / 10
+
+
+def grown_mib(count: int) -> float:
+    """Return by how much the largest memory of the process grows over steps, after a tenth of them."""
+    steps, before = iter(module().train_steps()), 0.0
+    for number in range(count):
+        next(steps)
+        if number == count // 10:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+
+
+def main(arguments: list[str]) -> None:
+    for name, draw in (("mock", mock), ("heavy tail", heavy)):
+        for dp in (1, 2, 4):
+            ours, peer, cost = balance_of(dp, draw)
+            print(
+                f"{name:10} dp {dp}: slowest rank {ours:.3f}, Megatron-LM {peer:.3f}, {cost:.2f} bytes/token"
+            )
+            less(f"slowest rank, {name}, dp {dp}", ours, "", GOAL_WORK, peer=peer)
+            less(f"bytes a token, {name}, dp {dp}", cost, "B", GOAL_BYTES)
+    for dp in (64, 512, 4096):
+        took = plan_ms(dp, 16)
+        print(
+            f"plan for {dp} ranks x 16 sequences: {took:.1f} ms; lengths {dp * 16 * META.itemsize / 1e6:.2f} MB"
+        )
+        less(f"plan, {dp} ranks x 16", took, "ms", GOAL_MS)
+    spent, waited = hidden()
+    print(f"step {spent * 1e3:.1f} ms, of which {waited * 1e3:.2f} ms wait for the stream")
+    less("share of a step that waits for its stream", waited / spent, "", 0.02)
+    grown = grown_mib(2000)
+    print(f"memory grown over 2,000 steps: {grown:.1f} MiB")
+    less("memory grown over 2,000 steps", grown, "MiB", 20)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
