@@ -1,10 +1,10 @@
 """Streams: work of the ranks beside Megatron-LM's scheduler, bytes moved, time of a plan, memory.
 
 ``python -m benchmarks.streams`` draws, for 1, 2 and 4 ranks that each read 256 sequences, Megatron-LM's mock
-lengths (lognormal) and a heavy tail from skewed shards, and prints the work of the slowest rank of every
-microbatch, summed, of the mean, for our schedule and for Megatron-LM's default scheduler simulated on the same stream; the bytes that a token
-costs on the wire; the time of a plan for up to 4,096 ranks of 16 sequences; how much of a step of a small
-model waits for its stream; and the memory over 2,000 steps.
+lengths (lognormal) and a heavy tail from skewed shards. It prints the work of the slowest rank of every
+microbatch, summed, of the mean, for our schedule and for Megatron-LM's default scheduler simulated on the
+same stream; the bytes that a token costs on the wire; the time of a plan for up to 4,096 ranks of 16
+sequences; how much of a step of a small model waits for its stream; and the memory over 2,000 steps.
 """
 
 from __future__ import annotations
@@ -136,9 +136,8 @@ def main(arguments: list[str]) -> None:
             less(f"bytes a token, {name}, dp {dp}", cost, "B", GOAL_BYTES)
     for dp in (64, 512, 4096):
         took = plan_ms(dp, 16)
-        print(
-            f"plan for {dp} ranks x 16 sequences: {took:.1f} ms; lengths {dp * 16 * META.itemsize / 1e6:.2f} MB"
-        )
+        gathered = dp * 16 * META.itemsize / 1e6
+        print(f"plan for {dp} ranks x 16 sequences: {took:.1f} ms, {gathered:.2f} MB of lengths")
         less(f"plan, {dp} ranks x 16", took, "ms", GOAL_MS)
     spent, waited = hidden()
     print(f"step {spent * 1e3:.1f} ms, of which {waited * 1e3:.2f} ms wait for the stream")

@@ -173,6 +173,12 @@ class THDDataModule(L.LightningDataModule):
         self._stream = _as_stream(train)
         if self._stream is not None:
             train = None
+        for stage, source in {"val": val, "test": test, "predict": predict}.items():
+            if isinstance(source, Stream) or (source is not None and is_stream(source)):
+                raise ValueError(
+                    f"{stage} is a stream ({type(source).__name__}), but evaluation uses each sequence once, "
+                    "in a known order. Pass a dataset with a length, a list or a path; train may be a stream."
+                )
         given = {"train": train, "val": val, "test": test, "predict": predict}
         self._sources = _named({stage: source for stage, source in given.items() if source is not None})
         for stage in ("val", "test", "predict"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections import deque
@@ -19,6 +20,7 @@ from lightning_thd.data.streams.wire import Wire
 from lightning_thd.packing.resume import fingerprint
 
 _AHEAD = 2  # steps that are made while one runs
+_STOP_S = 30.0  # seconds that a process which ends waits for the steps other ranks wait for
 
 
 class StreamLoader:
@@ -200,11 +202,11 @@ class _Ahead:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._allowed = threading.Semaphore(_AHEAD)
-        self._opened = threading.Event()
+        self._changed = threading.Condition()
+        self._allowed, self._number = _AHEAD, 0  # steps that may be made, and that were
+        self._open, self._stopped = True, False  # a pass is open; nobody will take another step
         self._made: queue.SimpleQueue[Made | Exception | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        self._stopped = False
         self._thread: threading.Thread | None = None
 
     def take(self) -> Made | None:
@@ -214,15 +216,24 @@ class _Ahead:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="thd-stream", daemon=True)
             self._thread.start()
+            # An interpreter that ends while the thread is inside a collective aborts.
+            atexit.register(self.stop)
+        if self._waits:  # for the next pass, whose workers start in this thread
+            self._engine.open_pass()
+            with self._changed:
+                self._open = True
+                self._changed.notify()
         made = self._wait()
         if isinstance(made, Exception):
             self._error = made
             raise made
-        if made is None or made.last:  # the thread waits: workers of the next pass start in this one
-            self._engine.open_pass()
-            self._opened.set()
-        self._allowed.release()
+        self._waits = made is None or made.last
+        with self._changed:
+            self._allowed += 1
+            self._changed.notify()
         return made
+
+    _waits = False
 
     def _wait(self) -> Made | Exception | None:
         while True:
@@ -234,22 +245,26 @@ class _Ahead:
                     raise
 
     def stop(self) -> None:
-        """Let the thread end once it has made what was allowed."""
-        self._stopped = True
-        self._opened.set()
-        self._allowed.release()
+        """Let the thread make what was allowed, which other ranks wait for, and end."""
+        atexit.unregister(self.stop)
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(_STOP_S)
 
     def _run(self) -> None:
         while True:
-            self._allowed.acquire()
-            if self._stopped:
-                return
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or (self._open and self._number < self._allowed))
+                if not self._open or self._number >= self._allowed:
+                    return
             try:
                 made = self._engine.make()
             except Exception as err:
                 self._made.put(err)
                 return
+            with self._changed:
+                self._number += 1
+                self._open = made is not None and not made.last
             self._made.put(made)
-            if made is None or made.last:
-                self._opened.wait()
-                self._opened.clear()

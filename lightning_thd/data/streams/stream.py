@@ -110,6 +110,11 @@ def stream_loader(
     Raises:
         ValueError: for a source that is no stream, and policies that a stream cannot keep.
     """
+    if host.sharing is not None:
+        raise ValueError(
+            "context_parallel_size='dynamic' plans a degree for every microbatch from all lengths, which a "
+            "stream does not know. Set a fixed context_parallel_size, or train on a dataset with a length."
+        )
     if policies.oversize == "split":
         raise ValueError(
             "oversize='split' needs every length before the first step, which a stream does not know. Set "

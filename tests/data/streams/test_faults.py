@@ -14,7 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from lightning_thd import Packs, THDDataModule
-from lightning_thd.data.streams import Stream
+from lightning_thd.data.read.text import ByteTokenizer
+from lightning_thd.data.streams import Stream, StreamPolicies, stream_loader
+from lightning_thd.data.trainer_link import Host
 from tests.data.streams.jobs import check_content, counted, module, read_shards, run, write_shards
 from tests.ranks import RankError, run_ranks
 
@@ -167,6 +169,14 @@ def test_tails(tmp_path: Path) -> None:
         used = [i for step in loader for batch in step.microbatches for i in batch.sequence_ids]
         assert len(used) == len(set(used)) == 20 - loader.counts["tail_dropped"] > 0
         assert packs or loader.counts["tail_dropped"] == 4
+
+
+def test_streams_do_not_evaluate_and_have_no_dynamic_degrees(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="val is a stream .*train may be a stream"):
+        THDDataModule(capacity=8, val=lambda: iter([]))
+    policies = StreamPolicies(capacity=8, global_batch=Packs(1), tokenizer=ByteTokenizer)
+    with pytest.raises(ValueError, match="context_parallel_size='dynamic' plans a degree"):
+        stream_loader(Stream(source=dying), policies, Host(sharing=Any), kind="step")  # type: ignore[arg-type]
 
 
 def test_what_is_no_stream(tmp_path: Path) -> None:
