@@ -27,7 +27,7 @@ from lightning_thd.data.streams.exchange import moved_bytes
 from lightning_thd.data.streams.samples import META
 from lightning_thd.data.streams.schedule import POOL, Scheduling, Table, plan_steps
 from lightning_thd.packing import Cost
-from lightning_thd.packing.slots import make_slots
+from lightning_thd.packing.lengths import make_slots
 
 IntArray = npt.NDArray[np.int64]
 CAPACITY, WINDOW, ROUNDS = 8192, 256, 10

@@ -170,7 +170,7 @@ class THDDataModule(L.LightningDataModule):
         )
         self.empty, self.vocab_size = empty, vocab_size
         self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
-        self._stream = _as_stream(train)
+        self._stream = _as_stream(train, on_error, max_errors)
         if self._stream is not None:
             train = None
         for stage, source in {"val": val, "test": test, "predict": predict}.items():
@@ -414,11 +414,13 @@ def _named(sources: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _as_stream(train: object) -> Stream | None:
+def _as_stream(train: object, on_error: OnError, max_errors: int | None) -> Stream | None:
     """Wrap training data that can only be iterated; None for data with a length."""
     if isinstance(train, Stream):
         return train
-    return None if train is None or not is_stream(train) else Stream(source=train)
+    if train is None or not is_stream(train):
+        return None
+    return Stream(source=train, on_error=on_error, max_errors=max_errors)
 
 
 def _announce(data: DataSet, planner: Planner, host: link.Host) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_thd.data.streams.exchange import moved_bytes
 from lightning_thd.data.streams.schedule import POOL, Scheduling, Table, plan_steps
 from lightning_thd.packing import Cost, Packs, Sequences
-from lightning_thd.packing.slots import make_slots
+from lightning_thd.packing.lengths import make_slots
 
 
 def pool_of(lengths: list[int] | np.ndarray, dp: int) -> Table:
