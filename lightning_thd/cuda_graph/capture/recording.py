@@ -93,6 +93,7 @@ class Recording:
         self.marks: list[int] = []
         self.poison = False
         self.position = 0
+        self._started = False
 
     def replay(self) -> None:
         """Run everything again; random operators draw from the generator's present state."""
@@ -101,14 +102,16 @@ class Recording:
 
     def start(self) -> None:
         """Begin a replay; nothing runs before ``reach``."""
-        self.position = 0
+        self.position, self._started = 0, True
         if self.poison:
             with torch.no_grad():
                 for call in self.calls:
                     call.poison()
 
     def reach(self, number: int) -> None:
-        """Run everything up to a mark; up to the end after the last one."""
+        """Run everything up to a mark; up to the end after the last one. Without a start there is nothing."""
+        if not self._started:
+            return
         stop = [*self.marks, len(self.calls)][number]
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for call in self.calls[self.position : stop]:
