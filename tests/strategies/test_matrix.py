@@ -70,11 +70,13 @@ class Manual(Job):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: THDBatch, batch_idx: int) -> None:
+    def training_step(self, batch: THDBatch, batch_idx: int) -> dict[str, Tensor]:
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
-        self.manual_backward(causal_lm_loss(self.model, batch))
+        loss = causal_lm_loss(self.model, batch)
+        self.manual_backward(loss)
         optimizer.step()
+        return {"loss": loss.detach()}
 
 
 class Stopping(Job):
