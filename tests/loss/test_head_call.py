@@ -14,6 +14,7 @@ from lightning_thd._static import static_shapes
 from lightning_thd.models.pack import Pack
 from tests.models import matrix
 from tests.models.families import build
+from tests.tiny import checkpoint_activations
 
 
 def refuse(*_: Any) -> None:
@@ -27,7 +28,7 @@ def test_state_space_layers_read_no_lengths_back(
     model, (batch, _) = build("mamba2", "thd").train(), matrix.packs()
     model(**batch.hf_kwargs())  # the first call checks the model
     if checkpointing:
-        model.activation_checkpointing_enable()
+        checkpoint_activations(model)
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "tolist", refuse)
         loss = causal_lm_loss(model, batch)
