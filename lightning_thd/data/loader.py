@@ -17,7 +17,7 @@ from lightning_thd.data.mixing import MixedRows
 from lightning_thd.data.shared import make_shared_step
 from lightning_thd.data.store.index import MapDataset, SequenceIndex
 from lightning_thd.packing import Spans, StepPlan
-from lightning_thd.packing.shared_planner import SharedPlanner, SharedStepPlan
+from lightning_thd.packing.sharing.planner import SharedPlanner, SharedStepPlan
 from lightning_thd.stats import Window
 
 # (epoch, step, microbatch of the rank, microbatches a rank will run of this step)

@@ -24,8 +24,8 @@ from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
 from lightning_thd.packing.planner import Tail
-from lightning_thd.packing.shared_planner import SharedPlanner
 from lightning_thd.packing.sharing import Sharing
+from lightning_thd.packing.sharing.planner import SharedPlanner
 
 Planner = PackPlanner | MixturePlanner
 

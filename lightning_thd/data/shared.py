@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lightning_thd.packing.shared_planner import SharedStepPlan
 from lightning_thd.packing.sharing import Sharing
+from lightning_thd.packing.sharing.planner import SharedStepPlan
 from lightning_thd.parallel.shared_step import SharedStep, digest_of
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_thd.alignment import Layout
 from lightning_thd.packing import Cost, Packs, Sequences
-from lightning_thd.packing.shared_planner import SharedPlanner
 from lightning_thd.packing.sharing import SharedBins, Sharing, share_out
+from lightning_thd.packing.sharing.planner import SharedPlanner
 
 
 def check_plan(plan: SharedBins, lengths: np.ndarray, capacity: int, ranks: int, sharing: Sharing) -> None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.packing.lengths import check_count
+from lightning_thd.packing.sharing.degrees import Sharing, check_tiling
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -29,77 +29,9 @@ _SLACKS = (1.0, 0.6, 1.4)
 _EVEN_ENOUGH = 1.02  # work waited for, of an even share: below it nothing else is tried
 _WORTH = 0.01  # of the work waited for: what another plan must save
 _FULL = 0.92  # of all slots: what is left lets work be spread evenly
-_EXCHANGE = 0.02  # of a token's work: keys of 8 heads of 128 in 32 layers of 7e9 weights at 100 GB/s
 _WASTE = 1.3  # work of a sequence with its exchange, of that at the cheapest degree: no more is spent on it
 _RECENT = 8  # groups that are tried before another is opened
 _MORE_MICROBATCHES = 8  # beyond the fewest that hold all slots, before a plan is given up
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sharing:
-    """How many ranks may share a sequence, and what that costs.
-
-    Attributes:
-        max_degree: most ranks of a group, a power of two.
-        layout: how a group cuts its pack.
-        tp: tensor-parallel ranks, each set of which counts as one rank here.
-        sequence_parallel: whether these share slots between their products.
-        exchange: what a rank's exchange costs it for each of its slots, in tokens' worth of linear work: one
-            number for groups of 2, one for groups of 4, and so on. None is 0.02 for each other rank of the
-            group, whose keys it receives.
-    """
-
-    max_degree: int
-    layout: Layout = "dual_chunk"
-    tp: int = 1
-    sequence_parallel: bool = False
-    exchange: tuple[float, ...] | None = None
-
-    def __post_init__(self) -> None:
-        check_count(
-            "max_context_parallel_size", self.max_degree, "It is the most ranks that share a sequence."
-        )
-        if self.max_degree & (self.max_degree - 1):
-            raise ValueError(
-                f"max_context_parallel_size={self.max_degree} is no power of two; groups of 1, 2, 4, ... "
-                f"ranks are made. Use {1 << (self.max_degree.bit_length() - 1)} or "
-                f"{1 << self.max_degree.bit_length()}."
-            )
-        wanted = len(self.degrees) - 1
-        if self.exchange is not None and (
-            len(self.exchange) != wanted or not all(0 <= x < float("inf") for x in self.exchange)
-        ):
-            raise ValueError(
-                f"exchange={self.exchange}: wanted {wanted} finite numbers of 0 or more tokens, one for each "
-                f"of the degrees {self.degrees[1:]}."
-            )
-
-    @property
-    def degrees(self) -> list[int]:
-        """1, 2, 4, ... up to ``max_degree``."""
-        return [1 << i for i in range(self.max_degree.bit_length())]
-
-    @property
-    def exchanges(self) -> list[float]:
-        """What the exchange costs for each slot of a rank, at every degree."""
-        if self.exchange is None:
-            return [_EXCHANGE * (degree - 1) for degree in self.degrees]
-        return [0.0, *self.exchange]
-
-    def align(self, degree: int) -> Alignment | None:
-        """Return what lengths and totals of a group of this size are multiples of; None asks for nothing."""
-        if degree == 1 and not (self.sequence_parallel and self.tp > 1):
-            return None
-        return Alignment.for_(
-            cp=degree, tp=self.tp, sequence_parallel=self.sequence_parallel, layout=self.layout
-        )
-
-    def room(self, capacity: int, degree: int) -> tuple[int, int]:
-        """Slots that a group offers in all, and what padded lengths in it are multiples of."""
-        align = self.align(degree)
-        if align is None:
-            return capacity * degree, 1
-        return capacity * degree // align.total_multiple * align.total_multiple, align.sequence_multiple
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -164,22 +96,6 @@ def share_out(
         f"{len(values)} sequences fit no {most - 1} microbatches of {ranks} ranks "
         f"with {capacity} slots each. Raise capacity."
     )
-
-
-def check_tiling(ranks: int, max_degree: int) -> None:
-    """Refuse ranks that groups of the largest degree do not tile.
-
-    Raises:
-        ValueError: saying which degrees do.
-    """
-    check_count("ranks", ranks, "It is the number of data-parallel ranks.")
-    if ranks % max_degree:
-        fits = max(d for d in (1 << i for i in range(max_degree.bit_length())) if ranks % d == 0)
-        raise ValueError(
-            f"max_context_parallel_size={max_degree} does not divide the {ranks} ranks that read data, so "
-            f"that groups cannot tile them. Use max_context_parallel_size={fits}, or a multiple of "
-            f"{max_degree} ranks."
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

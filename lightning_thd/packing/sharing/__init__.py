@@ -1,0 +1,6 @@
+"""Steps whose sequences are shared by 1, 2, 4, ... ranks: degrees, groups, and the plan of a step."""
+
+from lightning_thd.packing.sharing.degrees import Sharing, check_tiling
+from lightning_thd.packing.sharing.groups import SharedBins, share_out
+
+__all__ = ["SharedBins", "Sharing", "check_tiling", "share_out"]
