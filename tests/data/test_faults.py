@@ -57,6 +57,8 @@ def test_lists_globs_and_folders_are_files_and_not_documents(tmp_path: Path) -> 
         ValueError, match=r"The list has 2 strings, of which 1 name files, for example .*a\.jsonl"
     ):
         open_source([str(a), "a document"])
+    with pytest.raises(ValueError, match="does not exist, and no file matches it"):
+        open_source(["/nowhere/at-all"])
     with pytest.raises(ValueError, match="no file matches it"):
         open_source([str(a), str(tmp_path / "nothing.jsonl")])
     lines(tmp_path / "test.jsonl", "x")

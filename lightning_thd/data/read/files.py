@@ -80,7 +80,9 @@ def is_paths(source: object) -> bool:
 def _looks_like_a_path(text: str) -> bool:
     if len(text) > 1024 or "\n" in text:
         return False
-    if re.match(r"[a-z][a-z0-9]*://\S+$", text):
+    if re.match(r"([a-z][a-z0-9]*://|\.{0,2}/|~/)\S+$", text):
+        return True  # if it is not there, that is said
+    if any(sign in text for sign in "*?[") and next(glob.iglob(text, recursive=True), None):
         return True
     known = _suffix(text) in (*LINES, *TABLES, *COLUMNS, ".json", *TEXT)
     if known and (" " not in text or Path(text).exists()):
