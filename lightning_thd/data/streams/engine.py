@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.streams import ledger as ledgers
 from lightning_thd.data.streams.exchange import Held, exchange, moved_bytes
 from lightning_thd.data.streams.ledger import Ledger
 from lightning_thd.data.streams.reader import OnError, Read, Reader, Reading, assign, shard_order
-from lightning_thd.data.streams.samples import META, Sampler, check_keys
+from lightning_thd.data.streams.samples import META, POLICIES, Sampler, check_keys
 from lightning_thd.data.streams.schedule import POOL, IntArray, Planned, Scheduling, Table, plan_steps
 from lightning_thd.data.streams.shards import Shard
 from lightning_thd.data.streams.wire import Wire
 
-_HEADER = np.dtype([("failed", "<i8"), ("exhausted", "<i8"), ("count", "<i8"), ("bad", "<i8")])
+_HEADER = np.dtype([(name, "<i8") for name in ("failed", "exhausted", "count", "bad", *POLICIES)])
 _ROW_BITS = 40  # of a sequence id, below the number of its shard
 
 
@@ -91,11 +92,11 @@ class Engine:
         self.ledger = Ledger(cursors=np.zeros(len(settings.shards), np.int64))
         if state is not None:
             self.ledger.cursors, self.ledger.number = state["cursors"].numpy().copy(), int(state["pass"])
-        self.counts: dict[str, int] = {"bad": 0, "tail_dropped": 0}
+        self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
         self.moved_bytes = 0
         self._held: Held = {}
         self._restore = None if state is None else (state, same)
-        self._done_bad = 0
+        self._before = dict(self.counts)  # of the passes that are over
         self._next: Planned | None = None
         self.open_pass()
 
@@ -144,7 +145,11 @@ class Engine:
 
     def _end_pass(self) -> None:
         self.ledger = Ledger(cursors=np.zeros_like(self.ledger.cursors), number=self.ledger.number + 1)
-        self._done_bad = self.counts["bad"]
+        found = {name: count for name, count in self.counts.items() if count != self._before[name]}
+        if found:
+            counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in found.items())
+            rank_zero_info(f"Pass {self.ledger.number - 1} over the stream: {counts} so far")
+        self._before = dict(self.counts)
         self._held.clear()
 
     def _plan(self) -> Planned | None:
@@ -219,6 +224,8 @@ class Engine:
         header = np.zeros(1, _HEADER)
         header["failed"], header["exhausted"] = failure is not None, self._reader.exhausted
         header["count"], header["bad"] = len(reads), len(self._reader.bad)
+        for name, count in self._reader.counts.items():
+            header[name] = count
         table = np.zeros(most, META)
         for i, one in enumerate(reads):
             assert one.sample is not None
@@ -231,7 +238,9 @@ class Engine:
         if headers["failed"].any():
             self._raise(failure)
         self._exhausted = headers["exhausted"].astype(bool)
-        self._check_bad(int(headers["bad"].sum()))
+        for name in ("bad", *POLICIES):
+            self.counts[name] = self._before[name] + int(headers[name].sum())
+        self._check_bad()
         return [
             _held_by(one[_HEADER.itemsize :].view(META)[: int(head["count"])], rank)
             for rank, (one, head) in enumerate(zip(found, headers, strict=True))
@@ -242,9 +251,8 @@ class Engine:
         failed = [f"Rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         raise ValueError(" ".join(failed) or "A rank could not read its shards.") from failure
 
-    def _check_bad(self, bad: int) -> None:
-        """Count the records that were left out for a fault; too many end the job on every rank."""
-        self.counts["bad"] = self._done_bad + bad
+    def _check_bad(self) -> None:
+        """End the job on every rank when too many records could not be used."""
         limit = self._settings.max_errors
         if limit is not None and self.counts["bad"] > limit:
             texts = self._wire.texts("; ".join(self._reader.bad[-3:]))

@@ -83,7 +83,7 @@ class StreamLoader:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Records that could not be used and sequences that ``tail="drop"`` left out, of all ranks."""
+        """Records that could not be used, and sequences that policies left out or changed, of all ranks."""
         return {} if self._engine is None else dict(self._engine.counts)
 
     def __iter__(self) -> Iterator[THDBatch | THDStep]:

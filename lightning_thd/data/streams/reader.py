@@ -25,7 +25,7 @@ class Read:
         row: its row in the shard.
         sample: None where a policy left it out or it is bad.
         bad: what is wrong with it; None otherwise.
-        counts: what the policies count, after it, in this process.
+        counts: what the policies count for it: 1 under ``dropped``, say.
     """
 
     shard: int
@@ -89,13 +89,16 @@ class Reading:
             yield Read(shard=number, row=row + 1, sample=None, bad=f"reading stopped: {err}")
 
     def _read(self, number: int, row: int, record: Any) -> Read:
+        before = dict(self.sampler.counts)
         try:
             if isinstance(record, Bad):
                 raise ValueError(record.reason)
             sample = self.sampler(record, row)
         except (ValueError, TypeError) as err:
             return Read(shard=number, row=row, sample=None, bad=str(err))
-        return Read(shard=number, row=row, sample=sample, counts=dict(self.sampler.counts))
+        after = self.sampler.counts
+        counts = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+        return Read(shard=number, row=row, sample=sample, counts=counts)
 
     def place(self, read: Read) -> str:
         """Say where a record stands."""
@@ -131,7 +134,7 @@ class Reader:
         self._reading = reading
         self.exhausted = False
         self.bad: list[str] = []
-        self._counts: dict[int, dict[str, int]] = {}
+        self.counts = dict.fromkeys(reading.sampler.counts, 0)
         rows = _Rows(reading, starts)
         self._rows: Iterator[Read]
         if num_workers and reading.own:
@@ -157,8 +160,8 @@ class Reader:
             if read is None:
                 self.exhausted = True
                 break
-            if read.counts:
-                self._counts[read.shard] = read.counts
+            for name, more in read.counts.items():
+                self.counts[name] += more
             if read.bad is not None:
                 place = f"{self._reading.place(read)}: {read.bad}"
                 if self._reading.on_error == "raise":

@@ -38,6 +38,8 @@ META = np.dtype(
     ]
 )
 LABELS = 1
+# What the policies of a data module leave out or change, by the names of their counts.
+POLICIES = ("empty", "dropped", "truncated", "own_pack", "tokens_lost")
 # Either all sequences of a job carry one of these or none does: bits of META's ``keys``.
 _KEYS = {**{name: 2 << i for i, name in enumerate(PER_TOKEN)}, "position_ids": 2 << len(PER_TOKEN)}
 _OWN = ("input_ids", "labels", "attention_mask")
@@ -97,7 +99,7 @@ class Sampler:
     ) -> None:
         self.capacity, self.oversize, self.drop_empty = capacity, oversize, drop_empty
         self.vocab_size, self.text_key = vocab_size, text_key
-        self.counts = {"empty": 0, "dropped": 0, "truncated": 0, "own_pack": 0, "tokens_lost": 0}
+        self.counts = dict.fromkeys(POLICIES, 0)
         self._how: dict[str, Any] = {"tokenizer": tokenizer, "text_key": text_key, "append_eos": append_eos}
         self._encoders: dict[str, Encoder] = {}
 

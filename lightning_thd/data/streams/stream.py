@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from lightning_thd.packing.planner import Tail
 class Stream:
     """Data without a length: read once from front to back, on every rank its own shards.
 
-    ``THDDataModule(Stream(source="shards/*.jsonl.gz", shuffle_buffer=1_000), capacity=8_192)``. An
+    ``THDDataModule(Stream("shards/*.jsonl.gz", shuffle_buffer=1_000), capacity=8_192)``. An
     ``IterableDataset`` or a generator function given to ``THDDataModule`` is ``Stream(source=...)``.
 
     Attributes:
@@ -44,7 +44,7 @@ class Stream:
         timeout_s: seconds until a rank, or a worker, that gives nothing ends the job.
     """
 
-    source: Any
+    source: Any = field(kw_only=False)
     window: int = 256
     shuffle_buffer: int = 0
     steps_per_epoch: int | None = None

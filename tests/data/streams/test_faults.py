@@ -17,7 +17,7 @@ from lightning_thd import Packs, THDDataModule
 from lightning_thd.data.read.text import ByteTokenizer
 from lightning_thd.data.streams import Stream, StreamPolicies, stream_loader
 from lightning_thd.data.trainer_link import Host
-from tests.data.streams.jobs import check_content, counted, module, read_shards, run, write_shards
+from tests.data.streams.jobs import check_content, counted, describe, module, read_shards, run, write_shards
 from tests.ranks import RankError, run_ranks
 
 
@@ -155,7 +155,11 @@ def test_long_sequences(kwargs: dict[str, Any], left: list[int] | None, lost: st
         with pytest.raises(ValueError, match=lost):
             run(source, capacity=8, n=3, **kwargs)
         return
-    seen, *_ = run(source, capacity=8, n=3, **kwargs)
+    loader = module(source, capacity=8, n=3, **kwargs).train_steps()
+    seen = [describe(step) for step in loader]
+    name = {"truncate": "truncated", "drop": "dropped", "own_pack": "own_pack"}[kwargs["oversize"]]
+    assert loader.counts[name] == 1
+    assert loader.counts["tokens_lost"] == {"truncate": 5, "drop": 13, "own_pack": 0}[kwargs["oversize"]]
     lengths = [len(row) for step in seen for batch in step["tokens"] for row in batch]
     assert sorted(lengths) == left
 

@@ -19,7 +19,7 @@ def train(folder: Path, *, steps: int, resume: bool) -> list[tuple[float, list[i
     fabric = L.Fabric(accelerator="cpu", devices=1)
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    data = THDDataModule(Stream(source=f"{folder}/*.jsonl", window=8), capacity=48, global_batch=Sequences(6))
+    data = THDDataModule(Stream(f"{folder}/*.jsonl", window=8), capacity=48, global_batch=Sequences(6))
     loop = prepare_fabric(fabric, model, data, optimizer, peak=1e12)
     saved: dict[str, Any] = {
         "model": loop.model,
