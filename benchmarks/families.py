@@ -187,7 +187,7 @@ def _work(kind: str, names: Sequence[str]) -> None:
         print("LINE " + json.dumps(asdict(line)), flush=True)
 
 
-def sweep(kind: str, names: Sequence[str], *, group: int = 12, timeout_s: int = 300) -> Iterator[Line]:
+def sweep(kind: str, names: Sequence[str], *, group: int = 12, timeout_s: int = 1200) -> Iterator[Line]:
     """Run families in processes of ``group``; the one a process dies in is a crash, the rest goes on."""
     waiting = list(names)
     table = families(kind)

@@ -201,6 +201,12 @@ def _rows(rows: int, slots: int, like: Tensor) -> Tensor:
 
 
 def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, others: dict[str, Any]) -> None:
+    scope = current_scope()
+    if attention_mask is not None and scope is not None and scope.module is not None:
+        raise ValueError(
+            f"{type(module).__name__} makes an attention mask of its own, {tuple(attention_mask.shape)}, with "
+            "a pattern that 'thd' does not apply. Use attn_implementation='eager' for this model."
+        )
     if attention_mask is not None:
         raise ValueError(
             f"{type(module).__name__} got an attention_mask of shape {tuple(attention_mask.shape)}; 'thd' "

@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed
 from lightning_thd.models.attend import thd_attention
+from lightning_thd.models.pack import Scope, scoped
 
 
 class Layer(nn.Module):
@@ -141,3 +142,33 @@ def test_keys_beside_those_of_the_pack_are_refused_whether_boundaries_are_passed
     for causal in (True, False):
         with packed(batch), pytest.raises(ValueError, match=r"adds keys of its own"):
             thd_attention(Layer(is_causal=causal), q, k, v, None)
+
+
+def test_a_mask_that_the_model_makes_for_itself_is_refused_as_its_own() -> None:
+    q, k, v = qkv(1, 3)
+    layer = Layer()
+    with (
+        scoped(Scope(None, None, module=layer)),
+        pytest.raises(ValueError, match=r"Layer makes an attention mask of its own, \(1, 1, 3, 3\)"),
+    ):
+        thd_attention(layer, q, k, v, torch.zeros(1, 1, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("asked", "stated", "causal"),
+    [
+        (("causal",), False, True),
+        (("bidirectional",), True, False),
+        (("causal", "bidirectional"), True, True),
+        ((), False, False),
+    ],
+)
+def test_the_masks_a_model_asks_for_say_what_its_layers_see(
+    asked: tuple[str, ...], stated: bool, causal: bool
+) -> None:
+    q, k, v = qkv(1, 5)
+    layer = Layer(is_causal=stated)
+    with scoped(Scope(None, None, module=layer, masks=asked)):
+        out, _ = thd_attention(layer, q, k, v, None)
+    allowed = torch.ones(5, 5, dtype=torch.bool)
+    torch.testing.assert_close(out, oracle(q, k, v, allowed.tril() if causal else allowed))
