@@ -204,8 +204,8 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, ot
     scope = current_scope()
     if attention_mask is not None and scope is not None and scope.module is not None:
         raise ValueError(
-            f"{type(module).__name__} makes an attention mask of its own, {tuple(attention_mask.shape)}, with "
-            "a pattern that 'thd' does not apply. Use attn_implementation='eager' for this model."
+            f"{type(module).__name__} makes an attention mask of its own, {tuple(attention_mask.shape)}, "
+            "with a pattern that 'thd' does not apply. Use attn_implementation='eager' for this model."
         )
     if attention_mask is not None:
         raise ValueError(
