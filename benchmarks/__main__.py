@@ -44,6 +44,7 @@ NAMES = (
     "strategy_overhead",
     "context_balance",
     "dynamic_cp",
+    "pipeline",
     "cuda_graph_plan",
     "end_to_end",
 )

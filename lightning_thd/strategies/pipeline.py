@@ -45,12 +45,17 @@ class PipelineMixin(THDStrategyMixin):
         pipeline_schedule: ``1f1b``, or ``interleaved`` with several stages a rank.
         stages_per_rank: stages of each rank, above 1 for ``interleaved``.
         pipeline_split: ``auto`` by FLOPs and memory, or the number of layers of each stage.
+        waited: share of the last step that this rank waited for other stages, on a CPU.
+        expected_wait: the same by the schedule's formula.
     """
 
     pipeline_parallel_size: int = 1
     pipeline_schedule: ScheduleName = "1f1b"
     stages_per_rank: int = 1
     pipeline_split: Literal["auto"] | Sequence[int] = "auto"
+
+    waited: float = 0.0
+    expected_wait: float = 0.0
 
     _channel: Channel | None = None
     _stage: Stage | None = None

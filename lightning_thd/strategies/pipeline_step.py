@@ -86,6 +86,9 @@ class PipelineStep:
         self.stage.begin(None)
         self.channel.finish()
         losses = self.logs.share(self.batches, self.values, holds_head=self.stage.holds_head)
+        n, p, v = self.schedule.microbatches, self.schedule.ranks, self.schedule.chunks
+        self.strategy.waited = self.channel.waited_s / max(time.perf_counter() - self.started, 1e-9)
+        self.strategy.expected_wait = expected_bubble(p, n, chunks=v)
         self._log_bubble()
         return losses
 
@@ -93,11 +96,9 @@ class PipelineStep:
         trainer: L.Trainer = self.strategy._trainer
         if not trainer._logger_connector.should_update_logs:
             return
-        waited = self.channel.waited_s / max(time.perf_counter() - self.started, 1e-9)
-        n, p, v = self.schedule.microbatches, self.schedule.ranks, self.schedule.chunks
         found = {
-            "pipeline/bubble_fraction": waited,
-            "pipeline/expected_bubble_fraction": expected_bubble(p, n, chunks=v),
+            "pipeline/bubble_fraction": self.strategy.waited,
+            "pipeline/expected_bubble_fraction": self.strategy.expected_wait,
         }
         for logger in trainer.loggers:
             logger.log_metrics(found, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
