@@ -23,7 +23,7 @@ from benchmarks.balance import LLAMA_8B
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, pack_lengths
-from lightning_thd.parallel.partition import causal_work
+from lightning_thd.parallel.context.partition import causal_work
 
 Algorithm: TypeAlias = Literal["bfd", "next_fit"]
 Algorithm: TypeAlias = Literal["bfd", "next_fit"]

@@ -28,7 +28,7 @@ from benchmarks.balance import LLAMA_8B
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, balance
 from lightning_thd.packing.sharing import Sharing, share_out
-from lightning_thd.parallel.costs import LayerSizes
+from lightning_thd.parallel.context.costs import LayerSizes
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Way: TypeAlias = Literal["keys", "cheapest"]

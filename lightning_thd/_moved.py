@@ -12,6 +12,10 @@ from types import ModuleType
 
 # Below ``lightning_thd.``, from 0.1 to 0.2. Goes with 0.3.
 MOVED = {
+    "parallel.partition": "parallel.context.partition",
+    "parallel.layout": "parallel.context.layout",
+    "models.positions": "models.inputs.positions",
+    "models.masks": "models.inputs.masks",
     "attention.cpu": "attention.kernels.cpu",
     "attention.cpu_op": "attention.kernels.cpu_op",
     "attention.flash": "attention.kernels.flash",

@@ -12,9 +12,9 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd.attention.spec import AttentionSpec
-from lightning_thd.parallel import needs, partition
-from lightning_thd.parallel.costs import Choice, LayerSizes, compare_ways
-from lightning_thd.parallel.layout import ShardLayout
+from lightning_thd.parallel.context import needs, partition
+from lightning_thd.parallel.context.costs import Choice, LayerSizes, compare_ways
+from lightning_thd.parallel.context.layout import ShardLayout
 
 Way = Literal["all_gather", "ulysses", "needed", "ring"]
 

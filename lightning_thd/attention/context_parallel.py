@@ -21,10 +21,10 @@ from lightning_thd.attention.choice import Way, choose_way
 from lightning_thd.attention.kernels.kernel import Offsets, RawKernel
 from lightning_thd.attention.merge import AtHand, Ring, merged_attention
 from lightning_thd.attention.spec import AttentionSpec
-from lightning_thd.parallel import calls, traffic
-from lightning_thd.parallel.costs import LayerSizes
+from lightning_thd.parallel.context import calls, traffic
+from lightning_thd.parallel.context.costs import LayerSizes
+from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.exchange import all_gather_rows, exchange_rows, heads_to_rows, rows_to_heads
-from lightning_thd.parallel.layout import ShardLayout
 
 
 class PackAttention(Protocol):

@@ -18,7 +18,7 @@ from lightning_thd.attention.kernels.cpu_op import varlen_attention_cpu
 from lightning_thd.attention.kernels.kernel import Offsets
 from lightning_thd.attention.spec import AttentionSpec, Window, make_spec
 from lightning_thd.attention.support import Backend, Kernel, Request, choose
-from lightning_thd.parallel import layout
+from lightning_thd.parallel.context import layout
 
 
 def varlen_attention(

@@ -22,7 +22,7 @@ from lightning_thd.attention.kernels.kernel import Offsets, RawKernel, Saved
 from lightning_thd.attention.kernels.kernel import widen as widen_heads
 from lightning_thd.attention.kernels.sinks import apply_sinks, sinks_gradient
 from lightning_thd.attention.spec import AttentionSpec
-from lightning_thd.parallel.calls import BlockCall, RingStep
+from lightning_thd.parallel.context.calls import BlockCall, RingStep
 
 
 class KeySource(Protocol):

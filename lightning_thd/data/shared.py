@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning_thd.packing.sharing import Sharing
 from lightning_thd.packing.sharing.planner import SharedStepPlan
-from lightning_thd.parallel.shared_step import SharedStep, digest_of
+from lightning_thd.parallel.context.shared_step import SharedStep, digest_of
 
 if TYPE_CHECKING:
     from lightning_thd.data.loader import BatchMaker

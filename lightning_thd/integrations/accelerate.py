@@ -15,7 +15,7 @@ from lightning_thd.integrations.context import share_packs
 from lightning_thd.integrations.evaluation import LossFn
 from lightning_thd.integrations.loop import Host, PackedLoop, as_loader
 from lightning_thd.loss import causal_lm_loss
-from lightning_thd.parallel.layout import Communication
+from lightning_thd.parallel.context.layout import Communication
 
 # accelerate's mixed_precision -> Lightning's name
 _PRECISION = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "transformer-engine"}

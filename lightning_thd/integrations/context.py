@@ -10,7 +10,7 @@ from torch import nn
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch
 from lightning_thd.data.trainer_link import model_alignment
-from lightning_thd.parallel.layout import Communication
+from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.shard import shard_batch
 from lightning_thd.strategies.guards import (
     refuse_other_attention,

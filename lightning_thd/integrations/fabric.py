@@ -17,7 +17,7 @@ from lightning_thd.integrations.context import share_packs
 from lightning_thd.integrations.evaluation import LossFn
 from lightning_thd.integrations.loop import Host, PackedLoop, as_loader
 from lightning_thd.loss import causal_lm_loss
-from lightning_thd.parallel.layout import Communication
+from lightning_thd.parallel.context.layout import Communication
 
 
 def prepare_fabric(

@@ -14,16 +14,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_thd.models.labels import keep_labels_inside
-from lightning_thd.models.masks import learn_window
+from lightning_thd.models.inputs.labels import keep_labels_inside
+from lightning_thd.models.inputs.masks import learn_window
+from lightning_thd.models.inputs.position_tables import adopt_position_tables
+from lightning_thd.models.inputs.positions import pack_from_positions, refuse_plain_positions
+from lightning_thd.models.inputs.ropes import adopt_ropes
+from lightning_thd.models.inputs.zero_embeddings import adopt_zero_embeddings
 from lightning_thd.models.mixers import adopt_mixers
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped, set_scope
 from lightning_thd.models.pooled_heads import a_row_a_sequence, adopt_pooled_head, may_pool
-from lightning_thd.models.position_tables import adopt_position_tables
-from lightning_thd.models.positions import pack_from_positions, refuse_plain_positions
-from lightning_thd.models.ropes import adopt_ropes
 from lightning_thd.models.unknown_layers import unknown_layers
-from lightning_thd.models.zero_embeddings import adopt_zero_embeddings
 
 NAME = "thd"
 PACK_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -22,7 +22,7 @@ from lightning_thd.models.fused_kernels import boundaries, can_run
 from lightning_thd.models.pack import Pack, current_pack, current_scope
 from lightning_thd.models.padded_groups import plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.whole_pack import run_on_pack
-from lightning_thd.parallel import layout
+from lightning_thd.parallel.context import layout
 
 # What must be installed for the layer's own kernels to keep sequences apart; None where they cannot.
 _SSD: Final = ("mamba_ssm", "causal_conv1d")

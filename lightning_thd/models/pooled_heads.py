@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_thd._static import shapes_are_static
 from lightning_thd.models.pack import Pack, Scope, current_pack, current_scope, scoped
 from lightning_thd.models.padded_groups import group_rows
-from lightning_thd.parallel import layout
+from lightning_thd.parallel.context import layout
 
 _HEAD = "ForSequenceClassification"
 _A_ROW_A_TOKEN = re.compile(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_thd.models.position_tables import counts_in_sequences
+from lightning_thd.models.inputs.position_tables import counts_in_sequences
 
 _POSITION_TABLE = re.compile(r"Position\w*Embedding")
 # Does a modeling file ask transformers' attention table, by the name of its Python module?

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped
-from lightning_thd.parallel.layout import ShardLayout
+from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import gather_pack
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.parallel import traffic
-from lightning_thd.parallel.costs import CommCosts
+from lightning_thd.parallel.context import traffic
+from lightning_thd.parallel.context.costs import CommCosts
+from lightning_thd.parallel.context.layout import Communication, ShardLayout, offsets_of
+from lightning_thd.parallel.context.partition import held_real_lengths
 from lightning_thd.parallel.exchange import all_gather_rows
-from lightning_thd.parallel.layout import Communication, ShardLayout, offsets_of
-from lightning_thd.parallel.partition import held_real_lengths
 
 _BATCH_FIELDS = THDBatch.__slots__
 

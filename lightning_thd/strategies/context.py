@@ -16,16 +16,16 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.packing.sharing import Sharing
 from lightning_thd.parallel import mesh as axes
 from lightning_thd.parallel.agreement import check_agreement
-from lightning_thd.parallel.costs import CommCosts
-from lightning_thd.parallel.layout import Communication
-from lightning_thd.parallel.mesh import AxisSizes
-from lightning_thd.parallel.shard import THDShard, shard_batch, shard_step
-from lightning_thd.parallel.shared_step import (
+from lightning_thd.parallel.context.costs import CommCosts
+from lightning_thd.parallel.context.layout import Communication
+from lightning_thd.parallel.context.shared_step import (
     SharedStep,
     check_shared_agreement,
     cut_step,
     make_degree_groups,
 )
+from lightning_thd.parallel.mesh import AxisSizes
+from lightning_thd.parallel.shard import THDShard, shard_batch, shard_step
 from lightning_thd.strategies.dynamic import DYNAMIC, check_batch, know_whole_packs, sharing_of
 from lightning_thd.strategies.guards import (
     refuse_indivisible_heads,

@@ -15,11 +15,11 @@ from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing.sharing import Sharing, check_tiling
-from lightning_thd.parallel import traffic
-from lightning_thd.parallel.costs import CommCosts, LayerSizes
-from lightning_thd.parallel.layout import Communication, know_whole_pack
+from lightning_thd.parallel.context import traffic
+from lightning_thd.parallel.context.costs import CommCosts, LayerSizes
+from lightning_thd.parallel.context.layout import Communication, know_whole_pack
+from lightning_thd.parallel.context.shared_step import SharedStep
 from lightning_thd.parallel.mesh import AxisSizes
-from lightning_thd.parallel.shared_step import SharedStep
 from lightning_thd.stats import SeqStats
 
 DYNAMIC = "dynamic"
@@ -88,7 +88,7 @@ def check_ways(layout: object, communication: object, costs: object) -> None:
     if costs is not None and costs != "measure" and not isinstance(costs, CommCosts):
         raise TypeError(
             f"context_parallel_costs={costs!r} is {type(costs).__name__}; wanted CommCosts(...) from "
-            "lightning_thd.parallel.costs, 'measure', or None."
+            "lightning_thd.parallel.context.costs, 'measure', or None."
         )
 
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel import fsdp
-from lightning_thd.parallel.costs import CommCosts
-from lightning_thd.parallel.layout import Communication
+from lightning_thd.parallel.context.costs import CommCosts
+from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.pipeline import ScheduleName
 from lightning_thd.strategies.dynamic import check_degrees, check_ways
-from lightning_thd.strategies.pipeline import PipelineMixin
+from lightning_thd.strategies.pipeline.mixin import PipelineMixin
 
 
 class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):

@@ -9,9 +9,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Stra
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd.alignment import Layout
-from lightning_thd.parallel.costs import CommCosts
+from lightning_thd.parallel.context.costs import CommCosts
+from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.fsdp import models_of
-from lightning_thd.parallel.layout import Communication
 from lightning_thd.parallel.towers import trains_towers
 from lightning_thd.strategies.dynamic import check_degrees, check_ways
 from lightning_thd.strategies.mixin import THDStrategyMixin

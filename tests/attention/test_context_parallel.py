@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd.attention import varlen_attention
-from lightning_thd.parallel import exchange, traffic
-from lightning_thd.parallel.layout import ShardLayout, layout_of
-from lightning_thd.parallel.needs import need_counts
+from lightning_thd.parallel import exchange
+from lightning_thd.parallel.context import traffic
+from lightning_thd.parallel.context.layout import ShardLayout, layout_of
+from lightning_thd.parallel.context.needs import need_counts
 from lightning_thd.parallel.shard import gather_pack
 from lightning_thd.seqlens import cu_seqlens_from_lengths
 from tests.ranks import run_ranks

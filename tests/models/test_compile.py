@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed, register_thd
-from lightning_thd.parallel import layout
+from lightning_thd.parallel.context import layout
 from tests.models import matrix
 from tests.models.families import build
 from tests.models.test_matrix import checkpoint

@@ -12,9 +12,9 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import lightning_thd.models.attend as attend
-import lightning_thd.models.position_tables as position_tables
-import lightning_thd.models.ropes as ropes
-import lightning_thd.models.zero_embeddings as zero_embeddings
+import lightning_thd.models.inputs.position_tables as position_tables
+import lightning_thd.models.inputs.ropes as ropes
+import lightning_thd.models.inputs.zero_embeddings as zero_embeddings
 from benchmarks.families import build
 from lightning_thd.models import PackingLeakError, check_packing, register_thd
 from lightning_thd.models.pack import Pack

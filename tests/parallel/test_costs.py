@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from lightning_thd.attention.choice import choose_way
 from lightning_thd.attention.spec import make_spec
-from lightning_thd.parallel.costs import CommCosts, LayerSizes
-from lightning_thd.parallel.layout import ShardLayout
+from lightning_thd.parallel.context.costs import CommCosts, LayerSizes
+from lightning_thd.parallel.context.layout import ShardLayout
 from tests.ranks import run_ranks
 
 GQA = LayerSizes(heads=32, kv_heads=8, head_size=128, value_size=128, element_bytes=2)

@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_thd.parallel.needs import need_counts, needed_rows, plan_block, plan_exchange
-from lightning_thd.parallel.partition import causal_work, held_lengths, held_real_lengths, rank_indices
+from lightning_thd.parallel.context.needs import need_counts, needed_rows, plan_block, plan_exchange
+from lightning_thd.parallel.context.partition import (
+    causal_work,
+    held_lengths,
+    held_real_lengths,
+    rank_indices,
+)
 
 LAYOUTS = ("dual_chunk", "contiguous", "striped")
 

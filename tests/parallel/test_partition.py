@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_thd.parallel import partition
+from lightning_thd.parallel.context import partition
 
 LAYOUTS = ["dual_chunk", "contiguous"]
 

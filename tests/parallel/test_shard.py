@@ -12,8 +12,8 @@ import torch
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel import THDShard, shard_batch, shard_step
-from lightning_thd.parallel.layout import ShardLayout, layout_of
-from lightning_thd.parallel.partition import rank_indices
+from lightning_thd.parallel.context.layout import ShardLayout, layout_of
+from lightning_thd.parallel.context.partition import rank_indices
 from tests.tiny import sequences
 
 LAYOUTS = ["dual_chunk", "contiguous"]

@@ -23,7 +23,7 @@ from lightning_thd.cuda_graph.shapes.padding import (
     real_lengths_of,
 )
 from lightning_thd.cuda_graph.shapes.static_shard import Cut, StaticShardLayout
-from lightning_thd.parallel import partition
+from lightning_thd.parallel.context import partition
 from lightning_thd.parallel.shard import THDShard
 
 _FIELDS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")

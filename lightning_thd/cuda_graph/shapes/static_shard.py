@@ -22,9 +22,9 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.errors import CaptureError
 from lightning_thd.cuda_graph.shapes.buckets import Bucket, Layout
 from lightning_thd.cuda_graph.shapes.padding import Ints, dummy_batch, offsets_of
-from lightning_thd.parallel import partition
-from lightning_thd.parallel.layout import _BY_OFFSETS as known_layouts
-from lightning_thd.parallel.layout import Call, Communication, ShardLayout
+from lightning_thd.parallel.context import partition
+from lightning_thd.parallel.context.layout import _BY_OFFSETS as known_layouts
+from lightning_thd.parallel.context.layout import Call, Communication, ShardLayout
 from lightning_thd.parallel.shard import THDShard, shard_batch
 
 _CALL = "static call"

@@ -22,7 +22,7 @@ from lightning_thd.cuda_graph.shapes.buckets import Bucket, Layout, choose
 from lightning_thd.cuda_graph.shapes.padding import padded_lengths_of
 from lightning_thd.cuda_graph.shapes.static_batch import StaticInputs
 from lightning_thd.cuda_graph.shapes.static_shard import Cut
-from lightning_thd.parallel.layout import ShardLayout
+from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import THDShard, shard_batch
 from tests.cuda_graph.support import GraphModule, graphed, worst
 from tests.models.families import build

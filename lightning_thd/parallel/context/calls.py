@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-from lightning_thd.parallel import needs, partition
-from lightning_thd.parallel.layout import Call, ShardLayout, offsets_of
-from lightning_thd.parallel.partition import Ints
+from lightning_thd.parallel.context import needs, partition
+from lightning_thd.parallel.context.layout import Call, ShardLayout, offsets_of
+from lightning_thd.parallel.context.partition import Ints
 
 _T = TypeVar("_T")
 

@@ -15,7 +15,7 @@ from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.schedule import best_order
 from lightning_thd.parallel.pipeline.stage import Stage
 from lightning_thd.strategies.mixin import loss_of
-from lightning_thd.strategies.pipeline_logs import RecordedLogs
+from lightning_thd.strategies.pipeline.logs import RecordedLogs
 
 # Squares of a sequence's length that cost what a token's linear part does; decides the order alone.
 _LINEAR = 4096

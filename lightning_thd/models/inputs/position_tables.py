@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.models.pack import Pack, current_pack, current_scope
-from lightning_thd.parallel import layout
+from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 _ROW_COUNTER = re.compile(r"\w*(Learned|Sinusoidal)PositionalEmbedding")

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.parallel import traffic
 from lightning_thd.parallel.agreement import digests
-from lightning_thd.parallel.layout import know_whole_pack
+from lightning_thd.parallel.context import traffic
+from lightning_thd.parallel.context.layout import know_whole_pack
 from lightning_thd.parallel.shard import shard_batch
 from lightning_thd.stats import SeqStats
 

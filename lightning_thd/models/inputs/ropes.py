@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_thd._static import shapes_are_static
 from lightning_thd.models.pack import Pack, current_pack, current_scope
-from lightning_thd.parallel import layout
+from lightning_thd.parallel.context import layout
 
 
 def adopt_ropes(model_class: type, config: Any) -> None:

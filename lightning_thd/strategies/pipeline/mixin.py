@@ -28,13 +28,13 @@ from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, ti
 from lightning_thd.parallel.pipeline.stage import Stage
 from lightning_thd.parallel.pipeline.ties import copy_tied, sum_tied
 from lightning_thd.strategies.mixin import THDStrategyMixin
-from lightning_thd.strategies.pipeline_checkpoint import (
+from lightning_thd.strategies.pipeline.checkpoint import (
     complete_groups,
     gather_states,
     load_folder,
     rename_optimizer,
 )
-from lightning_thd.strategies.pipeline_step import PipelineStep
+from lightning_thd.strategies.pipeline.step import PipelineStep
 
 
 class PipelineMixin(THDStrategyMixin):

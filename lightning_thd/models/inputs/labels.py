@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.models.pack import Pack
-from lightning_thd.parallel import layout
+from lightning_thd.parallel.context import layout
 
 _SHIFTED = ("ForCausalLM", "ForConditionalGeneration")
 # Losses of one token alone, and of one row a sequence.

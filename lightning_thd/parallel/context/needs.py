@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_thd.alignment import Layout
-from lightning_thd.parallel import partition
-from lightning_thd.parallel.partition import Ints, ranges
+from lightning_thd.parallel.context import partition
+from lightning_thd.parallel.context.partition import Ints, ranges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

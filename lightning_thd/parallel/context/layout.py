@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd.alignment import Layout
-from lightning_thd.parallel import partition
-from lightning_thd.parallel.costs import CommCosts
+from lightning_thd.parallel.context import partition
+from lightning_thd.parallel.context.costs import CommCosts
 
 Communication = Literal["auto", "all_gather", "ulysses", "needed", "ring"]
 
