@@ -103,6 +103,6 @@ def _breakdown(totals: dict[str, float]) -> FlopsBreakdown:
 
 
 def _gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """One collective instead of torchmetrics' barrier, shapes and data: the length is known."""
+    """Gather an integer tensor of known length from all ranks in one collective."""
     rows = gather_ints(tensor.tolist(), group=group, device=tensor.device)
     return [torch.tensor(row, dtype=tensor.dtype, device=tensor.device) for row in rows]

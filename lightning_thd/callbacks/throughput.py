@@ -41,8 +41,9 @@ class THDThroughputMonitor(EvaluationHooks):
     """Logs FLOP/s, MFU, HFU, tokens/s and packing quality, from the real lengths of the sequences.
 
     Every rank counts its own microbatches in host integers; one collective and one device read an interval
-    turn them into metrics, under the names of Lightning's ``ThroughputMonitor`` and more: see the README.
-    Validation, checkpoints, compilation, and the first ``warmup_steps`` are no part of the rates.
+    turn them into metrics, under the names of Lightning's ``ThroughputMonitor`` and more: see
+    docs/reference/keys.md. Validation, checkpoints, compilation, and the first ``warmup_steps`` are no part
+    of the rates.
 
     Args:
         peak: dense FLOP/s of one device; "auto" looks the device up, "measure" times matmuls once.

@@ -99,7 +99,7 @@ def seq_idx_from_cu_seqlens(cu_seqlens: Ints, total: int) -> Tensor:
 def segment_ids_from_cu_seqlens(
     cu_seqlens: Ints, total: int, *, cu_seqlens_padded: Ints | None = None
 ) -> Tensor:
-    """Name the sequence of every slot from 1, and padding 0, as segment masks want it.
+    """Return the number of every slot's sequence, from 1, and 0 for padding, as segment masks expect.
 
     Args:
         cu_seqlens: int32 ``[S + 1]``, cumulative real lengths.

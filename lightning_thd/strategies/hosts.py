@@ -1,4 +1,4 @@
-"""A Lightning strategy that hosts the mixin -> the axes its ranks lie on, or a refusal by name."""
+"""A Lightning strategy with the mixin -> the sizes of its axes, or an error naming one that cannot host it."""
 
 from __future__ import annotations
 

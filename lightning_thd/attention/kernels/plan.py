@@ -236,7 +236,7 @@ def _equal_groups(
 
 
 def _padded_groups(triangles: list[tuple[int, int]]) -> list[Piece]:
-    """Let triangles of similar length share calls, longest first, while padding costs less than a call."""
+    """Group causal tiles of similar length into one padded call while that costs less than another call."""
     pieces = []
     group: list[tuple[int, int]] = []
     spent = real = 0

@@ -1,4 +1,4 @@
-"""Attention sinks through the log-sum-exp: any kernel whose backward takes lse has sinks.
+"""Attention sinks for any kernel: out and lse are rescaled, and its own backward gives the right gradients.
 
 A sink is one more key that every query of a head sees, with a learned logit and no value (gpt_oss). It only
 rescales: ``lse' = log(exp(lse) + exp(sink))`` and ``out' = out * exp(lse - lse')``. A flash backward

@@ -50,7 +50,7 @@ class Backend(Protocol):
         """Run the function once and keep its work; every replay refills the tensors of the result."""
 
     def mark(self) -> None:
-        """Mark the work captured so far, for ``Graph.reach``."""
+        """Put a numbered mark into the capture; ``Graph.reach`` waits for the work before it."""
 
     def time_s(self, function: Callable[[], object]) -> float | None:
         """Measure seconds of a run, or give None where times mean nothing."""

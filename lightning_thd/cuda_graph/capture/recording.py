@@ -109,7 +109,7 @@ class Recording:
                     call.poison()
 
     def reach(self, number: int) -> None:
-        """Run everything up to a mark; up to the end after the last one. Without a start there is nothing."""
+        """Replay the recorded operators up to a mark, or to the end behind the last one."""
         if not self._started:
             return
         stop = [*self.marks, len(self.calls)][number]

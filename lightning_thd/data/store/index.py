@@ -179,7 +179,7 @@ class SequenceIndex:
 
 
 def _is_truncated(start: int, continued: bool) -> bool:
-    """Say whether a piece that is not the whole sequence is all that is kept of it."""
+    """Return whether the rest of a sequence that was cut is dropped, not placed in other pieces."""
     return start == 0 and not continued
 
 

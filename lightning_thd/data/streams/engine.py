@@ -118,7 +118,7 @@ class Engine:
         self._exhausted = np.zeros(self._wire.ranks, bool)
 
     def make(self) -> Made | None:
-        """Make the next step; None where a pass has none at all.
+        """Plan, exchange and collate the next step; None when this pass over the shards has none left.
 
         Raises:
             ValueError: for what any rank could not read, on every rank.

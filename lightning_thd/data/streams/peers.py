@@ -32,7 +32,7 @@ class Peers:
 
     @classmethod
     def of_job(cls, data_rank: int, data_ranks: int, *, timeout_s: float) -> Peers:
-        """Find the peers of every rank. Collective over the job, where there is one.
+        """Find which ranks share a data rank and receive the same packs; a collective over the job.
 
         Raises:
             ValueError: when data ranks are missing: a job of several processes without a process group.

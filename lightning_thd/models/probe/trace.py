@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class _Call(NamedTuple):
-    """One call of one module: its per-token tensors, rows of interest only."""
+    """Inputs and outputs of one call of one module, cut down to the rows that are compared."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]

@@ -26,7 +26,7 @@ Communication = Literal["auto", "all_gather", "ulysses", "needed", "ring"]
 
 
 class Call(NamedTuple):
-    """Arguments of one kernel call: keys by index, and offsets."""
+    """Where one kernel call finds its keys among the exchanged rows, with its offsets and longest lengths."""
 
     kv_index: Tensor
     cu_seqlens_q: Tensor

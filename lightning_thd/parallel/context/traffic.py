@@ -44,7 +44,7 @@ def run(slots: int) -> None:
 
 
 def take() -> Traffic:
-    """Return what was counted and begin anew."""
+    """Return the bytes and slots that attention exchanged since the last call, and reset the counters."""
     total = sum(_calls.values())
     found = Traffic(
         sum(_bytes.values()), _slots["run"], {way: calls / total for way, calls in sorted(_calls.items())}
