@@ -1,6 +1,6 @@
 """A call's features -> the backend that runs exactly this, or an error that lists what would.
 
-``SUPPORT`` is the table of the README; ``choose`` reads nothing but the table, so the table cannot be wrong
+``SUPPORT`` is the one table; ``choose`` reads nothing but the table, so the table cannot be wrong
 in silence.
 """
 

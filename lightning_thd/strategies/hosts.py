@@ -1,4 +1,4 @@
-"""A Lightning strategy with the mixin -> the sizes of its axes, or an error naming one that cannot host it."""
+"""A Lightning strategy with the mixin -> the sizes of its axes, or an error naming one that cannot host."""
 
 from __future__ import annotations
 
