@@ -266,20 +266,24 @@ class THDDataModule(L.LightningDataModule):
     def train_dataloader(self) -> THDLoader | StreamLoader:
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
         if self._stream is not None:
-            kind: Literal["pack", "step"] = "step" if isinstance(self.global_batch, Sequences) else "pack"
-            return self._streamed(self._stream, kind)
+            return self._streamed(self._stream, self._train_kind)
         planner = self._planner("train") if "train" in self._sets else None
         if isinstance(planner, MixturePlanner):
-            steps = isinstance(self.global_batch, Sequences)
+            whole = self._train_kind == "step"
             self._shares = ShareLog(
-                planner=planner, per_step=1 if steps else planner.global_batch.n // self._host.ranks
+                planner=planner, per_step=1 if whole else planner.global_batch.n // self._host.ranks
             )
         return self._loader(
             "train",
-            kind="step" if isinstance(self.global_batch, Sequences) or self._host.whole_steps else "pack",
+            kind=self._train_kind,
             fixed_order=getattr(self.trainer, "overfit_batches", 0) > 0,
             progress=link.Progress(self.trainer) if self.trainer is not None else None,
         )
+
+    @property
+    def _train_kind(self) -> Literal["pack", "step"]:
+        """Say whether a training batch is a pack or all of a rank's packs of a step, as a pipeline needs."""
+        return "step" if isinstance(self.global_batch, Sequences) or self._host.whole_steps else "pack"
 
     def train_steps(self) -> THDLoader | StreamLoader:
         """Return this rank's training steps as ``THDStep``, for a loop without a Trainer: see ``attach``."""

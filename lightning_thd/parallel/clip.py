@@ -43,6 +43,7 @@ def clip_by_norm(
     squares = [_sum_of_squares(grads, key) for key, grads in counted.items()]
     square = torch.stack(squares).sum() if squares else _zero_like(own)
     if across is not None:
+        square = square.to(torch.float64)  # a stage without gradients does not know the dtype of the others
         dist.all_reduce(square, group=across)
     total = square.sqrt()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's rule, its constant included

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import lightning.pytorch as L
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import AveragedModel
+
+from lightning_thd.parallel.pipeline.cut import stages_in
 
 
 def shard_copies(callbacks: Iterable[L.Callback], model: nn.Module) -> None:
@@ -19,11 +22,19 @@ def shard_copies(callbacks: Iterable[L.Callback], model: nn.Module) -> None:
     Args:
         callbacks: of the Trainer.
         model: sharded.
+
+    Raises:
+        MisconfigurationException: for a model that was cut by depth.
     """
     found = False
     for callback in callbacks:
         copy = getattr(callback, "_average_model", None)
         if isinstance(copy, nn.Module):
+            if any(True for _ in stages_in(model)):
+                raise MisconfigurationException(
+                    f"{type(callback).__name__} averages a copy of the whole model, and a rank of a pipeline "
+                    "has its own layers alone. Leave the callback out, or set pipeline_parallel_size=1."
+                )
             _replace_parameters(copy.module if isinstance(copy, AveragedModel) else copy, model)
             found = True
     if found:  # after an evaluation FSDP2 leaves the root's weights gathered, and a swap would miss them

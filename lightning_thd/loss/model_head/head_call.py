@@ -90,8 +90,8 @@ class HeadCall:
             if current.seen.agrees(self.logit_map):
                 break
             self.logit_map = current.seen
-            if (stage := stage_of(self.inner)) is not None:
-                stage.again()
+            if (stage := stage_of(self.inner)) is not None and not stage.again():
+                break
         return outputs
 
     def _run(self, model: nn.Module, job: Job) -> dict[str, Tensor]:

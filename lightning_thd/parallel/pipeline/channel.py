@@ -106,6 +106,11 @@ class Channel:
             self._sent.popleft()[0].wait()
         assert not any(self._posted.values()), "a message was expected and not taken"
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether messages are under way, as in the middle of a step."""
+        return bool(self._sent) or any(self._posted.values())
+
     def dtype(self, device: torch.device) -> torch.dtype:
         """Say which dtype hidden states have; the first call on a rank waits for the stage before."""
         if self._dtype is None:
@@ -157,13 +162,13 @@ class Send(torch.autograd.Function):
     """A zero that stands for the loss on a stage that has none; its gradient is the next stage's."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, channel: Channel) -> Tensor:
-        """Send hidden states down."""
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, channel: Channel) -> Tensor:
+        """Send hidden states down; ``anchor`` gives the zero a gradient where no layer so far is trained."""
         ctx.channel, ctx.shape, ctx.device = channel, hidden.shape, hidden.device
         channel.send(hidden, "down")
         return hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
         """Wait for the gradient of the hidden states, whatever that of the zero is."""
-        return ctx.channel.receive(ctx.shape, ctx.device, "up"), None
+        return None, ctx.channel.receive(ctx.shape, ctx.device, "up"), None

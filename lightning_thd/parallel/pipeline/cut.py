@@ -83,9 +83,11 @@ def language_model_of(model: nn.Module) -> Any:
         ValueError: when there is none.
     """
     for module in model.modules():
-        getter = getattr(module, "get_output_embeddings", None)
-        if callable(getter) and hasattr(module, "config") and isinstance(getter(), nn.Module):
-            return module
+        own = hasattr(type(module), "get_output_embeddings")  # PEFT's wrappers lend those of what they hold
+        if own and hasattr(module, "config"):
+            head: Any = module.get_output_embeddings()  # type: ignore[operator]
+            if isinstance(head, nn.Module):
+                return module
     raise ValueError(
         "pipeline_parallel_size > 1 cuts Hugging Face causal language models, and "
         f"{type(model).__name__} holds none (looked for a module with config and get_output_embeddings())."
@@ -214,6 +216,23 @@ def tied_weight(inner: Any) -> nn.Parameter | None:
     embedding = getattr(inner.get_input_embeddings(), "weight", None)
     head = getattr(inner.get_output_embeddings(), "weight", None)
     return embedding if embedding is not None and embedding is head else None
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Give the head's name of a weight that it shares with the embedding, and the embedding's.
+
+    Args:
+        model: a Hugging Face causal language model, perhaps wrapped, before it is cut.
+
+    Returns:
+        One entry, names as in ``model``; nothing for weights that are not tied.
+    """
+    inner = language_model_of(model)
+    tied, found = tied_weight(inner), []
+    for end in (inner.get_output_embeddings(), inner.get_input_embeddings()) if tied is not None else ():
+        path = next(name for name, module in model.named_modules() if module is end)
+        found += [name for name, p in end.named_parameters(prefix=path) if p is tied]
+    return dict([found]) if found else {}
 
 
 def stages_in(model: nn.Module) -> Iterator[Stage]:

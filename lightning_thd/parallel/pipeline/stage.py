@@ -8,7 +8,8 @@ which the boundary replaces, so that anything of it that got past the boundary w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,13 +34,23 @@ class Stage:
     Args:
         split: who holds what.
         channel: to the ranks before and behind.
+
+    Attributes:
+        active: chunk of the running pass; None between steps.
+        tail: what a stage without the head has sent in the running pass.
+        tied: on the first and last rank, its copy of a weight that embedding and head share.
+        tied_names: on the last rank, the head's name of that weight to the embedding's.
     """
 
     def __init__(self, split: Split, channel: Channel) -> None:
         self.split, self.channel = split, channel
         self.active: int | None = None
         self.tail: Tensor | None = None
+        self.tied: nn.Parameter | None = None
+        self.tied_names: Mapping[str, str] = MappingProxyType({})
         self._calls = 0
+        self._received: Tensor | None = None
+        self._is_again = False
         self._width: int | None = None
         self._last = split.ranks * self.chunks - 1
         self._chunk_of = {
@@ -69,10 +80,31 @@ class Stage:
     def begin(self, chunk: int | None) -> None:
         """Begin a forward pass through one chunk; None is all of them, without gradients."""
         self.active, self.tail, self._calls = chunk, None, 0
+        self._received, self._is_again = None, False
 
-    def again(self) -> None:
-        """Count a call that is run once more, by all stages alike, as one."""
+    def require_idle(self) -> None:
+        """Refuse to go on after a step that was broken off, of which messages may still be under way.
+
+        Raises:
+            ValueError: saying what to do.
+        """
+        if self.active is not None or self.channel.is_busy:
+            raise ValueError(
+                "The model was cut for a pipeline and its last step was broken off, so messages between "
+                "stages may be left of it. Start the job anew and resume from a checkpoint."
+            )
+
+    def again(self) -> bool:
+        """Say whether this rank runs a call once more whose head went wrong, and count both as one.
+
+        With gradients only the head does, on the hidden states that it got already: messages that were
+        posted ahead know of no second call. Without, all stages do.
+        """
+        if torch.is_grad_enabled() and not self.holds_head:
+            return False
         self._calls -= 1
+        self._is_again = True
+        return True
 
     def require_one_call(self) -> None:
         """Refuse a step that called the model more or less than once: other stages wait for one message.
@@ -86,6 +118,7 @@ class Stage:
                 "stages run one. Call causal_lm_loss(self.model, batch) exactly once, or set "
                 "pipeline_parallel_size=1."
             )
+        self._received = None
 
     def runs(self, layer: int) -> bool:
         """Say whether a layer takes part in the running pass on this rank."""
@@ -102,7 +135,7 @@ class Stage:
         if index and self.runs(index - 1):
             self._width = hidden.shape[-1]
             if torch.is_grad_enabled():
-                self.tail = Send.apply(hidden, self.channel)  # type: ignore[no-untyped-call]
+                self.tail = Send.apply(_anchor(hidden), hidden, self.channel)  # type: ignore[no-untyped-call]
                 hidden = hidden.detach()
             else:
                 self.channel.send(hidden, "down")
@@ -166,13 +199,18 @@ class Stage:
     def _receive(self, like: Tensor) -> Tensor:
         self._width = like.shape[-1]
         if torch.is_grad_enabled():
-            anchor = torch.zeros((), device=like.device, requires_grad=True)
-            received: Tensor = Receive.apply(anchor, self.channel, like.shape)  # type: ignore[no-untyped-call]
-            return received
+            if self._received is None or not self._is_again:
+                self._received = Receive.apply(_anchor(like), self.channel, like.shape)  # type: ignore[no-untyped-call]
+            assert self._received is not None
+            return self._received
         return self.channel.receive(like.shape, like.device, "down")
 
     def _stage(self, chunk: int) -> int:
         return chunk * self.split.ranks + self.channel.rank
+
+
+def _anchor(like: Tensor) -> Tensor:
+    return torch.zeros((), device=like.device, requires_grad=True)
 
 
 class StageLayers(nn.ModuleList):

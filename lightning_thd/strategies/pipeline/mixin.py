@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
+import lightning.pytorch as L
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -24,7 +24,7 @@ from lightning_thd.parallel.clip import clip_by_norm
 from lightning_thd.parallel.mesh import PIPELINE, second_group
 from lightning_thd.parallel.pipeline import Schedule, ScheduleName, expected_bubble
 from lightning_thd.parallel.pipeline.channel import Channel
-from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, tied_weight
+from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
 from lightning_thd.parallel.pipeline.stage import Stage
 from lightning_thd.parallel.pipeline.ties import copy_tied, sum_tied
 from lightning_thd.strategies.mixin import THDStrategyMixin
@@ -59,10 +59,6 @@ class PipelineMixin(THDStrategyMixin):
 
     _channel: Channel | None = None
     _stage: Stage | None = None
-    _inner: Any = None
-    _is_tied: bool = False
-    _tied: nn.Parameter | None = None
-    _tied_name: Mapping[str, str] = MappingProxyType({})
     _run: PipelineStep | None = None
     _warned: bool = False
 
@@ -78,6 +74,24 @@ class PipelineMixin(THDStrategyMixin):
             assert self._meshes is not None
             self._channel = Channel(down=self._meshes.group(PIPELINE), up=second_group(self.sizes))
 
+    def setup(self, trainer: L.Trainer) -> None:
+        """Go on with the stage that an earlier fit has cut, or cut the model; then set up as always."""
+        assert self.lightning_module is not None
+        for stage in stages_in(self.lightning_module):
+            self._go_on_with(stage)
+        super().setup(trainer)
+
+    def _go_on_with(self, stage: Stage) -> None:
+        held, asked = (stage.split.ranks, stage.chunks), (self.pipeline_parallel_size, self.stages_per_rank)
+        if held != asked:
+            raise MisconfigurationException(
+                f"The model was cut for pipeline_parallel_size={held[0]} with stages_per_rank={held[1]} by "
+                f"an earlier Trainer, and this one asks for {asked[0]} with {asked[1]}; each rank has its "
+                "own layers alone. Give both the same sizes, or build the model anew and load a checkpoint."
+            )
+        stage.require_idle()
+        self._stage, self._channel = stage, stage.channel  # the layers' weights lie on the same old groups
+
     def _cut_by_depth(self, module: nn.Module) -> None:
         if self._channel is None:
             return
@@ -88,35 +102,26 @@ class PipelineMixin(THDStrategyMixin):
                 "an order of its own, which automatic_optimization=False would not see. Use automatic "
                 "optimisation, or pipeline_parallel_size=1."
             )
-        inner = language_model_of(module)
-        tied = tied_weight(inner)
-        ends = [
-            f"{name}.weight"
-            for end in (inner.get_output_embeddings(), inner.get_input_embeddings())
-            for name, child in module.named_modules()
-            if child is end
-        ]
+        _refuse_weights_outside(module, language_model_of(module))
+        names = tied_names(module)
         self._stage = cut_model(
             module, self._channel, stages_per_rank=self.stages_per_rank, split=self.pipeline_split
         )
-        last = self._channel.rank == self._channel.ranks - 1
-        self._is_tied = tied is not None and (last or self._channel.rank == 0)
-        self._tied_name = dict([ends]) if last and tied is not None else {}
-        self._inner = inner
+        self._stage.tied_names = names
         rank_zero_info(self._stage.split.table())
 
-    def _tie_ends(self) -> None:
-        if self._stage is None or not self._is_tied:
+    def _tie_ends(self, module: nn.Module) -> None:
+        stage = self._stage
+        if stage is None or not stage.tied_names or not (stage.holds_embedding or stage.holds_head):
             return
-        assert self._channel is not None
-        first = self._channel.rank == 0
-        owner = self._inner.get_input_embeddings() if first else self._inner.get_output_embeddings()
-        self._tied = owner.weight
-        copy_tied(self._tied, self._channel)
+        ((head, embedding),) = stage.tied_names.items()
+        stage.tied = module.get_parameter(embedding if stage.channel.rank == 0 else head)
+        copy_tied(stage.tied, stage.channel)
 
     def _shard_model(self, module: nn.Module) -> None:
         super()._shard_model(module)
-        self._tie_ends()
+        assert self.model is not None
+        self._tie_ends(self.model)
 
     def _share_weights(self, module: nn.Module) -> None:
         """Give every rank of a stage the initial weights of its first one."""
@@ -134,6 +139,12 @@ class PipelineMixin(THDStrategyMixin):
         if self._stage is None:
             return super().training_step(*args, **kwargs)
         batch, *rest = args
+        if (accumulate := self._trainer.accumulate_grad_batches) != 1:
+            raise MisconfigurationException(
+                f"accumulate_grad_batches={accumulate}, but a pipeline runs all microbatches of a step in "
+                "one batch and updates behind it. Set it to 1, with THDDataModule(global_batch=Packs(n)) or "
+                "THDStep batches of your own."
+            )
         if not isinstance(batch, THDBatch | THDStep):
             raise MisconfigurationException(
                 f"pipeline_parallel_size={self.pipeline_parallel_size} runs THDBatch, but the dataloader "
@@ -158,9 +169,9 @@ class PipelineMixin(THDStrategyMixin):
             with self._synchronise_chunk(op.chunk if run.is_last_of_chunk(op) else None):
                 result = super().backward(loss / len(run.step), optimizer, *args, **kwargs)
         self._losses = run.finish()
-        if self._tied is not None:
-            assert self._channel is not None
-            sum_tied(self._tied, self._channel)
+        tied = run.stage.tied
+        if tied is not None and tied.requires_grad:
+            sum_tied(tied, run.channel)
         self._run = None
         return result
 
@@ -183,7 +194,8 @@ class PipelineMixin(THDStrategyMixin):
         if self._channel is None:
             super()._clip_by_norm(optimizer, clip_val)
             return
-        counted_twice = {id(self._tied)} if self._channel.rank else set()
+        assert self._stage is not None
+        counted_twice = {id(self._stage.tied)} if self._channel.rank else set()
         clip_by_norm(
             self.precision_plugin.main_params(optimizer),
             float(clip_val),
@@ -196,7 +208,7 @@ class PipelineMixin(THDStrategyMixin):
         state: dict[str, Any] = super().optimizer_state(optimizer)
         if self._channel is None:
             return state
-        return complete_groups(rename_optimizer(state, self._tied_name), self._channel.down)
+        return complete_groups(rename_optimizer(state, self._head_name), self._channel.down)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load this stage's part of a checkpoint folder that any layout has written."""
@@ -204,7 +216,13 @@ class PipelineMixin(THDStrategyMixin):
             return super().load_checkpoint(checkpoint_path, weights_only)
         path = Path(self.broadcast(checkpoint_path))
         assert self.model is not None
-        return load_folder(path, self.model, self.optimizers, self._tied_name)
+        return load_folder(path, self.model, self.optimizers, self._head_name)
+
+    @property
+    def _head_name(self) -> Mapping[str, str]:
+        """Return the name of a tied head to that of the embedding, on the last rank."""
+        assert self._stage is not None
+        return self._stage.tied_names if self._stage.holds_head else {}
 
     @property
     def _first_of_stage(self) -> bool:
@@ -214,7 +232,7 @@ class PipelineMixin(THDStrategyMixin):
         """Put the weights of all stages together on the first rank, a tied one once."""
         if self._channel is None or not self._first_of_stage:
             return state
-        names = {name.partition(".")[2] for name in self._tied_name}
+        names = {name.partition(".")[2] for name in self._head_name}
         own = {name: value for name, value in state.items() if name not in names}
         return gather_states(own, self._channel.down)
 
@@ -227,4 +245,16 @@ class PipelineMixin(THDStrategyMixin):
             f"A step has {schedule.microbatches} microbatches for pipeline_parallel_size={schedule.ranks}: "
             f"ranks wait {bubble:.0%} of the time. Raise global_batch (Packs(n) or Sequences(n)), or lower "
             "the capacity so that a step has more microbatches."
+        )
+
+
+def _refuse_weights_outside(module: nn.Module, inner: nn.Module) -> None:
+    """Refuse weights in training beside the model that is cut, which every rank would train for itself."""
+    cut = {id(parameter) for parameter in inner.parameters()}
+    left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in cut]
+    if left:
+        raise MisconfigurationException(
+            f"{type(module).__name__} trains {left[:4]} beside the {type(inner).__name__} that "
+            "pipeline_parallel_size > 1 cuts by depth; no stage is known for them. Freeze them, or set "
+            "pipeline_parallel_size=1."
         )

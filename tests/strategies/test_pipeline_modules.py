@@ -1,0 +1,166 @@
+"""Modules and Trainers beside the plain ones, in a pipeline: the numbers of one process, or a refusal."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+
+from lightning_thd import Sequences, THDBatch, causal_lm_loss
+from lightning_thd.strategies.norms import grad_norm
+from tests.ranks import run_ranks
+from tests.strategies.jobs import Job, Layout, data, full_parameters, make_optimizer, make_trainer
+from tests.tiny import sequences
+
+INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
+
+
+class Decayed(Job):
+    """Gives the optimizer frozen weights too, which decay as soon as they get a gradient, even of zero."""
+
+    def __init__(self, family: str = "qwen3@4t") -> None:
+        super().__init__(family)
+        self.norms: list[float] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = make_optimizer(self.model)
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+        return optimizer
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
+
+
+class FrozenTie(Decayed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.get_input_embeddings().requires_grad_(False)
+
+
+class FrozenStage(Decayed):
+    """Trains the layers of the last stage alone."""
+
+    def __init__(self) -> None:
+        super().__init__("qwen3@4")
+        self.model.get_input_embeddings().requires_grad_(False)
+        self.model.model.layers[:2].requires_grad_(False)
+
+
+class Adapted(Decayed):
+    """Trains LoRA adapters of attention and head."""
+
+    def __init__(self) -> None:
+        super().__init__("qwen3@4")
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(0)
+        how = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+        self.model = peft.get_peft_model(self.model, how).double()
+
+
+class Halved(Job):
+    """Does something to its logits that no config tells: the first call of a loss runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__("qwen3@4")
+        kind: Any = type(self.model)
+
+        class HalvedModel(kind):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                out = super().forward(*args, **kwargs)
+                out.logits = out.logits * 0.5
+                return out
+
+        self.model.__class__ = HalvedModel
+
+
+def fit(kind: type[Job], layout: Layout, times: int = 1) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    module = kind()
+    for _ in range(times):
+        make_trainer(layout, max_steps=2).fit(module, data(Sequences(12)))
+    found = {"losses": module.losses, "params": full_parameters(module.model)}
+    return {**found, "norms": getattr(module, "norms", [])}
+
+
+def compare(kind: type[Job], layout: Layout, times: int = 1) -> None:
+    (wanted,) = run_ranks(fit, 1, kind, Layout(), times)
+    for rank in run_ranks(fit, layout.world, kind, layout, times):
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
+        assert rank["norms"] == pytest.approx(wanted["norms"], rel=1e-10)
+        for name, value in rank["params"].items():
+            whole = name if name in wanted["params"] else "model.embed_tokens.weight"  # a tied head
+            torch.testing.assert_close(value, wanted["params"][whole], rtol=1e-10, atol=1e-10)
+
+
+def test_a_second_trainer_goes_on_with_the_stages_of_the_first() -> None:
+    compare(Decayed, Layout(pp=2), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [FrozenTie, FrozenStage, Adapted])
+def test_frozen_weights_and_adapters(kind: type[Job]) -> None:
+    compare(kind, Layout(pp=2))
+
+
+@pytest.mark.slow
+def test_logits_that_the_config_does_not_tell_under_interleaved_stages() -> None:
+    compare(Halved, Layout(pp=2, options=INTERLEAVED))
+
+
+class Beside(Job):
+    """Trains a weight outside the model."""
+
+    def __init__(self) -> None:
+        super().__init__("qwen3@4")
+        self.gate = nn.Linear(1, 1, dtype=torch.float64)
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        return causal_lm_loss(self.model, batch) + self.gate.weight.sum()
+
+
+def refuse(kind: str) -> str:
+    warnings.filterwarnings("ignore")
+    layout, options = Layout(pp=2), {}
+    module: L.LightningModule = Beside() if kind == "beside" else Job("qwen3@4")
+    if kind == "averaged":
+        options["callbacks"] = [EMAWeightAveraging()]
+    try:
+        if kind == "accumulated":
+            batches = [THDBatch.collate(s) for s in data_samples()]
+            loader = torch.utils.data.DataLoader(batches, batch_size=None)
+            make_trainer(layout, accumulate_grad_batches=2).fit(module, loader)
+            return "nothing was raised"
+        if kind == "other sizes":
+            make_trainer(layout, max_steps=1).fit(module, data(Sequences(12)))
+            layout = Layout(dp=2)
+        make_trainer(layout, max_steps=1, **options).fit(module, data(Sequences(12)))
+    except Exception as err:  # what it is belongs to the test
+        return f"{type(err).__name__}: {err}"
+    return "nothing was raised"
+
+
+def data_samples() -> list[list[dict[str, Tensor]]]:
+    samples = sequences(16, labels=True)
+    return [samples[i : i + 4] for i in range(0, 16, 4)]
+
+
+def refuse_all(kinds: list[str]) -> list[str]:
+    return [refuse(kind) for kind in kinds]
+
+
+def test_refusals() -> None:
+    wanted = {
+        "beside": r"Beside trains \['gate.weight', 'gate.bias'\] beside the Qwen3ForCausalLM",
+        "averaged": "EMAWeightAveraging averages a copy of the whole model",
+        "accumulated": "accumulate_grad_batches=2, but a pipeline runs all microbatches of a step in one",
+        "other sizes": "cut for pipeline_parallel_size=2 with stages_per_rank=1 by an earlier Trainer",
+    }
+    for rank in run_ranks(refuse_all, 2, list(wanted)):
+        for text, pattern in zip(rank, wanted.values(), strict=True):
+            assert re.search(pattern, text), text
