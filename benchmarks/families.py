@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.tiny_configs import VOCAB, tiny
+from benchmarks.tiny_configs import END, VOCAB, tiny
 from lightning_thd import THDBatch
 
 KINDS = {
@@ -81,10 +81,13 @@ def build(family: str, model_class: str, attention: str) -> Any:
     return model
 
 
-def samples(seed: int = 0) -> list[Tensor]:
-    """Documents of ordinary tokens."""
+def samples(kind: str, seed: int = 0) -> list[Tensor]:
+    """Documents of ordinary tokens; where a head may look for an end, with one."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(8, VOCAB - 8, (n,), generator=generator) for n in LENGTHS]
+    docs = [torch.randint(8, VOCAB - 8, (n,), generator=generator) for n in LENGTHS]
+    for ids in docs if kind == "sequence" else ():
+        ids[-1] = END
+    return docs
 
 
 def _loss(logits: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
@@ -124,7 +127,7 @@ def compare(kind: str, family: str, model_class: str) -> tuple[str, str]:
         stock = build(family, model_class, "eager")
     except Exception as error:
         return "not built", _brief(error)
-    docs = samples()
+    docs = samples(kind)
     try:
         want = _alone(stock, docs, kind)
         targets = [ids[: x.shape[0]] for ids, x in zip(docs, want, strict=True)]
@@ -210,9 +213,9 @@ def sweep(kind: str, names: Sequence[str], *, group: int = 12, timeout_s: int = 
             yield Line(kind=kind, family=lost, model=table[lost], verdict="crash", detail=why)
 
 
-def tenth(names: Sequence[str], number: int) -> list[str]:
-    """Take every tenth family, beginning at ``number``: ten runs see them all."""
-    return [name for i, name in enumerate(names) if i % 10 == number % 10]
+def turn(names: Sequence[str], number: int, *, of: int) -> list[str]:
+    """Take every ``of``-th family, beginning at ``number``: that many turns see them all."""
+    return [name for i, name in enumerate(names) if i % of == number % of]
 
 
 def table(lines: Sequence[Line]) -> str:
@@ -261,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--kinds", default=",".join(KINDS), help="of " + ", ".join(KINDS))
     parser.add_argument("--only", default="", help="families, by model type; prints and writes nothing")
-    parser.add_argument("--tenth", type=int, help="every tenth family, from this one; writes nothing")
+    parser.add_argument("--turn", default="", help="3/10: every tenth family, from the third; writes nothing")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("FAMILIES.md"))
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -272,11 +275,14 @@ def main(argv: list[str] | None = None) -> None:
     lines: list[Line] = []
     for kind in args.kinds.split(","):
         names = [name for name in families(kind) if not only or name in only]
-        for line in sweep(kind, names if args.tenth is None else tenth(names, args.tenth)):
+        if args.turn:
+            number, of = map(int, args.turn.split("/"))
+            names = turn(names, number, of=of)
+        for line in sweep(kind, names):
             lines.append(line)
             print(f"{line.kind:10} {line.family:28} {line.verdict:12} {line.detail}", flush=True)
     print(dict(Counter(f"{line.kind} {line.verdict}" for line in lines)))
-    if not only and args.tenth is None:
+    if not only and not args.turn:
         args.out.write_text(table(lines), encoding="utf-8")
 
 

@@ -11,6 +11,7 @@ HEADS, GROUPS, HEAD_SIZE = 4, 2, 8
 HIDDEN = HEADS * HEAD_SIZE
 LAYERS = 2
 WINDOW = 8
+END = 2  # of a sequence
 
 # By the names that configs share; a config takes those it has.
 _SIZES: dict[str, Any] = {
@@ -106,7 +107,7 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
     "pad_token_id": 0,
     "bos_token_id": 1,
-    "eos_token_id": 2,
+    "eos_token_id": END,
     "state_size": 8,
     "ssm_state_size": 8,
     "mamba_d_state": 8,
@@ -148,7 +149,11 @@ _EXTRA: dict[str, dict[str, Any]] = {
         },
     },
     # Sections of M-RoPE that only the model knows fit these head sizes.
-    "glm4v_text": {"head_dim": 64},
+    **{
+        name: {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+        for name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text")
+    },
+    "glm4v_text": {"hidden_size": HEADS * 64, "num_key_value_heads": GROUPS},
     "glm_ocr_text": {"head_dim": 64},
     "glm4v_moe_text": {"head_dim": 128},
     "cosmos3_edge_text": {"head_dim": 128},

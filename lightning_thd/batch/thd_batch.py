@@ -18,6 +18,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import collate_fields
 from lightning_thd.batch.immutable import Immutable
 from lightning_thd.batch.padded import padded_fields
+from lightning_thd.batch.real_lengths import remember_lengths
 from lightning_thd.stats import SeqStats, Window
 
 _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
@@ -250,6 +251,8 @@ class THDBatch(Immutable):
             False (the default True makes transformers ignore the boundaries), and the extras.
         """
         position_ids = self.position_ids
+        if self.lengths != self.padded_lengths[: len(self.lengths)]:
+            remember_lengths(self.cu_seqlens_padded, self.lengths)
         return {
             "input_ids": self.input_ids[None],
             "position_ids": position_ids[None] if position_ids.ndim == 1 else position_ids[:, None],

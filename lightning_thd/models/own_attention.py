@@ -9,6 +9,7 @@ from typing import Any
 
 # Older modeling files keep a dictionary of attention classes instead of asking for a function.
 _TABLE = re.compile(r"(\w+_CLASSES)\[\s*(?:self\.)?config\._attn_implementation\s*\]")
+_ATTENTION = re.compile(r"^class (\w*Attention\w*)\(nn\.Module\):", re.MULTILINE)
 
 
 def refuse_own_attention(model: Any) -> None:
@@ -18,7 +19,7 @@ def refuse_own_attention(model: Any) -> None:
         ValueError: for Bloom, Falcon, GPT-J, MPT, Git and others of older code.
     """
     own_table = any("VISION" not in name for name in _tables(model)) and not _sees_images(model)
-    if own_table or not type(model)._can_set_attn_implementation():
+    if own_table or not (type(model)._can_set_attn_implementation() or _attends_to_images_alone(model)):
         raise ValueError(
             f"{type(model).__name__} has an attention of its own that ignores attn_implementation, so 'thd' "
             "would leave it leaking across sequences. Use padded rows with attn_implementation='eager', or a "
@@ -26,18 +27,30 @@ def refuse_own_attention(model: Any) -> None:
         )
 
 
-def picks_attention_from_table(model: Any) -> bool:
-    """Say whether a vision tower looks its attention up in a table that does not know "thd"."""
-    return _sees_images(model) and bool(_tables(model))
+def keeps_own_attention(model: Any) -> bool:
+    """Say whether a vision tower has an attention, or a table of them, that does not know "thd"."""
+    return _sees_images(model) and (bool(_tables(model)) or not type(model)._can_set_attn_implementation())
+
+
+def _attends_to_images_alone(model: Any) -> bool:
+    """Say whether a modeling file holds a vision tower's attention alone, the text model being elsewhere."""
+    text = model.config.get_text_config()
+    names = _ATTENTION.findall(_source(model))
+    return text is not model.config and bool(names) and all("Vision" in name for name in names)
 
 
 def _sees_images(model: Any) -> bool:
-    return list(inspect.signature(type(model).forward).parameters)[1:2] == ["pixel_values"]
+    names = list(inspect.signature(type(model).forward).parameters)
+    return names[1:2] == ["pixel_values"] and not any(name.endswith("input_ids") for name in names)
 
 
 def _tables(model: Any) -> list[str]:
+    return _TABLE.findall(_source(model))
+
+
+def _source(model: Any) -> str:
     module = sys.modules.get(type(model).__module__)
     try:
-        return [] if module is None else _TABLE.findall(inspect.getsource(module))
+        return "" if module is None else inspect.getsource(module)
     except (OSError, TypeError):  # a class typed into a prompt has no source
-        return []
+        return ""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.real_lengths import remember_lengths
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 
@@ -55,6 +56,8 @@ class Pack:
     @classmethod
     def from_batch(cls, batch: THDBatch) -> Pack:
         """Take over what the batch knows on the host, so that nothing is ever read from a device."""
+        if batch.lengths != batch.padded_lengths[: len(batch.lengths)]:
+            remember_lengths(batch.cu_seqlens_padded, batch.lengths)
         return cls(
             cu_seqlens_q=batch.cu_seqlens_padded,
             cu_seqlens_k=batch.cu_seqlens_padded,

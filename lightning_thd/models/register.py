@@ -121,7 +121,7 @@ def _watch_models(base: Any) -> None:
     """Hook every model given "thd" attention, and every activation checkpointing that is switched on."""
     from lightning_thd.models.hooks import carry_scope, install
     from lightning_thd.models.mixers import has_mixers
-    from lightning_thd.models.own_attention import picks_attention_from_table, refuse_own_attention
+    from lightning_thd.models.own_attention import keeps_own_attention, refuse_own_attention
 
     choose: Callable[..., str] = base.get_correct_attn_implementation
     set_checkpointing: Callable[..., None] = base._set_gradient_checkpointing
@@ -131,7 +131,7 @@ def _watch_models(base: Any) -> None:
     @functools.wraps(choose)
     def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:
         chosen = choose(self, *args, **kwargs)
-        if chosen == NAME and picks_attention_from_table(self):
+        if chosen == NAME and keeps_own_attention(self):
             return choose(self, None)  # a tower: packs are none of its business
         if chosen == NAME:
             refuse_own_attention(self)

@@ -49,6 +49,7 @@ def refuse_unknown_layers(model: nn.Module) -> None:
         aware = aware or _is_mixer(found.module) or (layer and _asks_for_attention(type(found.module)))
         if not _is_mixer(found.module):
             _refuse_state(found)
+            _refuse_neighbours(found)
             _refuse_own_positions(found)
     if not aware:
         raise ValueError(
@@ -69,6 +70,15 @@ def _refuse_state(found: _Found) -> None:
             "know how to reset it between the sequences of a pack. Feed this model padded rows, one sequence "
             f"each; or, if the layer is causal, set lightning_thd.models.mixers.MIXERS[{kind!r}] = None "
             "before the model is built, and prove it with lightning_thd.models.check_packing(model)."
+        )
+
+
+def _refuse_neighbours(found: _Found) -> None:
+    if getattr(found.module, "trigram_input", False):
+        raise ValueError(
+            f"{found.name} ({type(found.module).__name__}) puts the tokens before and after each one beside "
+            "it (trigram_input), those of the neighbouring sequences of a pack too. Feed this model padded "
+            "rows, one sequence each, or build it with trigram_input=False."
         )
 
 

@@ -71,7 +71,7 @@ def test_blocks_that_hold_nothing_are_plain() -> None:
     windowed.sliding_window = 2
     overlay = masking_utils.blockwise_overlay(torch.full((1, 6), -1))
     window = masking_utils.sliding_window_overlay(2)
-    with pytest.raises(ValueError, match="hides keys further than 2 by a mask alone"):
+    with pytest.raises(ValueError, match="window or chunk of 2 in its mask alone"):
         causal(windowed, or_mask_function=overlay, and_mask_function=window)
 
 
@@ -100,7 +100,7 @@ def test_a_window_that_only_the_mask_knows_is_refused_beyond_its_size() -> None:
     made = transformers.PhimoeConfig(**SPARSE, sliding_window=4, num_local_experts=2)
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
     model(torch.arange(3, 7)[None], use_cache=False)
-    with pytest.raises(ValueError, match=r"hides keys further than 4 by a mask alone.*sequences of 9"):
+    with pytest.raises(ValueError, match=r"window or chunk of 4 in its mask alone.*sequences of 9"):
         model(torch.arange(3, 12)[None], use_cache=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import transformers
 
 from benchmarks.tiny_configs import tiny
 from lightning_thd import _static
+from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
-from lightning_thd.models import register_thd
+from lightning_thd.models import packed, register_thd
 
 register_thd()
 ORIGINAL = 12
@@ -67,6 +69,26 @@ def assert_each_as_alone(name: str, run: Any, *cuts: tuple[int, ...]) -> None:
 def test_packed_equals_alone(name: str) -> None:
     # Short ones again after long ones.
     assert_each_as_alone(name, build(name, "thd"), LENGTHS, LENGTHS[::-1], (3, 5))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("name", ROPES)
+def test_padding_inside_a_sequence_does_not_make_it_longer(name: str, told: bool, compiled: bool) -> None:
+    # 9 and 11 are padded beyond the original 12, 13 and 20 are beyond it already, and 16 needs no padding.
+    rows = documents((9, 20, 3, 11, 13, 16))
+    batch = THDBatch.collate(
+        [{"input_ids": ids} for ids in rows], align=Alignment(sequence_multiple=16, total_multiple=16)
+    )
+    assert batch.padded_lengths[:6] == (16, 32, 16, 16, 16, 16)
+    torch._dynamo.reset()
+    model = build(name, "thd")
+    run = torch.compile(model, backend="eager") if compiled else model
+    with torch.no_grad(), packed(batch) if told else nullcontext():
+        kwargs = batch.hf_kwargs()
+        got = batch.unpack(run(**kwargs).logits)
+    for ids, logits in zip(rows, got, strict=True):
+        torch.testing.assert_close(logits, alone(name, ids), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd._static import shapes_are_static
+from lightning_thd.batch.real_lengths import lengths_of
 from lightning_thd.models.pack import Pack, current_pack, current_scope
 from lightning_thd.parallel.context import layout
 
@@ -112,13 +113,18 @@ def _one_by_one(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     """Compute the short sequences in one call and every long one in its own; lengths are read once a pack."""
-    is_long = torch.tensor([n > limit for n in pack.lengths]).repeat_interleave(torch.tensor(pack.lengths))
+    lengths = lengths_of(pack.cu_seqlens_q, pack.lengths)
+    is_long = torch.tensor([n > limit for n in lengths]).repeat_interleave(torch.tensor(pack.lengths))
     is_long = is_long.to(position_ids.device)
-    parts = [run(position_ids.masked_fill(is_long, 0), *args, **kwargs)]
+    short = position_ids.masked_fill(is_long, 0)
+    if lengths != pack.lengths:  # padding may count beyond the limit
+        short = short.clamp(max=limit - 1)
+    parts = [run(short, *args, **kwargs)]
     ends = torch.tensor(pack.lengths).cumsum(0).tolist()
-    for end, length in zip(ends, pack.lengths, strict=True):
+    for end, slots, length in zip(ends, pack.lengths, lengths, strict=True):
         if length > limit:
-            own = run(position_ids[..., end - length : end], *args, **kwargs)
+            positions = position_ids[..., end - slots : end]
+            own = run(positions if length == slots else positions.clamp(max=length - 1), *args, **kwargs)
             # The slots of a longer sequence are those its positions were computed for.
             parts.append(
                 tuple(_place(value, whole, end) for value, whole in zip(own, parts[-1], strict=True))
