@@ -77,8 +77,8 @@ def thd_mask(
         and _longest(q_length) > local_size
     ):
         raise ValueError(
-            f"{type(config).__name__}: this model hides keys by a window or chunk of {local_size} in its mask "
-            "alone and does not tell its attention, so 'thd' cannot apply it to sequences of "
+            f"{type(config).__name__}: this model hides keys by a window or chunk of {local_size} in its "
+            "mask alone and does not tell its attention, so 'thd' cannot apply it to sequences of "
             f"{_longest(q_length)}. Use sequences of at most {local_size}, switch the window off in the "
             "config, or use attn_implementation='eager' on padded rows."
         )
