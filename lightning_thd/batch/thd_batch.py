@@ -7,7 +7,7 @@ kept on the host from the moment of collation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -299,6 +299,21 @@ class THDBatch(Immutable):
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """Refuse to be indexed, and say what to use.
+
+        Raises:
+            TypeError: always; ``batch["input_ids"]`` is ``batch.input_ids``.
+        """
+        if isinstance(key, str) and hasattr(self, key):
+            raise TypeError(f"A THDBatch is no dict: write batch.{key} in place of batch[{key!r}].")
+        advice = (
+            "batch.unpack(batch.input_ids)[i] gives one sequence"
+            if isinstance(key, int | slice)
+            else "batch.targets holds the labels, shifted; batch.hf_kwargs() gives a dict for the model"
+        )
+        raise TypeError(f"A THDBatch is no dict and no list, so batch[{key!r}] is nothing: {advice}.")
 
     def __iter__(self) -> Iterator[Tensor]:
         # Lightning takes the rows of the first tensor it finds as the batch size of self.log. 1 / loss_scale

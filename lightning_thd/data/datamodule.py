@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_thd._checks import whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
@@ -140,6 +141,7 @@ class THDDataModule(L.LightningDataModule):
         engine: Engine = "local",
     ) -> None:
         super().__init__()
+        capacity = whole_number(capacity, "capacity", least=None, advice="Pass the tokens of a pack: 8_192.")
         self.capacity, self.global_batch = capacity, global_batch
         self._plans = PlanSettings(
             capacity=capacity,

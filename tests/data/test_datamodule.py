@@ -280,6 +280,12 @@ def test_bad_input_is_refused(make: Any, message: str) -> None:
         make_trainer().fit(TinyModule(), make())
 
 
+@pytest.mark.parametrize("capacity", ["8192", 8192.0, None, True])
+def test_a_capacity_is_a_whole_number(capacity: Any) -> None:
+    with pytest.raises(TypeError, match=r"capacity is .*; wanted a whole number.* Pass the tokens of a pack"):
+        THDDataModule(sequences(9), capacity=capacity)
+
+
 def test_trainer_clashes_are_refused() -> None:
     data = THDDataModule(sequences(9), capacity=CAPACITY)
     with pytest.raises(MisconfigurationException, match="GradientAccumulationScheduler changes the packs"):
