@@ -21,6 +21,7 @@ from lightning_thd.callbacks.measuring.device_peak import compute_dtype, low_pre
 from lightning_thd.callbacks.measuring.evaluation import EvaluationHooks
 from lightning_thd.callbacks.measuring.models import Policy
 from lightning_thd.callbacks.measuring.paused_saving import PausedSaving
+from lightning_thd.callbacks.measuring.pictures import Pictures, warn_without_loggers
 from lightning_thd.callbacks.measuring.run import RunMeter
 from lightning_thd.callbacks.measuring.stage import Setting
 from lightning_thd.flops.model import FlopsModel, check_conventions
@@ -55,6 +56,8 @@ class THDThroughputMonitor(EvaluationHooks):
         every_n_steps: optimizer steps between two logs; None is the Trainer's ``log_every_n_steps``.
         warmup_steps: optimizer steps at the start that are left out of the rates.
         progress_bar: show tokens/s, TFLOP/s and MFU in the progress bar.
+        pictures: once an epoch, give TensorBoard and W&B a drawing of rank 0's first packs, and histograms of
+            the lengths in them and of their fill; needs matplotlib, and is no part of the rates.
         clock: returns seconds; None is ``time.perf_counter``.
     """
 
@@ -69,6 +72,7 @@ class THDThroughputMonitor(EvaluationHooks):
         every_n_steps: int | None = None,
         warmup_steps: int = 1,
         progress_bar: bool = True,
+        pictures: bool = False,
         clock: Callable[[], float] | None = None,
     ) -> None:
         super().__init__()
@@ -90,6 +94,7 @@ class THDThroughputMonitor(EvaluationHooks):
         self.warmup_steps = warmup_steps
         self.progress_bar = progress_bar
         self.latest: dict[str, float] = {}
+        self._pictures = Pictures() if pictures else None
         self._clock = clock or time.perf_counter
         self._run: RunMeter | None = None
         self._restored: dict[str, Any] = {}
@@ -123,6 +128,17 @@ class THDThroughputMonitor(EvaluationHooks):
             stage.load(self._restored, run.setting("train").model)
             self._restored = {}
         self._saving = PausedSaving(trainer, self._saved)
+        if self._pictures is not None and not getattr(trainer, "fast_dev_run", False):
+            warn_without_loggers(trainer.loggers)
+        self._await_packs(trainer)  # no epoch starts where one is resumed
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for the epoch's first packs, to draw them."""
+        self._await_packs(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the packs of an epoch that is shorter than its pictures."""
+        self._draw(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -136,6 +152,8 @@ class THDThroughputMonitor(EvaluationHooks):
         """Count the batch; close the interval where one ends."""
         run = self._ensure(trainer, pl_module)
         run.add("train", pl_module, batch)
+        if self._pictures is not None and self._pictures.add(batch):
+            self._draw(trainer)
         if trainer.fit_loop._should_accumulate():
             return
         self._steps += 1
@@ -222,6 +240,16 @@ class THDThroughputMonitor(EvaluationHooks):
             found = {short: metrics[f"train/{key}"] for key, short in _BAR if f"train/{key}" in metrics}
             trainer.progress_bar_metrics.update(found)
         trainer._logger_connector.log_metrics(dict(metrics))  # type: ignore[arg-type]  # floats are welcome
+
+    def _await_packs(self, trainer: Trainer) -> None:
+        if self._pictures is not None and trainer.is_global_zero:
+            capacity = getattr(getattr(trainer, "datamodule", None), "capacity", None)
+            self._pictures.begin(capacity if isinstance(capacity, int) else None)
+
+    def _draw(self, trainer: Trainer) -> None:
+        if self._pictures is not None and trainer.is_global_zero:
+            with self.paused():
+                self._pictures.show(trainer.loggers, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
     @contextmanager
     def _saved(self) -> Iterator[None]:

@@ -1,0 +1,90 @@
+"""The first packs of an epoch -> a drawing of them and histograms of lengths and fill, in the loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from lightning.fabric.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_thd._imports import require
+from lightning_thd.callbacks.measuring.batches import microbatches
+from lightning_thd.report.packs import draw_packs
+
+_PACKS = 64  # of an epoch, for the histograms
+_LANES = 16  # of these, drawn
+_DRAWN, _LENGTHS, _FILL = "train/packing/packs", "train/packing/lengths", "train/packing/fill_by_pack"
+
+
+class Pictures:
+    """Keeps the lengths in this rank's first packs of an epoch until they are shown.
+
+    Raises:
+        ModuleNotFoundError: without matplotlib.
+    """
+
+    def __init__(self) -> None:
+        require("matplotlib", feature="pictures=True")
+        self._packs: list[Sequence[int]] = []
+        self._capacity = 0
+        self._waiting = False
+
+    def begin(self, capacity: int | None) -> None:
+        """Wait for the packs of an epoch.
+
+        Args:
+            capacity: slots of a pack; None takes the largest that comes.
+        """
+        self._packs, self._capacity, self._waiting = [], capacity or 0, True
+
+    def add(self, batch: Any) -> bool:
+        """Keep the lengths in a batch while pictures wait for some; whether there are enough now."""
+        if not self._waiting:
+            return False
+        for stats, lengths in microbatches(batch):
+            if lengths is not None:
+                self._packs.append(lengths)
+                self._capacity = max(self._capacity, stats.slots)
+        return len(self._packs) >= _PACKS
+
+    def show(self, loggers: Iterable[Logger], step: int) -> None:
+        """Give what was kept to the loggers that take pictures, and wait for the next epoch.
+
+        Args:
+            loggers: of the Trainer, on the rank that logs.
+            step: what scalars of this moment are logged under.
+        """
+        packs, self._packs, self._waiting = self._packs[:_PACKS], [], False
+        if not packs:
+            return
+        figure = draw_packs(packs[:_LANES], self._capacity)
+        lengths = np.asarray([length for pack in packs for length in pack])
+        fill = np.asarray([sum(pack) / self._capacity for pack in packs])
+        histograms = {key: values for key, values in ((_LENGTHS, lengths), (_FILL, fill)) if len(values)}
+        for logger in loggers:
+            if isinstance(logger, WandbLogger):
+                _to_wandb(logger, figure, histograms, step)
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_figure(_DRAWN, figure, step)
+                for key, values in histograms.items():
+                    logger.experiment.add_histogram(key, values, step)
+
+
+def warn_without_loggers(loggers: Sequence[Logger]) -> None:
+    """Say that pictures have nowhere to go."""
+    if not any(isinstance(logger, (TensorBoardLogger, WandbLogger)) for logger in loggers):
+        names = ", ".join(type(logger).__name__ for logger in loggers) or "none"
+        rank_zero_warn(
+            f"pictures=True, but no logger of the Trainer takes pictures (it has {names}). Add a "
+            "TensorBoardLogger or a WandbLogger, or leave pictures out."
+        )
+
+
+def _to_wandb(logger: WandbLogger, figure: Any, histograms: dict[str, Any], step: int) -> None:
+    wandb = require("wandb", feature="WandbLogger")
+    shown = {_DRAWN: wandb.Image(figure)}
+    shown |= {key: wandb.Histogram(values) for key, values in histograms.items()}
+    logger.log_metrics(shown, step=step)
