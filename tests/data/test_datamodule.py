@@ -270,7 +270,7 @@ class BadVocabulary(TinyModule):
         (lambda: THDDataModule([{"input_ids": [1, -1]}], capacity=8), "has the token id -1"),
         (
             lambda: THDDataModule([{"input_ids": [1, VOCAB]}], capacity=8),
-            "Sequence 0 has the token id 64",
+            "Sequence 0 of the train data has the token id 64",
         ),
         (lambda: THDDataModule([{"input_ids": []}, {"input_ids": [1]}], capacity=8), "has no tokens"),
     ],
