@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -12,7 +14,9 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
-from lightning_thd import Sequences, THDBatch, causal_lm_loss
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
+from lightning_thd.callbacks import THDThroughputMonitor
+from lightning_thd.data.streams import Stream
 from lightning_thd.strategies.norms import grad_norm
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Job, Layout, data, full_parameters, make_optimizer, make_trainer
@@ -111,6 +115,48 @@ def test_frozen_weights_and_adapters(kind: type[Job]) -> None:
 @pytest.mark.slow
 def test_logits_that_the_config_does_not_tell_under_interleaved_stages() -> None:
     compare(Halved, Layout(pp=2, options=INTERLEAVED))
+
+
+class Recomputed(Decayed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def measure(kind: type[Job], layout: Layout) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    monitor = THDThroughputMonitor(peak=1e12, every_n_steps=2, warmup_steps=0)
+    make_trainer(layout, max_steps=2, callbacks=[monitor]).fit(kind(), data(Sequences(12)))
+    return {"flops": monitor.state_dict()["flops"], "total": monitor.latest["train/total_flops"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [FrozenStage, Adapted, Recomputed])
+@pytest.mark.parametrize("options", [{}, INTERLEAVED], ids=["1f1b", "interleaved"])
+def test_flops_are_those_of_the_whole_model_once(kind: type[Job], options: dict[str, Any]) -> None:
+    (wanted,) = run_ranks(measure, 1, kind, Layout())
+    assert run_ranks(measure, 2, kind, Layout(pp=2, options=options)) == [wanted, wanted]
+
+
+def fit_stream(folder: str, layout: Layout) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    module = Job("qwen3@4")
+    accumulate = 1 if layout.pp > 1 else 3
+    trainer = make_trainer(layout, max_epochs=1, max_steps=-1, accumulate_grad_batches=accumulate)
+    stream = Stream(source=f"{folder}/*.jsonl", window=8)
+    trainer.fit(module, THDDataModule(stream, capacity=64, global_batch=Packs(3)))
+    return {"params": full_parameters(module.model), "steps": trainer.global_step}
+
+
+def test_a_step_of_packs_from_a_stream_is_one_step(tmp_path: Path) -> None:
+    for shard in range(2):
+        rows = [{k: v.tolist() for k, v in s.items()} for s in sequences(32, labels=True)[shard::2]]
+        (tmp_path / f"{shard}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (wanted,) = run_ranks(fit_stream, 1, str(tmp_path), Layout())
+    for rank in run_ranks(fit_stream, 2, str(tmp_path), Layout(pp=2)):
+        assert rank["steps"] == wanted["steps"] > 1
+        for name, value in rank["params"].items():
+            torch.testing.assert_close(value, wanted["params"][name], rtol=1e-10, atol=1e-10)
 
 
 class Beside(Job):

@@ -14,6 +14,7 @@ from lightning_thd.callbacks.measuring.models import Policy, find_model, models_
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.terms import Causal, Tokens
 from lightning_thd.flops.torch_counter import StepCounter, counted_layers
+from lightning_thd.parallel.pipeline.cut import stages_in
 from lightning_thd.stats import combine
 
 _MAX_SHAPES = 4  # each costs a slow step
@@ -93,6 +94,9 @@ class Counting:
             return True
         if self._watch is not None and not discard and step:
             found = self._watch.passes(step, sharded=self._sharded)
+            # Under the interleaved schedule a microbatch calls the model once for each stage of this rank.
+            calls = max((held.chunks for held in stages_in(module)), default=1) if stage == "train" else 1
+            found = {name: Passes(one.training / calls, one.forward / calls) for name, one in found.items()}
             if stage != "train":
                 found = {name: Passes(one.training + one.forward) for name, one in found.items()}
             if any(one.training or one.forward for one in found.values()):

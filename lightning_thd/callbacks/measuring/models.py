@@ -13,6 +13,7 @@ from lightning_thd.callbacks.measuring.calls import Passes
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.several import Member, join
 from lightning_thd.flops.terms import Causal, Layer, Recompute, Tokens, matmul
+from lightning_thd.parallel.pipeline.cut import stages_in
 
 Policy: TypeAlias = Recompute | Literal["auto"]
 
@@ -79,8 +80,9 @@ def find_model(
 
 
 def follow(model: FlopsModel, module: nn.Module, *, recompute: Policy) -> FlopsModel:
-    """``model.for_module(module)``, with a recompute policy that was given kept."""
-    found = model.for_module(module)
+    """``model.for_module(module)`` of the whole module, with a recompute policy that was given kept."""
+    stage = next(stages_in(module), None)
+    found = model.for_module(module if stage is None or stage.whole is None else stage.whole)
     return found if recompute == "auto" else replace(found, recompute=recompute)
 
 

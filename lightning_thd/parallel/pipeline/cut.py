@@ -6,9 +6,11 @@ stand-ins without parameters, and the names of everything that stays are those o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from lightning_thd.parallel.pipeline.channel import Channel
@@ -55,7 +57,7 @@ def cut_model(
     before, behind = _around(inner, parent, layers)
     _refuse_shared(inner, layers)
     found = plan_split(inner, channel.ranks, stages_per_rank=stages_per_rank, split=split)
-    stage = Stage(found, channel)
+    stage = Stage(found, channel, _on_meta(inner))
     parent._modules[path.rpartition(".")[2]] = StageLayers(layers, stage)
     first, last = channel.rank == 0, channel.rank == channel.ranks - 1
     for owner, name in before:
@@ -240,6 +242,16 @@ def stages_in(model: nn.Module) -> Iterator[Stage]:
     for module in model.modules():
         if (stage := stage_of(module)) is not None:
             yield stage
+
+
+def _on_meta(inner: nn.Module) -> nn.Module:
+    """Copy a model without its memory, for those who count what all stages run."""
+    memo: dict[int, Any] = {}
+    for tensor in [*inner.parameters(), *inner.buffers()]:
+        empty: Any = torch.empty_like(tensor.detach(), device="meta")
+        trained = tensor.requires_grad
+        memo[id(tensor)] = nn.Parameter(empty, trained) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(inner, memo)
 
 
 def _no_embedding(owner: nn.Module, name: str, channel: Channel) -> NoEmbedding:

@@ -34,6 +34,7 @@ class Stage:
     Args:
         split: who holds what.
         channel: to the ranks before and behind.
+        whole: the model before it was cut, without memory.
 
     Attributes:
         active: chunk of the running pass; None between steps.
@@ -42,8 +43,9 @@ class Stage:
         tied_names: on the last rank, the head's name of that weight to the embedding's.
     """
 
-    def __init__(self, split: Split, channel: Channel) -> None:
+    def __init__(self, split: Split, channel: Channel, whole: nn.Module | None = None) -> None:
         self.split, self.channel = split, channel
+        self.whole = whole
         self.active: int | None = None
         self.tail: Tensor | None = None
         self.tied: nn.Parameter | None = None
