@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._checks import described
+from lightning_thd._static import shapes_are_static
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import collate_fields
 from lightning_thd.batch.immutable import Immutable
@@ -251,7 +252,7 @@ class THDBatch(Immutable):
             False (the default True makes transformers ignore the boundaries), and the extras.
         """
         position_ids = self.position_ids
-        if self.lengths != self.padded_lengths[: len(self.lengths)]:
+        if not shapes_are_static() and self.lengths != self.padded_lengths[: len(self.lengths)]:
             remember_lengths(self.cu_seqlens_padded, self.lengths)
         return {
             "input_ids": self.input_ids[None],
