@@ -71,6 +71,7 @@ def build(family: str, model_class: str, attention: str) -> Any:
         config = next((x for x in vars(config).values() if isinstance(x, cls.config_class)), config)
     if (hasattr(config, "is_decoder") and ("CausalLM" in model_class)) or "LMHead" in model_class:
         config.is_decoder = True
+    config.use_cache = False  # reference and packs alike: no head here generates
     torch.manual_seed(0)
     model = cls._from_config(config, attn_implementation=attention).eval()
     generator = torch.Generator().manual_seed(7)
@@ -81,7 +82,7 @@ def build(family: str, model_class: str, attention: str) -> Any:
     return model
 
 
-def samples(kind: str, seed: int = 0) -> list[Tensor]:
+def samples(kind: str = "causal", seed: int = 0) -> list[Tensor]:
     """Documents of ordinary tokens; where a head may look for an end, with one."""
     generator = torch.Generator().manual_seed(seed)
     docs = [torch.randint(8, VOCAB - 8, (n,), generator=generator) for n in LENGTHS]

@@ -203,6 +203,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "index_block_size": 4,
         "index_topk_blocks": 2,
     },
+    "t5": {"decoder_start_token_id": 0},
     "xmod": {"default_language": "en_XX"},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2},
