@@ -14,7 +14,9 @@ from lightning_thd.integrations import prepare_fabric
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument(
+        "--steps", type=int, default=100, help="100 take three to five minutes on two CPU cores"
+    )
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--out", default="runs/fabric")
     args = parser.parse_args()

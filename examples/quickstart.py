@@ -6,17 +6,20 @@ python examples/quickstart.py --data my.jsonl --text-key text    # or a folder o
 """
 
 import argparse
+import logging
+import warnings
 from pathlib import Path
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightning_thd import THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
 from lightning_thd.data import ByteTokenizer, StdlibText
 from lightning_thd.report import show
+from lightning_thd.report.rows import number
 
 
 def make_model() -> torch.nn.Module:
@@ -45,6 +48,24 @@ class TinyQwen3(L.LightningModule):
         return torch.optim.AdamW(self.model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
 
+class OneLine(TQDMProgressBar):
+    """Fits a terminal of 80 columns."""
+
+    BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+
+    def get_metrics(self, *args: object) -> dict[str, str]:
+        found = super().get_metrics(*args)
+        return {key.removeprefix("train/"): number(found[key]) for key in found if key != "v_num"}
+
+
+def leave_out_advice_of_other_packages() -> None:
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec|.*does not have many workers")
+    tips = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    tips.addFilter(lambda record: "litlogger" not in record.getMessage())
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--data", help="a .jsonl file, a text file or a folder of text files")
@@ -56,19 +77,16 @@ def main() -> None:
     if args.resume and not Path(args.out, "checkpoints", "last.ckpt").exists():
         parser.error(f"--resume: {args.out}/checkpoints holds no last.ckpt; one is written every 20 steps")
 
+    leave_out_advice_of_other_packages()
     L.seed_everything(0)
-    data = THDDataModule(
-        args.data or StdlibText(max_bytes=2048),
-        capacity=8_192,
-        text_key=args.text_key,
-        oversize="split",
-    )
+    source = args.data or StdlibText(max_bytes=2048)
+    data = THDDataModule(source, capacity=8_192, text_key=args.text_key, oversize="split")
     checkpoints = ModelCheckpoint(f"{args.out}/checkpoints", every_n_train_steps=20, save_last=True)
     trainer = L.Trainer(
         max_steps=args.steps,
         max_epochs=1_000,
         enable_model_summary=False,
-        callbacks=[THDThroughputMonitor(peak="measure", every_n_steps=5), checkpoints],
+        callbacks=[THDThroughputMonitor(peak="measure", every_n_steps=5), checkpoints, OneLine()],
         logger=[TensorBoardLogger(args.out, name="tensorboard"), CSVLogger(args.out, name="csv")],
         log_every_n_steps=1,
         gradient_clip_val=1.0,

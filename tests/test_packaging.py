@@ -1,0 +1,105 @@
+"""The sdist and the wheel as a user gets them: whole, and importable where nothing else of ours is."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+BUILD = "import setuptools.build_meta as b, sys; getattr(b, 'build_' + sys.argv[1])(sys.argv[2])"
+IMPORTS = """
+import lightning_thd, sys
+names = [getattr(lightning_thd, name) for name in lightning_thd.__all__]
+absent = [name for name in ("tests", "benchmarks", "examples") if name in sys.modules]
+print(lightning_thd.__file__, lightning_thd.__version__, len(names), absent)
+"""
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=cwd, env=clean | environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def tracked(folder: str) -> set[str]:
+    """Files under a folder that a user's clone holds."""
+    found = run("git", "ls-files", folder, cwd=ROOT).splitlines()
+    return {name for name in found if (ROOT / name).exists()}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Build the sdist from a copy of what git tracks, and the wheel from the sdist."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in sorted(tracked(".")):
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    run(sys.executable, "-c", BUILD, "sdist", str(out), cwd=source)
+    (sdist,) = out.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(out, filter="data")
+    (unpacked,) = (path for path in out.iterdir() if path.is_dir())
+    run(sys.executable, "-c", BUILD, "wheel", str(out), cwd=unpacked)
+    (wheel,) = out.glob("*.whl")
+    return {"sdist": sdist, "wheel": wheel}
+
+
+@pytest.mark.slow
+def test_the_sdist_holds_what_a_clone_holds(built: dict[str, Path]) -> None:
+    with tarfile.open(built["sdist"]) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    for folder in ("lightning_thd", "tests", "examples", "docs", "benchmarks"):
+        assert tracked(folder) - held == set()
+    assert {"LICENSE", "CITATION.cff", "SECURITY.md", "constraints.txt", "Makefile", "mkdocs.yml"} <= held
+    assert not [name for name in held if name.endswith(".pyc")]
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_alone(built: dict[str, Path]) -> None:
+    with zipfile.ZipFile(built["wheel"]) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        needed = re.findall(r"^Requires-Dist: ([\w-]+)(?!.*extra ==)", archive.read(metadata).decode(), re.M)
+    assert held == tracked("lightning_thd")
+    assert sorted(needed) == ["lightning", "numpy", "tensorboard", "torch", "torchmetrics"]
+
+
+@pytest.mark.slow
+def test_it_installs_into_an_empty_environment(built: dict[str, Path], tmp_path: Path) -> None:
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=False, symlinks=True)
+    (packages,) = home.glob("lib/python*/site-packages")
+    pip = [
+        "-m",
+        "pip",
+        "--python",
+        str(home / "bin" / "python"),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
+    run(sys.executable, *pip, str(built["wheel"]), cwd=tmp_path)
+    # what it depends on, and nothing of this checkout: .pth files there are not read
+    shared = Path(torch.__file__).parents[1]
+    found = run(str(home / "bin" / "python"), "-c", IMPORTS, cwd=tmp_path, PYTHONPATH=f"{packages}:{shared}")
+    file, version, names, absent = found.split()
+    assert file.startswith(str(packages))
+    assert version in built["wheel"].name
+    assert int(names) > 10
+    assert absent == "[]"
+    said = run(str(home / "bin" / "lightning-thd"), "--help", cwd=tmp_path, PYTHONPATH=f"{packages}:{shared}")
+    assert "doctor" in said
