@@ -121,6 +121,9 @@ def test_another_transformers_refuses_thd_alone(
         "import sys, lightning_thd\n"
         "for x in [x for x in sys.modules if x.partition('.')[0] == 'transformers']: del sys.modules[x]\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        # Some release of what lightning needs may have imported transformers, and the hooks are done.
+        "del sys.modules['lightning_thd.models.register']\n"
+        "from lightning_thd.models.register import register_thd\nregister_thd()\n"
         "import transformers.modeling_utils as m, transformers.masking_utils as k\n"
         f"table = (m if {table!r} == 'AttentionInterface' else k).{table}.table\n"
         "try: table['thd']()\nexcept ValueError as error: print(error)"
