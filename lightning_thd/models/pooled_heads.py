@@ -66,8 +66,9 @@ def a_row_a_sequence(model: Any, pack: Pack, output: Any) -> Any:
         return None
     if "[:, 0]" not in inspect.getsource(type(pooler).forward):
         raise ValueError(
-            f"{type(model).__name__} pools a whole row by {type(pooler).__name__}, which on a pack mixes "
-            "sequences. Build it with add_pooling_layer=False and pool batch.unpack(hidden) yourself."
+            f"{type(model).__name__} makes its pooler_output by code that cannot be repeated for every "
+            f"sequence of a pack (its pooler is a {type(pooler).__name__}). Feed it padded rows, or build "
+            "its base with add_pooling_layer=False and pool batch.unpack(hidden) yourself."
         )
     starts = pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1)
     output.pooler_output = pooler(hidden[0].index_select(0, starts)[:, None])
