@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_thd._checks import whole_number
@@ -19,14 +17,22 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
 from lightning_thd.data.mixing import ShareLog
-from lightning_thd.data.planning import Planner, PlanSettings, counts_of, keep_long_rows, make_planner
+from lightning_thd.data.planning import (
+    Planner,
+    PlanSettings,
+    announce,
+    counts_of,
+    keep_long_rows,
+    make_planner,
+)
 from lightning_thd.data.read.conversations import Records
-from lightning_thd.data.read.encode import Tokenizer, load_tokenizer
+from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
 from lightning_thd.data.read.tokenize import Engine
-from lightning_thd.data.sets import DataSet, is_mixture, open_mixture, open_set, weighted
+from lightning_thd.data.sets import DataSet, is_mixture, named_sources, open_mixture, open_set, weighted
 from lightning_thd.data.store.index import Empty, OnError
-from lightning_thd.data.streams import Stream, StreamLoader, StreamPolicies, is_stream, stream_loader
+from lightning_thd.data.stream_link import as_stream, refuse_repeats, stream_policies
+from lightning_thd.data.streams import Stream, StreamLoader, is_stream, stream_loader
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner
@@ -41,16 +47,15 @@ class THDDataModule(L.LightningDataModule):
     ``THDDataModule(dataset, capacity=8_192)`` works under any Lightning strategy.
 
     Args:
-        train: a map-style dataset giving ``{"input_ids": ints[, "labels": ints]}`` (labels unshifted, -100
-            where ignored); or a path, a glob, an address (``s3://``, ``hf://``, ...) or a list of them:
-            ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet`` or ``.arrow`` files, also ``.gz``,
+        train: a map-style dataset giving ``{"input_ids": ints[, "labels": ints]}`` (labels unshifted,
+            -100 where ignored); or a path, a glob, an address (``s3://``, ``hf://``, ...) or a list of
+            them: ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet`` or ``.arrow`` files, also ``.gz``,
             ``.zst``, ``.bz2`` or ``.xz``, text files, a folder of such, or one that
-            ``datasets.Dataset.save_to_disk``, ``TokenStore.save`` or ``lightning-thd pack`` wrote. In
-            place of
-            ids, records may hold text, ``prompt`` and ``completion``, or a conversation: these are tokenised
-            once, with loss on what the assistant says alone where there is one. A dict
-            ``{name: (source, weight)}`` is a mixture. An ``IterableDataset``, a function
-            that begins an iterator, ``.tar`` shards, or a ``data.streams.Stream``: read once, front to back.
+            ``datasets.Dataset.save_to_disk``, ``TokenStore.save`` or ``lightning-thd pack`` wrote. In place
+            of ids, records may hold text, ``prompt`` and ``completion``, or a conversation: these are
+            tokenised once, with loss on what the assistant says alone where there is one. A dict ``{name:
+            (source, weight)}`` is a mixture. An ``IterableDataset``, a function that begins an iterator,
+            ``.tar`` shards, or a ``data.streams.Stream``: read once, front to back.
         capacity: most tokens of a pack.
         global_batch: ``Packs(n)``, n packs to an optimizer step, or ``Sequences(n)``, exactly n sequences
             to a step in as many microbatches as they need (needs a strategy of ours). Default: one pack a
@@ -172,7 +177,7 @@ class THDDataModule(L.LightningDataModule):
         )
         self.empty, self.vocab_size = empty, vocab_size
         self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
-        self._stream = _as_stream(train, on_error, max_errors)
+        self._stream = as_stream(train, on_error, max_errors)
         if self._stream is not None:
             train = None
         for stage, source in {"val": val, "test": test, "predict": predict}.items():
@@ -182,7 +187,9 @@ class THDDataModule(L.LightningDataModule):
                     "in a known order. Pass a dataset with a length, a list or a path; train may be a stream."
                 )
         given = {"train": train, "val": val, "test": test, "predict": predict}
-        self._sources = _named({stage: source for stage, source in given.items() if source is not None})
+        self._sources = named_sources(
+            {stage: source for stage, source in given.items() if source is not None}
+        )
         for stage in ("val", "test", "predict"):
             if given[stage] is None:  # a loader that is there makes Lightning ask for its step
                 hook = f"{stage}_dataloader"
@@ -313,32 +320,13 @@ class THDDataModule(L.LightningDataModule):
 
     def _streamed(self, stream: Stream, kind: Literal["pack", "step"]) -> StreamLoader:
         """Make the loader of a stream; every rank of the job calls this."""
-        if getattr(self.trainer, "overfit_batches", 0) > 0:
-            raise MisconfigurationException(
-                "overfit_batches repeats the first batches of data that can be asked for them, and a stream "
-                "cannot. Pass a dataset with a length, or overfit_batches=0."
-            )
-        plans, opener = self._plans, self._opener
-        if plans.schedule is not None:
-            raise MisconfigurationException(
-                "A schedule numbers the sequences of a dataset with a length. Leave it out for a stream."
-            )
+        refuse_repeats(self.trainer, self._plans)
         progress = link.Progress(self.trainer) if self.trainer is not None else None
-        policies = StreamPolicies(
-            capacity=plans.capacity,
-            global_batch=plans.global_batch,
-            tokenizer=partial(load_tokenizer, opener.tokenizer),
-            text_key=opener.text_key,
-            append_eos=opener.append_eos,
-            oversize=plans.oversize,
+        policies = stream_policies(
+            self._plans,
+            self._opener,
             drop_empty=self.empty == "drop",
-            tail=plans.tail,
-            seed=plans.seed,
-            cost=plans.cost,
-            scheduler=plans.scheduler,
-            pad_to=plans.pad_to,
             vocab_size=self.vocab_size,
-            num_workers=self.num_workers,
             pin_memory=self.pin_memory,
         )
         return stream_loader(
@@ -405,37 +393,5 @@ class THDDataModule(L.LightningDataModule):
                 training=name == "train",
                 cache_dir=self._opener.cache_dir,
             )
-            _announce(self._sets[name], self._planners[key], host)
+            announce(self._sets[name], self._planners[key], host)
         return self._planners[key]
-
-
-def _named(sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Give each source of an evaluation stage that has several a name of its own: ``val/code``."""
-    named: dict[str, Any] = {}
-    for stage, source in sources.items():
-        if stage != "train" and is_mixture(source):
-            named |= {f"{stage}/{name}": one for name, one in source.items()}
-        else:
-            named[stage] = source
-    return named
-
-
-def _as_stream(train: object, on_error: OnError, max_errors: int | None) -> Stream | None:
-    """Wrap training data that can only be iterated; None for data with a length."""
-    if isinstance(train, Stream):
-        return train
-    if train is None or not is_stream(train):
-        return None
-    return Stream(source=train, on_error=on_error, max_errors=max_errors)
-
-
-def _announce(data: DataSet, planner: Planner, host: link.Host) -> None:
-    """Say, and log, how large a set is and what its policies leave out or change."""
-    lengths, name = data.index.lengths, data.name
-    changed = {key: count for key, count in counts_of(data, planner).items() if count}
-    rank_zero_info(
-        f"{name}: {len(lengths):,} sequences, {int(lengths.sum()):,} tokens"
-        + "".join(f", {key.replace('_', ' ')} {count:,}" for key, count in changed.items())
-    )
-    for logger in host.loggers if changed else ():
-        logger.log_metrics({f"data/{name}_{key}": count for key, count in changed.items()}, step=0)

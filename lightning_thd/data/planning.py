@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset
 
 from lightning_thd.data.sets import DataSet
@@ -254,3 +255,15 @@ def plan_counted_once(
         cache_dir=cache_dir,
     )
     return made[0] if made else plan(counts=np.asarray(found["counts"]))
+
+
+def announce(data: DataSet, planner: Planner, host: Host) -> None:
+    """Say, and log, how large a set is and what its policies leave out or change."""
+    lengths, name = data.index.lengths, data.name
+    changed = {key: count for key, count in counts_of(data, planner).items() if count}
+    rank_zero_info(
+        f"{name}: {len(lengths):,} sequences, {int(lengths.sum()):,} tokens"
+        + "".join(f", {key.replace('_', ' ')} {count:,}" for key, count in changed.items())
+    )
+    for logger in host.loggers if changed else ():
+        logger.log_metrics({f"data/{name}_{key}": count for key, count in changed.items()}, step=0)

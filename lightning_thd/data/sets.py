@@ -132,3 +132,14 @@ def open_set(name: str, source: Source, opener: Opener, *, empty: Empty) -> Data
         key=None if opened.key is None else {**opened.key, "empty": empty},
         schedule=opened.schedule,
     )
+
+
+def named_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Give each source of an evaluation stage that has several a name of its own: ``val/code``."""
+    named: dict[str, Any] = {}
+    for stage, source in sources.items():
+        if stage != "train" and is_mixture(source):
+            named |= {f"{stage}/{name}": one for name, one in source.items()}
+        else:
+            named[stage] = source
+    return named

@@ -1,0 +1,71 @@
+"""Training data that can only be iterated, and a data module's settings -> what a stream's loader is told."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import lightning.pytorch as L
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_thd.data.planning import PlanSettings
+from lightning_thd.data.read.encode import load_tokenizer
+from lightning_thd.data.read.sources import Opener
+from lightning_thd.data.store.index import OnError
+from lightning_thd.data.streams import Stream, StreamPolicies, is_stream
+
+
+def as_stream(train: object, on_error: OnError, max_errors: int | None) -> Stream | None:
+    """Wrap training data that can only be iterated; None for data with a length."""
+    if isinstance(train, Stream):
+        return train
+    if train is None or not is_stream(train):
+        return None
+    return Stream(source=train, on_error=on_error, max_errors=max_errors)
+
+
+def refuse_repeats(trainer: L.Trainer | None, plans: PlanSettings) -> None:
+    """Refuse settings that ask a stream for a batch by its number.
+
+    Raises:
+        MisconfigurationException: for ``overfit_batches`` and for a ready-made schedule.
+    """
+    if getattr(trainer, "overfit_batches", 0) > 0:
+        raise MisconfigurationException(
+            "overfit_batches repeats the first batches of data that can be asked for them, and a stream "
+            "cannot. Pass a dataset with a length, or overfit_batches=0."
+        )
+    if plans.schedule is not None:
+        raise MisconfigurationException(
+            "A schedule numbers the sequences of a dataset with a length. Leave it out for a stream."
+        )
+
+
+def stream_policies(
+    plans: PlanSettings, opener: Opener, *, drop_empty: bool, vocab_size: int | None, pin_memory: bool | None
+) -> StreamPolicies:
+    """Collect what a data module decides for its streams.
+
+    Args:
+        plans: how steps are planned.
+        opener: how records become ids.
+        drop_empty: leave out sequences without tokens.
+        vocab_size: ids are checked against it.
+        pin_memory: page-lock batches.
+    """
+    return StreamPolicies(
+        capacity=plans.capacity,
+        global_batch=plans.global_batch,
+        tokenizer=partial(load_tokenizer, opener.tokenizer),
+        text_key=opener.text_key,
+        append_eos=opener.append_eos,
+        oversize=plans.oversize,
+        drop_empty=drop_empty,
+        tail=plans.tail,
+        seed=plans.seed,
+        cost=plans.cost,
+        scheduler=plans.scheduler,
+        pad_to=plans.pad_to,
+        vocab_size=vocab_size,
+        num_workers=opener.num_workers,
+        pin_memory=pin_memory,
+    )
