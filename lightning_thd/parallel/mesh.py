@@ -165,8 +165,8 @@ def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Mes
     )
 
 
-def second_group(sizes: AxisSizes) -> dist.ProcessGroup:
-    """Make a second group of this rank's pipeline; a collective of the whole job."""
+def another_group(sizes: AxisSizes) -> dist.ProcessGroup:
+    """Make a further group of this rank's pipeline; a collective of the whole job."""
     rank = dist.get_rank()
     own: dist.ProcessGroup | None = None
     for place in range(sizes.stage):

@@ -103,10 +103,13 @@ def test_arguments_that_contradict_each_other(given: dict[str, Any], message: st
 def evaluate(layout: Layout) -> dict[str, Any]:
     module = Job("qwen3@4t")
     trainer = make_trainer(layout, limit_val_batches=3, val_check_interval=2, max_steps=2)
-    datamodule = data(Packs(layout.dp), val=sequences(12, seed=3))
+    datamodule = data(Packs(layout.dp), val=sequences(12, seed=3), predict=sequences(9, seed=4))
     validated = trainer.validate(module, datamodule, verbose=False)[0]
     trainer.fit(module, datamodule)
-    return {"val": validated, "after": float(trainer.callback_metrics["val/loss"])}
+    after = float(trainer.callback_metrics["val/loss"])
+    predicted = trainer.predict(module, datamodule)
+    logits = {i: one for batch in predicted for i, one in batch}
+    return {"val": validated, "after": after, "logits": logits}
 
 
 def test_validation_has_the_same_numbers_on_every_stage() -> None:
@@ -115,6 +118,9 @@ def test_validation_has_the_same_numbers_on_every_stage() -> None:
     for rank in run_ranks(evaluate, 2, stages):
         assert rank["val"] == pytest.approx(wanted["val"], rel=1e-6)
         assert rank["after"] == pytest.approx(wanted["after"], rel=1e-6)
+        assert rank["logits"].keys() == wanted["logits"].keys() == set(range(9))
+        for i, one in wanted["logits"].items():
+            assert torch.allclose(rank["logits"][i], one, rtol=1e-10, atol=1e-12)
 
 
 def save_and_go_on(layout: Layout, folder: str, resume: bool) -> dict[str, Any]:

@@ -41,12 +41,15 @@ class Channel:
     Attributes:
         down: group of the pipeline's ranks for activations.
         up: another group of the same ranks for gradients.
+        wraps: a third and a fourth, for what goes from the last rank to the first with several stages a rank,
+            down and up: of two ranks, messages both ways on one NCCL communicator would wait for each other.
         traffic: what was sent so far.
         waited_s: seconds this rank has waited for messages; 0 on devices that do not wait on the host.
     """
 
     down: dist.ProcessGroup
     up: dist.ProcessGroup
+    wraps: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     traffic: Traffic = field(default_factory=Traffic)
     waited_s: float = 0.0
     _dtype: torch.dtype | None = None
@@ -72,14 +75,17 @@ class Channel:
         data = tensor.detach().contiguous()
         self.traffic.messages += 1
         self.traffic.bytes += data.numel() * data.element_size()
-        self._sent.append((dist.isend(data, self._peer(direction, 1), group=self._group(direction)), data))
+        group = self._group(direction, wraps=self.rank == self._end(direction))
+        self._sent.append((dist.isend(data, self._peer(direction, 1), group=group), data))
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
     def post(self, shape: torch.Size, device: torch.device, direction: Direction) -> None:
         """Begin to receive the next message from a direction, while something else runs."""
         buffer = torch.empty(shape, dtype=self.dtype(device), device=device)
-        work = dist.irecv(buffer, self._peer(direction, -1), group=self._group(direction))
+        first = self.ranks - 1 - self._end(direction)
+        group = self._group(direction, wraps=self.rank == first)
+        work = dist.irecv(buffer, self._peer(direction, -1), group=group)
         self._posted[direction].append((work, buffer))
 
     def receive(self, shape: torch.Size, device: torch.device, direction: Direction) -> Tensor:
@@ -133,13 +139,19 @@ class Channel:
                 "precision for all layers, or pipeline_parallel_size=1."
             )
 
-    def _group(self, direction: Direction) -> dist.ProcessGroup:
+    def _group(self, direction: Direction, *, wraps: bool) -> dist.ProcessGroup:
+        if wraps and self.wraps is not None:
+            return self.wraps[direction == "up"]
         return self.down if direction == "down" else self.up
+
+    def _end(self, direction: Direction) -> int:
+        """Give the last rank in a direction."""
+        return self.ranks - 1 if direction == "down" else 0
 
     def _peer(self, direction: Direction, step: int) -> int:
         """Give the global rank one place behind (or before) this one, seen in a direction."""
         along = step if direction == "down" else -step
-        return dist.get_global_rank(self._group(direction), (self.rank + along) % self.ranks)
+        return dist.get_global_rank(self.down, (self.rank + along) % self.ranks)
 
 
 class Receive(torch.autograd.Function):

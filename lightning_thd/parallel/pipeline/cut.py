@@ -71,9 +71,11 @@ def cut_model(
             _run_only_where(owner._modules[name], lambda: stage.holds_head, PassThrough())
         else:
             owner._modules[name] = PassThrough()
-    if not last:
-        head = inner.get_output_embeddings()
-        inner.set_output_embeddings(NoHead(_rows(head, inner)))
+    head = inner.get_output_embeddings()
+    if last:
+        head.register_forward_hook(stage.share_logits)
+    else:
+        inner.set_output_embeddings(NoHead(_rows(head, inner), stage))
     inner.__dict__[_ATTRIBUTE] = stage
     return stage
 

@@ -164,7 +164,7 @@ class Stage:
             tail, self.tail = self.tail, None
             return tail.expand(size)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        return self._broadcast(torch.empty(size, dtype=dtype, device=hidden.device))
+        return self.broadcast(torch.empty(size, dtype=dtype, device=hidden.device))
 
     def share(self, values: Tensor) -> Tensor:
         """Send what the head made to the ranks without it, where no gradients are wanted.
@@ -176,9 +176,15 @@ class Stage:
             The same.
         """
         self._calls += 1
-        return values if torch.is_grad_enabled() else self._broadcast(values.contiguous())
+        return values if torch.is_grad_enabled() else self.broadcast(values.contiguous())
 
-    def _broadcast(self, values: Tensor) -> Tensor:
+    def share_logits(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> None:
+        """Send the head's logits to the other stages, in prediction and evaluation; a forward hook."""
+        if not torch.is_grad_enabled() and type(logits) is Tensor:  # losses make no logits, and share values
+            self.broadcast(logits.contiguous())
+
+    def broadcast(self, values: Tensor) -> Tensor:
+        """Fill ``values`` on every rank of the pipeline with those of the last stage."""
         source = dist.get_global_rank(self.channel.down, self.split.ranks - 1)
         dist.broadcast(values, source, group=self.channel.down)
         self.channel.finish()
@@ -325,14 +331,21 @@ class NoHead(nn.Module):
 
     Args:
         vocabulary: entries of the whole head.
+        stage: receives logits from the last stage where no gradients are wanted.
     """
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, stage: Stage) -> None:
         super().__init__()
-        self.out_features = vocabulary
+        self.out_features, self._stage = vocabulary, stage
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Refuse to make logits of which this rank has nothing."""
+        """Receive the last stage's logits, in prediction and evaluation; refuse to train on them.
+
+        Raises:
+            ValueError: where gradients are wanted.
+        """
+        if not torch.is_grad_enabled():
+            return self._stage.broadcast(hidden.new_empty(*hidden.shape[:-1], self.out_features))
         raise ValueError(
             "Only the last pipeline stage has logits. Compute the loss with causal_lm_loss(model, batch) or "
             "causal_lm_logprobs(model, batch), which give every stage what it needs."

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.clip import clip_by_norm
-from lightning_thd.parallel.mesh import PIPELINE, second_group
+from lightning_thd.parallel.mesh import PIPELINE, another_group
 from lightning_thd.parallel.pipeline import Schedule, ScheduleName, expected_bubble
 from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
@@ -72,7 +72,12 @@ class PipelineMixin(THDStrategyMixin):
         super().setup_environment()
         if self.pipeline_parallel_size > 1:
             assert self._meshes is not None
-            self._channel = Channel(down=self._meshes.group(PIPELINE), up=second_group(self.sizes))
+            several = self.stages_per_rank > 1
+            self._channel = Channel(
+                down=self._meshes.group(PIPELINE),
+                up=another_group(self.sizes),
+                wraps=(another_group(self.sizes), another_group(self.sizes)) if several else None,
+            )
 
     def setup(self, trainer: L.Trainer) -> None:
         """Go on with the stage that an earlier fit has cut, or cut the model; then set up as always."""

@@ -100,4 +100,4 @@ def test_layers_that_are_given_what_the_embedding_made() -> None:
 
 def test_logits_of_a_stage_without_a_head() -> None:
     with pytest.raises(ValueError, match="Only the last pipeline stage has logits"):
-        NoHead(64)(torch.zeros(1, 4, 8))
+        NoHead(64, CHANNEL)(torch.zeros(1, 4, 8))
