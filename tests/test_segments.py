@@ -319,7 +319,7 @@ def test_messages() -> None:
         call(ids, kv, pos, pos_kv, max_segments=0)
     with pytest.raises(ValueError, match=r"ids_q is torch.float32; wanted an integer dtype"):
         call(ids.float(), kv, pos, pos_kv)
-    with pytest.raises(ValueError, match=r"ids_kv is torch.bool; wanted int32 or int64"):
+    with pytest.raises(ValueError, match=r"ids_kv is torch.bool; wanted an integer dtype"):
         call(ids, kv.bool(), pos, pos_kv)
     with pytest.raises(ValueError, match=r"ids_q is a scalar; wanted \[..., T\]"):
         call(ids[0], kv, pos[0], pos_kv)
