@@ -333,7 +333,7 @@ def test_messages() -> None:
         call(ids, kv, pos, pos_kv[1:])
     with pytest.raises(ValueError, match=r"pos_q is torch.int32 \[64\] on meta; .* \[64\] on cpu, as ids_q"):
         call(ids, kv, pos.to("meta"), pos_kv)
-    with pytest.raises(ValueError, match=r"pos_q is torch.float32 \[64\]"):
+    with pytest.raises(ValueError, match=r"pos_q is torch.float32; wanted an integer dtype"):
         call(ids, kv, pos.float(), pos_kv)
     with pytest.raises(
         ValueError, match=r"ids_q holds ids from 0 to 3, but max_segments=2; .*max_segments=3"
