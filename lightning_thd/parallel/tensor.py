@@ -79,7 +79,8 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
                     f"{', '.join(_STYLES)}. Pass a plan of these as tensor_parallel_plan={{...}}, or set "
                     "tensor_parallel_size=1."
                 )
-            if not isinstance(module, nn.ModuleList):
+            # What stands in for another pipeline stage's embedding or head has nothing to cut.
+            if not isinstance(module, nn.ModuleList) and any(True for _ in module.parameters()):
                 found.append((name, module, style))
     return found
 
