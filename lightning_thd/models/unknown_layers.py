@@ -13,6 +13,9 @@ from torch import nn
 from lightning_thd.models.inputs.position_tables import counts_in_sequences
 
 _POSITION_TABLE = re.compile(r"Position\w*Embedding")
+# Found by benchmarks.families with 5.15.0 (2026-11-22): moshi's logits by 1.1, longcat_flash's experts
+# without gradients. Both are exact with 5.23; releases between were not looked at.
+_EXACT_FROM = {"moshi": (5, 23), "longcat_flash": (5, 23)}
 # Does a modeling file ask transformers' attention table, by the name of its Python module?
 _ASKS: dict[str, bool] = {}
 
@@ -43,6 +46,7 @@ def refuse_unknown_layers(model: nn.Module) -> None:
     Raises:
         ValueError: naming the layer.
     """
+    refuse_early_release(getattr(getattr(model, "config", None), "model_type", ""), _installed())
     aware = False
     for found in _language_modules(model):
         layer = found.module is not found.owner
@@ -57,6 +61,29 @@ def refuse_unknown_layers(model: nn.Module) -> None:
             "implementation, and no state-space layer from lightning_thd.models.mixers.MIXERS. Feed it "
             "padded rows, one sequence each."
         )
+
+
+def refuse_early_release(model_type: str, installed: str) -> None:
+    """Refuse a family that a supported, but early, release of transformers computes otherwise.
+
+    Args:
+        model_type: of the config.
+        installed: version of transformers.
+
+    Raises:
+        ValueError: naming the first release that was proved exact.
+    """
+    needed = _EXACT_FROM.get(model_type)
+    numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
+    if needed is not None and len(numbers) == 2 and numbers < needed:
+        raise ValueError(
+            f"{model_type} differs between a pack and its sequences alone with transformers {installed}; it "
+            f"is exact from {'.'.join(map(str, needed))} on. Install that, or feed it padded rows."
+        )
+
+
+def _installed() -> str:
+    return str(getattr(sys.modules.get("transformers"), "__version__", ""))
 
 
 def _refuse_state(found: _Found) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from lightning_thd.models import register_thd
-from lightning_thd.models.unknown_layers import refuse_unknown_layers
+from lightning_thd.models.unknown_layers import refuse_early_release, refuse_unknown_layers
 from tests.models import matrix
 from tests.models.families import FAMILIES, build
 
@@ -81,3 +81,12 @@ def test_no_family_is_left_out_with_a_recent_transformers() -> None:
     assert len(FAMILIES) >= 40
     if Version(transformers.__version__) >= Version("5.23"):
         assert {"kimi_linear", "lfm3"} <= set(FAMILIES)
+
+
+def test_families_that_an_early_release_computes_otherwise() -> None:
+    with pytest.raises(
+        ValueError, match=r"moshi differs between a pack .* transformers 5.15.0; it is exact from 5.23"
+    ):
+        refuse_early_release("moshi", "5.15.0")
+    refuse_early_release("moshi", "5.23.0")
+    refuse_early_release("llama", "5.15.0")
