@@ -252,8 +252,7 @@ class THDBatch(Immutable):
             False (the default True makes transformers ignore the boundaries), and the extras.
         """
         position_ids = self.position_ids
-        if not shapes_are_static() and self.lengths != self.padded_lengths[: len(self.lengths)]:
-            remember_lengths(self.cu_seqlens_padded, self.lengths)
+        self._tell_real_lengths()
         return {
             "input_ids": self.input_ids[None],
             "position_ids": position_ids[None] if position_ids.ndim == 1 else position_ids[:, None],
@@ -265,6 +264,11 @@ class THDBatch(Immutable):
             "use_cache": False,
             **self.extras,
         }
+
+    def _tell_real_lengths(self) -> None:
+        """Let length-dependent ropes find the lengths without the padding between sequences."""
+        if not shapes_are_static() and self.lengths != self.padded_lengths[: len(self.lengths)]:
+            remember_lengths(self.cu_seqlens_padded, self.lengths)
 
     def unpack(self, x: Tensor) -> list[Tensor]:
         """Split a per-token tensor into one view a sequence, pads left out.
