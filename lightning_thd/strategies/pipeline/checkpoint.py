@@ -59,7 +59,11 @@ def complete_groups(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str
 
 
 def load_folder(
-    path: Path, model: nn.Module, optimizers: list[Optimizer], names: Mapping[str, str]
+    path: Path,
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    names: Mapping[str, str],
+    weights_only: bool | None = None,
 ) -> dict[str, Any]:
     """Load this stage's part of a checkpoint folder; a collective of the whole job.
 
@@ -68,6 +72,7 @@ def load_folder(
         model: the LightningModule.
         optimizers: of the trainer; none when only evaluating.
         names: this stage's name of a tied weight to the checkpoint's.
+        weights_only: as of ``torch.load``.
 
     Returns:
         What the checkpoint holds besides.
@@ -95,7 +100,7 @@ def load_folder(
         set_optimizer_state_dict(
             model, optimizer, optim_state_dict=loaded, options=StateDictOptions(cpu_offload=True)
         )
-    metadata: dict[str, Any] = torch.load(path / _METADATA_FILENAME, weights_only=False)
+    metadata: dict[str, Any] = torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
     return metadata
 
 

@@ -221,7 +221,7 @@ class PipelineMixin(THDStrategyMixin):
             return super().load_checkpoint(checkpoint_path, weights_only)
         path = Path(self.broadcast(checkpoint_path))
         assert self.model is not None
-        return load_folder(path, self.model, self.optimizers, self._head_name)
+        return load_folder(path, self.model, self.optimizers, self._head_name, weights_only)
 
     @property
     def _head_name(self) -> Mapping[str, str]:
