@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
+import lightning as L
 import pytest
 import torch
 from torch import nn
 
-from lightning_thd import THDBatch, causal_lm_loss
-from lightning_thd.module import CausalLMModule
+from lightning_thd import THDBatch, THDDataModule, causal_lm_loss
+from lightning_thd.module import CausalLMModule, adamw
 from tests.ranks import run_ranks
 from tests.tiny import sequences, tiny_llama
 
@@ -32,6 +36,70 @@ def count_graphs() -> int:
 def test_compiled_layers_share_one_graph_over_all_packs() -> None:
     # In a process of its own: once a batch was cut for context parallelism, attention breaks graphs.
     assert run_ranks(count_graphs, 1) == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_fused_adamw_steps_as_the_plain_one(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    shapes = [(40, 30), (30,), (1,), (7, 5, 3)]
+    ours, theirs = (
+        [torch.nn.Parameter(torch.linspace(-1, 1, math.prod(s)).view(s).to(dtype)) for s in shapes]
+        for _ in range(2)
+    )
+    how = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    fused, plain = adamw(ours, **how), torch.optim.AdamW(theirs, **how, foreach=False, fused=False)
+    assert fused.param_groups[0]["fused"]
+    for _ in range(5):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        fused.step()
+        plain.step()
+    # a different order of the same operations: some units in the last place
+    tolerance = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 3e-2}[dtype]
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_module_trains_fused_and_clips(tmp_path: Path, precision: str) -> None:
+    module = CausalLMModule(tiny_llama(), lr=1e-3)
+    trainer = L.Trainer(
+        max_steps=2,
+        precision=precision,
+        gradient_clip_val=0.1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, THDDataModule(sequences(60), capacity=256))
+    assert all(group["fused"] for group in trainer.optimizers[0].param_groups)
+    trainer.save_checkpoint(tmp_path / "at.ckpt")
+    again = L.Trainer(
+        max_steps=3,
+        precision=precision,
+        gradient_clip_val=0.1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    again.fit(
+        CausalLMModule(tiny_llama(), lr=1e-3),
+        THDDataModule(sequences(60), capacity=256),
+        ckpt_path=str(tmp_path / "at.ckpt"),
+    )
+    assert again.global_step == 3
+
+
+def test_other_parameters_keep_torchs_choice() -> None:
+    complex_ = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    meta = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    for parameter in (complex_, meta):
+        assert adamw([parameter], lr=1e-3, betas=(0.9, 0.95)).param_groups[0]["fused"] is None
 
 
 def test_another_word_is_refused() -> None:

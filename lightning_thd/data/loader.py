@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
@@ -14,9 +14,10 @@ from torch.utils.data import Dataset as TorchDataset
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.mixing import MixedRows
+from lightning_thd.data.plans_ahead import Planner, PlansAhead
 from lightning_thd.data.shared import make_shared_step
 from lightning_thd.data.store.index import MapDataset, SequenceIndex
-from lightning_thd.packing import Spans, StepPlan
+from lightning_thd.packing import Spans
 from lightning_thd.packing.sharing.planner import SharedPlanner, SharedStepPlan
 from lightning_thd.stats import Window
 
@@ -24,28 +25,6 @@ from lightning_thd.stats import Window
 Key = tuple[int, int, int, int]
 # "pack": a microbatch of a training step; "step": all of a rank at once; "eval": the loss of a batch alone
 Kind = Literal["pack", "step", "eval"]
-
-
-class Planner(Protocol):
-    """The part of ``packing.PackPlanner`` that a loader calls."""
-
-    def __len__(self) -> int: ...
-
-    def num_steps(self, epoch: int) -> int:
-        """Count the steps of an epoch."""
-        ...
-
-    def step(self, epoch: int, k: int, dp: int) -> StepPlan:
-        """Plan a step."""
-        ...
-
-    def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Describe a position."""
-        ...
-
-    def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Check a position and return its epoch and step."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,10 +99,11 @@ class _Steps(TorchDataset[THDBatch | THDStep]):
 
     def __init__(self, planner: Planner, maker: BatchMaker, rank: int, dp: int, kind: Kind) -> None:
         self._planner, self._maker, self._rank, self._dp, self._kind = planner, maker, rank, dp, kind
+        self._plans = PlansAhead(planner, dp)
 
     def __getitem__(self, key: Key) -> THDBatch | THDStep:
         epoch, step, micro, counted = key
-        plan = self._planner.step(epoch, step, self._dp)
+        plan = self._plans.step(epoch, step)
         if isinstance(plan, SharedStepPlan):
             assert isinstance(self._planner, SharedPlanner)
             return make_shared_step(plan, self._maker, self._planner.sharing, self._rank)

@@ -273,12 +273,13 @@ class MixturePlanner:
 
     def of_epoch(self, epoch: int) -> PackPlanner:
         """Return the planner of the entries of an epoch."""
-        if epoch not in self._planners:
+        planner = self._planners.get(epoch)  # read once: another thread may plan ahead
+        if planner is None:
             drawn = _EpochLengths(self._lengths, self.mixture, epoch)
             planner = PackPlanner(cast("Any", drawn), self._capacity, **self._settings)
             kept = list(self._planners.items())[-(_KEEP - 1) :]
             self._planners = {**dict(kept), epoch: planner}
-        return self._planners[epoch]
+        return planner
 
     def __len__(self) -> int:
         """Steps of the first epoch."""

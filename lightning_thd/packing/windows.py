@@ -70,14 +70,16 @@ class WindowedPacks:
         return join_spans(parts), np.cumsum(offsets)
 
     def _windows(self, epoch: int) -> tuple[IntArray, IntArray]:
-        if self._order is None or self._order[0] != epoch:
+        kept = self._order  # read once: another thread may plan ahead
+        if kept is None or kept[0] != epoch:
             total = len(self.counts)
             order = permute(np.arange(total), total, key=derive_key(self.seed, _WINDOWS, epoch))
-            self._order = epoch, order, np.cumsum(self.counts[order], dtype=np.int64)
-        return self._order[1:]
+            self._order = kept = epoch, order, np.cumsum(self.counts[order], dtype=np.int64)
+        return kept[1:]
 
     def _packs(self, epoch: int, window: int) -> tuple[Spans, IntArray]:
-        if self._packed is None or self._packed[0] != (epoch, window):
+        kept = self._packed
+        if kept is None or kept[0] != (epoch, window):
             members = window_members(self.entries, self.window, self.seed, window, window + 1)
             ties = shuffled(len(members), key=derive_key(self.seed, _TIES, epoch, window))
             spans = self.entries.spans(members[ties])
@@ -93,8 +95,8 @@ class WindowedPacks:
             offsets = np.concatenate([[0], np.cumsum(sizes)])
             within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
             flat = packs.indices[np.repeat(packs.offsets[:-1][order], sizes) + within]
-            self._packed = (epoch, window), spans.take(flat), offsets
-        return self._packed[1:]
+            self._packed = kept = (epoch, window), spans.take(flat), offsets
+        return kept[1:]
 
 
 def make_windows(

@@ -141,3 +141,38 @@ def test_windows_cost_what_they_see() -> None:
 def test_masked_tiles_stay_small_however_long_the_keys() -> None:
     plan = make_plan((0, 4096), (0, 131072), left=-1, right=0)
     assert all(call.rows * call.keys <= plan_module.MASK_CELLS for call in plan.pieces[0].calls)
+
+
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_kv", "window", "by_keys", "once"),
+    [
+        ([16] * 9, None, (-1, 0), False, True),
+        ([16] * 9, None, (-1, 0), True, True),
+        ([128] * 3, None, (-1, 0), True, True),
+        ([129] * 3, None, (-1, 0), False, False),  # better cut
+        ([2000] * 2, None, (-1, 0), False, True),
+        ([2000] * 2, None, (-1, 0), True, False),
+        ([300] * 4, None, (-1, -1), True, True),
+        ([30] * 4, [50] * 4, (-1, -1), True, True),
+        ([30] * 4, [50] * 4, (-1, 0), True, False),  # the diagonal does not start at the first key
+        ([5] * 4, [3] * 4, (-1, 0), False, False),  # the first queries see nothing
+        ([16] * 4, None, (3, 0), False, False),
+        ([16] * 4, None, (15, 0), False, True),
+        ([16, 16, 17, 15], None, (-1, 0), False, False),
+        ([16, 0, 16], None, (-1, 0), False, False),
+        ([0, 0], None, (-1, 0), False, False),
+        ([], None, (-1, 0), False, False),
+        ([7], None, (-1, 0), False, True),
+    ],
+)
+def test_equal_sequences_that_are_not_cut_are_one_call(
+    lengths_q: list[int], lengths_kv: list[int] | None, window: Pair, by_keys: bool, once: bool
+) -> None:
+    left, right = window
+    q, kv = offsets(lengths_q), offsets(lengths_kv or lengths_q)
+    plan = make_plan(q, kv, left=left, right=right, by_keys=by_keys)
+    assert (plan.at_once is not None) == once
+    if plan.at_once is not None:
+        alone = Plan((plan_module.Piece((plan.at_once,)),), (), ())
+        assert sorted(pairs_of(alone, left, right)) == sorted(pairs_of(plan, left, right))
+    assert make_plan(q, kv, left=left, right=right, by_keys=by_keys, max_cells=1 << 14).at_once is None

@@ -56,6 +56,9 @@ def forward(
     """
     plan = _plan(cu_q, cu_kv, q_THD.shape[1], spec, by_keys=False)
     q, k, v = (_dense_rows(x) for x in (q_THD, k_THD, v_THE))
+    if plan.at_once is not None and q.shape[2] == v.shape[2]:
+        out, lse = _forward_at_once(plan.at_once, q, k, v, spec)
+        return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     for start, stop in plan.blank_q:
@@ -98,6 +101,8 @@ def backward(
     plan = _plan(cu_q, cu_kv, q_THD.shape[1], spec, by_keys=True)
     by_q = tuple(_dense_rows(x) for x in (grad_out, q_THD, out, lse))
     by_k = tuple(_dense_rows(x) for x in (k_THD, v_THE))
+    if plan.at_once is not None and q_THD.shape[2] == v_THE.shape[2] and q_THD.dtype == lse.dtype:
+        return _backward_at_once(plan.at_once, by_q, by_k, spec)
     grads = tuple(x.new_empty(x.shape) for x in (q_THD, *by_k))
     for grad, blanks in zip(grads, (plan.blank_q, plan.blank_k, plan.blank_k), strict=True):
         for start, stop in blanks:
@@ -117,6 +122,32 @@ def backward(
             for grad, total in zip(own, sums, strict=True):
                 grad.copy_(total)
     return grads[0], grads[1], grads[2]
+
+
+def _forward_at_once(
+    call: Tiles, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Attend in equal sequences by one call on views, whose own outputs are returned: nothing is copied."""
+    q_BRHD = rows.take(q, call.q_starts, call.rows)
+    k_BKGD, v_BKGD = (rows.take(x, call.k_starts, call.keys) for x in (k, v))
+    causal = call.is_top_left(spec.left, spec.right)
+    out, lse = flash_cpu.forward(q_BRHD, k_BKGD, v_BKGD, causal=causal, mask=None, scale=spec.scale)
+    return out.flatten(0, 1).contiguous(), lse.flatten(0, 1).contiguous()
+
+
+def _backward_at_once(
+    call: Tiles, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...], spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients as ``_forward_at_once`` attends.
+
+    Half precision goes the other way, a few sequences at a time: widened whole, it would leave the cache.
+    """
+    grad, q, out, lse = (rows.take(x, call.q_starts, call.rows) for x in by_q)
+    k, v = (rows.take(x, call.k_starts, call.keys) for x in by_k)
+    causal = call.is_top_left(spec.left, spec.right)
+    grads = flash_cpu.backward(grad, q, k, v, out, lse, causal=causal, mask=None, scale=spec.scale)
+    dq, dk, dv = (x.flatten(0, 1).contiguous() for x in grads)
+    return dq, dk, dv
 
 
 class CpuKernel:

@@ -10,7 +10,7 @@ add up. Sequences shorter than a call's overhead is worth are padded to a common
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -82,11 +82,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All calls of a pack; ``blank_q`` rows see no key, ``blank_k`` rows no query sees: both get zeros."""
+    """All calls of a pack; ``blank_q`` rows see no key, ``blank_k`` rows no query sees: both get zeros.
+
+    ``at_once`` is one call for the whole pack, where its sequences are all of one length and none is cut: it
+    computes what the pieces do.
+    """
 
     pieces: tuple[Piece, ...]
     blank_q: tuple[tuple[int, int], ...]
     blank_k: tuple[tuple[int, int], ...]
+    at_once: Tiles | None = None
 
 
 @lru_cache(maxsize=32)
@@ -135,8 +140,25 @@ def make_plan(
             calls, seen = cutter.cut(rows, keys)
             pieces.append(Piece(calls, (q0, q1), (k0, k1)))
             blank_k += [(k0, k0 + seen[0]), (k0 + seen[1], k1)]
-    pieces += _equal_groups(singles, max_cells) + _padded_groups(triangles)
-    return Plan(tuple(pieces), _nonempty(blank_q), _nonempty(blank_k))
+    plan = Plan(
+        (*pieces, *_equal_groups(singles, max_cells), *_padded_groups(triangles)),
+        _nonempty(blank_q),
+        _nonempty(blank_k),
+    )
+    whole_pack = not (pieces or plan.blank_q or plan.blank_k) and max_cells is None
+    return replace(plan, at_once=_one_call(cu_q, cu_kv)) if whole_pack else plan
+
+
+def _one_call(cu_q: tuple[int, ...], cu_kv: tuple[int, ...]) -> Tiles | None:
+    """Make the one call of sequences of equal lengths; None where they differ, or are empty."""
+    count = len(cu_q) - 1
+    if not cu_q[-1] or not cu_kv[-1] or len(cu_kv) != len(cu_q):
+        return None
+    rows, keys = cu_q[-1] // count, cu_kv[-1] // count
+    q_starts, k_starts = tuple(range(0, rows * count, rows)), tuple(range(0, keys * count, keys))
+    if (*q_starts, rows * count) != cu_q or (*k_starts, keys * count) != cu_kv:
+        return None
+    return Tiles(rows, keys, keys - rows, q_starts, k_starts)
 
 
 @dataclass(frozen=True, slots=True)
