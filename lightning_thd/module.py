@@ -39,14 +39,14 @@ def adamw(
     Returns:
         The optimizer; its ``param_groups`` say ``fused``.
     """
-    groups = list(groups)
-    parameters = [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
+    given: list[Any] = list(groups)
+    parameters = [p for g in given for p in (g["params"] if isinstance(g, dict) else [g])]
     fused = bool(parameters) and all(_may_fuse(p) for p in parameters)
-    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=fused or None, **options)
+    optimizer = torch.optim.AdamW(given, lr=lr, betas=betas, fused=fused or None, **options)
     if fused:
         # Lightning refuses to clip in mixed precision where the optimizer unscales gradients itself; told
         # that it does not, GradScaler and Lightning unscale before the step, as for any other optimizer.
-        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        optimizer._step_supports_amp_scaling = False
     return optimizer
 
 

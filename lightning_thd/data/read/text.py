@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sysconfig
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,10 @@ def read_documents(path: str | Path, *, text_key: str = "text") -> Iterator[str]
                 raise ValueError(f"{place}: {err}") from err
 
 
+# Fields of syntax nodes that hold statements, or what holds statements.
+_BLOCKS = frozenset({"body", "orelse", "finalbody", "handlers", "cases"})
+
+
 def text_of(record: Record, text_key: str) -> str:
     """Take the text out of a record, which may be the text itself.
 
@@ -92,11 +97,22 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
     for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         source = file.read_text(encoding="utf-8", errors="replace")
         lines = source.splitlines(keepends=True)
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                text = "".join(lines[node.lineno - 1 : node.end_lineno])
-                documents.append(text.encode()[:max_bytes].decode(errors="ignore") if max_bytes else text)
+        for node in _definitions(ast.parse(source)):
+            text = "".join(lines[node.lineno - 1 : node.end_lineno])
+            documents.append(text.encode()[:max_bytes].decode(errors="ignore") if max_bytes else text)
     return documents
+
+
+def _definitions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Yield functions and classes in the order of ``ast.walk``, without its way through expressions."""
+    nodes = deque([tree])
+    while nodes:
+        node = nodes.popleft()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node
+        for name in node._fields:
+            if name in _BLOCKS and isinstance(block := getattr(node, name), list):
+                nodes.extend(block)
 
 
 class StdlibText(TokenStore):
