@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_thd._imports import require
-from lightning_thd.batch import THDBatch
+from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.measuring.across_ranks import communication_device
 from lightning_thd.callbacks.measuring.device_peak import compute_dtype, low_precision, resolve_peak
 from lightning_thd.callbacks.measuring.models import find_model
@@ -22,9 +22,11 @@ from lightning_thd.data import THDDataModule
 from lightning_thd.integrations.evaluation import mean_loss
 from lightning_thd.integrations.hf_data import keyed_loader, packed_dataset
 from lightning_thd.integrations.hf_evaluation import Rows
+from lightning_thd.integrations.hf_losses import TokenMeter, dft_loss
 from lightning_thd.integrations.hf_options import refuse_options, refuse_trainer
-from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss
-from lightning_thd.packing import Packs
+from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
+from lightning_thd.integrations.hf_steps import check_global_batch, packs_of, train_on_packs
+from lightning_thd.loss import causal_lm_loss, causal_lm_loss_and_stats
 from lightning_thd.precision.convert import in_low_precision
 
 
@@ -33,19 +35,25 @@ def packed_trainer(trainer_class: type | None = None) -> type:
 
     ``packed_trainer()(model=model, args=args, train_dataset=dataset, capacity=8192)``, and the same around
     TRL's ``SFTTrainer`` with ``packing=False``. ``per_device_train_batch_size`` is unused: a batch is a pack.
+    TRL's ``DPOTrainer``, ``RewardTrainer`` and ``GRPOTrainer`` keep their arguments: all rows of a batch are
+    one pack.
 
     Args:
         trainer_class: ``transformers.Trainer`` by default, or a subclass.
 
     Returns:
         A subclass that takes, beside the arguments of its base, ``capacity`` (most tokens of a pack),
-        ``peak`` (see ``THDThroughputMonitor``) and ``data_kwargs``, further arguments of ``THDDataModule``.
+        ``peak`` (see ``THDThroughputMonitor``) and ``data_kwargs``, further arguments of ``THDDataModule``;
+        ``data_kwargs={"global_batch": Sequences(n)}`` makes every optimizer step exactly n sequences.
         Gradient accumulation, several devices, resuming, reporters and evaluation work as in its base; the
         loss of a step is the mean over its loss tokens, whatever ``average_tokens_across_devices`` says.
     """
     transformers = require("transformers", feature="packed_trainer")
     base = trainer_class or transformers.Trainer
     trl: Any = sys.modules.get("trl")  # imported by whoever passes one of its classes
+    for name in ROW_TRAINERS if trl is not None else ():
+        if issubclass(base, getattr(trl, name)):
+            return type(f"Packed{base.__name__}", (PackedRowsMixin, base), {"__doc__": base.__doc__})
     refuse_trainer(base, (transformers.Trainer, *([trl.SFTTrainer] if trl is not None else [])))
     return type(f"Packed{base.__name__}", (_PackedTrainerMixin, base), {"__doc__": base.__doc__})
 
@@ -85,6 +93,7 @@ class _PackedTrainerMixin:
         self._stage = Stage("train", "training", time.perf_counter)
         self._setting: Setting | None = None
         self._trained_sequences, self._trained_tokens, self._evaluated_packs = 0, 0, 0
+        self._tokens = TokenMeter()
         self._refuse_settings()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -136,28 +145,49 @@ class _PackedTrainerMixin:
         return loss_fn(model, inputs["batch"].to(self.args.device))
 
     def _loss(self, model: nn.Module, batch: THDBatch) -> Tensor:
-        if getattr(self.args, "loss_type", None) == "dft":  # arXiv:2508.05629
-            logp = causal_lm_logprobs(model, batch, entropy=False).logp
-            weights = (batch.targets != -100) * (1.0 if batch.weights is None else batch.weights)
-            return -(logp * logp.detach().exp() * weights).sum() * batch.loss_scale
-        return causal_lm_loss(model, batch, label_smoothing=float(self.args.label_smoothing_factor))
+        smoothing = float(self.args.label_smoothing_factor)
+        if getattr(self.args, "loss_type", None) == "dft":
+            loss, stats = dft_loss(model, batch)
+        elif self._watches:
+            loss, stats = causal_lm_loss_and_stats(model, batch, label_smoothing=smoothing)
+        else:
+            return causal_lm_loss(model, batch, label_smoothing=smoothing)
+        self._tokens.add("train" if model.training else "eval", stats)
+        return loss
+
+    @property
+    def _watches(self) -> bool:
+        """Whether entropy and token accuracy are logged, as TRL does and transformers does not."""
+        return hasattr(self, "_metrics")
+
+    def _token_metrics(self, mode: str) -> dict[str, float]:
+        """Return entropy and accuracy of the loss tokens since they were last asked for; a collective."""
+        sums = self._tokens.take(mode, torch.device(self.args.device))
+        entropy, correct, tokens = self.accelerator.reduce(sums, reduction="sum").tolist()
+        return {"entropy": entropy / max(tokens, 1.0), "mean_token_accuracy": correct / max(tokens, 1.0)}
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Train on a pack and add its tokens to the throughput counters."""
+        """Train on a pack, or on all of a step, and add their tokens to the throughput counters."""
         self._stage.resume(self._ready)
-        loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-        self._stage.meter.add(inputs["batch"])
-        self._trained_sequences += len(inputs["batch"].lengths)
-        self._trained_tokens += inputs["batch"].stats.real_tokens
+        one: Any = super().training_step  # type: ignore[misc]
+        step = inputs["batch"]
+        loss = train_on_packs(self, one, model, step) if isinstance(step, THDStep) else one(model, inputs)
+        for batch in packs_of(inputs):
+            self._stage.meter.add(batch)
+            self._trained_sequences += len(batch.lengths)
+            self._trained_tokens += batch.stats.real_tokens
         return cast("Tensor", loss)
 
-    def floating_point_ops(self, inputs: dict[str, THDBatch]) -> int:
+    def floating_point_ops(self, inputs: dict[str, THDBatch | THDStep]) -> int:
         """Return the FLOPs of a pack from the lengths of its sequences; 0 where the model's are not known."""
         flops_model = self._ready.model
         if flops_model is None:
             return 0
-        stats = inputs["batch"].stats.from_lengths(inputs["batch"].lengths, windows=flops_model.windows)
-        return int(flops_model.training_flops(stats).model)
+        flops = 0.0
+        for batch in packs_of(inputs):
+            stats = batch.stats.from_lengths(batch.lengths, windows=flops_model.windows)
+            flops += flops_model.training_flops(stats).model
+        return int(flops)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add throughput, MFU and packing to the Trainer's own logs."""
@@ -170,6 +200,7 @@ class _PackedTrainerMixin:
             theirs = getattr(self, "_metrics", None)  # TRL's, which its compute_loss would fill
             if theirs is not None:
                 theirs["train"]["num_tokens"] = [self._sum_over_ranks(self._trained_tokens)]
+                theirs["train"].update({key: [value] for key, value in self._token_metrics("train").items()})
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(
@@ -209,6 +240,8 @@ class _PackedTrainerMixin:
         if self.compute_metrics is not None and predictions is not None:  # type: ignore[attr-defined]
             found = self._transformers.EvalPrediction(predictions=predictions, label_ids=labels, inputs=ids)
             metrics = self.compute_metrics(found)  # type: ignore[attr-defined]
+        if self._watches:
+            metrics |= self._token_metrics("eval")
         metrics = {**metrics, "loss": loss, "loss_tokens": float(tokens)}
         self._evaluated_packs = len(dataloader)
         return self._transformers.trainer_utils.EvalLoopOutput(
@@ -235,7 +268,7 @@ class _PackedTrainerMixin:
         total = torch.tensor(count, device=self.args.device)
         return int(self.accelerator.reduce(total, reduction="sum"))
 
-    def _track_num_input_tokens(self, inputs: dict[str, THDBatch]) -> None:
+    def _track_num_input_tokens(self, inputs: dict[str, THDBatch | THDStep]) -> None:
         wanted = self.args.include_num_input_tokens_seen
         if wanted != "no":
             stats = inputs["batch"].stats
@@ -243,8 +276,9 @@ class _PackedTrainerMixin:
             self.state.num_input_tokens_seen += self._sum_over_ranks(own)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the packs of an optimizer step."""
-        return int(args.gradient_accumulation_steps * args.world_size)
+        """Return the packs of an optimizer step, or the sequences where these are fixed."""
+        wanted = self._data_kwargs.get("global_batch")
+        return wanted.n if wanted is not None else int(args.gradient_accumulation_steps * args.world_size)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
         # Trainer multiplies by the part of all steps that this call ran; its own count is packs.
@@ -309,10 +343,4 @@ class _PackedTrainerMixin:
                 "SFTConfig(loss_type='dft') with a mixture of experts: its balancing loss is not added to "
                 "the DFT loss of packs. Set router_aux_loss_coef=0.0, or loss_type='nll'."
             )
-        if isinstance(self._data_kwargs.get("global_batch"), Packs):
-            return
-        if self._data_kwargs.get("global_batch") is not None:
-            raise ValueError(
-                f"global_batch={self._data_kwargs['global_batch']}: a Trainer's step is a fixed number of "
-                "packs. Use gradient_accumulation_steps, or prepare_thd for Sequences(n)."
-            )
+        check_global_batch(self._data_kwargs.get("global_batch"), self.args.gradient_accumulation_steps)

@@ -2,7 +2,13 @@
 
 from lightning_thd._static import static_shapes
 from lightning_thd.loss import policy, preference
-from lightning_thd.loss.causal_lm import LossParts, causal_lm_logprobs, causal_lm_loss
+from lightning_thd.loss.causal_lm import (
+    LossParts,
+    TokenStats,
+    causal_lm_logprobs,
+    causal_lm_loss,
+    causal_lm_loss_and_stats,
+)
 from lightning_thd.loss.distillation import fused_linear_distillation
 from lightning_thd.loss.linear_logprobs import LogProbs, fused_linear_logprobs
 from lightning_thd.loss.linear_nll import fused_linear_cross_entropy
@@ -14,9 +20,11 @@ __all__ = [
     "LogProbs",
     "LossParts",
     "PackedRollouts",
+    "TokenStats",
     "TopTokens",
     "causal_lm_logprobs",
     "causal_lm_loss",
+    "causal_lm_loss_and_stats",
     "fused_linear_cross_entropy",
     "fused_linear_distillation",
     "fused_linear_logprobs",

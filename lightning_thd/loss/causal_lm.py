@@ -18,10 +18,11 @@ from lightning_thd.loss.linear_nll import linear_nll
 from lightning_thd.loss.model_head.head_call import HeadCall, Job
 from lightning_thd.loss.model_head.wrapped import HeadOperands, language_model, text_config
 from lightning_thd.loss.mtp import targets_after
+from lightning_thd.loss.prepare import Call
 from lightning_thd.loss.tiles.logit_map import LogitMap
 from lightning_thd.loss.tiles.nll import Penalties
 from lightning_thd.loss.tiles.top import TopTokens
-from lightning_thd.loss.token_weights import Reduction, loss_weights
+from lightning_thd.loss.token_weights import Factors, Reduction, loss_weights
 from lightning_thd.parallel.shard import pack_value
 
 # DeepSeek-V3 (arXiv:2412.19437, section 2.2): the mean loss of the further predictions times 0.3 at first.
@@ -117,24 +118,93 @@ def causal_lm_loss(
             ``reduction="sequences"`` where the number of the step's sequences is unknown.
         NotImplementedError: for a model that does to its logits what cannot be followed.
     """
-    inner = language_model(model)
-    if z_loss is None:
-        z_loss = float(getattr(text_config(inner), "z_loss_coefficient", None) or 0.0)
-    penalties = Penalties(label_smoothing=label_smoothing, z_loss=z_loss)
+    penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(model, z_loss))
     factors = loss_weights(batch, reduction, weights, class_weights, smoothed=label_smoothing > 0)
+    parts, _ = _loss(model, batch, penalties, factors, mtp_weight=mtp_weight, watched=False)
+    return parts if return_parts else parts.loss
 
+
+class TokenStats(NamedTuple):
+    """Sums over the loss tokens of a batch, ``[]`` each, without a gradient.
+
+    Attributes:
+        entropy: of the model's distribution in front of each, in nats.
+        correct: how many the model finds likelier than any other token.
+        tokens: their number.
+    """
+
+    entropy: Tensor
+    correct: Tensor
+    tokens: Tensor
+
+
+def causal_lm_loss_and_stats(
+    model: nn.Module, batch: THDBatch, *, label_smoothing: float = 0.0
+) -> tuple[Tensor, TokenStats]:
+    """Compute ``causal_lm_loss``, and entropy and accuracy of its tokens from the same forward pass.
+
+    Args:
+        model: as for ``causal_lm_loss``.
+        batch: the microbatch, on the model's device; no shard of one.
+        label_smoothing: share of a target's mass spread over the vocabulary.
+
+    Returns:
+        The loss, and sums: 10 loss tokens under a uniform distribution over 8 have entropy 10 log 8.
+
+    Raises:
+        ValueError: as ``causal_lm_loss``.
+    """
+    penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(model, None))
+    factors = loss_weights(batch, "tokens", None, None, smoothed=label_smoothing > 0)
+    parts, stats = _loss(model, batch, penalties, factors, mtp_weight=_MTP_WEIGHT, watched=True)
+    assert stats is not None
+    return parts.loss, stats
+
+
+def _z_loss(model: nn.Module, given: float | None) -> float:
+    if given is not None:
+        return given
+    config = text_config(language_model(model))
+    return float(getattr(config, "z_loss_coefficient", None) or 0.0)
+
+
+def _loss(
+    model: nn.Module,
+    batch: THDBatch,
+    penalties: Penalties,
+    factors: Factors,
+    *,
+    mtp_weight: float,
+    watched: bool,
+) -> tuple[LossParts, TokenStats | None]:
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
         targets, weight = factors(targets_after(batch, depth), depth, operands.vocabulary)
-        found = linear_nll(operands.call(targets, logit_map), penalties, token_weights=weight)
-        return torch.stack([*found])
+        call = operands.call(targets, logit_map)
+        found = torch.stack([*linear_nll(call, penalties, token_weights=weight)])
+        return torch.cat([found, _watch(call)]) if watched else found
 
-    found = HeadCall.of(inner).run(model, lambda: Job(batch, values, size=2))
-    loss, z_part = found["values"].unbind()
+    inner = language_model(model)
+    size = 5 if watched else 2
+    found = HeadCall.of(inner).run(model, lambda: Job(batch, values, size=size))
+    loss, z_part, *sums = found["values"].unbind()
     further = [value[0] for name, value in found.items() if name.startswith("value_")]
     if further:
         loss = loss + torch.stack(further).mean() * mtp_weight
     loss = pack_value(loss + found["aux_loss"] if "aux_loss" in found else loss, batch)
-    return LossParts(loss, pack_value(z_part.detach(), batch)) if return_parts else loss
+    parts = LossParts(loss, pack_value(z_part.detach(), batch))
+    if not watched:
+        return parts, None
+    return parts, TokenStats(*(value.detach() for value in sums))
+
+
+@torch.no_grad()
+def _watch(call: Call) -> Tensor:
+    """Sum entropies, right guesses and ones over the targets of a call; ``[3]``."""
+    results = linear_logprobs(call, entropy=True, top_k=1)
+    known = call.targets != -100
+    right = (results.top.tokens[..., 0] == call.targets) & known
+    entropy = results.entropy.masked_fill(~known, 0.0).sum()
+    return torch.stack([entropy, right.sum().to(entropy.dtype), known.sum().to(entropy.dtype)])
 
 
 def causal_lm_logprobs(

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,12 @@ from lightning_thd.models.inputs.positions import pack_from_positions, refuse_pl
 from lightning_thd.models.inputs.ropes import adopt_ropes
 from lightning_thd.models.inputs.zero_embeddings import adopt_zero_embeddings
 from lightning_thd.models.mixers import adopt_mixers
-from lightning_thd.models.pack import Pack, Scope, current_scope, scoped, set_scope
+from lightning_thd.models.pack import Pack, Scope, current_scope, packed, scoped, set_scope
 from lightning_thd.models.pooled_heads import a_row_a_sequence, adopt_pooled_head, may_pool
 from lightning_thd.models.unknown_layers import unknown_layers
+
+if TYPE_CHECKING:
+    from lightning_thd.batch import THDBatch
 
 NAME = "thd"
 PACK_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -52,6 +55,26 @@ def install(model: Any) -> None:
     model.register_forward_hook(_leave, always_call=True)
 
 
+def run_as_pack(model: Any, forward: Callable[..., Any], batch: THDBatch, **kwargs: Any) -> Any:
+    """Call a model's forward on a pack from inside its own call, which was made with something else.
+
+    Args:
+        model: with "thd" attention.
+        forward: its forward, or what took its place.
+        batch: on the device of the model.
+        kwargs: further arguments of ``forward``.
+
+    Returns:
+        What ``forward`` returns; what it pooled of the pack is a row a sequence.
+    """
+    with packed(batch):
+        entered = _enter(model, (), {**batch.hf_kwargs(), **kwargs})
+        assert entered is not None  # None under another attention alone
+        output = forward(**entered[1])
+        pooled = _leave(model, (), output)
+    return output if pooled is None else pooled
+
+
 def _enter(
     model: Any,
     args: tuple[Any, ...],
@@ -61,6 +84,8 @@ def _enter(
     if model.config._attn_implementation != NAME:  # switched away by set_attn_implementation
         return None
     outer = current_scope()
+    if outer is None and getattr(model, "_thd_packs_rows", False):
+        return None  # its forward decides what becomes a pack: see run_as_pack
     if outer is not None and outer.families and not _speaks(model, outer, args, kwargs):
         set_scope(Scope(None, outer, module=model, families=outer.families))
         return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}

@@ -30,13 +30,14 @@ def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
         ranks: tensor-parallel ranks; what they do not divide and transformers does not plan stays whole.
 
     Returns:
-        transformers' own plan, and one of ours for products of the layers that it leaves out: names below
-        ``model`` to words of ``apply_tensor_parallel``. Weights that are tied to the head are cut like it.
+        transformers' own plan, its experts shared out where it has an expert-parallel plan alone, and one of
+        ours for products of the layers that it leaves out: names below ``model`` to words of
+        ``apply_tensor_parallel``. Weights that are tied to the head are cut like it.
 
     Raises:
         ValueError: when nothing of its layers can be cut.
     """
-    theirs: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    theirs: dict[str, str] = {**_experts_of(model, ranks), **(getattr(model, "_tp_plan", None) or {})}
     plan = {**_own_plan(model, theirs, ranks), **theirs}
     if not any("layers" in name or "*" in name for name in plan):
         raise ValueError(
@@ -52,6 +53,23 @@ def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
     elif tied and embedding in plan:
         assert head is not None
         plan[head] = "colwise_gather_output"
+    return plan
+
+
+def _experts_of(model: nn.Module, ranks: int) -> dict[str, str]:
+    """Plan what transformers' expert-parallel plan shares out, where ranks divide every layer's experts."""
+    plan: dict[str, str] = {}
+    for name, style in (getattr(model, "_ep_plan", None) or {}).items():
+        pattern = re.compile(re.escape(name).replace(r"\*", r"\d+") + "$")
+        found: list[Any] = [module for path, module in model.named_modules() if pattern.match(path)]
+        counts = [getattr(module, "num_experts", None) for module in found]
+        whole = all(
+            isinstance(count, int) and value is not None and value.shape[:1] == (count,)
+            for module, count in zip(found, counts, strict=True)
+            for value in module._parameters.values()
+        )
+        if style == "ep_dispatch_experts" and found and whole and all(n % ranks == 0 for n in counts if n):
+            plan[name] = "moe_tp_experts"
     return plan
 
 

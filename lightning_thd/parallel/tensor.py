@@ -9,6 +9,7 @@ Legend: T slots, V vocabulary, E experts.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -217,14 +218,18 @@ def _experts(module: nn.Module, shards: _Shards) -> None:
     # transformers' own words for "an index of num_experts means an expert of another rank".
     experts.num_experts, experts._is_expert_parallel = count, True
     forward, group = module.forward, shards.group
+    passes_over = _passes_over_others(experts)
 
     def experts_forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         own = index - first
         missing = (own < 0) | (own >= count)
         hidden, weights = sum_all_gradients((hidden, weights), group)
-        masked = weights.masked_fill(missing, 0.0)
         with parameters_as(module, local):
-            out: Tensor = forward(hidden, own.masked_fill(missing, count), masked)
+            if passes_over:
+                masked = weights.masked_fill(missing, 0.0)
+                out: Tensor = forward(hidden, own.masked_fill(missing, count), masked)
+            else:
+                out = _choices_alone(forward, hidden, own, weights, ~missing)
             # No token may have chosen an expert of this rank, whose output is then a constant; FSDP2 wants
             # gradients of the same parameters on every rank.
             unused = () if out.requires_grad else tuple(module.parameters(recurse=False))
@@ -232,6 +237,24 @@ def _experts(module: nn.Module, shards: _Shards) -> None:
         return sum_ranks(out, group)
 
     module.forward = experts_forward
+
+
+def _passes_over_others(experts: Any) -> bool:
+    """Return whether a class of experts leaves out an index of ``num_experts``, as most classes do."""
+    chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    if chosen not in (None, "eager"):
+        return True
+    own = inspect.unwrap(type(experts).forward)
+    return "num_experts + 1" in inspect.getsource(own)
+
+
+def _choices_alone(
+    forward: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor, wanted: Tensor
+) -> Tensor:
+    """Run experts on a row for every choice ``[T, K]`` that is wanted, and add up the rows of a token."""
+    tokens, places = wanted.nonzero(as_tuple=True)
+    chosen, weight = index[tokens, places][:, None], weights[tokens, places][:, None]
+    return torch.zeros_like(hidden).index_add(0, tokens, forward(hidden[tokens], chosen, weight))
 
 
 def _check_linear(dim: int) -> Callable[[str, nn.Module, int], None]:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 _META = "meta.pt"  # Lightning's name of the file with everything else
-_CURRENT = "current_model_state"  # Lightning's WeightAveraging keeps the weights in training here
+CURRENT = "current_model_state"  # Lightning's WeightAveraging keeps the weights in training here
 _AVERAGING = "averaging"  # our folder with them, inside the checkpoint's
 
 
@@ -53,7 +53,7 @@ def read_folder(path: str | Path, *, weights_only: bool | None = None) -> dict[s
     )
     found.update(state_dict=state["state_dict"], optimizer_states=[state[name] for name in optimizers])
     if (Path(path) / _AVERAGING).is_dir():
-        found[_CURRENT] = _read(Path(path) / _AVERAGING)[_CURRENT]
+        found[CURRENT] = _read(Path(path) / _AVERAGING)[CURRENT]
     return found
 
 
@@ -115,9 +115,9 @@ def save_averaging(checkpoint: dict[str, Any], path: Path, *, folder: bool) -> N
         folder: whether it is to be one.
     """
     if folder:
-        dcp.state_dict_saver.save({_CURRENT: checkpoint.pop(_CURRENT)}, checkpoint_id=path / _AVERAGING)
+        dcp.state_dict_saver.save({CURRENT: checkpoint.pop(CURRENT)}, checkpoint_id=path / _AVERAGING)
         return
-    for name in ("state_dict", _CURRENT):
+    for name in ("state_dict", CURRENT):
         checkpoint[name] = {
             key: (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
             for key, value in checkpoint[name].items()
@@ -133,17 +133,17 @@ def load_averaging(checkpoint: dict[str, Any], path: Path, module: nn.Module) ->
         module: sharded, with the average weights already in it.
     """
     in_folder = (path / _AVERAGING).is_dir()
-    if not in_folder and _CURRENT not in checkpoint:
+    if not in_folder and CURRENT not in checkpoint:
         return
     average = _clones(module)
     if in_folder:
-        current = {_CURRENT: _clones(module)}
+        current = {CURRENT: _clones(module)}
         dcp.state_dict_loader.load(current, checkpoint_id=path / _AVERAGING)
-        checkpoint[_CURRENT] = current[_CURRENT]
+        checkpoint[CURRENT] = current[CURRENT]
     else:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(module, checkpoint[_CURRENT], options=options)
-        checkpoint[_CURRENT] = _clones(module)
+        set_model_state_dict(module, checkpoint[CURRENT], options=options)
+        checkpoint[CURRENT] = _clones(module)
         module.load_state_dict(average)
     checkpoint["state_dict"] = average
 

@@ -35,6 +35,8 @@ from lightning_thd.strategies.guards import (
 from lightning_thd.strategies.hosts import cuts_weights, own_axes, resolve_axes
 from lightning_thd.strategies.loading import BroadcastLoader, set_data_rank
 
+_NOT_GIVEN: Any = object()
+
 
 class ContextParallelMixin(Strategy):
     """Hands out data and cuts packs along the parallel axes of a job; with every size 1 it changes nothing.
@@ -183,17 +185,35 @@ class ContextParallelMixin(Strategy):
         return None if group is None else CommCosts.measure(group, self._wire_device)
 
     def reduce(
-        self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any
+        self, tensor: Any, group: Any = _NOT_GIVEN, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any
     ) -> Any:
-        """Reduce as the base strategy does, but for means of integers, which Lightning truncates.
+        """Reduce as the base strategy does, but for means of integers and for sums of what is logged.
 
         Lightning divides sums of values by the mean batch size of the ranks: of 101 tokens on two ranks it
-        makes 50, and an epoch's mean is wrong by 1 %.
+        makes 50, and an epoch's mean is wrong by 1 %. A sum that ``self.log`` asks for counts once what ranks
+        of the same data have in common.
+
+        Raises:
+            MisconfigurationException: for such a sum under context parallelism, where a number may be of the
+                pack or of this rank's slots.
         """
+        if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
+            group = self._group_of_sums()  # self.log always names the group, its default None
+        group = None if group is _NOT_GIVEN else group
         mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
         if mean and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
             tensor = tensor.to(torch.float64)
         return super().reduce(tensor, group, reduce_op=reduce_op, **kwargs)  # type: ignore[safe-super]
+
+    def _group_of_sums(self) -> dist.ProcessGroup | None:
+        if self.context_parallel_size != 1:
+            raise MisconfigurationException(
+                "self.log(reduce_fx='sum', sync_dist=True) while ranks share packs: a loss is the pack's on "
+                "each of them and would count several times. Pass sync_dist_group=self.trainer.strategy."
+                "data_parallel_group for what is the pack's, or torch.distributed.group.WORLD for what this "
+                "rank has counted of its own slots."
+            )
+        return None if self.sizes.peers == 1 else self.data_parallel_group
 
     def process_dataloader(self, dataloader: object) -> object:
         """Prepare a dataloader so that ranks which share a pack read the same data."""

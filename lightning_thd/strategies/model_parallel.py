@@ -57,6 +57,8 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         check_plans: compare what ranks are about to run at every batch.
         save_distributed_checkpoint: every rank writes its part into a folder that any layout can load; else
             rank 0 writes one file of whole weights.
+        asynchronous_checkpoints: write those folders in the background; a checkpoint takes its name when it
+            is whole, and the one before it stays until then. ``wait_for_checkpoint()`` waits for it.
         process_group_backend: of ``torch.distributed``.
         timeout: of its collectives; a rank that dies ends the job after it at the latest.
         pipeline_parallel_size: ranks that share the layers of a model; see ``docs`` on what a step must be.
@@ -85,6 +87,7 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         broadcast_data: bool = False,
         check_plans: bool = False,
         save_distributed_checkpoint: bool = True,
+        asynchronous_checkpoints: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         pipeline_parallel_size: int = 1,
@@ -118,6 +121,7 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         self.context_parallel_costs = context_parallel_costs
         self.reshard_after_forward = reshard_after_forward
         self.broadcast_data, self.check_plans = broadcast_data, check_plans
+        self.asynchronous_checkpoints = asynchronous_checkpoints
 
     def save_pretrained(self, folder: str | Path, model: nn.Module | None = None) -> None:
         """Write the whole weights into a Hugging Face folder; a collective, rank 0 writes.

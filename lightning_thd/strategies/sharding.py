@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -26,7 +28,9 @@ from lightning_thd.parallel.sequence import apply_sequence_parallel
 from lightning_thd.parallel.tensor import apply_tensor_parallel
 from lightning_thd.parallel.towers import TowerPaths, any_rank_sees, trains_towers
 from lightning_thd.strategies.averages import shard_copies
+from lightning_thd.strategies.background_saves import BackgroundSaves, refuse_links
 from lightning_thd.strategies.checkpoints import (
+    CURRENT,
     by_index,
     drop_unknown_options,
     is_folder,
@@ -48,16 +52,22 @@ class ShardingMixin(ContextParallelMixin):
         reshard_after_forward: free a layer's gathered weights between its forward and backward pass.
         data_parallel_replicas: groups of neighbouring ranks, nodes say, that each share all weights among
             them; gradients are then averaged over the groups (hybrid sharding).
+        asynchronous_checkpoints: write checkpoint folders while training goes on; also what Lightning's
+            ``AsyncCheckpointIO`` among the Trainer's plugins asks for.
     """
 
     tensor_parallel_plan: dict[str, str] | None = None
     reshard_after_forward: bool = True
+    asynchronous_checkpoints: bool = False
+
+    _background: BackgroundSaves | None = None
 
     _towers: tuple[TowerPaths, ...] = ()
 
     def setup(self, trainer: L.Trainer) -> None:
         """Shard the model, unless the user has, then create the optimizers over the sharded parameters."""
         refuse_compiled_module(self.lightning_module, self.sizes)
+        writes_behind = self._writes_behind()
         if not cuts_weights(self):
             super().setup(trainer)
             return
@@ -70,9 +80,11 @@ class ShardingMixin(ContextParallelMixin):
             self._put(self.model)
         else:
             self._shard_model(self.model)
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:
+        if trainer.state.fn == TrainerFn.FITTING:
             shard_copies(trainer.callbacks, self.model)  # type: ignore[attr-defined]
+        if writes_behind:
+            refuse_links(trainer.callbacks)  # type: ignore[attr-defined]
+            self._background = self._background or BackgroundSaves(is_first=self.is_global_zero)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -162,15 +174,56 @@ class ShardingMixin(ContextParallelMixin):
         clip_by_value(self.precision_plugin.main_params(optimizer), float(clip_val))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint as the base strategy does, shards of averaged weights included."""
-        if cuts_weights(self) and "current_model_state" in checkpoint:
+        """Write a checkpoint as the base strategy does, or begin to; shards of averaged weights included."""
+        if self._background is not None and storage_options is None:
+            self._background.save(checkpoint, Path(self.broadcast(filepath)))
+            return
+        if cuts_weights(self) and CURRENT in checkpoint:
             host: Any = self
             path = Path(self.broadcast(filepath))
             save_averaging(checkpoint, path, folder=host._save_distributed_checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, after the one that is being written."""
+        if self._background is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._background.remove(partial(super().remove_checkpoint, filepath))
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being written is whole; a collective.
+
+        Raises:
+            OSError: when it could not be written; also other errors of torch.
+        """
+        if self._background is not None:
+            self._background.wait()
+
+    def teardown(self) -> None:
+        """Wait for this rank's part of the last checkpoint, then do as the base strategy does."""
+        background, self._background = self._background, None
+        super().teardown()
+        if cuts_weights(self):
+            self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy leaves that out
+        if background is not None:
+            background.close()
+
+    def _writes_behind(self) -> bool:
+        host: Any = self
+        asked = self.asynchronous_checkpoints or isinstance(self.checkpoint_io, AsyncCheckpointIO)
+        folders = cuts_weights(self) and host._save_distributed_checkpoint
+        if self.asynchronous_checkpoints and not folders:
+            raise MisconfigurationException(
+                f"asynchronous_checkpoints=True under {type(self).__name__}, which writes one file of whole "
+                "weights. Use Trainer(plugins=[AsyncCheckpointIO()]), or THDModelParallelStrategy with "
+                "save_distributed_checkpoint=True."
+            )
+        return bool(asked and folders)
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of any layout: one file, or a folder of sharded weights."""
+        self.wait_for_checkpoint()
         path = Path(self.broadcast(checkpoint_path))
         if cuts_weights(self):
             if is_folder(path):

@@ -74,11 +74,8 @@ class OwnLoss(Trainer):
     [
         (OwnLoss, r"OwnLoss has a compute_loss\(\) of its own.*Define it in a subclass of packed_trainer"),
         (Seq2SeqTrainer, r"Seq2SeqTrainer has a prediction_step\(\) of its own"),
-        (trl.DPOTrainer, r"packed_trainer\(DPOTrainer\).*pairs or groups of sequences: write the loop"),
-        (trl.GRPOTrainer, r"packed_trainer\(GRPOTrainer\).*causal_lm_logprobs, as examples/rl_logprobs.py"),
-        (trl.RewardTrainer, r"packed_trainer\(RewardTrainer\)"),
-        (trl.KTOTrainer, r"packed_trainer\(KTOTrainer\)"),
-        (trl.RLOOTrainer, r"packed_trainer\(RLOOTrainer\)"),
+        (trl.KTOTrainer, r"packed_trainer\(KTOTrainer\).*pairs or groups of sequences: write the loop"),
+        (trl.RLOOTrainer, r"packed_trainer\(RLOOTrainer\).*causal_lm_logprobs, as examples/rl_logprobs.py"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -65,8 +65,10 @@ def make_trainer(out: str, accumulate: int, *, report_to: Sequence[str] = (), **
     return trainer
 
 
-def train(out: str, accumulate: int, resume: str | None = None) -> dict[str, Any]:
-    trainer = make_trainer(out, accumulate)
+def train(
+    out: str, accumulate: int, resume: str | None = None, step: Sequences | None = None
+) -> dict[str, Any]:
+    trainer = make_trainer(out, accumulate, data_kwargs={} if step is None else {"global_batch": step})
     trainer.train(resume_from_checkpoint=resume)
     return {
         "params": {n: p.detach() for n, p in trainer.model.named_parameters()},
@@ -78,7 +80,7 @@ def train(out: str, accumulate: int, resume: str | None = None) -> dict[str, Any
     }
 
 
-def by_hand(step: Packs, dp: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+def by_hand(step: Packs | Sequences, dp: int) -> tuple[dict[str, torch.Tensor], list[float]]:
     samples = sequences(60, labels=True)
     planner = PackPlanner([len(s["input_ids"]) for s in samples], CAPACITY, global_batch=step)
     params, losses = train_by_hand(samples, planner, STEPS, dp=dp)
@@ -103,6 +105,28 @@ def test_parameters_and_losses_equal_the_hand_loop(tmp_path: Path, world: int, a
     expected = float(sum(total for total, _ in results) / sum(count for _, count in results))
     assert ranks[0]["eval"] == pytest.approx(expected, rel=1e-9)
     assert ranks[0]["flos"] > 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_steps_of_n_sequences_equal_the_hand_loop(tmp_path: Path, world: int) -> None:
+    ranks = run_ranks(train, world, str(tmp_path), 1, None, Sequences(10))
+    wanted, losses = by_hand(Sequences(10), world)
+    for found in ranks:
+        assert largest_error(found["params"], wanted) < 1e-12
+    assert ranks[0]["losses"] == pytest.approx(losses, rel=1e-4)
+    assert sum(len(ids) for found in ranks for ids in found["seen"]) == 60  # one epoch, each once
+    assert len(ranks[0]["seen"]) > STEPS  # several packs a step
+    [runtime] = [row for row in ranks[0]["logs"] if "train_samples_per_second" in row]
+    assert runtime["train_samples_per_second"] == pytest.approx(60 / runtime["train_runtime"], rel=0.01)
+
+
+def test_steps_of_n_sequences_resume(tmp_path: Path) -> None:
+    [whole] = run_ranks(train, 1, str(tmp_path), 1, None, Sequences(10))
+    path = str(tmp_path / "checkpoint-4")
+    [resumed] = run_ranks(train, 1, str(tmp_path), 1, path, Sequences(10))
+    assert resumed["seen"] == whole["seen"][-len(resumed["seen"]) :]
+    assert sum(map(len, resumed["seen"])) == 20
+    assert largest_error(resumed["params"], whole["params"]) < 1e-12
 
 
 def _report(out: str) -> None:
@@ -130,7 +154,7 @@ def refuse(kind: str, out: str) -> str:
         if kind == "collator":
             make_trainer(out, 1, data_collator=lambda rows: rows)
         elif kind == "sequences":
-            make_trainer(out, 1, data_kwargs={"global_batch": Sequences(4)})
+            make_trainer(out, 3, data_kwargs={"global_batch": Sequences(4)})
         elif kind == "iterable":
             trainer = make_trainer(out, 1)
             trainer.train_dataset = iter([])
@@ -154,7 +178,7 @@ def refuse(kind: str, out: str) -> str:
     ("kind", "message"),
     [
         ("collator", "would pad or stack what is packed"),
-        ("sequences", "a Trainer's step is a fixed number of packs"),
+        ("sequences", "with gradient_accumulation_steps=3: a step of n sequences has"),
         ("iterable", "has no length, so its sequences cannot be planned"),
         ("nothing", "has no dataset to pack. Pass train_dataset"),
         ("mesh", "packed_trainer runs data parallel, but the accelerator has ParallelismConfig"),

@@ -89,11 +89,28 @@ def train(out: str, kind: str) -> dict[str, Any]:
     )
     prepared = [packed_dataset(trainer.train_dataset)[i] for i in range(len(rows))]
     trainer.train()
+    trainer.evaluate(trainer.train_dataset)
+    entropy, accuracy = token_metrics(trainer.model, prepared)
     return {
+        "evaluated": {"entropy": entropy, "mean_token_accuracy": accuracy},
         "params": {n: p.detach() for n, p in trainer.model.named_parameters()},
         "logs": trainer.state.log_history,
         "samples": prepared,
     }
+
+
+@torch.no_grad()
+def token_metrics(model: Any, samples: list[dict[str, Any]]) -> tuple[float, float]:
+    """Return mean entropy and accuracy in front of the learned tokens, sequence by sequence."""
+    entropy, right, count = 0.0, 0, 0
+    for sample in samples:
+        ids = torch.as_tensor(sample["input_ids"]).long()
+        labels = torch.as_tensor(sample.get("labels", ids)).long()[1:]
+        logp = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)[labels != -100]
+        entropy -= float((logp * logp.exp()).sum())
+        right += int((logp.argmax(-1) == labels[labels != -100]).sum())
+        count += len(logp)
+    return entropy / count, right / count
 
 
 @pytest.mark.parametrize("kind", ["assistant", "completion", "all"])
@@ -107,22 +124,28 @@ def test_sft_trainer_equals_the_hand_loop(kind: str, tmp_path: Path) -> None:
     model = model_of(make_tokenizer(PLAIN))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     planner = PackPlanner(whole, CAPACITY, global_batch=Packs(1))
-    losses = []
+    losses, metrics = [], []
     for k in range(STEPS):
         epoch, step = divmod(k, len(planner))
         ids = [int(i) for i in planner.step(epoch, step, 1).indices_by_rank()[0][0]]
         results = [nll(model, samples[i]) for i in ids]
         loss = sum(total for total, _ in results) / sum(count for _, count in results)
+        seen = token_metrics(model, [samples[i] for i in ids])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         losses.append(float(loss.detach()))
+        metrics.append(seen)
     wanted = {n: p.detach() for n, p in model.named_parameters()}
     assert largest_error(found["params"], wanted) < 1e-12
     logged = [row["loss"] for row in found["logs"] if "loss" in row]
     assert logged == pytest.approx(losses, rel=1e-3)  # Trainer rounds what it logs
     assert any("device/mfu" in row for row in found["logs"])
+    for key, values in zip(("entropy", "mean_token_accuracy"), zip(*metrics, strict=True), strict=True):
+        assert [row[key] for row in found["logs"] if "loss" in row] == pytest.approx(values, rel=1e-9)
+        [last] = [row[f"eval_{key}"] for row in found["logs"] if "eval_loss" in row]
+        assert last == pytest.approx(found["evaluated"][key], rel=1e-9)
     tokens = [row["num_tokens"] for row in found["logs"] if "loss" in row]
     used = [planner.step(*divmod(k, len(planner)), 1).indices_by_rank()[0][0] for k in range(STEPS)]
     assert tokens[-1] == sum(whole[int(i)] for ids in used for i in ids)

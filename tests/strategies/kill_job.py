@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from datetime import timedelta
@@ -20,14 +21,18 @@ STEPS = 12
 
 
 class Slow(Job):
-    """A job that prints the step it is about to run."""
+    """A job that writes down the step it is about to run, and ends at one where it is told to."""
 
     ledger: Path | None = None
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
         if self.ledger is not None:
             with self.ledger.open("a") as lines:
-                lines.write(f"{os.getpid()} {self.global_step}\n")
+                ids = ",".join(map(str, batch.sequence_ids))
+                lines.write(f"{os.getpid()} {self.global_step} {ids}\n")
+        first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        if f"{os.environ.get('RANK')}:{self.global_step}" == os.environ.get("KILL_AT") and first_start:
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().training_step(batch, batch_idx)
 
 
@@ -39,7 +44,11 @@ def main() -> None:
     rank = os.environ.get("RANK", "0")
     module.ledger = out / f"ledger-{rank}.txt"
     trainer = L.Trainer(
-        strategy=THDModelParallelStrategy(context_parallel_size=cp, timeout=timedelta(seconds=20)),
+        strategy=THDModelParallelStrategy(
+            context_parallel_size=cp,
+            timeout=timedelta(seconds=120 if "KILL_AT" in os.environ else 20),
+            asynchronous_checkpoints="KILL_AT" in os.environ,
+        ),
         max_steps=STEPS,
         accelerator="cpu",
         devices=dp * cp,

@@ -12,18 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_thd import Sequences
+from lightning_thd.packing import PackPlanner
 from tests.ranks import run_ranks
 from tests.strategies import kill_job
-from tests.strategies.jobs import Layout, train
-from tests.tiny import largest_error
+from tests.strategies.jobs import CAPACITY, Layout, train
+from tests.tiny import largest_error, sequences
 
 
-def start(out: Path, dp: int, cp: int) -> subprocess.Popen[bytes]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={dp * cp}"]
+def start(out: Path, dp: int, cp: int, *options: str, **environment: str) -> subprocess.Popen[bytes]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={dp * cp}", *options]
     command = [sys.executable, *launcher, "-m", "tests.strategies.kill_job", str(out), str(dp), str(cp)]
     with (out / "log.txt").open("ab") as log:
         return subprocess.Popen(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=subprocess.STDOUT
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
 
 
@@ -53,9 +58,44 @@ def test_one_rank_dies_and_the_job_goes_on(tmp_path: Path) -> None:
     assert largest_error(found, wanted) < 1e-10
 
 
-def alone(layout: Layout) -> dict[str, torch.Tensor]:
-    from lightning_thd import Sequences
+@pytest.mark.slow
+def test_torchrun_starts_a_job_again_and_it_goes_on_with_the_same_sequences(tmp_path: Path) -> None:
+    job = start(tmp_path, 2, 1, "--max-restarts=1", KILL_AT="1:7")
+    assert job.wait(280) == 0, (tmp_path / "log.txt").read_text()[-4000:]
+    starts = [sequences_of(tmp_path / f"ledger-{rank}.txt") for rank in range(2)]
+    assert all(len(of_rank) == 2 for of_rank in starts)  # killed once, started twice
+    again = [min(of_rank[1]) for of_rank in starts]
+    assert again[0] == again[1]
+    assert again[0] in (4, 6)  # checkpoints at 2, 4, 6; the last may not have been whole
+    for before, after in starts:
+        assert sorted(after) == list(range(again[0], kill_job.STEPS))
+        shared = sorted(before.keys() & after.keys())[:-1]  # in the last one before the kill it was cut off
+        assert [before[step] for step in shared] == [after[step] for step in shared]
+    for step, ids in enumerate(planned_sequences()):
+        last = [after if step in after else before for before, after in starts]
+        assert sorted(i for of_rank in last for i in of_rank[step]) == ids, step
+    found = torch.load(tmp_path / "final.pt")
+    assert largest_error(found, run_ranks(alone, 1, Layout())[0]) < 1e-10
 
+
+def planned_sequences() -> list[list[int]]:
+    """Return the sequences of every step, from the plan alone."""
+    lengths = [len(sample["input_ids"]) for sample in sequences(80, labels=True)]
+    planner = PackPlanner(lengths, CAPACITY, global_batch=Sequences(12))
+    steps = [planner.step(*divmod(k, len(planner)), 1).indices_by_rank() for k in range(kill_job.STEPS)]
+    return [sorted(int(i) for rank in step for pack in rank for i in pack) for step in steps]
+
+
+def sequences_of(ledger: Path) -> list[dict[int, list[int]]]:
+    """Return, for every start of a rank, the sequences of its steps."""
+    found: dict[str, dict[int, list[int]]] = {}
+    for line in ledger.read_text().splitlines():
+        process, step, ids = line.split(" ")
+        found.setdefault(process, {}).setdefault(int(step), []).extend(map(int, filter(None, ids.split(","))))
+    return [{step: sorted(ids) for step, ids in steps.items()} for steps in found.values()]
+
+
+def alone(layout: Layout) -> dict[str, torch.Tensor]:
     result = train("qwen3", layout, Sequences(12), torch.float64, {"max_steps": kill_job.STEPS})
     params: dict[str, torch.Tensor] = result["params"]
     return params

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_thd import Packs, THDBatch, THDDataModule, causal_lm_loss
@@ -117,3 +119,31 @@ def test_the_tuner_sees_the_same_losses_on_every_rank(
     first, second = run_ranks(find_rate, 2, LAYOUTS["ddp cp2"])
     assert first == second
     assert len(first[0]) == 8
+
+
+class Sums(Job):
+    """Logs sums over batches and ranks."""
+
+    def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
+        loss = causal_lm_loss(self.model, batch)
+        self.log("val/sum", loss, reduce_fx="sum", sync_dist=True)
+        own = self.trainer.strategy.reduce(torch.ones(()), reduce_op="sum")  # a user's own is of all ranks
+        self.log("val/ranks", own)
+
+
+def sums(layout: Layout) -> dict[str, float] | str:
+    trainer = make_trainer(layout)
+    try:
+        (found,) = trainer.validate(Sums(), THDDataModule(capacity=CAPACITY, val=SAMPLES), verbose=False)
+    except MisconfigurationException as err:
+        return str(err)
+    return dict(found)
+
+
+def test_a_sum_counts_once_what_ranks_of_the_same_data_have_in_common() -> None:
+    [wanted] = run_ranks(sums, 1, Layout())
+    for found in run_ranks(sums, 2, Layout(tp=2)):
+        assert found["val/sum"] == pytest.approx(wanted["val/sum"], rel=1e-6)
+        assert found["val/ranks"] == 2 * wanted["val/ranks"]
+    for refusal in run_ranks(sums, 2, Layout(cp=2)):
+        assert re.search(r"reduce_fx='sum', sync_dist=True\) while ranks share packs: a loss is the", refusal)

@@ -1,0 +1,164 @@
+"""A padded batch of TRL's pair and group trainers -> one pack, and what the model makes of it as rows again.
+
+Their losses compare rows: chosen with rejected ones, or the completions of a group. So the model alone runs
+on a pack, of all rows of a batch, and everything else stays TRL's: data, losses, reference passes, metrics.
+
+Legend: B rows, N columns, T real tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.models.hooks import NAME, run_as_pack
+
+# TRL's trainers whose rows go into one pack, by name: TRL is imported by whoever passes one.
+ROW_TRAINERS = frozenset({"DPOTrainer", "RewardTrainer", "GRPOTrainer"})
+_OF_ROWS = frozenset({"input_ids", "attention_mask", "labels", "fused_lm_head", "use_cache"})
+_KEPT = frozenset({"output_router_logits", "num_items_in_batch", "return_dict"})
+
+# Option: (whether a value is refused, why). All others mean what TRL says.
+REFUSED_FOR_ROWS: dict[str, str] = {
+    "padding_free": "packs by itself, before packed_trainer does",
+    "use_liger_kernel": "replaces parts of the model that run on packs here",
+    "torch_compile": "compiles the model for rows of one shape, and every pack has another",
+    "deepspeed": "runs the model in an engine of its own",
+    "neftune_noise_alpha": "scales its noise by the length of the row, which is the whole pack's",
+    "use_transformers_continuous_batching": "generates with an attention that packs by itself",
+    "use_transformers_paged": "generates with an attention that packs by itself",
+}
+
+
+class PackedRowsMixin:
+    """Makes the models of a TRL trainer run every padded batch as one pack; ``packed_trainer`` applies it."""
+
+    args: Any
+    accelerator: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        ours = sorted(kwargs.keys() & {"capacity", "peak", "data_kwargs"})
+        if ours:
+            raise TypeError(
+                f"{type(self).__name__} got {', '.join(ours)}, but a pack is what a batch of "
+                "per_device_train_batch_size rows holds. Leave it out."
+            )
+        super().__init__(*args, **kwargs)
+        self._refuse_what_rows_cannot()
+        self._pack_models()
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        self._pack_models()  # DPO's constructor may run its reference model already
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
+
+    def _pack_models(self) -> None:
+        for model in (self.model, getattr(self, "ref_model", None)):  # type: ignore[attr-defined]
+            if model is not None:
+                unwrapped = self.accelerator.unwrap_model(model)
+                base = unwrapped.get_base_model() if hasattr(unwrapped, "peft_config") else unwrapped
+                pack_rows(base)
+
+    def _refuse_what_rows_cannot(self) -> None:
+        for name, why in REFUSED_FOR_ROWS.items():
+            value = getattr(self.args, name, None)
+            if value:
+                raise ValueError(
+                    f"{type(self.args).__name__}({name}={value!r}) {why}. Leave it at its default."
+                )
+        config = getattr(self.accelerator, "parallelism_config", None)
+        if config is not None and (config.cp_enabled or config.sp_enabled or config.tp_enabled):
+            raise ValueError(
+                f"packed_trainer runs data parallel, but the accelerator has {config}. Its context "
+                "parallelism would cut rows that are packed here. Leave it out."
+            )
+
+
+def pack_rows(model: Any) -> None:
+    """Make a transformers model run padded rows as one pack, in place; the rows it returns are the same.
+
+    TRL's call for log-probabilities (``fused_lm_head=True``) and a sequence classifier's are packed. Any
+    other, generation above all, runs on padded rows with the attention the model had before.
+
+    Args:
+        model: a ``PreTrainedModel`` with TRL's fused head, or a sequence classifier; without adapters.
+
+    Raises:
+        ValueError: when "thd" attention refuses the model; later for an input that is no row of tokens.
+    """
+    if getattr(model, "_thd_packs_rows", False):
+        return
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    model._thd_packs_rows = True
+    padded: Callable[..., Any] = model.forward
+    classifies = "ForSequenceClassification" in type(model).__name__
+    others = "eager" if before == NAME else before
+
+    @functools.wraps(padded)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("fused_lm_head") or (classifies and kwargs.get("attention_mask") is not None):
+            return _run(model, padded, kwargs)
+        with _attention(model, others):
+            return padded(*args, **kwargs)
+
+    model.forward = forward
+
+
+def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
+    unknown = [name for name, value in given.items() if value is not None and name not in _OF_ROWS | _KEPT]
+    if unknown or given.get("use_cache"):
+        raise ValueError(
+            f"{type(model).__name__} got {', '.join(unknown) or 'use_cache=True'} beside padded rows, and "
+            "packed_trainer packs rows of text alone. Use TRL's trainer as it is."
+        )
+    mask = given["attention_mask"].bool()
+    batch = THDBatch.from_padded(given["input_ids"], given["attention_mask"], given.get("labels"))
+    told = {name: given[name] for name in _KEPT if given.get(name) is not None}
+    if given.get("fused_lm_head"):
+        told |= {"fused_lm_head": True, "shift_labels": batch.targets[None]}
+    output = run_as_pack(model, forward, batch, **told)
+    if given.get("fused_lm_head"):
+        for name, value in list(output.items()):
+            if isinstance(value, Tensor) and value.ndim == 2 and value.shape == (1, sum(batch.lengths)):
+                output[name] = _rows(value[0], mask)
+    return output
+
+
+def _rows(values: Tensor, mask: Tensor) -> Tensor:
+    """Lay a value a token ``[T]`` out as TRL has it: ``[B, N - 1]``, 0 where nothing is predicted."""
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)[:, :-1]
+
+
+@contextmanager
+def _attention(model: nn.Module, name: str) -> Generator[None]:
+    """Run the body with another attention than "thd".
+
+    Raises:
+        ValueError: where a backward pass could compute layers again, with "thd" then.
+    """
+    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if torch.is_grad_enabled() and recomputes and model.training:
+        raise ValueError(
+            f"{type(model).__name__} was called on padded rows for something else than log-probabilities, "
+            "with gradients and gradient checkpointing. Call it under torch.no_grad()."
+        )
+    configs = {id(config): config for module in model.modules() for config in _configs(module)}
+    chosen = [config for config in configs.values() if config._attn_implementation == NAME]
+    for config in chosen:
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        for config in chosen:
+            config._attn_implementation = NAME
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    config: Any = getattr(module, "config", None)
+    return [config] if hasattr(config, "_attn_implementation") else []

@@ -1,0 +1,62 @@
+"""A Trainer's batch that is a whole ``Sequences(n)`` step -> its microbatches, one backward pass each."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.packing import Packs, Sequences
+
+
+def packs_of(inputs: dict[str, THDBatch | THDStep]) -> tuple[THDBatch, ...]:
+    """Return the packs of a batch that the Trainer's loader gave."""
+    batch = inputs["batch"]
+    return batch.microbatches if isinstance(batch, THDStep) else (batch,)
+
+
+def train_on_packs(
+    trainer: Any, one: Callable[[nn.Module, dict[str, THDBatch]], Tensor], model: nn.Module, step: THDStep
+) -> Tensor:
+    """Run every microbatch of a step forward and backward, gradients synchronised in the last one alone.
+
+    Args:
+        trainer: of transformers, whose loss is divided by its ``current_gradient_accumulation_steps``.
+        one: its ``training_step``.
+        model: as the Trainer wrapped it.
+        step: of this rank; every rank's has as many microbatches.
+
+    Returns:
+        This rank's part of the step's loss, detached.
+    """
+    before, trainer.current_gradient_accumulation_steps = (
+        trainer.current_gradient_accumulation_steps,
+        len(step),
+    )
+    losses = []
+    try:
+        for i, batch in enumerate(step.microbatches, start=1):
+            last = i == len(step)
+            apart = contextlib.nullcontext() if last else trainer.accelerator.no_sync(model)
+            with apart:
+                losses.append(one(model, {"batch": batch}))
+    finally:
+        trainer.current_gradient_accumulation_steps = before
+    return torch.stack(losses).sum()
+
+
+def check_global_batch(global_batch: Packs | Sequences | None, accumulate: int) -> None:
+    """Refuse a number of packs that the Trainer decides, and accumulation of steps that are whole.
+
+    Raises:
+        ValueError: saying which of the Trainer's options to use.
+    """
+    if isinstance(global_batch, Sequences) and accumulate != 1:
+        raise ValueError(
+            f"global_batch={global_batch} with gradient_accumulation_steps={accumulate}: a step of n "
+            "sequences has as many microbatches as it needs. Set gradient_accumulation_steps=1."
+        )

@@ -1,0 +1,205 @@
+"""TRL's DPO, reward and GRPO trainers with every batch in one pack give TRL's own padded numbers."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
+
+from lightning_thd.integrations import packed_trainer
+from lightning_thd.integrations.hf_rows import REFUSED_FOR_ROWS, pack_rows
+from tests.data.chats import PLAIN, make_tokenizer
+from tests.ranks import run_ranks
+from tests.tiny import checkpoint_activations, largest_error
+
+trl = pytest.importorskip("trl")
+
+STEPS = 3
+TOLERANCE = 1e-6
+# TRL's fused head computes in fp32, in tiles of as many tokens as it is given.
+GRADIENTS = 1e-5
+WORDS = ["a pack", "of rows", "is one", "long row", "and no", "token", "sees", "another", "row at all"]
+# Of what a trainer logs, what is time or a name.
+UNLIKE = re.compile(r"runtime|per_second|time|flos|memory")
+
+
+def text(seed: int, words: int) -> str:
+    return " ".join(WORDS[(seed * 7 + k * k) % len(WORDS)] for k in range(words))
+
+
+def rows(kind: str) -> list[dict[str, str]]:
+    found = []
+    for i in range(12):
+        pair = {"chosen": text(i, 1 + i % 5), "rejected": text(i + 3, 9 - i % 7)}
+        found.append(pair if kind == "reward" else {"prompt": text(i + 1, 1 + i % 4), **pair})
+    return [{"prompt": row["prompt"]} for row in found] if kind == "grpo" else found
+
+
+def model_of(kind: str, tokenizer: Any, attention: str, **changes: Any) -> Any:
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    config = (Qwen3MoeConfig if kind == "moe" else LlamaConfig)(
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,
+        num_labels=1,
+        **(moe if kind == "moe" else {}),
+        **changes,
+    )
+    torch.manual_seed(0)
+    auto = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
+    made = auto.from_config(config, attn_implementation=attention, experts_implementation="eager")
+    return made.double()
+
+
+def reward_long(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(completion))) for completion in completions]
+
+
+def train(kind: str, packed: bool, out: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Train with TRL's own trainer, or with the same one on packs."""
+    from datasets import Dataset
+
+    warnings.simplefilter("ignore")
+    tokenizer = make_tokenizer(PLAIN)
+    options = dict(options)
+    lora, experts = options.pop("lora", False), options.pop("experts", False)
+    name = {"dpo": "DPO", "reward": "Reward", "grpo": "GRPO"}[kind]
+    trainer_class = getattr(trl, f"{name}Trainer")
+    given: dict[str, Any] = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    given |= {"logging_steps": 1, "save_strategy": "no", "adam_epsilon": 1e-3, "report_to": []}
+    if kind == "grpo":
+        given |= {"num_generations": 2, "max_completion_length": 8, "beta": 0.1}
+    args = getattr(trl, f"{name}Config")(
+        output_dir=out, use_cpu=True, bf16=False, disable_tqdm=True, **{**given, **options}
+    )
+    others: dict[str, Any] = {"processing_class": tokenizer, "train_dataset": Dataset.from_list(rows(kind))}
+    if kind == "grpo":
+        others |= {"reward_funcs": reward_long}
+    else:
+        others |= {"eval_dataset": Dataset.from_list(rows(kind)[:5])}
+    if lora:
+        from peft import LoraConfig
+
+        torch.manual_seed(1)
+        others["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    folder = f"{out}/model"  # DPO and GRPO build their reference model from it
+    model_of("moe" if experts else kind, tokenizer, "sdpa").save_pretrained(folder)
+    auto = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
+    model = auto.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager"
+    )
+    running = (packed_trainer(trainer_class) if packed else trainer_class)(model=model, args=args, **others)
+    running.train()
+    if kind != "grpo":
+        running.evaluate()
+    logs = [
+        {key: float(value) for key, value in entry.items() if not UNLIKE.search(key)}
+        for entry in running.state.log_history
+    ]
+    return {"logs": logs, "params": {n: p.detach().clone() for n, p in running.model.named_parameters()}}
+
+
+def both(kinds: list[str], out: str, options: dict[str, Any]) -> list[tuple[dict[str, Any], ...]]:
+    return [
+        (
+            train(kind, True, f"{out}/{kind}/packed", options),
+            train(kind, False, f"{out}/{kind}/rows", options),
+        )
+        for kind in kinds
+    ]
+
+
+def check(kinds: list[str], folder: Path, world: int = 1, **options: Any) -> None:
+    for found, wanted in [
+        pair for of_rank in run_ranks(both, world, kinds, str(folder), options) for pair in of_rank
+    ]:
+        assert len(found["logs"]) >= STEPS
+        for own, theirs in zip(found["logs"], wanted["logs"], strict=True):
+            assert own.pop("grad_norm", 0.0) == pytest.approx(theirs.pop("grad_norm", 0.0), rel=GRADIENTS)
+            assert own == pytest.approx(theirs, rel=TOLERANCE, abs=TOLERANCE)
+        assert largest_error(found["params"], wanted["params"]) < GRADIENTS
+
+
+@pytest.mark.parametrize("kinds", [["dpo", "reward"], pytest.param(["grpo"], marks=pytest.mark.slow)])
+def test_losses_metrics_and_weights_are_those_of_padded_rows(kinds: list[str], tmp_path: Path) -> None:
+    check(kinds, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": ["ipo"], "ld_alpha": 0.5},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "use_weighting": True},
+        {"precompute_ref_log_probs": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"lora": True},
+        {"experts": True, "router_aux_loss_coef": 0.1},
+        {"world": 2},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options_of_dpo_mean_what_they_mean(options: dict[str, Any], tmp_path: Path) -> None:
+    check(["dpo"], tmp_path, **options)
+
+
+def test_what_would_change_the_numbers_is_refused() -> None:
+    for option, why in REFUSED_FOR_ROWS.items():
+        trainer: Any = object.__new__(packed_trainer(trl.DPOTrainer))
+        trainer.args = SimpleNamespace(**{option: True})
+        with pytest.raises(ValueError, match=re.escape(f"({option}=True) {why}. Leave it at its default.")):
+            trainer._refuse_what_rows_cannot()
+    trainer.args, trainer.accelerator = (
+        SimpleNamespace(),
+        SimpleNamespace(
+            parallelism_config=SimpleNamespace(cp_enabled=True, sp_enabled=False, tp_enabled=False)
+        ),
+    )
+    with pytest.raises(ValueError, match=r"parallelism would cut rows that are packed here. Leave it out"):
+        trainer._refuse_what_rows_cannot()
+    with pytest.raises(TypeError, match="PackedDPOTrainer got capacity, but a pack is what a batch of"):
+        packed_trainer(trl.DPOTrainer)(model=None, args=None, capacity=64)
+    tokenizer = make_tokenizer(PLAIN)
+    model = model_of("reward", tokenizer, "sdpa")
+    pack_rows(model)
+    ids = torch.arange(1, 9).view(2, 4)
+    with pytest.raises(ValueError, match=r"got pixel_values beside padded rows, and packed_trainer packs"):
+        model(input_ids=ids, attention_mask=torch.ones(2, 4, dtype=torch.long), pixel_values=ids)
+
+
+def test_other_calls_of_a_packed_model_see_padded_rows() -> None:
+    tokenizer = make_tokenizer(PLAIN)
+    plain, packing = (model_of("dpo", tokenizer, "sdpa").train() for _ in range(2))
+    pack_rows(packing)
+    ids = torch.arange(1, 13).view(2, 6) % len(tokenizer)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    with torch.no_grad():
+        for given in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids[1:]}):
+            kept = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
+            found = packing(**given).logits[kept]
+            assert torch.equal(found, plain(**given).logits[kept])
+            assert found.isfinite().all()
+        made = [
+            model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+            for model in (packing, plain)
+        ]
+    assert torch.equal(*made)
+    checkpoint_activations(packing)
+    with pytest.raises(ValueError, match="for something else than log-probabilities, with gradients"):
+        packing(input_ids=ids)

@@ -1,0 +1,383 @@
+"""Strategies x layouts x features: what each cell trains or gives, and what one process makes of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.tuner import Tuner
+from torch import Tensor
+
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, THDStrategyMixin, causal_lm_loss
+from lightning_thd.packing import PackPlanner
+from tests.strategies.jobs import CAPACITY, CLIP, Job, Layout, full_parameters, make_optimizer
+from tests.tiny import largest_error, nll, sequences
+
+STEP, STEPS = Sequences(12), 3
+SAMPLES = sequences(14, labels=True, seed=5)
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one": {},
+    "dp2": {"dp": 2},
+    "cp2": {"cp": 2},
+    "tp2": {"tp": 2},
+    "dp2cp2": {"dp": 2, "cp": 2},
+    "cp2tp2": {"cp": 2, "tp": 2},
+    "replicas2": {"dp": 2, "replicas": 2},
+}
+
+
+class OwnDDP(THDStrategyMixin, DDPStrategy):
+    """A user's class on DDP; sizes are attributes."""
+
+
+class OwnModelParallel(THDStrategyMixin, ModelParallelStrategy):
+    """A user's class on FSDP2; sizes are attributes."""
+
+
+class OwnOneDevice(THDStrategyMixin, SingleDeviceStrategy):
+    """A user's class on one device; Lightning's constructor wants the device."""
+
+
+def layout_of(name: str) -> Layout:
+    axes = {axis: size for axis, size in LAYOUTS[name].items() if axis != "replicas"}
+    return Layout(**axes)
+
+
+def strategy_of(strategy: str, name: str) -> Strategy | str:
+    """Make a strategy of one of the matrix's rows, with the sizes of a layout."""
+    axes = LAYOUTS[name]
+    sizes = {"context_parallel_size": axes.get("cp", 1), "tensor_parallel_size": axes.get("tp", 1)}
+    sizes["data_parallel_replicas"] = axes.get("replicas", 1)
+    own: dict[str, Callable[[], Any]] = {
+        "own_ddp": OwnDDP,
+        "own_model_parallel": OwnModelParallel,
+        "own_one_device": lambda: OwnOneDevice(device=torch.device("cpu")),
+    }
+    if strategy in own:
+        made = own[strategy]()
+        for size, value in sizes.items():
+            setattr(made, size, value)
+        if strategy == "own_model_parallel":
+            made.data_parallel_size = "auto"
+        return made
+    from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
+    from lightning_thd.strategies.ready import THDSingleDeviceStrategy
+
+    ready: dict[str, type[Any]] = {
+        "thd": THDSingleDeviceStrategy,
+        "thd_ddp": THDDDPStrategy,
+        "thd_model_parallel": THDModelParallelStrategy,
+    }
+    taken = {size: value for size, value in sizes.items() if value != 1}
+    if strategy != "thd_model_parallel":  # what their constructors do not take is an attribute of the mixin
+        made = ready[strategy](
+            **{k: v for k, v in taken.items() if strategy == "thd_ddp" and k.startswith("con")}
+        )
+        for size, value in taken.items():
+            setattr(made, size, value)
+        return made
+    made = ready[strategy](**taken)
+    assert isinstance(made, Strategy)
+    return made
+
+
+class Plain(Job):
+    """Logs without ``sync_dist``, as people do, and tests as it validates."""
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
+        loss = causal_lm_loss(self.model, batch)
+        self.log("train/loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
+        self.log("val/loss", causal_lm_loss(self.model, batch), sync_dist=True)
+
+    def test_step(self, batch: THDBatch, batch_idx: int) -> None:
+        self.log("test/loss", causal_lm_loss(self.model, batch), sync_dist=True)
+
+
+class Frozen(Plain):
+    """Trains the second layer and the head alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.model.embed_tokens.requires_grad_(False)
+        self.model.model.layers[0].requires_grad_(False)
+
+
+class Recomputed(Plain):
+    """Computes activations again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+class CompiledInside(Plain):
+    """Compiles the model, not itself."""
+
+    def configure_model(self) -> None:
+        self.model.compile(backend="eager")
+
+
+class Adapted(Plain):
+    """Trains low-rank adapters of attention's products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import peft
+
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        self.model = peft.get_peft_model(self.model, config).double()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-2, eps=1e-5)
+
+
+class Manual(Plain):
+    """Steps and clips by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> dict[str, Tensor]:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = causal_lm_loss(self.model, batch)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm")
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+
+@dataclass(kw_only=True)
+class Cell:
+    """One row's strategy and layout, and how to run on it."""
+
+    strategy: str
+    layout: str
+    folder: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dp(self) -> int:
+        return layout_of(self.layout).dp
+
+    def trainer(self, **options: Any) -> L.Trainer:
+        defaults: dict[str, Any] = {
+            "max_steps": STEPS,
+            "accelerator": "cpu",
+            "devices": layout_of(self.layout).world,
+            "logger": False,
+            "gradient_clip_val": CLIP,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "log_every_n_steps": 1,
+            "num_sanity_val_steps": 0,
+        }
+        return L.Trainer(strategy=strategy_of(self.strategy, self.layout), **{**defaults, **options})
+
+    def fit(self, module: Job, step: Packs | Sequences = STEP, **options: Any) -> L.Trainer:
+        path = options.pop("ckpt_path", None)
+        trainer = self.trainer(**options)
+        trainer.fit(module, given(step), ckpt_path=path)
+        return trainer
+
+
+def given(step: Packs | Sequences = STEP) -> THDDataModule:
+    return THDDataModule(
+        sequences(80, labels=True),
+        capacity=CAPACITY,
+        global_batch=step,
+        val=sequences(8, seed=7),
+        test=SAMPLES,
+        predict=SAMPLES,
+    )
+
+
+def weights_after(module_type: type[Job], step: Packs | Sequences = STEP, **options: Any) -> Any:
+    def run(cell: Cell) -> dict[str, Tensor]:
+        module = module_type()
+        taken = {key: value() if callable(value) else value for key, value in options.items()}
+        trainer = cell.fit(module, step, **taken)
+        if "max_epochs" not in options:
+            assert trainer.global_step == options.get("max_steps", STEPS)
+        return full_parameters(module.model) | logged(trainer)
+
+    return run
+
+
+def logged(trainer: L.Trainer) -> dict[str, Tensor]:
+    """Return what callbacks see, under names of its own: Lightning keeps it in fp32."""
+    return {f"logged {key}": value.double() for key, value in trainer.callback_metrics.items()}
+
+
+def evaluate(cell: Cell, stage: str) -> dict[str, Tensor]:
+    trainer, module = cell.trainer(), Plain()
+    (found,) = getattr(trainer, stage)(module, given(), verbose=False)
+    return {f"logged {key}": torch.tensor(value).double() for key, value in found.items()}
+
+
+def predict(cell: Cell) -> dict[str, Tensor]:
+    trainer, module = cell.trainer(), Plain()
+    rows = {i: row for batch in trainer.predict(module, given()) or () for i, row in batch}
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, rows)
+        rows = {i: row for of_rank in everyone for i, row in of_rank.items()}
+    assert sorted(rows) == list(range(len(SAMPLES)))
+    return {str(i): row for i, row in rows.items()}
+
+
+def resume(cell: Cell) -> dict[str, Tensor]:
+    saver = ModelCheckpoint(cell.folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    cell.fit(Plain(), max_steps=2, callbacks=[saver], enable_checkpointing=True)
+    module = Plain()
+    cell.fit(module, max_steps=4, ckpt_path=f"{cell.folder}/step=2.ckpt")
+    return full_parameters(module.model)
+
+
+def lr_find(cell: Cell) -> dict[str, Tensor]:
+    module = Plain()
+    module.lr = 1e-3
+    trainer = cell.trainer(gradient_clip_val=None, max_steps=8)
+    before, here = full_parameters(module.model), Path.cwd()
+    os.chdir(cell.folder)  # Lightning keeps what it had there
+    try:
+        found = Tuner(trainer).lr_find(module, given(), num_training=6, min_lr=1e-5)
+    finally:
+        os.chdir(here)
+    assert found is not None
+    assert largest_error(full_parameters(module.model), before) == 0.0
+    return {"logged losses": torch.tensor(found.results["loss"], dtype=torch.float64)}
+
+
+def stop_early(cell: Cell) -> dict[str, Tensor]:
+    module = Plain()
+    stop = EarlyStopping("val/loss", min_delta=10.0, patience=1, check_on_train_epoch_end=False)
+    trainer = cell.fit(module, callbacks=[stop], val_check_interval=1, max_steps=8)
+    assert trainer.global_step == 2
+    return full_parameters(module.model) | {"logged best": stop.best_score.double()}
+
+
+def manual(cell: Cell) -> dict[str, Tensor]:
+    """Train a pack a rank; one process makes of the same packs one step by hand."""
+    module = Manual()
+    cell.fit(module, Packs(cell.dp), gradient_clip_val=None)
+    return full_parameters(module.model)
+
+
+def manual_by_hand(dp: int, layout: Layout) -> dict[str, Tensor]:
+    samples = sequences(80, labels=True)
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    planner = PackPlanner(lengths, CAPACITY, global_batch=Packs(dp), align=layout.align)
+    model = Job().model
+    optimizer = make_optimizer(model)
+    for k in range(STEPS):
+        ranks = planner.step(0, k, dp).indices_by_rank()
+        results = [nll(model, samples[i]) for rank in ranks for pack in rank for i in pack]
+        optimizer.zero_grad()
+        (sum(loss for loss, _ in results) / sum(count for _, count in results)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    return full_parameters(model)
+
+
+def accumulate(cell: Cell) -> dict[str, Tensor]:
+    return dict(weights_after(Plain, Packs(4), accumulate_grad_batches=4 // cell.dp)(cell))
+
+
+def swa(cell: Cell) -> dict[str, Tensor]:
+    average = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)
+    run = weights_after(Plain, callbacks=[average], max_steps=-1, max_epochs=3, limit_train_batches=2)
+    return dict(run(cell))
+
+
+def ema(cell: Cell) -> dict[str, Tensor]:
+    options = {"callbacks": [EMAWeightAveraging(decay=0.5)], "val_check_interval": 2}
+    return dict(weights_after(Plain, **options)(cell))
+
+
+FEATURES: dict[str, Callable[[Cell], dict[str, Tensor]]] = {
+    "fit": weights_after(Plain),
+    "validate": lambda cell: evaluate(cell, "validate"),
+    "test": lambda cell: evaluate(cell, "test"),
+    "predict": predict,
+    "resume": resume,
+    "ema": ema,
+    "swa": swa,
+    "lr_find": lr_find,
+    "early stopping": stop_early,
+    "clip norm": weights_after(Plain, gradient_clip_val=0.1),
+    "clip value": weights_after(Plain, gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+    "frozen": weights_after(Frozen),
+    "lora": weights_after(Adapted),
+    "recomputed": weights_after(Recomputed),
+    "accumulate": accumulate,
+    "manual": manual,
+    "compile": weights_after(CompiledInside),
+}
+ROWS = [
+    *[("thd", "one"), ("own_one_device", "one")],
+    *[(name, layout) for name in ("thd_ddp", "own_ddp") for layout in ("dp2", "cp2", "dp2cp2")],
+    *[
+        (name, layout)
+        for name in ("thd_model_parallel", "own_model_parallel")
+        for layout in LAYOUTS
+        if layout != "one"
+    ],
+]
+
+
+def run_cell(feature: str, strategy: str, layout: str, folder: str) -> dict[str, Tensor]:
+    """Run one cell on this rank."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(dist.get_rank())
+    place = Path(folder) / strategy / layout / feature.replace(" ", "_")
+    place.mkdir(parents=True, exist_ok=True)
+    return FEATURES[feature](Cell(strategy=strategy, layout=layout, folder=str(place)))
+
+
+def one_process(features: list[str]) -> dict[str, dict[str, Tensor]]:
+    """Return what one process makes of the features, on Lightning's own loop or by hand."""
+    warnings.filterwarnings("ignore")
+    found: dict[str, dict[str, Tensor]] = {}
+    for feature in features:
+        with tempfile.TemporaryDirectory() as folder:
+            if feature != "manual":
+                found[feature] = FEATURES[feature](Cell(strategy="thd", layout="one", folder=folder))
+                continue
+            for dp in (1, 2):
+                for cp in (1, 2):  # alignment changes which sequences make a pack
+                    found[f"manual {dp} {cp}"] = manual_by_hand(dp, Layout(dp=dp, cp=cp))
+    return found
+
+
+def error_of(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, float]:
+    """Return the largest relative errors of weights and of what Lightning logged, in fp32."""
+    found = {name: value for name, value in found.items() if "context_parallel/" not in name}
+    assert found.keys() == wanted.keys(), sorted(found.keys() ^ wanted.keys())
+    logs = {name for name in wanted if name.startswith("logged ")}
+    parts = [{n: v for n, v in found.items() if (n in logs) == kind} for kind in (False, True)]
+    errors = [largest_error(part, {n: wanted[n] for n in part}) if part else 0.0 for part in parts]
+    return tuple(math.inf if math.isnan(error) else error for error in errors)  # type: ignore[return-value]
