@@ -24,7 +24,10 @@ OWN_KEYS = (
 _REFUSED = ("input_features", "input_values", "audio_values", "audio_features")
 # Arguments that THDBatch.hf_kwargs makes; a sample's own would replace them in the call of the model.
 _RESERVED = frozenset(
-    ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "targets")
+    (
+        *("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens_real", "max_length_q", "max_length_k"),
+        *("use_cache", "targets"),
+    )
 )
 
 

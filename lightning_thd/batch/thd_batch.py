@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_thd._checks import described
-from lightning_thd._static import shapes_are_static
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import collate_fields
 from lightning_thd.batch.immutable import Immutable
 from lightning_thd.batch.padded import padded_fields
-from lightning_thd.batch.real_lengths import remember_lengths
 from lightning_thd.stats import SeqStats, Window
 
 _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
@@ -249,10 +247,11 @@ class THDBatch(Immutable):
         Returns:
             ``input_ids`` ``[1, T]``, ``position_ids`` ``[1, T]`` or ``[3, 1, T]``, ``cu_seq_lens_q/k`` (the
             offsets in memory), ``max_length_q/k`` (Python ints), ``attention_mask`` None, ``use_cache``
-            False (the default True makes transformers ignore the boundaries), and the extras.
+            False (the default True makes transformers ignore the boundaries), and the extras. Where
+            sequences are padded one by one, ``cu_seq_lens_real`` too, cumulative lengths without padding.
         """
         position_ids = self.position_ids
-        self._tell_real_lengths()
+        real = self._real_offsets()
         return {
             "input_ids": self.input_ids[None],
             "position_ids": position_ids[None] if position_ids.ndim == 1 else position_ids[:, None],
@@ -262,13 +261,13 @@ class THDBatch(Immutable):
             "max_length_q": self.max_seqlen,
             "max_length_k": self.max_seqlen,
             "use_cache": False,
+            **({} if real is None else {"cu_seq_lens_real": real}),
             **self.extras,
         }
 
-    def _tell_real_lengths(self) -> None:
-        """Let length-dependent ropes find the lengths without the padding between sequences."""
-        if not shapes_are_static() and self.lengths != self.padded_lengths[: len(self.lengths)]:
-            remember_lengths(self.cu_seqlens_padded, self.lengths)
+    def _real_offsets(self) -> Tensor | None:
+        """Return the cumulative real lengths where they are not those in memory."""
+        return None if self.lengths == self.padded_lengths[: len(self.lengths)] else self.cu_seqlens
 
     def unpack(self, x: Tensor) -> list[Tensor]:
         """Split a per-token tensor into one view a sequence, pads left out.

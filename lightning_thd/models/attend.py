@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_thd.attention import varlen_attention
 from lightning_thd.models.pack import CAUSAL, current_pack, current_scope
+from lightning_thd.parallel.context import layout
 
 _UNSET: Final = -1  # `sliding_window` not passed, which is not the same as passed as None
 # Arguments that transformers hands down to every attention and that none of its own implementations reads to
@@ -99,6 +100,8 @@ def thd_attention(
         bounds = _given(query, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     else:
         bounds = _ambient(module, query, key, causal=causal)
+    if not causal:
+        bounds = _without_padding(module, bounds)
     window = getattr(module, "sliding_window", None) if sliding_window == _UNSET else sliding_window
     rows, _, slots, _ = query.shape
     q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
@@ -172,6 +175,20 @@ def _given(
         max_length_q,
         max_length_q if max_length_k is None else max_length_k,
     )
+
+
+def _without_padding(module: nn.Module, bounds: _Boundaries) -> _Boundaries:
+    """Keep padding inside a sequence, which stands behind its tokens, from those that see later ones."""
+    pack = current_pack()
+    if pack is None or pack.cu_seqlens_real is None or bounds.cu_seqlens_q.shape != pack.cu_seqlens_q.shape:
+        return bounds
+    if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
+        raise ValueError(
+            f"{type(module).__name__} lets tokens see later ones, and context parallelism pads sequences to "
+            "multiples of their own, which those tokens would see too. Use sequences of such lengths, or "
+            "train this model without context parallelism."
+        )
+    return bounds._replace(cu_seqlens_q=pack.token_bounds, cu_seqlens_k=pack.token_bounds)
 
 
 def _ambient(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> _Boundaries:

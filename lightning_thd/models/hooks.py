@@ -5,8 +5,8 @@ Hooks are module-level functions: a model that carries them can be copied, pickl
 
 from __future__ import annotations
 
+import gc
 import inspect
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from lightning_thd.batch import THDBatch
 
 NAME = "thd"
-PACK_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_NUMBERS = itertools.count()
+# By identity, so that a copy is never taken for the model it was made of.
 _MODELS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_REAL = "cu_seq_lens_real"
+PACK_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", _REAL)
 _CACHE_KWARGS = ("past_key_values", "cache_params")
 
 
@@ -42,8 +43,7 @@ def install(model: Any) -> None:
     model._thd_installed = True
     model._thd_takes_use_cache = "use_cache" in inspect.signature(type(model).forward).parameters
     model._thd_checked = False
-    model._thd_number = next(_NUMBERS)
-    _MODELS[model._thd_number] = model
+    _MODELS[id(model)] = model
     adopt_mixers(type(model))
     adopt_position_tables(type(model))
     adopt_ropes(type(model), model.config)
@@ -90,6 +90,7 @@ def _enter(
         set_scope(Scope(None, outer, module=model, families=outer.families))
         return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
     pack = _find_pack(outer, args, kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name != _REAL}  # ours alone
     if pack is not None:
         _refuse_class(model)
         _refuse_mask_and_cache(model, kwargs)
@@ -109,7 +110,7 @@ def _enter(
 def _refuse_wrong_layers(model: Any) -> None:
     """Look for layers that "thd" cannot make right, once a model; while compiling at every trace."""
     if torch.compiler.is_compiling():
-        reason = _reason_of(model._thd_number)
+        reason = _reason_of(id(model))
     elif not model._thd_checked:
         reason = unknown_layers(model)
         model._thd_checked = reason is None
@@ -120,10 +121,17 @@ def _refuse_wrong_layers(model: Any) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _reason_of(number: int) -> str | None:
-    """Run the survey while a model is being traced, on the model as it stands."""
-    model = _MODELS.get(number)
-    return None if model is None else unknown_layers(model)
+def _reason_of(identity: int) -> str | None:
+    """Run the survey while a model is being traced, on the model as it stands.
+
+    A trace hands on constants alone. A copy, or what was unpickled, was never entered into the table.
+    """
+    model = _MODELS.get(identity)
+    if model is None:
+        model = next((x for x in gc.get_objects() if id(x) == identity), None)
+    if model is None:  # frozen objects are not listed
+        return "A copied model cannot be looked at while it is compiled: call it once uncompiled before."
+    return unknown_layers(model)
 
 
 def _leave(model: Any, args: tuple[Any, ...], output: Any) -> Any:
@@ -157,7 +165,7 @@ def _find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any
     if offsets is not None:
         if known is not None and known.cu_seqlens_q is offsets:
             return known
-        return _pack_from_kwargs(kwargs, tokens)
+        return _pack_from_kwargs(kwargs, tokens, known)
     if outer is not None:
         if outer.module is not None:
             return known
@@ -175,7 +183,7 @@ def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     return None
 
 
-def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None) -> Pack:
+def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None, outer: Pack | None) -> Pack:
     missing = [name for name in ("max_length_q", "position_ids") if kwargs.get(name) is None]
     if missing or tokens is None:
         raise ValueError(
@@ -191,12 +199,16 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None) -> Pack:
         )
     offsets = kwargs["cu_seq_lens_q"]
     offsets_k, longest_k = kwargs.get("cu_seq_lens_k"), kwargs.get("max_length_k")
+    real = kwargs.get(_REAL)
+    if real is None and outer is not None and outer.slots == tokens.shape[1]:
+        real = outer.cu_seqlens_real  # the model that calls this one was told
     return Pack(
         cu_seqlens_q=offsets,
         cu_seqlens_k=offsets if offsets_k is None else offsets_k,
         max_length_q=kwargs["max_length_q"],
         max_length_k=kwargs["max_length_q"] if longest_k is None else longest_k,
         slots=tokens.shape[1],
+        cu_seqlens_real=real,
     )
 
 

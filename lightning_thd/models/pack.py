@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.batch.real_lengths import remember_lengths
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 
@@ -28,10 +27,15 @@ class Pack:
     Attributes:
         cu_seqlens_q: int32 ``[S + 1]``, offsets in memory, last entry T.
         cu_seqlens_k: the same for keys; equal to ``cu_seqlens_q`` in self-attention.
+        cu_seqlens_real: int32 ``[S + 1]``, cumulative lengths without padding inside sequences; None where
+            there is none.
         cache: what is worked out once a batch and shared by all layers (seq_idx, plans of padded groups).
     """
 
-    __slots__ = ("_extent_k", "_extent_q", "_lengths", "_slots", "cache", "cu_seqlens_k", "cu_seqlens_q")
+    __slots__ = (
+        *("_extent_k", "_extent_q", "_lengths", "_real_lengths", "_slots", "cache"),
+        *("cu_seqlens_k", "cu_seqlens_q", "cu_seqlens_real"),
+    )
 
     def __init__(
         self,
@@ -42,6 +46,8 @@ class Pack:
         max_length_k: int,
         slots: int,
         lengths: Sequence[int] | None = None,
+        cu_seqlens_real: Tensor | None = None,
+        real_lengths: Sequence[int] | None = None,
     ) -> None:
         self.cu_seqlens_q = cu_seqlens_q
         self.cu_seqlens_k = cu_seqlens_k
@@ -51,13 +57,14 @@ class Pack:
         self._extent_k = cu_seqlens_k.new_empty(max_length_k, 0)
         self._slots = cu_seqlens_q.new_empty(slots, 0)
         self._lengths = None if lengths is None else tuple(lengths)
+        self.cu_seqlens_real = cu_seqlens_real
+        self._real_lengths = None if real_lengths is None else tuple(real_lengths)
         self.cache: dict[Any, Any] = {}
 
     @classmethod
     def from_batch(cls, batch: THDBatch) -> Pack:
         """Take over what the batch knows on the host, so that nothing is ever read from a device."""
-        if batch.lengths != batch.padded_lengths[: len(batch.lengths)]:
-            remember_lengths(batch.cu_seqlens_padded, batch.lengths)
+        padded = batch.lengths != batch.padded_lengths[: len(batch.lengths)]
         return cls(
             cu_seqlens_q=batch.cu_seqlens_padded,
             cu_seqlens_k=batch.cu_seqlens_padded,
@@ -65,6 +72,8 @@ class Pack:
             max_length_k=batch.max_seqlen,
             slots=batch.input_ids.shape[-1],
             lengths=batch.padded_lengths,
+            cu_seqlens_real=batch.cu_seqlens if padded else None,
+            real_lengths=(*batch.lengths, *batch.padded_lengths[len(batch.lengths) :]) if padded else None,
         )
 
     @property
@@ -97,6 +106,35 @@ class Pack:
                 )
             self._lengths = tuple(lengths)
         return self._lengths
+
+    @property
+    def real_lengths(self) -> tuple[int, ...]:
+        """Tokens of every sequence without the padding inside it, on the host; read like ``lengths``.
+
+        Slots of 8 and 4 that hold 5 and 4 tokens give 5 and 4; a trailing pad counts as its slots.
+        """
+        if self.cu_seqlens_real is None:
+            return self.lengths
+        if self._real_lengths is None:
+            self._real_lengths = tuple(self.cu_seqlens_real.diff().tolist())
+        return self._real_lengths
+
+    @property
+    def token_bounds(self) -> Tensor:
+        """int32 ``[2 S + 1]``: the tokens of every sequence and the padding behind them, each by itself.
+
+        For layers whose tokens see later ones. Slots of 8 and 4 that hold 5 and 4 tokens give
+        ``[0, 5, 8, 12, 12]``; without padding inside sequences it is ``cu_seqlens_q``.
+        """
+        if self.cu_seqlens_real is None:
+            return self.cu_seqlens_q
+        if "token_bounds" not in self.cache:
+            starts = self.cu_seqlens_q[:-1]
+            ends = starts + self.cu_seqlens_real.diff()
+            bounds = torch.cat([torch.stack([starts, ends], dim=1).flatten(), self.cu_seqlens_q[-1:]])
+            self.cache["token_bounds"] = bounds.to(torch.int32)
+        token_bounds: Tensor = self.cache["token_bounds"]
+        return token_bounds
 
     @property
     def seq_idx(self) -> Tensor:

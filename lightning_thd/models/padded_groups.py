@@ -71,18 +71,21 @@ def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
     return Groups(sources=tuple(sources), back=torch.from_numpy(back).to(device, non_blocking=True))
 
 
-def group_rows(lengths: Sequence[int], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def group_rows(
+    lengths: Sequence[int], device: torch.device, *, padded: Sequence[int] | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Lay sequences out as rows, a group of similar lengths at a time.
 
     Args:
-        lengths: slots of every sequence, none zero.
+        lengths: tokens of every sequence, none zero.
         device: where the indices shall live.
+        padded: slots of every sequence, where some stand behind its tokens.
 
     Yields:
         Which sequences, int64 ``[N]``, and the slots of each, int64 ``[N, L]``, T where padding stands.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(sizes)])
+    starts = np.concatenate([[0], np.cumsum(sizes if padded is None else padded)])
     order = np.argsort(-sizes, kind="stable")
     while len(order):
         longest = int(sizes[order[0]])

@@ -100,7 +100,7 @@ def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pa
         output = forward(model, **given)
     logits = output.logits if hasattr(output, "logits") else output[0]
     rows = torch.empty(len(pack.lengths), logits.shape[-1], dtype=logits.dtype, device=logits.device)
-    for members, source in group_rows(pack.lengths, logits.device):
+    for members, source in group_rows(pack.real_lengths, logits.device, padded=pack.lengths):
         part = _head_on_rows(forward, model, base, outputs[0], given, source, pack)
         rows = rows.index_copy(0, members, part.to(rows.dtype))
     loss = None if labels is None else _loss(model, rows, labels)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 from contextlib import nullcontext
 from typing import Any
 
@@ -146,6 +149,16 @@ def test_positions_of_sequences_compile_with_inductor_in_as_many_graphs(
     assert len(counts) == 10
     # A pack of one sequence, the fourth, may have a graph of its own.
     assert counts[-1] == counts[3] <= 6, counts
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_compiled_before_its_first_call_is_refused_too(twin: Any) -> None:
+    torch._dynamo.reset()
+    model = twin(families.build("zaya", "ZayaForCausalLM", "thd"))  # the original is gone
+    gc.collect()
+    (batch, _) = matrix.packs()
+    with pytest.raises(ValueError, match=r"ZayaConvolution|mixes tokens by a convolution or a state"):
+        torch.compile(model, backend="eager")(**batch.hf_kwargs())
 
 
 def test_a_compiled_model_does_not_take_a_pack_for_a_row() -> None:

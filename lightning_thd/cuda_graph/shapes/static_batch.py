@@ -89,8 +89,9 @@ class StaticBatch(THDBatch):
     def _further(self) -> tuple[str, ...]:
         return ()
 
-    def _tell_real_lengths(self) -> None:
-        """Tell nothing: lengths change from replay to replay."""
+    def _real_offsets(self) -> Tensor | None:
+        """Return the buffer: whether sequences are padded one by one changes from replay to replay."""
+        return self.cu_seqlens
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.input_ids.shape[-1]} slots)"

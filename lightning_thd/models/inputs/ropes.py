@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd._static import shapes_are_static
-from lightning_thd.batch.real_lengths import lengths_of
 from lightning_thd.models.pack import Pack, current_pack, current_scope
 from lightning_thd.parallel.context import layout
 
@@ -113,7 +112,7 @@ def _one_by_one(
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     """Compute the short sequences in one call and every long one in its own; lengths are read once a pack."""
-    lengths = lengths_of(pack.cu_seqlens_q, pack.lengths)
+    lengths = pack.real_lengths
     is_long = torch.tensor([n > limit for n in lengths]).repeat_interleave(torch.tensor(pack.lengths))
     is_long = is_long.to(position_ids.device)
     short = position_ids.masked_fill(is_long, 0)

@@ -1,0 +1,114 @@
+"""Sequences padded one by one (``align=``): the padding is no token, wherever the arguments have been."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from benchmarks.families import build, samples
+from lightning_thd.alignment import Alignment
+from lightning_thd.batch import THDBatch
+from lightning_thd.models import packed, register_thd
+from lightning_thd.models.pack import Pack
+from lightning_thd.parallel.context import layout
+from lightning_thd.parallel.shard import shard_batch
+from tests.models import test_ropes
+from tests.models.matrix import relative_error
+
+register_thd()
+EIGHTS = Alignment(sequence_multiple=8, total_multiple=16)
+MODELS = {
+    "bert": "BertForMaskedLM",
+    "roberta": "RobertaForMaskedLM",
+    "modernbert": "ModernBertForMaskedLM",  # windows to both sides
+    "llama": "LlamaForCausalLM",
+}
+HEADS = {
+    "bert": "BertForSequenceClassification",
+    "modernbert": "ModernBertForSequenceClassification",
+    "llama": "LlamaForSequenceClassification",
+}
+
+
+def pack() -> THDBatch:
+    batch = THDBatch.collate([{"input_ids": ids} for ids in samples()], align=EIGHTS)
+    assert batch.padded_lengths[:4] == (8, 8, 24, 16)
+    assert batch.lengths == (7, 1, 21, 9)
+    return batch
+
+
+def moved(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Give what a worker process hands over: other tensors, with nothing remembered about them."""
+    made: dict[str, Any] = pickle.loads(pickle.dumps(kwargs))
+    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in made.items()}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_no_token_sees_the_padding_behind_it(family: str) -> None:
+    stock, ours = (build(family, MODELS[family], name) for name in ("eager", "thd"))
+    batch = pack()
+    want = [stock(input_ids=ids[None]).logits[0] for ids in samples()]
+    for kwargs in (batch.hf_kwargs(), moved(batch.hf_kwargs())):
+        got = batch.unpack(ours(**kwargs).logits)
+        assert max(relative_error(a, b) for a, b in zip(got, want, strict=True)) <= 1e-5
+    with packed(batch):
+        told = ours(**batch.hf_kwargs()).logits
+    torch.testing.assert_close(torch.cat(batch.unpack(told)), torch.cat(want), rtol=1e-4, atol=1e-5)
+    torch.cat(batch.unpack(told)).sum().backward()
+    torch.cat(want).sum().backward()
+    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+        assert b.grad is None or relative_error(a.grad, b.grad, max(1e-2, float(b.grad.abs().max()))) <= 1e-4
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_no_head_pools_the_padding(family: str) -> None:
+    stock, ours = (build(family, HEADS[family], name) for name in ("eager", "thd"))
+    for model in (stock, ours):
+        model.config.pad_token_id = None  # the last token of a row, whatever it is
+        model.config.classifier_pooling = "mean"
+    want = torch.cat([stock(input_ids=ids[None]).logits for ids in samples()])
+    got = ours(**moved(pack().hf_kwargs())).logits
+    assert got.shape == (5, 2)  # the trailing pad is the last
+    assert relative_error(got[:4], want) <= 1e-5
+
+
+@pytest.mark.parametrize("name", test_ropes.ROPES)
+def test_padding_makes_no_rope_longer_after_a_move(name: str) -> None:
+    rows = test_ropes.documents((9, 20, 3, 11))  # 9 and 11 are padded beyond the original 12
+    align = Alignment(sequence_multiple=16, total_multiple=16)
+    batch = THDBatch.collate([{"input_ids": ids} for ids in rows], align=align)
+    got = batch.unpack(test_ropes.build(name, "thd")(**moved(batch.hf_kwargs())).logits)
+    for ids, logits in zip(rows, got, strict=True):
+        torch.testing.assert_close(logits, test_ropes.alone(name, ids), rtol=1e-4, atol=1e-5)
+
+
+def test_real_lengths_are_told_where_they_are_others_alone() -> None:
+    batch = pack()
+    assert batch.hf_kwargs()["cu_seq_lens_real"] is batch.cu_seqlens
+    assert "cu_seq_lens_real" not in THDBatch.collate([{"input_ids": [5, 6]}], pad_to=4).hf_kwargs()
+    even = THDBatch.collate([{"input_ids": list(range(8))}], align=EIGHTS)
+    assert "cu_seq_lens_real" not in even.hf_kwargs()
+
+
+def test_the_documented_value() -> None:
+    offsets, real = torch.tensor([0, 8, 12]).int(), torch.tensor([0, 5, 9]).int()
+    told: dict[str, Any] = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    padded = Pack(**told, cu_seqlens_real=real, max_length_q=8, max_length_k=8, slots=12)
+    assert padded.real_lengths == (5, 4)
+    assert padded.token_bounds.tolist() == [0, 5, 8, 12, 12]
+    plain = Pack(**told, max_length_q=8, max_length_k=8, slots=12)
+    assert plain.real_lengths == (8, 4)
+    assert plain.token_bounds is offsets
+
+
+def test_an_encoder_on_a_shard_with_padded_sequences_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "in_use", False)  # put back afterwards
+    shard = shard_batch(pack(), group=None, cp=2, rank=0)
+    with pytest.raises(ValueError, match=r"lets tokens see later ones, and context parallelism pads"):
+        build("bert", "BertForMaskedLM", "thd")(**shard.hf_kwargs())
