@@ -21,6 +21,7 @@ from lightning_thd._static import shapes_are_static
 from lightning_thd.models.fused_kernels import boundaries, can_run
 from lightning_thd.models.pack import Pack, current_pack, current_scope
 from lightning_thd.models.padded_groups import plan_groups, plan_static_group, run_grouped
+from lightning_thd.models.passing.adopt import adopt_functions, run_on_shard
 from lightning_thd.models.whole_pack import run_on_pack
 from lightning_thd.parallel.context import layout
 
@@ -67,7 +68,8 @@ def adopt_mixers(model_class: type) -> None:
         for name, kernels in MIXERS.items():
             cls: Any = getattr(module, name, None)
             if cls is not None and not hasattr(cls.forward, "_thd_mixer"):
-                cls.forward = _pack_aware(cls.forward, kernels)
+                carried = adopt_functions(cls)
+                cls.forward = _pack_aware(cls.forward, kernels, carried)
 
 
 def has_mixers(model: nn.Module) -> bool:
@@ -75,7 +77,9 @@ def has_mixers(model: nn.Module) -> bool:
     return any(hasattr(type(module).forward, "_thd_mixer") for module in model.modules())
 
 
-def _pack_aware(forward: Callable[..., Any], kernels: tuple[str, ...] | None) -> Callable[..., Any]:
+def _pack_aware(
+    forward: Callable[..., Any], kernels: tuple[str, ...] | None, carried: frozenset[str]
+) -> Callable[..., Any]:
     tokens_name = _tokens_name(forward)
 
     @functools.wraps(forward)
@@ -90,6 +94,8 @@ def _pack_aware(forward: Callable[..., Any], kernels: tuple[str, ...] | None) ->
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
         _refuse(self, tokens, pack, kwargs)
         shard = layout.layout_of(pack.cu_seqlens_q) if layout.in_use else None
+        if shard is not None and carried and shard.layout != "striped" and not shard.fixed:
+            return run_on_shard(functools.partial(forward, self), args, kwargs, shard, carried)
         if shard is not None:
             return run_on_pack(functools.partial(pack_aware_forward, self), args, kwargs, shard)
         if kernels is not None and can_run(kernels, tokens):

@@ -174,7 +174,8 @@ def offsets_of(lengths: partition.Ints, device: torch.device) -> Tensor:
 # By address: a layout keeps that memory alive, so whatever else lies at that address is a view of them.
 _BY_OFFSETS: weakref.WeakValueDictionary[int, ShardLayout] = weakref.WeakValueDictionary()
 
-# True once a layout was made in this process: the one thing that attention without context parallelism asks.
+# True while a layout is alive: the one thing that attention without context parallelism asks. torch.compile
+# guards on it, and traces attention whole again once the last shard is let go.
 in_use = False
 
 
@@ -182,6 +183,12 @@ def _remember(layout: ShardLayout) -> None:
     global in_use
     in_use = True
     _BY_OFFSETS[layout.cu_seqlens.data_ptr()] = layout
+    weakref.finalize(layout, _forget).atexit = False
+
+
+def _forget() -> None:
+    global in_use
+    in_use = any(True for _ in _BY_OFFSETS.values())  # those alive: entries may be removed after this
 
 
 def layout_of(cu_seqlens: Tensor) -> ShardLayout | None:

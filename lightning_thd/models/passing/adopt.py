@@ -1,0 +1,189 @@
+"""transformers' convolutions, scans and delta rules -> the same, aware of shards while their layer runs on one.
+
+The layers of transformers call them by the names of their module. Each is replaced there once: outside a
+shard it does what it did; inside, it works with the other ranks on the slots of the pack.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import CellType, FunctionType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_thd.models.passing.convolution import convolve_shard
+from lightning_thd.models.passing.recurrences import DeltaRule, StateSpace
+from lightning_thd.models.passing.scan import scan_shard
+from lightning_thd.parallel.context import layout as layouts
+from lightning_thd.parallel.context.layout import ShardLayout
+
+_STATE = threading.local()
+_STATE.running = None
+
+
+class _Running:
+    """A layer that is running on a shard, and what of it has been called."""
+
+    def __init__(self, layout: ShardLayout) -> None:
+        self.layout = layout
+        self.called: list[str] = []
+
+
+def scan_state_space(
+    original: Callable[..., Any],
+    layout: ShardLayout,
+    x: Tensor,
+    dt: Tensor,
+    decay: Tensor,
+    b: Tensor,
+    c: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,  # noqa: N803
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> Tensor:
+    """Scan a shard in place of ``mamba2_chunk_scan``, whose arguments these are; see ``StateSpace``."""
+    if dt.dtype in (torch.float16, torch.bfloat16):
+        dt = dt.float()
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    heads, size = x.shape[-2:]
+    recurrence = StateSpace(
+        scan=original,
+        decay=decay,
+        skip=D,
+        chunk_size=chunk_size,
+        state_shape=(heads, size, b.shape[-1]),
+    )
+    return scan_shard(recurrence, (x[0], dt[0], b[0], c[0]), layout)[None]
+
+
+def run_delta_rule(
+    original: Callable[..., Any],
+    layout: ShardLayout,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Run a delta rule on a shard, with the arguments of transformers' functions; see ``DeltaRule``."""
+    kept = {name: options[name] for name in _DELTA_OPTIONS if name in options}
+    recurrence = DeltaRule(
+        rule=original, options=kept, state_shape=(value.shape[-2], key.shape[-1], value.shape[-1])
+    )
+    return scan_shard(recurrence, (query[0], key[0], value[0], g[0], beta[0]), layout)[None], None
+
+
+def _no_fused_path(*_: Any, **__: Any) -> None:
+    """Answer for the kernel that does convolution and scan at once: not available, as without it."""
+
+
+_DELTA_OPTIONS: Final = ("chunk_size", "use_qk_l2norm_in_kernel")
+_CONVOLUTION: Final = "causal_conv1d_fn"
+_SCANS: Final[dict[str, Callable[..., Any]]] = {
+    "mamba2_chunk_scan": scan_state_space,
+    "torch_chunk_gated_delta_rule": run_delta_rule,
+    "chunk_kimi_delta_attention": run_delta_rule,
+}
+_FUSED: Final = "mamba2_split_conv1d_scan_combined"
+_ON_SHARDS: Final = {_CONVOLUTION: convolve_shard, **_SCANS, _FUSED: _no_fused_path}
+# Layers whose convolution is all they carry; the others want a scan as well.
+_CONVOLUTION_ALONE: Final = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"})
+
+
+def adopt_functions(layer: type) -> frozenset[str]:
+    """Make what a layer's forward calls aware of shards.
+
+    Args:
+        layer: a class of transformers, its forward still its own.
+
+    Returns:
+        Names of what carries something along the sequence; none where the layer's forward is not known to
+        call just one convolution and, but for short convolutions, one scan. Its packs are then gathered.
+    """
+    module: Any = sys.modules[layer.__module__]
+    names = _names_in(layer.forward)  # type: ignore[attr-defined]
+    scans = {name for name in _SCANS if name in names and callable(getattr(module, name, None))}
+    convolves = _CONVOLUTION in names and callable(getattr(module, _CONVOLUTION, None))
+    if not convolves or len(scans) != (0 if layer.__name__ in _CONVOLUTION_ALONE else 1):
+        return frozenset()
+    for name in (_CONVOLUTION, *scans, _FUSED):
+        function = getattr(module, name, None)
+        if function is not None and not hasattr(function, "_thd_shards"):
+            setattr(module, name, _aware(name, function))
+    return frozenset({_CONVOLUTION, *scans})
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def run_on_shard(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layout: ShardLayout,
+    wanted: frozenset[str],
+) -> Any:
+    """Call a layer's forward on a shard, its states passed from rank to rank; a collective.
+
+    Args:
+        function: the layer's own forward.
+        args: what it takes.
+        kwargs: likewise.
+        layout: of the shard.
+        wanted: what of ``adopt_functions`` it must call once each.
+
+    Raises:
+        RuntimeError: when it did not, as where a kernel from elsewhere was put in their place.
+    """
+    running, before = _Running(layout), getattr(_STATE, "running", None)
+    _STATE.running = running
+    try:
+        out = function(*args, **kwargs)
+    finally:
+        _STATE.running = before
+    called = sorted(name for name in running.called if name != _FUSED)
+    if called != sorted(wanted):
+        raise RuntimeError(
+            f"A recurrent layer on a context-parallel shard called {called} where {sorted(wanted)} carry its "
+            "state: another kernel was put in their place (use_kernels=True?), and what came before this "
+            "shard would be left out. Load the model without it, or set context_parallel_size=1."
+        )
+    return out
+
+
+def _aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def on_shards(*args: Any, **kwargs: Any) -> Any:
+        running = getattr(_STATE, "running", None) if layouts.in_use else None
+        if running is None:
+            return original(*args, **kwargs)
+        running.called.append(name)
+        return _ON_SHARDS[name](original, running.layout, *args, **kwargs)
+
+    on_shards._thd_shards = True  # type: ignore[attr-defined]
+    if not hasattr(original, "__wrapped__"):  # by which fused_kernels tells versions of transformers apart
+        del on_shards.__wrapped__
+    return on_shards
+
+
+def _names_in(forward: Callable[..., Any], depth: int = 4) -> set[str]:
+    """Collect the global names in a function and those its decorators hide; 5.15 hides without a trace."""
+    code = getattr(forward, "__code__", None)
+    if code is None or depth == 0:
+        return set()
+    names = set(code.co_names)
+    cells: tuple[CellType, ...] = getattr(forward, "__closure__", None) or ()
+    inner = [cell.cell_contents for cell in cells] + [getattr(forward, "__wrapped__", None)]
+    for function in inner:
+        if isinstance(function, FunctionType):
+            names |= _names_in(function, depth - 1)
+    return names

@@ -1,0 +1,211 @@
+"""Padded lengths of a pack, ranks, a partition -> the recurrent states that each rank needs of each other.
+
+A rank holds stretches of sequences. A recurrent layer runs every stretch by itself; what it left in the state
+at its end, and how it changes a state that it is given, is enough for the ranks that hold the stretches
+behind it. Pure: host integers in, numpy arrays out, the same on every rank.
+
+Legend: P stretches of one rank, K states that enter one of its stretches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lightning_thd.alignment import Layout
+from lightning_thd.parallel.context import partition
+from lightning_thd.parallel.context.partition import Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretches:
+    """The stretches of all ranks, sequence after sequence, each from its front to its end.
+
+    Attributes:
+        sequence: int64 ``[Q]``, what each is a stretch of.
+        place: int64 ``[Q]``, 0 for the first of its sequence.
+        last: bool ``[Q]``, whether its sequence ends with it.
+        rank: int64 ``[Q]``, who holds it.
+        row: int64 ``[Q]``, its first row in the shard.
+        length: int64 ``[Q]``, slots.
+    """
+
+    sequence: Ints
+    place: Ints
+    last: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    rank: Ints
+    row: Ints
+    length: Ints
+
+    @classmethod
+    def of(cls, padded_lengths: Sequence[int], *, cp: int, layout: Layout) -> Stretches:
+        """List them; two of one rank that touch are one.
+
+        Args:
+            padded_lengths: slots of every sequence, a trailing pad included.
+            cp: context-parallel ranks.
+            layout: ``contiguous`` or ``dual_chunk``. ``[8, 4]`` over 2 contiguous ranks is ``[6, 2, 4]``,
+                of which rank 0 holds the first.
+        """
+        columns = [_of_rank(padded_lengths, cp, rank, layout) for rank in range(cp)]
+        sequence, start, length, row, rank = np.concatenate(columns, axis=1)
+        order = np.lexsort((start, sequence))
+        sequence = sequence[order]
+        fresh = np.ones(len(order), dtype=bool)
+        fresh[1:] = np.diff(sequence) > 0
+        firsts = np.flatnonzero(fresh)
+        counts = np.diff(np.append(firsts, len(order)))
+        place = np.arange(len(order)) - np.repeat(firsts, counts)
+        return cls(
+            sequence=sequence,
+            place=place,
+            last=place == np.repeat(counts, counts) - 1,
+            rank=rank[order],
+            row=row[order],
+            length=length[order],
+        )
+
+
+def _of_rank(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) -> Ints:
+    pieces = partition.pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
+    rows = np.cumsum(pieces.lengths) - pieces.lengths
+    fresh = np.ones(len(rows), dtype=bool)
+    fresh[1:] = (np.diff(pieces.sequence) > 0) | (pieces.start[1:] != pieces.stop[:-1])
+    at = np.flatnonzero(fresh)
+    length = np.add.reduceat(pieces.lengths, at) if len(at) else np.empty(0, np.int64)
+    return np.stack([pieces.sequence[at], pieces.start[at], length, rows[at], np.full(len(at), rank)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One step along the sequences: the state behind their next stretch, of those that go on.
+
+    Attributes:
+        states: int64 ``[n]``, which of the states at hand the stretches left.
+        changes: int64 ``[n]``, which of the changes at hand they are; empty at the first step.
+    """
+
+    states: Ints
+    changes: Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatePlan:
+    """What one rank runs, sends and receives.
+
+    Each of the first four is int64 ``[2, P']``: first rows and lengths of own stretches.
+
+    Attributes:
+        whole: whole sequences: no state enters, none leaves.
+        opening: the first stretch of a sequence that goes on elsewhere; its state is sent.
+        spanning: enters and leaves; its state and its change are sent.
+        closing: the last stretch of a sequence that began before it.
+        send_states: for every rank, int64, states to send: opening ones first, then spanning ones.
+        send_changes: for every rank, int64, changes to send, of spanning ones.
+        receive_states: from every rank, how many.
+        receive_changes: from every rank, how many.
+        steps: how states are joined, own before received ones.
+        entering: int64 ``[K]``, which of the states of all steps, laid end to end, enter the spanning
+            stretches and then the closing ones.
+        moved: int64 ``[cp, cp, 2]``, states and changes that rank r receives of rank s.
+    """
+
+    whole: Ints
+    opening: Ints
+    spanning: Ints
+    closing: Ints
+    send_states: list[Ints]
+    send_changes: list[Ints]
+    receive_states: list[int]
+    receive_changes: list[int]
+    steps: list[Step]
+    entering: Ints
+    moved: Ints
+
+
+def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> StatePlan:
+    """Plan the one exchange after which each rank knows the states that enter its stretches.
+
+    Args:
+        padded_lengths: slots of every sequence.
+        cp: context-parallel ranks.
+        rank: of them.
+        layout: ``contiguous`` or ``dual_chunk``.
+
+    Returns:
+        The plan. ``([8, 4], cp=2, rank=0, layout="contiguous")`` opens the first 6 slots and sends one state.
+    """
+    every = Stretches.of(padded_lengths, cp=cp, layout=layout)
+    sends = ~every.last
+    spans = sends & (every.place > 0)
+    needs = [_needed(every, r) for r in range(cp)]
+    moved = np.zeros((cp, cp, 2), dtype=np.int64)
+    for r in range(cp):
+        for column, which in enumerate((needs[r], needs[r] & spans)):
+            moved[r, :, column] = np.bincount(every.rank[which], minlength=cp)
+        moved[r, r] = 0
+    own = every.rank == rank
+    openers, spanners = (np.flatnonzero(own & which) for which in (sends & ~spans, spans))
+    at = np.full(len(own), -1, dtype=np.int64)  # among the states at hand
+    at[np.concatenate([openers, spanners])] = np.arange(len(openers) + len(spanners))
+    change = np.full(len(own), -1, dtype=np.int64)  # among the changes at hand
+    change[spanners] = np.arange(len(spanners))
+    sent = [np.flatnonzero(own & needs[r]) if r != rank else np.empty(0, np.int64) for r in range(cp)]
+    send_states, send_changes = [at[i] for i in sent], [change[i[spans[i]]] for i in sent]
+    received = [np.flatnonzero(needs[rank] & (every.rank == s) & ~own) for s in range(cp)]
+    _number(at, np.concatenate(received))
+    _number(change, np.concatenate([i[spans[i]] for i in received]))
+    steps, entering = _join(every, np.flatnonzero(own), at, change)
+    return StatePlan(
+        whole=_rows(every, own & every.last & (every.place == 0)),
+        opening=_rows(every, own & sends & ~spans),
+        spanning=_rows(every, own & spans),
+        closing=_rows(every, own & every.last & (every.place > 0)),
+        send_states=send_states,
+        send_changes=send_changes,
+        receive_states=moved[rank, :, 0].tolist(),
+        receive_changes=moved[rank, :, 1].tolist(),
+        steps=steps,
+        entering=entering,
+        moved=moved,
+    )
+
+
+def _needed(every: Stretches, rank: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Mark the stretches in front of the last that a rank holds of their sequence."""
+    front = np.zeros(int(every.sequence.max(initial=-1)) + 1, dtype=np.int64)
+    own = every.rank == rank
+    np.maximum.at(front, every.sequence[own], every.place[own])
+    marked: np.ndarray[tuple[int], np.dtype[np.bool_]] = every.place < front[every.sequence]
+    return marked
+
+
+def _number(at: Ints, found: Ints) -> None:
+    first = int(at.max(initial=-1)) + 1
+    at[found] = np.arange(first, first + len(found))
+
+
+def _rows(every: Stretches, which: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Ints:
+    return np.stack([every.row[which], every.length[which]])
+
+
+def _join(every: Stretches, own: Ints, at: Ints, change: Ints) -> tuple[list[Step], Ints]:
+    """Walk along the sequences that this rank goes on with, all at once, those with most stretches first."""
+    enters = own[every.place[own] > 0]
+    furthest = np.zeros(int(every.sequence.max(initial=-1)) + 1, dtype=np.int64)
+    np.maximum.at(furthest, every.sequence[enters], every.place[enters])
+    walked = np.argsort(-furthest, kind="stable")[: np.count_nonzero(furthest)]
+    position = np.empty(len(furthest), dtype=np.int64)
+    position[walked] = np.arange(len(walked))
+    first = np.searchsorted(every.sequence, np.arange(len(furthest)))
+    steps, offsets = [], [0]
+    for place in range(int(furthest.max(initial=0))):
+        going = walked[furthest[walked] > place]
+        stretch = first[going] + place
+        steps.append(Step(states=at[stretch], changes=change[stretch] if place else change[:0]))
+        offsets.append(offsets[-1] + len(going))
+    ordered = np.concatenate([enters[~every.last[enters]], enters[every.last[enters]]])
+    begin = np.array(offsets, dtype=np.int64)[every.place[ordered] - 1]
+    return steps, begin + position[every.sequence[ordered]]
