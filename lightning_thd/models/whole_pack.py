@@ -1,7 +1,8 @@
 """A state-space or convolution layer on one rank's shard -> its output, as if the rank held the whole pack.
 
-State runs along a sequence from rank to rank. Here the inputs of all ranks are gathered, every rank runs the
-layer on the whole pack and keeps its slots: exact, for any layer, at cp times its arithmetic and activations.
+State runs along a sequence from rank to rank. Where a layer's kernels give no state to pass on (``passing``
+has the others), the inputs of all ranks are gathered, every rank runs the layer on the whole pack and keeps
+its slots: exact, for any layer, at cp times its arithmetic and activations.
 
 Legend: T slots in a pack, N = T / cp slots of a shard.
 """

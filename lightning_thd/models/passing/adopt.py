@@ -1,4 +1,4 @@
-"""transformers' convolutions, scans and delta rules -> the same, aware of shards while their layer runs on one.
+"""transformers' convolutions, scans and delta rules -> the same, which know shards when a layer runs on one.
 
 The layers of transformers call them by the names of their module. Each is replaced there once: outside a
 shard it does what it did; inside, it works with the other ranks on the slots of the pack.
@@ -44,7 +44,7 @@ def scan_state_space(
     b: Tensor,
     c: Tensor,
     chunk_size: int,
-    D: Tensor | None = None,  # noqa: N803
+    D: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),

@@ -98,7 +98,7 @@ class StateSpace:
         return out, state
 
     def span(self, inputs: Inputs) -> Spanned:
-        """Scan rows; a state that enters has decayed by ``exp(A dt)`` of all slots so far where it is read."""
+        """Scan rows; what enters has decayed by ``exp(A dt)`` of all slots so far where it is read."""
         out, state = self.run(inputs, None)
         _, dt, _, c = inputs
         fell = (dt * self.decay).cumsum(1).exp()

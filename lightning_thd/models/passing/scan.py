@@ -27,7 +27,7 @@ from lightning_thd.parallel.shard import gather_pack
 
 
 class _Rows(NamedTuple):
-    """Stretches of similar length as rows: which stretches of their kind, and their slots, N where none is."""
+    """Stretches of similar length as rows: which of their kind, and their slots, N where none is."""
 
     members: Tensor
     slots: Tensor

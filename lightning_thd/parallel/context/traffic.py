@@ -1,4 +1,4 @@
-"""What attention exchanges -> bytes since the last log, by the way they took.
+"""What layers exchange -> bytes since the last log, by the way they took.
 
 Counted on the host from sizes it knows, forward and backward, at no cost to the device.
 """
@@ -19,7 +19,7 @@ class Traffic(NamedTuple):
     Attributes:
         received_bytes: by all ways, forward and backward.
         slots: of the packs and shards that were run.
-        shares: way -> part of the attention calls that took it.
+        shares: way -> part of the layers' exchanges that took it.
     """
 
     received_bytes: int
@@ -28,7 +28,7 @@ class Traffic(NamedTuple):
 
 
 def count(received_bytes: int, way: str) -> None:
-    """Add one attention call and its backward pass.
+    """Add one exchange of a layer and its backward pass.
 
     Args:
         received_bytes: of the forward pass; gradients take as many, and a ring brings the keys once more.

@@ -1,0 +1,212 @@
+"""Scans and convolutions of shards, put together, are those of the pack; so are their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_thd.alignment import Layout
+from lightning_thd.models.passing import scan
+from lightning_thd.models.passing.adopt import run_delta_rule, scan_state_space
+from lightning_thd.models.passing.convolution import convolve_shard
+from lightning_thd.parallel.context import traffic
+from lightning_thd.parallel.context.layout import ShardLayout
+from lightning_thd.parallel.context.states import Stretches, plan_states
+from lightning_thd.parallel.shard import gather_pack
+from tests.models.passing import oracle
+from tests.ranks import run_ranks
+
+# One over several shards, empty ones, single tokens, all in one shard, cut at one slot.
+CASES = [
+    [3, 28, 1, 0, 2, 11, 1, 2],
+    [48],
+    [1] * 16,
+    [2, 2, 12, 1, 1, 14, 0],
+    [11, 1, 12, 13, 11],
+]
+HEADS, KEYS, VALUES, GROUPS = 4, 3, 5, 2
+
+
+def tensors(kind: str, slots: int) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(0)
+    if kind == "convolution":
+        shapes: dict[str, tuple[int, ...]] = {"x": (slots, 6), "weight": (6, 4), "bias": (6,)}
+    elif kind == "state_space":
+        shapes = {
+            "x": (slots, HEADS, VALUES),
+            "dt": (slots, HEADS),
+            "b": (slots, GROUPS, KEYS),
+            "c": (slots, GROUPS, KEYS),
+            "decay": (HEADS,),
+            "skip": (HEADS,),
+            "bias": (HEADS,),
+        }
+    else:
+        gates = (KEYS,) if kind == "kimi" else ()
+        heads = HEADS if kind == "kimi" else GROUPS
+        shapes = {
+            "q": (slots, heads, KEYS),
+            "k": (slots, heads, KEYS),
+            "v": (slots, HEADS, VALUES),
+            "g": (slots, HEADS, *gates),
+            "beta": (slots, HEADS),
+        }
+    found = {name: torch.randn(shape, generator=made, dtype=torch.float64) for name, shape in shapes.items()}
+    for name in ("decay", "g"):
+        if name in found:
+            found[name] = -found[name].abs()
+    return found
+
+
+def alone(function: Callable[..., Any], layout: ShardLayout | None) -> Callable[..., Any]:
+    """Bind a rule of shards to a layout, or return the function that runs whole sequences."""
+    rules = {
+        oracle.delta_rule: run_delta_rule,
+        oracle.state_space: scan_state_space,
+        convolved: convolve_shard,
+    }
+    if layout is None:
+        return function
+    return lambda *args, **kwargs: rules[function](function, layout, *args, **kwargs)
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor, activation: str | None = None) -> Tensor:
+    out = torch.nn.functional.conv1d(x, weight[:, None], bias, padding=3, groups=len(weight))
+    return torch.tanh(out[..., : x.shape[-1]])
+
+
+def run(kind: str, t: dict[str, Tensor], layout: ShardLayout | None) -> Tensor:
+    """Run a kind on one row of sequences, or on a shard."""
+    if kind == "convolution":
+        out: Tensor = alone(convolved, layout)(t["x"].T[None], t["weight"], t["bias"])
+        return out[0].T
+    if kind == "state_space":
+        out = alone(oracle.state_space, layout)(
+            *(t["x"][None], t["dt"][None], t["decay"], t["b"][None], t["c"][None]),
+            chunk_size=4,
+            D=t["skip"],
+            dt_bias=t["bias"],
+            dt_softplus=True,
+            dt_limit=(0.1, 2.0),
+        )
+        return out[0]
+    found = alone(oracle.delta_rule, layout)(
+        *(t[name][None] for name in ("q", "k", "v")),
+        g=t["g"][None],
+        beta=t["beta"].sigmoid()[None],
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return found[0][0]
+
+
+def whole(kind: str, lengths: list[int]) -> dict[str, Tensor]:
+    """Run every sequence alone; the oracle."""
+    t = {name: x.requires_grad_() for name, x in tensors(kind, sum(lengths)).items()}
+    slots, outputs = {name for name, x in t.items() if x.shape[0] == sum(lengths)}, []
+    for end, length in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
+        if length:
+            own = {name: x[end - length : end] if name in slots else x for name, x in t.items()}
+            outputs.append(run(kind, own, None))
+    out = torch.cat(outputs)
+    (out * weights(out)).sum().backward()
+    return {"out": out.detach(), **{name: x.grad for name, x in t.items()}}
+
+
+def weights(out: Tensor) -> Tensor:
+    return torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+
+
+def compare(kinds: list[str], layouts: list[Layout], cases: int, force: bool) -> float:
+    """Largest relative error of outputs and gradients over all cases."""
+    group: Any = dist.group.WORLD
+    worst = 0.0
+    for kind in kinds:
+        for lengths in CASES[:cases]:
+            for layout in layouts:
+                cp = group.size()
+                multiple = 2 * cp if layout == "dual_chunk" else 1
+                padded = [-(-n // multiple) * multiple for n in lengths]
+                wanted = whole(kind, padded)
+                at = ShardLayout(padded, cp=cp, rank=group.rank(), group=group, layout=layout)
+                t = tensors(kind, at.slots)
+                slots = {name for name, x in t.items() if x.shape[0] == at.slots}
+                t = {
+                    name: (x[at.own] if name in slots else x).detach().clone().requires_grad_()
+                    for name, x in t.items()
+                }
+                with pytest.MonkeyPatch.context() as patch:
+                    if force:
+                        patch.setattr(scan, "_received", lambda *_: (0, 1))
+                    out = run(kind, t, at)
+                    (
+                        out * weights(torch.empty(at.slots, *out.shape[1:], dtype=out.dtype))[at.own]
+                    ).sum().backward()
+                found = {"out": gather_pack(out.detach(), at)}
+                for name, x in t.items():
+                    grad = torch.zeros_like(x) if x.grad is None else x.grad
+                    if name in slots:
+                        found[name] = gather_pack(grad, at)
+                    else:
+                        dist.all_reduce(grad)
+                        found[name] = grad
+                for name, value in wanted.items():
+                    error = float((found[name] - value).norm() / value.norm().clamp_min(1e-3))
+                    assert error < 1e-10, (kind, lengths, layout, name, error)
+                    worst = max(worst, error)
+    return worst
+
+
+KINDS = ["convolution", "state_space", "delta", "kimi"]
+
+
+@pytest.mark.parametrize(
+    ("cp", "cases", "force"),
+    [
+        (4, 1, True),
+        pytest.param(4, len(CASES), True, marks=pytest.mark.slow),
+        pytest.param(2, len(CASES), True, marks=pytest.mark.slow),
+        pytest.param(2, len(CASES), False, marks=pytest.mark.slow),
+    ],
+)
+def test_shards_equal_the_pack(cp: int, cases: int, force: bool) -> None:
+    # fp64: other orders of the same sums.
+    assert max(run_ranks(compare, cp, KINDS, ["contiguous", "dual_chunk"], cases, force)) < 1e-12
+
+
+def test_bytes_are_the_plans() -> None:
+    counted = run_ranks(count_bytes, 4)
+    assert all(found == wanted for found, wanted in counted)
+    received = [found for found, _ in counted]
+    state, change = 8 * HEADS * KEYS * VALUES, 8 * HEADS * KEYS * KEYS
+    # [3, 28, ...] over shards of 12: rank 1 is sent the state of rank 0, rank 2 those of 0 and 1 with how
+    # rank 1 changes what enters it, rank 3 that of the sequence of 11, which begins on rank 2.
+    assert received == [0, state, 2 * state + change, state]
+
+
+def count_bytes() -> tuple[int, int]:
+    group: Any = dist.group.WORLD
+    at = ShardLayout(CASES[0], cp=4, rank=group.rank(), group=group, layout="contiguous")
+    t = {name: x[at.own] for name, x in tensors("delta", at.slots).items()}
+    traffic.take()
+    run("delta", t, at)
+    plan = plan_states(CASES[0], cp=4, rank=group.rank(), layout="contiguous")
+    sizes = 8 * HEADS * KEYS * VALUES, 8 * HEADS * KEYS * KEYS
+    wanted = sum(plan.receive_states) * sizes[0] + sum(plan.receive_changes) * sizes[1]
+    return traffic.take().received_bytes // 2, wanted
+
+
+def test_stretches_of_a_rank_that_touch_are_one() -> None:
+    found = Stretches.of([16, 8], cp=2, layout="dual_chunk")
+    assert found.rank.tolist() == [0, 1, 0, 0, 1, 0]
+    assert found.length.tolist() == [4, 8, 4, 2, 4, 2]
+    assert found.row.tolist() == [0, 0, 4, 8, 8, 10]
+    assert found.place.tolist() == [0, 1, 2, 0, 1, 2]
+    assert found.last.tolist() == [False, False, True, False, False, True]
