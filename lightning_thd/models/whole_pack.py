@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped
+from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import gather_pack
 
@@ -44,6 +45,7 @@ def run_on_pack(
             return tuple(map(gather, value))
         if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[:2] != (1, layout.local_slots):
             return value
+        traffic.count(value.nbytes * (layout.cp - 1), "gathered")
         if value.dtype == torch.bool or not value.is_floating_point():
             return gather_pack(value[0].to(torch.int64), layout).to(value.dtype)[None]
         return gather_pack(value[0], layout)[None]

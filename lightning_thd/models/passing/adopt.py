@@ -88,7 +88,7 @@ def _no_fused_path(*_: Any, **__: Any) -> None:
     """Answer for the kernel that does convolution and scan at once: not available, as without it."""
 
 
-_DELTA_OPTIONS: Final = ("chunk_size", "use_qk_l2norm_in_kernel")
+_DELTA_OPTIONS: Final[tuple[str, ...]] = ("chunk_size", "use_qk_l2norm_in_kernel")
 _CONVOLUTION: Final = "causal_conv1d_fn"
 _SCANS: Final[dict[str, Callable[..., Any]]] = {
     "mamba2_chunk_scan": scan_state_space,
@@ -96,7 +96,11 @@ _SCANS: Final[dict[str, Callable[..., Any]]] = {
     "chunk_kimi_delta_attention": run_delta_rule,
 }
 _FUSED: Final = "mamba2_split_conv1d_scan_combined"
-_ON_SHARDS: Final = {_CONVOLUTION: convolve_shard, **_SCANS, _FUSED: _no_fused_path}
+_ON_SHARDS: Final[dict[str, Callable[..., Any]]] = {
+    _CONVOLUTION: convolve_shard,
+    **_SCANS,
+    _FUSED: _no_fused_path,
+}
 # Layers whose convolution is all they carry; the others want a scan as well.
 _CONVOLUTION_ALONE: Final = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"})
 

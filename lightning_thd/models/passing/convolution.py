@@ -24,7 +24,7 @@ from lightning_thd.parallel.exchange import exchange_rows, keep_path
 class _Reach(NamedTuple):
     """Stretches with what comes before them: where their rows lie, their groups, and which rows are own."""
 
-    index: Tensor
+    rows: Tensor
     groups: Groups
     own: Tensor
 
@@ -61,7 +61,7 @@ def convolve_shard(
         traffic.count(received.numel() * received.element_size(), "convolution")
         rows = keep_path(torch.cat([rows, received]), received)
     reach = _reach(layout, left)
-    taken = torch.cat([rows.index_select(0, reach.index), rows.new_zeros(1, rows.shape[1])])
+    taken = torch.cat([rows.index_select(0, reach.rows), rows.new_zeros(1, rows.shape[1])])
     outputs = []
     for source in reach.groups.sources:
         grid = taken.index_select(0, source.flatten()).unflatten(0, source.shape)  # type: ignore[no-untyped-call]

@@ -147,8 +147,8 @@ def _exchange(
     received = exchange_rows(sent, [len(part) for part in parts], sizes, layout.group)
     traffic.count(received.numel() * received.element_size(), "states")
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for part, (states_of, changes_of) in zip(received.split(sizes), counted, strict=True):
-        first, second = part.split([states_of * state, changes_of * change])
+    for part, (states_of, changes_of) in zip(torch.split(received, sizes), counted, strict=True):
+        first, second = torch.split(part, [states_of * state, changes_of * change])
         found[0].append(first.view(states_of, *recurrence.state_shape))
         found[1].append(second.view(changes_of, *recurrence.change_shape))
     return torch.cat(found[0]), torch.cat(found[1])

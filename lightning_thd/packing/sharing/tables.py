@@ -1,0 +1,103 @@
+"""Lengths, capacity, degrees -> slots and work of sequences at every degree, and the least time of a step.
+
+Legend: S sequences, C degrees (1, 2, 4, ...), R ranks, M microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd.packing.sharing.degrees import Sharing
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tables:
+    """What every sequence takes at every degree.
+
+    Attributes:
+        degrees: 1, 2, 4, ...
+        room: slots of a group of each.
+        slots: int64 ``[C, S]``, padded.
+        load: float64 ``[C, S]``, work of each of the ranks, the exchange included.
+        least: int64 ``[S]``, index of the first degree that holds the sequence.
+    """
+
+    degrees: list[int]
+    room: list[int]
+    slots: IntArray
+    load: FloatArray
+    least: IntArray
+
+    @classmethod
+    def of(
+        cls, lengths: IntArray, capacity: int, sharing: Sharing, cost: Callable[[IntArray], FloatArray]
+    ) -> Tables:
+        """Work them out.
+
+        Raises:
+            ValueError: for a sequence that fits at no degree, and what to set.
+        """
+        degrees = sharing.degrees
+        rooms, multiples = zip(*(sharing.room(capacity, degree) for degree in degrees), strict=True)
+        slots = np.stack([-(-lengths // multiple) * multiple for multiple in multiples])
+        ranks = np.array(degrees, dtype=np.float64)[:, None]
+        token = float(cost(np.array([1024]))[0]) / 1024  # near a token's linear work
+        exchanged = np.array(sharing.exchanges)[:, None] * token * slots
+        load = (cost(lengths)[None] + exchanged) / ranks
+        fits = slots <= np.array(rooms)[:, None]
+        if not fits[-1].all():
+            worst = int(np.argmax(slots[-1]))
+            raise ValueError(
+                f"Sequence {worst} has {lengths[worst]} tokens, which fit at no degree: {degrees[-1]} ranks "
+                f"of {capacity} slots hold {rooms[-1]}. Raise max_context_parallel_size to "
+                f"{_degree_for(int(lengths[worst]), capacity)}, raise capacity, or set oversize='drop', "
+                "'truncate' or 'split'."
+            )
+        return cls(degrees=degrees, room=list(rooms), slots=slots, load=load, least=np.argmax(fits, axis=0))
+
+    @property
+    def possible(self) -> BoolArray:
+        """Bool ``[C, S]``, degrees that hold the sequence."""
+        held: BoolArray = np.arange(len(self.degrees))[:, None] >= self.least
+        return held
+
+    def worth(self, waste: float) -> BoolArray:
+        """Bool ``[C, S]``, degrees whose work in all is at most ``waste`` times that of the cheapest."""
+        spent = np.where(self.possible, self.load * np.array(self.degrees)[:, None], np.inf)
+        within: BoolArray = self.possible & (spent <= waste * spent.min(axis=0))
+        return within
+
+    def least_time(self, ranks: int) -> float:
+        """Say what the slowest ranks of all microbatches take in any plan, in work.
+
+        One microbatch takes at least as long as the heaviest sequence on the most ranks. In that time all
+        ranks together do at most their number times that, and no more than the sequences of most work a slot
+        that fit their slots; the others share the rest evenly at best.
+
+        Args:
+            ranks: R.
+
+        Returns:
+            A bound that no plan can pass, which need not be reached: groups are whole, and so are sequences.
+        """
+        degrees = np.array(self.degrees)[:, None]
+        work = np.where(self.possible, self.load * degrees, np.inf).min(axis=0)
+        total = float(work.sum()) / ranks
+        heaviest = float(np.where(self.possible, self.load, np.inf).min(axis=0).max(initial=0.0))
+        slots = self.slots[0]
+        order = np.argsort(-work / slots, kind="stable")
+        held = np.searchsorted(np.cumsum(slots[order]), ranks * self.room[0], side="right")
+        beside = min(heaviest, float(work[order][: held + 1].sum()) / ranks)
+        return max(total, heaviest + total - beside)
+
+
+def _degree_for(length: int, capacity: int) -> int:
+    return 1 << (-(-length // capacity) - 1).bit_length()
