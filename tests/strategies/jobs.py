@@ -209,7 +209,11 @@ def train_all(family: str, layout: Layout, runs: Sequence[Run]) -> list[dict[str
 
 
 def train_by_hand(
-    family: str, layout: Layout, step: Packs | Sequences, dtype: torch.dtype = torch.float64
+    family: str,
+    layout: Layout,
+    step: Packs | Sequences,
+    dtype: torch.dtype = torch.float64,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
     """Train without packs or ranks on the mean over all loss tokens of a step: the oracle."""
     samples = sequences(80, labels=True)
@@ -219,7 +223,7 @@ def train_by_hand(
     model = family_model(family, dtype)
     optimizer = make_optimizer(model)
     losses = []
-    for k in range(STEPS):
+    for k in range(steps):
         epoch, at = divmod(k, len(planner))
         plan = planner.step(epoch, at, layout.dp)
         ids = [int(i) for rank in plan.indices_by_rank() for pack in rank for i in pack]

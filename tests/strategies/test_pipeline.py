@@ -61,31 +61,6 @@ def test_parameters_equal_one_process(family: str, layout: Layout, step: Packs |
     compare(family, layout, step)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama@8", "qwen3_moe@8", "qwen3@8t", "lfm2@8"])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(pp=4),
-        Layout(pp=2, dp=2),
-        Layout(pp=2, cp=2),
-        Layout(pp=2, tp=2),
-        Layout(pp=2, options=INTERLEAVED),
-        Layout(pp=4, options=INTERLEAVED),
-        Layout(pp=2, dp=2, cp=2),
-    ],
-    ids=lambda at: f"pp{at.pp}dp{at.dp}cp{at.cp}tp{at.tp}{'i' if at.options else ''}",
-)
-def test_every_layout(family: str, layout: Layout) -> None:
-    compare(family, layout, Sequences(8 * layout.pp * layout.dp))  # no fewer microbatches than ranks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, options=INTERLEAVED)])
-def test_windows_and_ties_of_a_family_that_computes_in_fp32(layout: Layout) -> None:
-    compare("gemma3@4t", layout, Sequences(12), tolerance=2e-4)
-
-
 def arguments() -> list[tuple[dict[str, Any], str]]:
     return [
         ({"pipeline_schedule": "gpipe"}, "is not one of '1f1b', 'interleaved'"),

@@ -1,0 +1,79 @@
+"""Twenty steps of every family on every layout of stages give what one process gives: one group a world size."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_thd import Sequences
+from tests.ranks import run_ranks
+from tests.strategies.jobs import Layout, full_parameters, train, train_by_hand
+from tests.tiny import largest_error
+
+STEPS = 20
+INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
+LAYOUTS = {
+    2: [Layout(pp=2), Layout(pp=2, options=INTERLEAVED)],
+    4: [Layout(pp=4), Layout(pp=2, dp=2), Layout(pp=2, cp=2), Layout(pp=2, tp=2)],
+    8: [Layout(pp=2, dp=2, cp=2), Layout(pp=2, cp=2, tp=2)],
+}
+# gemma3 and qwen3_5 compute norms, ropes and states in fp32 whatever the weights are.
+FAMILIES = {
+    "llama@4": 1e-10,
+    "qwen3_moe@4": 1e-10,
+    "lfm2@4": 1e-10,
+    "qwen3@4t": 1e-10,
+    "gemma3@4t": 2e-4,
+    "qwen3_5@4": 2e-4,
+}
+
+
+def step_of(layout: Layout) -> Sequences:
+    return Sequences(8 * layout.pp * layout.dp)  # no fewer microbatches than ranks
+
+
+def train_in_turn(family: str, layouts: Sequence[Layout]) -> list[dict[str, Any]]:
+    return [
+        train(family, layout, step_of(layout), trainer_options={"max_steps": STEPS}) for layout in layouts
+    ]
+
+
+def error_of(found: Sequence[dict[str, Any]], wanted: dict[str, Any], tolerance: float) -> float:
+    """Compare all ranks of a run with one process; returns the worst relative error of a weight."""
+    seen: set[str] = set()
+    worst = 0.0
+    for rank in found:
+        own = {}
+        for name, value in rank["params"].items():
+            own[name if name in wanted["params"] else "model.embed_tokens.weight"] = value  # a tied head
+        worst = max(worst, largest_error(own, {name: wanted["params"][name] for name in own}))
+        seen |= set(own)
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=tolerance)
+        assert rank["logged"] == pytest.approx(wanted["losses"][-1], rel=max(1e-6, tolerance))
+        assert rank["steps"] == STEPS
+    assert seen == set(wanted["params"])
+    return worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_twenty_steps_on_every_layout(
+    family: str, world: int, record_property: Callable[[str, object], None]
+) -> None:
+    if family == "qwen3_5@4":
+        layouts = [at for at in LAYOUTS[world] if at.tp == 1]  # it has no plan for tensor parallelism
+    else:
+        layouts = LAYOUTS[world]
+    results = run_ranks(train_in_turn, world, family, layouts, timeout_s=1_500.0)
+    for i, layout in enumerate(layouts):
+        wanted = train_by_hand(family, layout, step_of(layout), steps=STEPS)
+        error = error_of([rank[i] for rank in results], wanted, FAMILIES[family])
+        name = f"{family} pp{layout.pp} dp{layout.dp} cp{layout.cp} tp{layout.tp} {layout.options}"
+        record_property(name, error)
+        assert error < FAMILIES[family], (name, error)
