@@ -18,6 +18,7 @@ from lightning_thd.strategies import THDModelParallelStrategy
 from tests.strategies.jobs import Job, data, full_parameters
 
 STEPS = 12
+FAMILY = "qwen3@4t"  # of pipelines
 
 
 class Slow(Job):
@@ -37,21 +38,23 @@ class Slow(Job):
 
 
 def main() -> None:
-    out, dp, cp = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    out, (dp, cp, *more) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    pp = more[0] if more else 1
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    module = Slow()
+    module = Slow(FAMILY if pp > 1 else "qwen3")
     rank = os.environ.get("RANK", "0")
     module.ledger = out / f"ledger-{rank}.txt"
     trainer = L.Trainer(
         strategy=THDModelParallelStrategy(
             context_parallel_size=cp,
+            pipeline_parallel_size=pp,
             timeout=timedelta(seconds=120 if "KILL_AT" in os.environ else 20),
             asynchronous_checkpoints="KILL_AT" in os.environ,
         ),
         max_steps=STEPS,
         accelerator="cpu",
-        devices=dp * cp,
+        devices=dp * cp * pp,
         logger=False,
         gradient_clip_val=0.5,
         enable_progress_bar=False,
@@ -61,8 +64,8 @@ def main() -> None:
     resume = (out / "checkpoints" / "last.ckpt").exists()
     trainer.fit(module, data(Sequences(12)), ckpt_path="last" if resume else None)
     parameters = full_parameters(module.model)
-    if rank == "0":
-        torch.save(parameters, out / "final.pt")
+    if rank == "0" or pp > 1:
+        torch.save(parameters, out / (f"final-{rank}.pt" if pp > 1 else "final.pt"))
 
 
 if __name__ == "__main__":
