@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 
+from lightning_thd.models.weights import draw_weights, read_weights
 from lightning_thd.parallel import fsdp
 from lightning_thd.parallel.clip import clip_by_norm, clip_by_value, meshes
 from lightning_thd.parallel.mesh import TENSOR
@@ -108,7 +109,11 @@ class ShardingMixin(ContextParallelMixin):
         for model in fsdp.models_of(module) if tensor > 1 else ():
             plans.append(self.tensor_parallel_plan or model_plan(model, tensor))
             check_heads(model, tensor, plans[-1])
+        has_weights = not any(t.is_meta for t in [*module.parameters(), *module.buffers()])
         self._cut_by_depth(module)
+        if not has_weights:
+            read_weights(module)
+            draw_weights(module, self.root_device, seed=self.broadcast(torch.initial_seed()))
         self.model = self._put(module)
         self._share_weights(self.model)
         if tensor > 1:

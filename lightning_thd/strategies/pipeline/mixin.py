@@ -19,7 +19,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_thd._imports import available
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.models.weights import postponed_reading
 from lightning_thd.parallel.clip import clip_by_norm
 from lightning_thd.parallel.mesh import PIPELINE, another_group
 from lightning_thd.parallel.pipeline import Schedule, ScheduleName, expected_bubble
@@ -78,6 +80,13 @@ class PipelineMixin(THDStrategyMixin):
                 up=another_group(self.sizes),
                 wraps=(another_group(self.sizes), another_group(self.sizes)) if several else None,
             )
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Generator[None]:
+        """Let ``from_pretrained`` in ``configure_model`` wait with the tensors until the model is cut."""
+        waits = self.pipeline_parallel_size > 1 and available("transformers")
+        with postponed_reading() if waits else contextlib.nullcontext(), super().model_sharded_context():
+            yield
 
     def setup(self, trainer: L.Trainer) -> None:
         """Go on with the stage that an earlier fit has cut, or cut the model; then set up as always."""

@@ -1,0 +1,169 @@
+"""Models built without memory: a rank reads and draws the weights of its own layers alone."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lightning_thd import Packs, Sequences
+from tests.ranks import run_ranks
+from tests.strategies.jobs import Job, Layout, data, family_model, full_parameters, make_trainer
+
+INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
+
+
+class Later(Job):
+    """Builds its model in ``configure_model``: on the meta device, or of a folder."""
+
+    def __init__(self, family: str, folder: str | None, wrap: bool = False) -> None:
+        super().__init__(family)
+        self.model: Any = None
+        self.family, self.folder, self.wrap = family, folder, wrap
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        if self.folder is None:
+            with torch.device("meta"):
+                self.model = family_model(self.family)
+        else:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(
+                self.folder,
+                attn_implementation="thd",
+                dtype=torch.float64,
+                experts_implementation="eager",
+            ).train()
+        if self.wrap:
+            peft = pytest.importorskip("peft")
+            how = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+            self.model = peft.get_peft_model(self.model, how, autocast_adapter_dtype=False)
+
+
+class Reads:
+    """A safetensors file that counts the elements that are read of it."""
+
+    elements = 0
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __enter__(self) -> Any:
+        return Reads(self.file.__enter__())
+
+    def __exit__(self, *args: object) -> None:
+        self.file.__exit__(*args)
+
+    def get_slice(self, name: str) -> Any:
+        return ReadSlice(self.file.get_slice(name))
+
+
+class ReadSlice:
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.part, name)
+
+    def __getitem__(self, at: Any) -> Any:
+        found = self.part[at]
+        Reads.elements += found.numel()
+        return found
+
+
+def fit(family: str, folder: str | None, layout: Layout, steps: int, wrap: bool = False) -> dict[str, Any]:
+    warnings.simplefilter("error")
+    advice = ".*does not have many workers|.*isinstance.treespec|.*available in the environment"
+    warnings.filterwarnings("ignore", message=advice)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|lightning\\.fabric")
+    from transformers import modeling_utils
+
+    patch = pytest.MonkeyPatch()
+    opened = modeling_utils.safe_open
+    patch.setattr(modeling_utils, "safe_open", lambda *args, **kwargs: Reads(opened(*args, **kwargs)))
+    Reads.elements = 0
+    torch.manual_seed(3)
+    module = Later(family, folder, wrap)
+    trainer = make_trainer(layout, max_steps=steps)
+    if steps:
+        trainer.fit(module, data(Sequences(12)))
+    else:
+        trainer.validate(module, data(Packs(layout.dp), val=data(Packs(1)).train), verbose=False)
+    patch.undo()
+    buffers = {name: value for name, value in module.model.named_buffers() if value.is_floating_point()}
+    return {
+        "params": full_parameters(module.model),
+        "buffers": {name: value.clone() for name, value in buffers.items()},
+        "losses": module.losses,
+        "read": Reads.elements,
+    }
+
+
+def compare(found: list[dict[str, Any]], wanted: dict[str, Any], tolerance: float) -> None:
+    seen: set[str] = set()
+    for rank in found:
+        assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
+        for kind in ("params", "buffers"):
+            for name, value in rank[kind].items():
+                whole = name if name in wanted[kind] else "model.embed_tokens.weight"  # a tied head
+                torch.testing.assert_close(value, wanted[kind][whole], rtol=tolerance, atol=tolerance)
+                seen.add(whole)
+    assert seen == {*wanted["params"], *wanted["buffers"]}
+
+
+def save(family: str, folder: Path) -> nn.Module:
+    model: Any = family_model(family)
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10)
+    model.save_pretrained(folder, max_shard_size="40KB")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3@4t", Layout(pp=2)), ("qwen3_moe@4", Layout(pp=2, options=INTERLEAVED))],
+)
+def test_a_stage_reads_its_own_tensors_alone(tmp_path: Path, family: str, layout: Layout) -> None:
+    whole = save(family, tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 4
+    (wanted,) = run_ranks(fit, 1, family, str(tmp_path), Layout(), 2)
+    found = run_ranks(fit, 2, family, str(tmp_path), layout, 2)
+    compare(found, wanted, 1e-10)
+    for rank in found:
+        own = sum(value.numel() for value in rank["params"].values())
+        assert rank["read"] == own < wanted["read"]
+    assert wanted["read"] == sum(p.numel() for p in whole.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama@4", "gpt2", "lfm2@4", "gemma3@4t", "bamba@4"])
+def test_folders_of_other_families(tmp_path: Path, family: str) -> None:
+    save(family, tmp_path)
+    (wanted,) = run_ranks(fit, 1, family, str(tmp_path), Layout(), 0)
+    compare(run_ranks(fit, 2, family, str(tmp_path), Layout(pp=2), 0), wanted, 0.0)
+    with_tp = Layout(pp=2, tp=2) if family == "llama@4" else Layout(pp=2, dp=2)
+    compare(run_ranks(fit, 4, family, str(tmp_path), with_tp, 0), wanted, 0.0)
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "lora"])
+def test_weights_drawn_on_stages_are_those_of_the_whole_model(wrap: bool) -> None:
+    (wanted,) = run_ranks(fit, 1, "qwen3@4t", None, Layout(), 2, wrap)
+    compare(run_ranks(fit, 2, "qwen3@4t", None, Layout(pp=2), 2, wrap), wanted, 1e-10)
+    assert float(wanted["params"][next(iter(wanted["params"]))].std()) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe@4", "lfm2@4", "gemma3@4t", "bamba@4", "qwen3_next@4"])
+def test_weights_drawn_of_other_families(family: str) -> None:
+    (wanted,) = run_ranks(fit, 1, family, None, Layout(), 0)
+    compare(run_ranks(fit, 2, family, None, Layout(pp=2), 0), wanted, 0.0)
