@@ -9,6 +9,7 @@ Legend: T slots of a context-parallel shard, or of the pack; N = T / tp.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_thd.parallel.exchange import gather_same, keep_own, sum_gradients
 from lightning_thd.parallel.fsdp import layers_of
+from lightning_thd.parallel.pipeline.stage import PassThrough, stage_of
 from lightning_thd.parallel.tensor import parameters_as
 from lightning_thd.parallel.towers import towers_of
 
@@ -38,7 +40,8 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
     layers = layers_of(model)
     embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     base = _holder(model, layers)
-    last = [child for child in base.children() if _is_norm(child)] if base is not None else []
+    around = base.children() if base is not None else ()
+    last = [child for child in around if _is_norm(child) or isinstance(child, PassThrough)]
     if not layers or embedding is None or len(last) != 1:
         raise ValueError(
             f"sequence_parallel=True looks for layers, an embedding and one norm after the layers; "
@@ -53,8 +56,12 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
                 _sum_gradients_of(child, group)
             else:
                 _gather_and_keep(child, group)
+    stage = stage_of(model)
+    if isinstance(last[0], PassThrough):  # a stage of a pipeline that has no last norm
+        _gather_output(last[0], group, lambda: False)
+        return
     _sum_gradients_of(last[0], group)
-    _gather_output(last[0], group)
+    _gather_output(last[0], group, lambda: stage is None or stage.holds_head)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -105,11 +112,15 @@ def check_slots(slots: int, ranks: int) -> None:
         )
 
 
-def _gather_output(module: Any, group: dist.ProcessGroup) -> None:
+def _gather_output(module: Any, group: dist.ProcessGroup, wanted: Callable[[], bool]) -> None:
+    """Gather all slots behind a module; where nobody wants their values, give a tensor of that shape."""
     forward = module.forward
 
     def gathering_forward(x: Tensor) -> Tensor:
-        return gather_same(forward(x), group, dim=1)
+        out: Tensor = forward(x)
+        if wanted():
+            return gather_same(out, group, dim=1)
+        return out[:, :1].expand(-1, out.shape[1] * group.size(), -1)
 
     module.forward = gathering_forward
 

@@ -52,7 +52,9 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
             for heads; ``auto`` takes what ``context_parallel_costs`` make the cheapest, layer by layer.
         context_parallel_costs: bandwidth, latency and FLOP rate; None is those of one node of H100s, and
             ``measure`` times the link when the job starts.
-        reshard_after_forward: free a layer's gathered weights between its forward and backward pass.
+        reshard_after_forward: free a layer's gathered weights between its forward and backward pass; a
+            pipeline then gathers them for every microbatch, and else once a step. ``auto`` frees them, but
+            for pipelines whose gathered weights take no more than a quarter of a rank's memory.
         broadcast_data: one rank reads for all that share its data.
         check_plans: compare what ranks are about to run at every batch.
         save_distributed_checkpoint: every rank writes its part into a folder that any layout can load; else
@@ -83,7 +85,7 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         context_parallel_layout: Layout = "dual_chunk",
         context_parallel_communication: Communication = "auto",
         context_parallel_costs: CommCosts | Literal["measure"] | None = None,
-        reshard_after_forward: bool = True,
+        reshard_after_forward: bool | Literal["auto"] = "auto",
         broadcast_data: bool = False,
         check_plans: bool = False,
         save_distributed_checkpoint: bool = True,
@@ -102,7 +104,7 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
             timeout=timeout,
         )
         _refuse_other_axes(expert=expert_parallel_size)
-        _check_pipeline(pipeline_parallel_size, pipeline_schedule, stages_per_rank, sequence_parallel)
+        _check_pipeline(pipeline_parallel_size, pipeline_schedule, stages_per_rank)
         self.pipeline_parallel_size = pipeline_parallel_size
         self.pipeline_schedule = pipeline_schedule
         self.stages_per_rank = stages_per_rank
@@ -119,6 +121,10 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         self.context_parallel_layout = context_parallel_layout
         self.context_parallel_communication = context_parallel_communication
         self.context_parallel_costs = context_parallel_costs
+        if reshard_after_forward not in (True, False, "auto"):
+            raise ValueError(
+                f"reshard_after_forward={reshard_after_forward!r} is not one of True, False, 'auto'."
+            )
         self.reshard_after_forward = reshard_after_forward
         self.broadcast_data, self.check_plans = broadcast_data, check_plans
         self.asynchronous_checkpoints = asynchronous_checkpoints
@@ -159,7 +165,7 @@ def _refuse_other_axes(**sizes: int) -> None:
             )
 
 
-def _check_pipeline(size: int, schedule: str, stages_per_rank: int, sequence_parallel: bool) -> None:
+def _check_pipeline(size: int, schedule: str, stages_per_rank: int) -> None:
     if schedule not in ("1f1b", "interleaved"):
         raise ValueError(f"pipeline_schedule={schedule!r} is not one of '1f1b', 'interleaved'.")
     if (stages_per_rank > 1) != (schedule == "interleaved") or stages_per_rank < 1:
@@ -171,11 +177,6 @@ def _check_pipeline(size: int, schedule: str, stages_per_rank: int, sequence_par
         raise ValueError(
             f"stages_per_rank={stages_per_rank} with pipeline_parallel_size=1: set pipeline_parallel_size "
             "to the ranks of the pipeline."
-        )
-    if size > 1 and sequence_parallel:
-        raise MisconfigurationException(
-            "sequence_parallel=True with pipeline_parallel_size > 1: hidden states between stages are whole "
-            "on every tensor-parallel rank. Set sequence_parallel=False."
         )
 
 

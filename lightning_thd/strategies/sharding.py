@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Generator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as L
 import torch
@@ -50,7 +50,8 @@ class ShardingMixin(ContextParallelMixin):
     Attributes:
         tensor_parallel_plan: module names below a model to styles (``parallel.tensor``), in place of the
             model's own plan.
-        reshard_after_forward: free a layer's gathered weights between its forward and backward pass.
+        reshard_after_forward: free a layer's gathered weights between its forward and backward pass; ``auto``
+            does, but for pipelines whose stage fits into memory whole.
         data_parallel_replicas: groups of neighbouring ranks, nodes say, that each share all weights among
             them; gradients are then averaged over the groups (hybrid sharding).
         asynchronous_checkpoints: write checkpoint folders while training goes on; also what Lightning's
@@ -58,7 +59,7 @@ class ShardingMixin(ContextParallelMixin):
     """
 
     tensor_parallel_plan: dict[str, str] | None = None
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | Literal["auto"] = "auto"
     asynchronous_checkpoints: bool = False
 
     _background: BackgroundSaves | None = None
@@ -127,8 +128,12 @@ class ShardingMixin(ContextParallelMixin):
             self.model,
             self._meshes.shards,
             policy=policy,
-            reshard_after_forward=self.reshard_after_forward,
+            reshard_after_forward=self._frees_weights(self.model),
         )
+
+    def _frees_weights(self, module: nn.Module) -> bool:
+        """Decide whether a layer's weights are freed behind its forward pass; the same on all its ranks."""
+        return self.reshard_after_forward is not False
 
     def _cut_by_depth(self, module: nn.Module) -> None:
         """Leave a model whole; pipelines keep the layers of this rank."""

@@ -62,7 +62,7 @@ def _with_memory(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
                 if id(tensor) not in made:
                     made[id(tensor)] = new = _like(tensor, device)
                     found[f"{path}.{name}" if path else name] = new
-                held[name] = made[id(tensor)]  # type: ignore[assignment]
+                held[name] = made[id(tensor)]
     return found
 
 
@@ -101,7 +101,7 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
         unset = [t for t in [*child.parameters(), *child.buffers()] if id(t) in names]
         if not unset:
             return
-        own = child if _is_model(child) else model
+        own: Any = child if _is_model(child) else model
         added = getattr(child, "adapter_layer_names", ())  # PEFT's, not the model's own
         for name, below in child.named_children():
             walk(below, f"{path}.{name}" if path else name, None if name in added else own)
@@ -113,7 +113,7 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
             own._init_weights(child)
         tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
         mine = [tensor for tensor in tensors if id(tensor) in names]
-        reset: Callable[[], None] | None = getattr(child, "reset_parameters", None)
+        reset: Any = getattr(child, "reset_parameters", None)
         if reset is not None and any(map(_is_unset, mine)):
             reset()
         for tensor in mine:

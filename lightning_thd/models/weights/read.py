@@ -111,10 +111,10 @@ def _read(module: nn.Module, unread: _Unread) -> None:
         if not new.is_meta:
             read[id(tensor)] = _as(tensor, new)
     for child in module.modules():
-        for tensors in (child._parameters, child._buffers):
-            for name, tensor in tensors.items():
-                if id(tensor) in read:
-                    tensors[name] = read[id(tensor)]  # type: ignore[assignment]
+        for held_here in (child._parameters, child._buffers):
+            for name, stands in held_here.items():
+                if id(stands) in read:
+                    held_here[name] = read[id(stands)]  # type: ignore[assignment]
 
 
 def _check(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> None:

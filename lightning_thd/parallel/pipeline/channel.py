@@ -106,6 +106,10 @@ class Channel:
             raise AssertionError(f"expected {tuple(shape)} {direction}, posted {tuple(buffer.shape)}")
         return buffer
 
+    def fix_dtype(self, dtype: torch.dtype) -> None:
+        """Say what messages are made of, on all ranks, in place of the first message."""
+        self._dtype = dtype
+
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
         while self._sent:

@@ -7,12 +7,18 @@ stand-ins without parameters, and the names of everything that stays are those o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from lightning_thd.parallel.pipeline.balance import (
+    Balance,
+    balance_over_stages,
+    require_known_balance,
+    wants_balance,
+)
 from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.split import LayerCost, Split, layer_flops, split_layers
 from lightning_thd.parallel.pipeline.stage import (
@@ -35,6 +41,7 @@ def cut_model(
     *,
     stages_per_rank: int = 1,
     split: Literal["auto"] | Sequence[int] = "auto",
+    balance: Callable[[], Channel] | None = None,
 ) -> Stage:
     """Keep the layers of this rank.
 
@@ -43,6 +50,8 @@ def cut_model(
         channel: to the pipeline's other ranks.
         stages_per_rank: above 1 for the interleaved schedule.
         split: ``auto`` by FLOPs and memory, or the number of layers of each stage.
+        balance: makes a further channel, for a mixture of experts whose loss balances the routers of all
+            layers; a collective of the job.
 
     Returns:
         The stage, which ``stage_of(inner)`` finds too.
@@ -77,6 +86,9 @@ def cut_model(
     else:
         inner.set_output_embeddings(NoHead(_rows(head, inner), stage))
     inner.__dict__[_ATTRIBUTE] = stage
+    if wants_balance(inner):
+        stage.balance = Balance(channel if balance is None else balance(), stage)
+        balance_over_stages(inner, stage.balance)
     return stage
 
 
@@ -169,15 +181,13 @@ def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
                     "hold layers of their own. Set pipeline_parallel_size=1."
                 )
     config = inner.config.get_text_config(decoder=True)
-    for option, wish in (
-        ("num_kv_shared_layers", "its later layers use keys of earlier ones"),
-        ("output_router_logits", "its balancing loss needs the routers of all layers"),
-    ):
-        if getattr(config, option, None):
-            raise ValueError(
-                f"{type(inner).__name__} has {option}={getattr(config, option)!r}: {wish}, which lie on "
-                f"other pipeline stages. Set config.{option} off, or pipeline_parallel_size=1."
-            )
+    if getattr(config, "num_kv_shared_layers", None):
+        raise ValueError(
+            f"{type(inner).__name__} has num_kv_shared_layers={config.num_kv_shared_layers!r}: its later "
+            "layers use keys of earlier ones, which lie on other stages. Set pipeline_parallel_size=1."
+        )
+    if wants_balance(inner):
+        require_known_balance(inner)
 
 
 def plan_split(

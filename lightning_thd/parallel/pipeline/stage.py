@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from lightning_thd.parallel.pipeline.channel import Channel, Receive, Send
 from lightning_thd.parallel.pipeline.schedule import Op
 from lightning_thd.parallel.pipeline.split import Split
+
+if TYPE_CHECKING:
+    from lightning_thd.parallel.pipeline.balance import Balance
 
 _ATTRIBUTE = "_thd_pipeline_stage"
 
@@ -41,6 +44,9 @@ class Stage:
         tail: what a stage without the head has sent in the running pass.
         tied: on the first and last rank, its copy of a weight that embedding and head share.
         tied_names: on the last rank, the head's name of that weight to the embedding's.
+        held: the layers of this rank, by their names.
+        balance: of a mixture of experts whose loss balances the routers of all layers.
+        device: of the hidden states that were last seen.
     """
 
     def __init__(self, split: Split, channel: Channel, whole: nn.Module | None = None) -> None:
@@ -50,6 +56,9 @@ class Stage:
         self.tail: Tensor | None = None
         self.tied: nn.Parameter | None = None
         self.tied_names: Mapping[str, str] = MappingProxyType({})
+        self.held: Mapping[str, nn.Module] = MappingProxyType({})
+        self.balance: Balance | None = None
+        self.device: torch.device | None = None
         self._calls = 0
         self._received: Tensor | None = None
         self._is_again = False
@@ -75,6 +84,11 @@ class Stage:
         return self.channel.rank == 0 and self.active in (None, 0)
 
     @property
+    def has_stage_before(self) -> bool:
+        """Whether the running pass begins with what another rank sends."""
+        return self._stage(self.active or 0) > 0
+
+    @property
     def holds_head(self) -> bool:
         """Whether the running pass ends with the head on this rank."""
         return self.channel.rank == self.split.ranks - 1 and self.active in (None, self.chunks - 1)
@@ -83,6 +97,8 @@ class Stage:
         """Begin a forward pass through one chunk; None is all of them, without gradients."""
         self.active, self.tail, self._calls = chunk, None, 0
         self._received, self._is_again = None, False
+        if self.balance is not None:
+            self.balance.received = None
 
     def require_idle(self) -> None:
         """Refuse to go on after a step that was broken off, of which messages may still be under way.
@@ -122,6 +138,12 @@ class Stage:
             )
         self._received = None
 
+    def modules_of(self, chunk: int) -> Iterator[nn.Module]:
+        """Yield what a chunk's layers are made of, themselves included."""
+        for name, layer in self.held.items():
+            if self._chunk_of[int(name)] == chunk:
+                yield from layer.modules()
+
     def runs(self, layer: int) -> bool:
         """Say whether a layer takes part in the running pass on this rank."""
         chunk = self._chunk_of.get(layer)
@@ -134,6 +156,7 @@ class Stage:
             index: the place of the boundary among the layers.
             hidden: ``[1, T, H]``.
         """
+        self.device = hidden.device
         if index and self.runs(index - 1):
             self._width = hidden.shape[-1]
             if torch.is_grad_enabled():
@@ -237,6 +260,7 @@ class StageLayers(nn.ModuleList):
         for i in stage.layers:
             self.add_module(str(i), layers[i])
             layers[i].register_forward_hook(_require_hidden)
+        stage.held = MappingProxyType(self._modules)
 
     def __len__(self) -> int:
         return len(self._boundaries)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as L
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -23,6 +24,7 @@ from lightning_thd._imports import available
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.models.weights import postponed_reading
 from lightning_thd.parallel.clip import clip_by_norm
+from lightning_thd.parallel.fsdp import memory_of_rank
 from lightning_thd.parallel.mesh import PIPELINE, another_group
 from lightning_thd.parallel.pipeline import Schedule, ScheduleName, expected_bubble
 from lightning_thd.parallel.pipeline.channel import Channel
@@ -81,6 +83,18 @@ class PipelineMixin(THDStrategyMixin):
                 wraps=(another_group(self.sizes), another_group(self.sizes)) if several else None,
             )
 
+    def _balance_channel(self) -> Channel:
+        """Make groups for what a balancing loss sends behind the hidden states; a collective of the job."""
+        down, up, *wraps = (another_group(self.sizes) for _ in range(4 if self.stages_per_rank > 1 else 2))
+        channel = Channel(down=down, up=up, wraps=(wraps[0], wraps[1]) if wraps else None)
+        channel.fix_dtype(torch.float32)
+        return channel
+
+    @property
+    def slots_shared(self) -> int:
+        """Tensor-parallel ranks that share the slots of hidden states between layers, and so of messages."""
+        return self.sizes.tensor if getattr(self, "sequence_parallel", False) else 1
+
     @contextlib.contextmanager
     def model_sharded_context(self) -> Generator[None]:
         """Let ``from_pretrained`` in ``configure_model`` wait with the tensors until the model is cut."""
@@ -119,7 +133,11 @@ class PipelineMixin(THDStrategyMixin):
         _refuse_weights_outside(module, language_model_of(module))
         names = tied_names(module)
         self._stage = cut_model(
-            module, self._channel, stages_per_rank=self.stages_per_rank, split=self.pipeline_split
+            module,
+            self._channel,
+            stages_per_rank=self.stages_per_rank,
+            split=self.pipeline_split,
+            balance=self._balance_channel,
         )
         self._stage.tied_names = names
         rank_zero_info(self._stage.split.table())
@@ -180,8 +198,9 @@ class PipelineMixin(THDStrategyMixin):
                 run.forward(op)
                 continue
             loss = closure_loss if run.is_first(op) else run.take_loss(op)
-            with self._synchronise_chunk(op.chunk if run.is_last_of_chunk(op) else None):
-                result = super().backward(loss / len(run.step), optimizer, *args, **kwargs)
+            ending = op.chunk if run.is_last_of_chunk(op) else None
+            self._synchronise_chunk(ending, last=op is run.program[-1])
+            result = super().backward(loss / len(run.step), optimizer, *args, **kwargs)
         self._losses = run.finish()
         tied = run.stage.tied
         if tied is not None and tied.requires_grad:
@@ -193,16 +212,30 @@ class PipelineMixin(THDStrategyMixin):
         """Run ``training_step`` of the user on one microbatch."""
         return super().training_step(batch, *rest)
 
-    @contextlib.contextmanager
-    def _synchronise_chunk(self, chunk: int | None) -> Generator[None]:
-        """Reduce gradients in a chunk's last backward pass alone, and gather weights once a step."""
+    def _synchronise_chunk(self, chunk: int | None, *, last: bool) -> None:
+        """Reduce gradients of a chunk's layers in its last backward pass alone, and free their weights then.
+
+        What is not a layer, an embedding or a head, is left to the rank's last pass of all.
+        """
         assert self.model is not None
         assert self._stage is not None
-        sharded = [child for child in self.model.modules() if isinstance(child, FSDPModule)]
-        for child in sharded:
-            child.set_requires_gradient_sync(chunk is not None, recurse=False)
-            child.set_reshard_after_backward(chunk is not None, recurse=False)
-        yield
+        ending = set() if chunk is None else {id(module) for module in self._stage.modules_of(chunk)}
+        layers = {id(m) for c in range(self._stage.chunks) for m in self._stage.modules_of(c)}
+        for child in self.model.modules():
+            if isinstance(child, FSDPModule):
+                ends = id(child) in ending if id(child) in layers else last
+                child.set_requires_gradient_sync(ends, recurse=False)
+                child.set_reshard_after_backward(ends, recurse=False)
+
+    def _frees_weights(self, module: nn.Module) -> bool:
+        """Decide whether weights are freed behind every pass or stay for the step; a collective for auto."""
+        if self._channel is None or self.reshard_after_forward != "auto":
+            return super()._frees_weights(module)
+        assert self._meshes is not None
+        own = sum(p.numel() * p.element_size() for p in module.parameters()) // self.sizes.tensor
+        fits = torch.tensor([own <= memory_of_rank(self.root_device) / 4], device=self.root_device).int()
+        dist.all_reduce(fits, dist.ReduceOp.MIN, group=self._meshes.stage.get_group())
+        return not bool(fits)
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         if self._channel is None:

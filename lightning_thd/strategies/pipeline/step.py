@@ -53,7 +53,7 @@ class PipelineStep:
     def _expect(self, op: Op | None) -> None:
         if op is not None:
             ids = self.batches[op.microbatch].input_ids
-            self.stage.expect(op, ids.numel(), ids.device)
+            self.stage.expect(op, ids.numel() // self.strategy.slots_shared, ids.device)
 
     def is_first(self, op: Op) -> bool:
         """Return whether a backward pass is that of the first forward pass, whose loss Lightning holds."""
@@ -85,6 +85,8 @@ class PipelineStep:
         """Tell all stages the losses and logs of the last; returns the losses."""
         self.stage.begin(None)
         self.channel.finish()
+        if self.stage.balance is not None:
+            self.stage.balance.channel.finish()
         losses = self.logs.share(self.batches, self.values, holds_head=self.stage.holds_head)
         n, p, v = self.schedule.microbatches, self.schedule.ranks, self.schedule.chunks
         self.strategy.waited = self.channel.waited_s / max(time.perf_counter() - self.started, 1e-9)

@@ -1,0 +1,190 @@
+"""Router logits of a rank's layers -> the balancing loss of a mixture of experts over all ranks' layers.
+
+That loss multiplies how often an expert was chosen by how likely it was, both as means over all layers, so it
+is no sum over stages. What travels is what the means are made of, E sums of probabilities, E counts and the
+number of rows, from stage to stage behind the hidden states; their gradient comes back the same way.
+
+E experts, R rows: the slots of a microbatch on this rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_thd.parallel.pipeline.channel import Channel
+
+if TYPE_CHECKING:
+    from lightning_thd.parallel.pipeline.stage import Stage
+
+_FUNCTION = "load_balancing_loss_func"
+
+
+def wants_balance(inner: Any) -> bool:
+    """Return whether a model adds a balancing loss over the routers of its layers."""
+    return bool(getattr(inner.config.get_text_config(decoder=True), "output_router_logits", None))
+
+
+def require_known_balance(inner: Any) -> None:
+    """Refuse a balancing loss that is not that of Switch Transformers (arXiv:2101.03961, equations 4 to 6).
+
+    Raises:
+        ValueError: naming the model.
+    """
+    home = _home(inner)
+    if home is not None:
+        generator = torch.Generator().manual_seed(0)
+        logits = tuple(torch.randn(7, 5, generator=generator) for _ in range(2))
+        try:
+            theirs = getattr(home, _FUNCTION)(logits, 5, 2, None)
+        except Exception:  # another signature
+            theirs = None
+        parts = add_routers(torch.zeros(11), logits, 5, 2)
+        if theirs is not None and torch.allclose(balance_of(parts), torch.as_tensor(theirs), rtol=1e-5):
+            return
+    raise ValueError(
+        f"{type(inner).__name__} has output_router_logits=True: its balancing loss needs the routers of all "
+        "layers, which lie on other pipeline stages, and its formula is not known. Set "
+        "config.output_router_logits=False, or pipeline_parallel_size=1."
+    )
+
+
+def add_routers(parts: Tensor, logits: Sequence[Tensor], experts: int, top_k: int) -> Tensor:
+    """Add layers to what the means of a balancing loss are made of.
+
+    Args:
+        parts: ``[2 E + 1]`` fp32 of the layers before: sums of probabilities, counts, rows.
+        logits: ``[R, E]`` of each layer.
+        experts: E.
+        top_k: experts of a slot.
+
+    Returns:
+        ``[2 E + 1]``.
+    """
+    for layer in logits:
+        weights = torch.nn.functional.softmax(layer, dim=-1)
+        chosen = torch.topk(weights, top_k, dim=-1).indices.flatten()
+        counts = torch.zeros(experts, device=layer.device).scatter_add_(
+            0, chosen, torch.ones_like(chosen, dtype=torch.float32)
+        )
+        rows = torch.full((1,), float(weights.shape[0]), device=layer.device)
+        parts = parts + torch.cat([weights.float().sum(0), counts, rows])
+    return parts
+
+
+def balance_of(parts: Tensor) -> Tensor:
+    """Compute the balancing loss, ``E * sum(count / rows * sum / rows)``.
+
+    Args:
+        parts: ``[2 E + 1]`` of all layers; counts and rows have no gradient.
+
+    Returns:
+        ``[]``. Two experts, chosen equally often, with equal probabilities: 1 for one expert a slot.
+    """
+    experts = parts.numel() // 2
+    sums, rest = parts[:experts], parts[experts:].detach()
+    counts, rows = rest[:experts], rest[experts:]
+    return ((counts / rows) * (sums / rows)).sum() * experts
+
+
+class _Receive(torch.autograd.Function):
+    """What the stages before have added up; its gradient goes back to them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, channel: Channel, size: int) -> Tensor:
+        """Wait for the parts; ``anchor`` only makes them part of the graph."""
+        ctx.channel = channel
+        return channel.receive(torch.Size((size,)), anchor.device, "down")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        """Send the gradient up."""
+        ctx.channel.send(grads[0], "up")
+        return None, None, None
+
+
+class _Send(torch.autograd.Function):
+    """A zero that stands for the balancing loss; its gradient is the next stage's."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, parts: Tensor, channel: Channel) -> Tensor:
+        """Send the parts down."""
+        ctx.channel, ctx.shape, ctx.device = channel, parts.shape, parts.device
+        channel.send(parts, "down")
+        return parts.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
+        """Wait for the gradient of the parts, whatever that of the zero is."""
+        return None, ctx.channel.receive(ctx.shape, ctx.device, "up"), None
+
+
+class Balance:
+    """The balancing loss of one rank's part of a model.
+
+    Args:
+        channel: to the pipeline's other ranks, used for nothing else.
+        stage: of this rank.
+    """
+
+    def __init__(self, channel: Channel, stage: Stage) -> None:
+        self.channel, self.stage = channel, stage
+        self.received: Tensor | None = None
+
+    def loss(self, logits: Any, experts: int, top_k: int, mask: Any = None) -> Tensor:
+        """Compute the loss over all layers on the last stage; stands in for a model's own function.
+
+        Other stages give a zero that leads back to the routers; without gradients all give the value.
+        """
+        assert mask is None, "packs have no attention mask"
+        given: tuple[Tensor, ...] = logits if isinstance(logits, tuple) else ()
+        size, stage = 2 * experts + 1, self.stage
+        assert stage.device is not None
+        empty = torch.zeros(size, device=stage.device)
+        if not torch.is_grad_enabled():
+            parts = add_routers(empty, given, experts, top_k)
+            dist.all_reduce(parts, group=self.channel.down)
+            return balance_of(parts)
+        anchor = torch.zeros((), device=stage.device, requires_grad=True)
+        if stage.has_stage_before:
+            if self.received is None:  # a call that is run again has its parts already
+                self.received = _Receive.apply(anchor, self.channel, size)  # type: ignore[no-untyped-call]
+            empty = self.received
+        parts = add_routers(empty, given, experts, top_k)
+        if stage.holds_head:
+            return balance_of(parts)
+        stands: Tensor = _Send.apply(anchor, parts, self.channel)  # type: ignore[no-untyped-call]
+        return stands
+
+
+def balance_over_stages(inner: Any, balance: Balance) -> None:
+    """Make a model's forward compute its balancing loss over the layers of all ranks, in place."""
+    home, forward = _home(inner), inner.forward
+
+    def balancing_forward(*args: Any, **kwargs: Any) -> Any:
+        with _replaced(home, balance.loss):
+            return forward(*args, **kwargs)
+
+    inner.forward = balancing_forward
+
+
+def _home(inner: Any) -> Any:
+    """Find the Python module of a model whose forward calls the function."""
+    homes = (sys.modules.get(kind.__module__) for kind in type(inner).__mro__)
+    return next((home for home in homes if hasattr(home, _FUNCTION)), None)
+
+
+@contextlib.contextmanager
+def _replaced(home: Any, function: Callable[..., Tensor]) -> Generator[None]:
+    before = getattr(home, _FUNCTION)
+    setattr(home, _FUNCTION, function)
+    try:
+        yield
+    finally:
+        setattr(home, _FUNCTION, before)
