@@ -169,6 +169,17 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def strict_warnings() -> None:
+    """Make warnings errors on this rank, as in the suite."""
+    warnings.simplefilter("error")
+    # As in setup.cfg: Lightning's advice about tiny runs, and what it calls that torch deprecates.
+    advice = (
+        ".*does not have many workers|.*no `val_dataloader`|.*isinstance.treespec|.*exists and is not empty"
+    )
+    warnings.filterwarnings("ignore", message=advice)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|lightning\\.fabric")
+
+
 def train(
     family: str,
     layout: Layout,
@@ -177,13 +188,7 @@ def train(
     trainer_options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train on this rank and return whole parameters and the mean losses of all ranks."""
-    warnings.simplefilter("error")
-    # As in setup.cfg: Lightning's advice about tiny runs, and what it calls that torch deprecates.
-    advice = (
-        ".*does not have many workers|.*no `val_dataloader`|.*isinstance.treespec|.*exists and is not empty"
-    )
-    warnings.filterwarnings("ignore", message=advice)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|lightning\\.fabric")
+    strict_warnings()
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     accumulate = step.n // layout.dp if isinstance(step, Packs) and layout.pp == 1 else 1
     module = Job(family, dtype)

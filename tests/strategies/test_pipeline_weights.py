@@ -13,7 +13,16 @@ from torch import nn
 
 from lightning_thd import Packs, Sequences
 from tests.ranks import run_ranks
-from tests.strategies.jobs import Job, Layout, data, family_model, full_parameters, make_trainer
+from tests.strategies.jobs import (
+    Job,
+    Layout,
+    data,
+    family_model,
+    full_parameters,
+    make_trainer,
+    strict_warnings,
+)
+from tests.tiny import sequences
 
 INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
 
@@ -80,10 +89,10 @@ class ReadSlice:
 
 
 def fit(family: str, folder: str | None, layout: Layout, steps: int, wrap: bool = False) -> dict[str, Any]:
-    warnings.simplefilter("error")
-    advice = ".*does not have many workers|.*isinstance.treespec|.*available in the environment"
-    warnings.filterwarnings("ignore", message=advice)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|lightning\\.fabric")
+    strict_warnings()
+    warnings.filterwarnings(
+        "ignore", message="`is_gradient_checkpointing`", category=FutureWarning
+    )  # PEFT asks
     from transformers import modeling_utils
 
     patch = pytest.MonkeyPatch()
@@ -96,7 +105,7 @@ def fit(family: str, folder: str | None, layout: Layout, steps: int, wrap: bool 
     if steps:
         trainer.fit(module, data(Sequences(12)))
     else:
-        trainer.validate(module, data(Packs(layout.dp), val=data(Packs(1)).train), verbose=False)
+        trainer.validate(module, data(Packs(layout.dp), val=sequences(12, seed=3)), verbose=False)
     patch.undo()
     buffers = {name: value for name, value in module.model.named_buffers() if value.is_floating_point()}
     return {
