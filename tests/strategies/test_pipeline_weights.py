@@ -122,7 +122,7 @@ def compare(found: list[dict[str, Any]], wanted: dict[str, Any], tolerance: floa
         assert rank["losses"] == pytest.approx(wanted["losses"], rel=1e-10)
         for kind in ("params", "buffers"):
             for name, value in rank[kind].items():
-                whole = name if name in wanted[kind] else "model.embed_tokens.weight"  # a tied head
+                whole = name if name in wanted[kind] else name.replace("lm_head", "model.embed_tokens")
                 torch.testing.assert_close(value, wanted[kind][whole], rtol=tolerance, atol=tolerance)
                 seen.add(whole)
     assert seen == {*wanted["params"], *wanted["buffers"]}
