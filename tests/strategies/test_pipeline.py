@@ -66,6 +66,7 @@ def arguments() -> list[tuple[dict[str, Any], str]]:
         ({"pipeline_schedule": "gpipe"}, "is not one of '1f1b', 'interleaved'"),
         ({"pipeline_parallel_size": 2, "stages_per_rank": 2}, "'interleaved' takes 2 or more"),
         (INTERLEAVED, "set pipeline_parallel_size to the ranks"),
+        ({"reshard_after_forward": "never"}, "'never' is not one of True, False, 'auto'"),
     ]
 
 
@@ -216,6 +217,16 @@ def test_nothing_travels_but_hidden_states_gradients_losses_and_one_norm() -> No
             "all_reduce": 1,  # the norm, to clip
             "broadcast_object_list": 1,  # losses and logs
         }, (rank, calls)
+
+
+@pytest.mark.slow
+def test_weights_are_gathered_once_a_step_where_memory_allows() -> None:
+    once, often = Layout(pp=2, dp=2), Layout(pp=2, dp=2, options={"reshard_after_forward": True})
+    for n, _, calls in run_ranks(count_calls, 4, once):
+        assert n > 1
+        assert calls["all_gather_into_tensor"] == 3  # two layers, and the embedding or the norm with the head
+    for n, _, calls in run_ranks(count_calls, 4, often):
+        assert calls["all_gather_into_tensor"] >= 2 * n
 
 
 class Raising(Job):

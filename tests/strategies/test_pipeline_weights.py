@@ -140,7 +140,10 @@ def save(family: str, folder: Path) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen3@4t", Layout(pp=2)), ("qwen3_moe@4", Layout(pp=2, options=INTERLEAVED))],
+    [
+        ("qwen3@4t", Layout(pp=2)),
+        pytest.param("qwen3_moe@4", Layout(pp=2, options=INTERLEAVED), marks=pytest.mark.slow),
+    ],
 )
 def test_a_stage_reads_its_own_tensors_alone(tmp_path: Path, family: str, layout: Layout) -> None:
     whole = save(family, tmp_path)
@@ -164,6 +167,7 @@ def test_folders_of_other_families(tmp_path: Path, family: str) -> None:
     compare(run_ranks(fit, 4, family, str(tmp_path), with_tp, 0), wanted, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [False, True], ids=["plain", "lora"])
 def test_weights_drawn_on_stages_are_those_of_the_whole_model(wrap: bool) -> None:
     (wanted,) = run_ranks(fit, 1, "qwen3@4t", None, Layout(), 2, wrap)

@@ -63,10 +63,17 @@ def test_layers_that_share_weights() -> None:
         cut_model(model, CHANNEL)
 
 
-def test_a_balancing_loss_over_all_layers() -> None:
+def test_a_balancing_loss_of_another_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as home
+
     model: Any = make_model("qwen3_moe")
     model.config.output_router_logits = True
-    message = "has output_router_logits=True: its balancing loss needs the routers"
+    theirs = home.load_balancing_loss_func
+    monkeypatch.setattr(home, "load_balancing_loss_func", lambda *args: 2 * theirs(*args))
+    message = "has output_router_logits=True: its balancing loss .* its formula is not known"
+    with pytest.raises(ValueError, match=message):
+        cut_model(model, CHANNEL)
+    monkeypatch.setattr(home, "load_balancing_loss_func", lambda logits: 0)
     with pytest.raises(ValueError, match=message):
         cut_model(model, CHANNEL)
 
@@ -90,6 +97,13 @@ def test_parameters_that_belong_nowhere() -> None:
     model.critic = nn.Linear(SIZES["hidden_size"], 1)
     message = r"parameters outside its embedding, layers, final norm and head: \['critic"
     with pytest.raises(ValueError, match=message):
+        cut_model(model, CHANNEL)
+
+
+def test_keys_that_later_layers_share() -> None:
+    model: Any = make_model("llama")
+    model.config.num_kv_shared_layers = 2
+    with pytest.raises(ValueError, match="has num_kv_shared_layers=2: its later layers use keys of earlier"):
         cut_model(model, CHANNEL)
 
 

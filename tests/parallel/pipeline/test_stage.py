@@ -33,6 +33,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     ),
+    "balanced": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "output_router_logits": True,
+            "router_aux_loss_coef": 0.5,
+            "mlp_only_layers": [0, 1],
+        },
+    ),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, "tie_word_embeddings": True}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]}),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 5, "n_head": 4, "vocab_size": 64}),
@@ -55,10 +66,16 @@ def batches(n: int) -> list[THDBatch]:
     return [THDBatch.collate(samples[4 * i : 4 * i + 4], loss_scale=0.01) for i in range(n)]
 
 
+def another_channel() -> Channel:
+    channel = Channel(down=dist.new_group(), up=dist.new_group())
+    channel.fix_dtype(torch.float32)
+    return channel
+
+
 def run_stage(family: str, chunks: int, n: int) -> dict[str, Any]:
     model = make_model(family)
     channel = Channel(down=dist.new_group(), up=dist.new_group())
-    stage = cut_model(model, channel, stages_per_rank=chunks)
+    stage = cut_model(model, channel, stages_per_rank=chunks, balance=another_channel)
     data = batches(n)
     with torch.no_grad():
         values = [float(causal_lm_loss(model, batch)) for batch in data]
@@ -66,21 +83,31 @@ def run_stage(family: str, chunks: int, n: int) -> dict[str, Any]:
     losses: dict[Any, torch.Tensor] = {}
     most = 0
     for op in make_schedule(channel.ranks, n, chunks=chunks).programs[channel.rank]:
-        stage.active = op.chunk
+        stage.begin(op.chunk)
         if op.forward:
             losses[op.microbatch, op.chunk] = causal_lm_loss(model, data[op.microbatch])
         else:
             losses.pop((op.microbatch, op.chunk)).backward()
         most = max(most, len(losses))  # each keeps the activations of its pass alive
-    stage.active = None
+    stage.begin(None)
     channel.finish()
+    if stage.balance is not None:
+        stage.balance.channel.finish()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"values": values, "logp": logp, "gradients": gradients, "in_flight": most}
 
 
 @pytest.mark.parametrize(
     ("family", "ranks", "chunks"),
-    [("llama", 2, 1), ("qwen3_moe", 4, 1), ("gemma3", 2, 2), ("lfm2", 2, 1), ("gpt2", 2, 1)],
+    [
+        ("llama", 2, 1),
+        ("qwen3_moe", 4, 1),
+        ("gemma3", 2, 2),
+        ("lfm2", 2, 1),
+        ("gpt2", 2, 1),
+        ("balanced", 2, 2),
+        pytest.param("balanced", 4, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_stages_together_are_the_model(family: str, ranks: int, chunks: int) -> None:
     n = 5
@@ -90,7 +117,8 @@ def test_stages_together_are_the_model(family: str, ranks: int, chunks: int) -> 
     torch.stack(wanted).sum().backward()
     logp = causal_lm_logprobs(model, data[0]).logp
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    tolerance = 1e-6 if family == "gemma3" else 1e-10  # gemma3 computes norms and ropes in fp32
+    single = family in ("gemma3", "balanced")  # norms and ropes, and the balancing loss, are fp32 there
+    tolerance = 1e-6 if single else 1e-10
     embedding = next(iter(gradients))
     together: dict[str, torch.Tensor] = {}
     schedule = make_schedule(ranks, n, chunks=chunks)
@@ -105,7 +133,7 @@ def test_stages_together_are_the_model(family: str, ranks: int, chunks: int) -> 
     for name, gradient in together.items():
         wide = gradients[name]
         assert wide is not None
-        assert torch.allclose(gradient, wide, rtol=1e-5 if family == "gemma3" else 1e-9, atol=1e-9), name
+        assert torch.allclose(gradient, wide, rtol=1e-5 if single else 1e-9, atol=1e-9), name
 
 
 def test_the_plan_and_the_model_agree() -> None:
