@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torchmetrics import MeanMetric
 
 from lightning_thd import Packs, Sequences, THDBatch, THDModelParallelStrategy, causal_lm_loss
+from lightning_thd.strategies.pipeline.training_step import refuse_decisions_on_loss, require_loss_alone
 from tests.ranks import RankError, run_ranks
 from tests.strategies.jobs import (
     STEPS,
@@ -135,22 +137,55 @@ def test_checkpoints_go_on_in_any_other_layout(tmp_path: Path) -> None:
         assert torch.equal(value, params[name]), name
 
 
-def fit_with(kind: str) -> str:
-    class Odd(Job):
-        def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
-            loss = causal_lm_loss(self.model, batch)
-            if kind == "twice":
-                loss = loss + causal_lm_loss(self.model, batch)
-            if kind == "metric":
-                self.log("metric", MeanMetric())
-            return loss
+class Twice(Job):
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        loss = causal_lm_loss(self.model, batch)
+        return loss + causal_lm_loss(self.model, batch)
 
-    module = Odd("qwen3@4")
-    if kind == "manual":
-        module.automatic_optimization = False
+
+class Metric(Job):
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        self.log("metric", MeanMetric())
+        return causal_lm_loss(self.model, batch)
+
+
+class Penalty(Job):
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        loss = causal_lm_loss(self.model, batch) * 0.5
+        for parameter in self.model.parameters():
+            loss = loss + parameter.square().sum() * 1e-4
+        return loss
+
+
+class Logits(Job):
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        return self.model(**batch.hf_kwargs()).logits.square().mean()
+
+
+class Deciding(Job):
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        loss = causal_lm_loss(self.model, batch)
+        scale = float(loss) / 2
+        if scale > 1:
+            return loss / scale
+        return loss
+
+
+class Nothing(Job):
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float64, requires_grad=True)
+
+
+class Manual(Job):
+    def __init__(self, family: str) -> None:
+        super().__init__(family)
+        self.automatic_optimization = False
+
+
+def fit_with(kind: type[Job]) -> str:
     layout = Layout(pp=2, options={"timeout": timedelta(seconds=20)})
     try:
-        make_trainer(layout, gradient_clip_val=None).fit(module, data(Sequences(12)))
+        make_trainer(layout, gradient_clip_val=None).fit(kind("qwen3@4"), data(Sequences(12)))
     except Exception as err:  # what it is belongs to the test
         return f"{type(err).__name__}: {err}"
     return "nothing was raised"
@@ -159,16 +194,43 @@ def fit_with(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("twice", "computed 2 losses of the model for a microbatch; pipeline stages run one"),
-        ("metric", r"self.log\('metric', MeanMetric\) in training_step: only the last pipeline stage"),
-        ("manual", "in an order of its own, which automatic_optimization=False would not see"),
+        (
+            Twice,
+            r"computed 2 losses of the .* run one\..*\n  test_pipeline.py:\d+: loss = causal_lm_loss",
+        ),
+        (
+            Metric,
+            r"self.log\('metric', MeanMetric\) in .*\n  test_pipeline.py:\d+: self.log\(\"metric\"",
+        ),
+        (Penalty, r"more than the model's loss: .* \(test_pipeline.py:\d+: loss = loss \+ parameter.square"),
+        (Logits, r"Only the last pipeline stage has logits.*\n  test_pipeline.py:\d+: return self.model\("),
+        (Deciding, r"test_pipeline.py:\d+: if scale > 1: decides by the loss in training_step"),
+        (Nothing, r"computed 0 losses of the model.*\n  test_pipeline.py:\d+: def training_step"),
+        (Manual, "in an order of its own, which automatic_optimization=False would not see"),
     ],
 )
 @pytest.mark.slow
-def test_steps_that_stages_cannot_run(kind: str, message: str) -> None:
+def test_steps_that_stages_cannot_run(kind: type[Job], message: str) -> None:
     found = run_ranks(fit_with, 2, kind, timeout_s=120.0)
-    assert any(re.search(message, text) for text in found), found
+    assert any(re.search(message, text, re.DOTALL) for text in found), found
     assert not any("nothing was raised" in text for text in found)
+
+
+def test_lines_that_do_more_than_the_loss_are_named() -> None:
+    with pytest.raises(
+        MisconfigurationException, match=r"test_pipeline.py:\d+: if scale > 1: decides by the loss"
+    ):
+        refuse_decisions_on_loss(Deciding("qwen3"))
+    module = Penalty("qwen3")
+    refuse_decisions_on_loss(module)
+    weight = module.model.get_output_embeddings().weight
+    model_loss = weight.square().sum()
+    require_loss_alone(module, model_loss * 2, [model_loss.grad_fn])
+    message = (
+        r"depends on \['model.lm_head.weight'\] in another way too \(test_pipeline.py:\d+: loss = loss \+"
+    )
+    with pytest.raises(MisconfigurationException, match=message):
+        require_loss_alone(module, model_loss + weight.sum(), [model_loss.grad_fn])
 
 
 class Counting(Job):

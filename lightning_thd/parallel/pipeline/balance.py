@@ -157,10 +157,10 @@ class Balance:
                 self.received = _Receive.apply(anchor, self.channel, size)  # type: ignore[no-untyped-call]
             empty = self.received
         parts = add_routers(empty, given, experts, top_k)
-        if stage.holds_head:
-            return balance_of(parts)
-        stands: Tensor = _Send.apply(anchor, parts, self.channel)  # type: ignore[no-untyped-call]
-        return stands
+        send: Any = _Send.apply
+        loss: Tensor = balance_of(parts) if stage.holds_head else send(anchor, parts, self.channel)
+        stage.made.append(loss.grad_fn)
+        return loss
 
 
 def balance_over_stages(inner: Any, balance: Balance) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_thd.parallel.pipeline.channel import Channel, Receive, Send
 from lightning_thd.parallel.pipeline.schedule import Op
 from lightning_thd.parallel.pipeline.split import Split
+from lightning_thd.parallel.pipeline.where import user_line
 
 if TYPE_CHECKING:
     from lightning_thd.parallel.pipeline.balance import Balance
@@ -47,6 +48,7 @@ class Stage:
         held: the layers of this rank, by their names.
         balance: of a mixture of experts whose loss balances the routers of all layers.
         device: of the hidden states that were last seen.
+        made: nodes of the running pass's graph that its loss, or what stands for it, ends in.
     """
 
     def __init__(self, split: Split, channel: Channel, whole: nn.Module | None = None) -> None:
@@ -59,7 +61,8 @@ class Stage:
         self.held: Mapping[str, nn.Module] = MappingProxyType({})
         self.balance: Balance | None = None
         self.device: torch.device | None = None
-        self._calls = 0
+        self.made: list[Any] = []
+        self._calls: list[str] = []
         self._received: Tensor | None = None
         self._is_again = False
         self._width: int | None = None
@@ -95,7 +98,7 @@ class Stage:
 
     def begin(self, chunk: int | None) -> None:
         """Begin a forward pass through one chunk; None is all of them, without gradients."""
-        self.active, self.tail, self._calls = chunk, None, 0
+        self.active, self.tail, self._calls, self.made = chunk, None, [], []
         self._received, self._is_again = None, False
         if self.balance is not None:
             self.balance.received = None
@@ -120,21 +123,25 @@ class Stage:
         """
         if torch.is_grad_enabled() and not self.holds_head:
             return False
-        self._calls -= 1
+        self._calls.pop()
         self._is_again = True
         return True
 
-    def require_one_call(self) -> None:
+    def require_one_call(self, step: str = "training_step") -> None:
         """Refuse a step that called the model more or less than once: other stages wait for one message.
 
+        Args:
+            step: where the step is written.
+
         Raises:
-            ValueError: naming the number of calls.
+            ValueError: naming the lines of the calls.
         """
-        if self._calls != 1:
+        if len(self._calls) != 1:
+            lines = "".join(f"\n  {line}" for line in self._calls) or f"\n  {step}"
             raise ValueError(
-                f"training_step computed {self._calls} losses of the model for a microbatch; pipeline "
+                f"training_step computed {len(self._calls)} losses of the model for a microbatch; pipeline "
                 "stages run one. Call causal_lm_loss(self.model, batch) exactly once, or set "
-                "pipeline_parallel_size=1."
+                f"pipeline_parallel_size=1.{lines}"
             )
         self._received = None
 
@@ -181,10 +188,11 @@ class Stage:
         Returns:
             ``[size]``.
         """
-        self._calls += 1
+        self._calls.append(user_line())
         if torch.is_grad_enabled():
             assert self.tail is not None
             tail, self.tail = self.tail, None
+            self.made.append(tail.grad_fn)
             return tail.expand(size)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         return self.broadcast(torch.empty(size, dtype=dtype, device=hidden.device))
@@ -198,8 +206,11 @@ class Stage:
         Returns:
             The same.
         """
-        self._calls += 1
-        return values if torch.is_grad_enabled() else self.broadcast(values.contiguous())
+        self._calls.append(user_line())
+        if torch.is_grad_enabled():
+            self.made.append(values.grad_fn)
+            return values
+        return self.broadcast(values.contiguous())
 
     def share_logits(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> None:
         """Send the head's logits to the other stages, in prediction and evaluation; a forward hook."""
@@ -372,5 +383,5 @@ class NoHead(nn.Module):
             return self._stage.broadcast(hidden.new_empty(*hidden.shape[:-1], self.out_features))
         raise ValueError(
             "Only the last pipeline stage has logits. Compute the loss with causal_lm_loss(model, batch) or "
-            "causal_lm_logprobs(model, batch), which give every stage what it needs."
+            f"causal_lm_logprobs(model, batch), which give every stage what it needs.\n  {user_line()}"
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.parallel.pipeline.channel import Channel
+from lightning_thd.parallel.pipeline.where import user_line
 from lightning_thd.strategies.step_logs import StepLogs
 
 
@@ -45,7 +46,8 @@ class RecordedLogs:
                 raise MisconfigurationException(
                     f"self.log({name!r}, {type(value).__name__}) in training_step: only the last pipeline "
                     "stage has the numbers, and sends them to the others. Log numbers or tensors of one "
-                    "element, options by keyword; update metric objects in validation_step."
+                    "element, options by keyword; update metric objects in validation_step.\n  "
+                    f"{user_line()}"
                 )
             calls[name] = (value.detach() if isinstance(value, Tensor) else value, kwargs)
 

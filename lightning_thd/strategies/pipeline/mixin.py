@@ -39,6 +39,7 @@ from lightning_thd.strategies.pipeline.checkpoint import (
     rename_optimizer,
 )
 from lightning_thd.strategies.pipeline.step import PipelineStep
+from lightning_thd.strategies.pipeline.training_step import refuse_decisions_on_loss
 
 
 class PipelineMixin(THDStrategyMixin):
@@ -130,6 +131,7 @@ class PipelineMixin(THDStrategyMixin):
                 "an order of its own, which automatic_optimization=False would not see. Use automatic "
                 "optimisation, or pipeline_parallel_size=1."
             )
+        refuse_decisions_on_loss(trainer.lightning_module)
         _refuse_weights_outside(module, language_model_of(module))
         names = tied_names(module)
         self._stage = cut_model(

@@ -16,6 +16,7 @@ from lightning_thd.parallel.pipeline.schedule import best_order
 from lightning_thd.parallel.pipeline.stage import Stage
 from lightning_thd.strategies.mixin import loss_of
 from lightning_thd.strategies.pipeline.logs import RecordedLogs
+from lightning_thd.strategies.pipeline.training_step import definition, require_loss_alone
 
 # Squares of a sequence's length that cost what a token's linear part does; decides the order alone.
 _LINEAR = 4096
@@ -74,7 +75,9 @@ class PipelineStep:
         with self.logs.record(op.microbatch, op.chunk):
             output = self.strategy.forward_pass(batch, self.rest_args)
         loss = loss_of(output)
-        stage.require_one_call()
+        module = self.strategy.lightning_module
+        stage.require_one_call(definition(module) if not stage.made else "")
+        require_loss_alone(module, loss, stage.made)
         if stage.holds_head:
             self.values[op.microbatch] = loss.detach()
         if op is not self.program[0]:

@@ -1,0 +1,39 @@
+"""The running call -> the line of the user's file that it comes from, for messages."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+# Where nobody writes a training_step: installed packages, the standard library, this package.
+_OTHERS = (
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),
+    sysconfig.get_path("stdlib"),
+    str(Path(__file__).parents[2]),
+    "<",
+)
+
+
+def user_line() -> str:
+    """Return file, number and text of the innermost running line that the user wrote.
+
+    Returns:
+        ``train.py:12: loss = causal_lm_loss(self.model, batch)``; an unknown line is "an unknown line".
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_OTHERS):
+            return described(file, frame.f_lineno)
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def described(file: str, number: int) -> str:
+    """Return a line as messages name it: file, number and text."""
+    text = linecache.getline(file, number).strip()
+    return f"{Path(file).name}:{number}: {text}" if text else f"{Path(file).name}:{number}"
