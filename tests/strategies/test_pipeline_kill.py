@@ -1,4 +1,4 @@
-"""A stage of a pipeline is killed in the middle of a step: every rank ends with an error, and the job resumes."""
+"""A stage of a pipeline is killed inside a step: every rank ends with an error, and the job resumes."""
 
 from __future__ import annotations
 
