@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_thd._checks import described, host_ints, whole_number
 
 Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
-Layout = Literal["dual_chunk", "contiguous", "striped"]
+Layout = Literal["dual_chunk", "contiguous", "striped", "mixed"]
 Product = Literal["forward", "weight_gradient"]
 Shard = Literal["local", "gathered"]
 
@@ -187,7 +187,7 @@ class Alignment:
         """
         _check_layout(cp, tp, sequence_parallel, recipe, layout)
         slot_ranks = cp * tp if sequence_parallel else cp
-        sequence_multiple = 2 * cp if cp > 1 and layout == "dual_chunk" else 1
+        sequence_multiple = 2 * cp if cp > 1 and layout in ("dual_chunk", "mixed") else 1
         token_multiple = 1 if recipe is None else TOKEN_MULTIPLE[recipe]
         rules = (_CONTEXT_SHARDS, _SEQUENCE_SHARDS, *(() if recipe is None else RULES[recipe]))
         return cls(

@@ -54,7 +54,7 @@ def prepare_thd(
         log_every_n_steps: steps between two calls of ``accelerator.log``.
         context_parallel_size: neighbouring ranks that share the slots of a pack, as under
             ``THDDDPStrategy``; documents stay apart.
-        context_parallel_layout: ``dual_chunk``, ``contiguous`` or ``striped``.
+        context_parallel_layout: ``dual_chunk``, ``contiguous``, ``striped`` or ``mixed``.
         context_parallel_communication: ``auto``, ``all_gather``, ``ulysses``, ``needed`` or ``ring``.
 
     Returns:

@@ -50,7 +50,7 @@ def prepare_fabric(
         log_every_n_steps: steps between two calls of ``fabric.log_dict``.
         context_parallel_size: neighbouring ranks that share the slots of a pack, as under
             ``THDDDPStrategy``; documents stay apart.
-        context_parallel_layout: ``dual_chunk``, ``contiguous`` or ``striped``.
+        context_parallel_layout: ``dual_chunk``, ``contiguous``, ``striped`` or ``mixed``.
         context_parallel_communication: ``auto``, ``all_gather``, ``ulysses``, ``needed`` or ``ring``.
 
     Returns:

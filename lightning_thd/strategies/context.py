@@ -49,7 +49,7 @@ class ContextParallelMixin(Strategy):
         max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
         tensor_parallel_size: ranks that share weights.
         sequence_parallel: tensor-parallel ranks share slots between their products.
-        context_parallel_layout: ``dual_chunk``, ``contiguous`` or ``striped``.
+        context_parallel_layout: ``dual_chunk``, ``contiguous``, ``striped`` or ``mixed``.
         context_parallel_communication: ``auto``, ``all_gather``, ``ulysses``, ``needed`` or ``ring``.
         context_parallel_costs: what ``auto`` compares the ways by; ``measure`` times the group's link once.
         broadcast_data: one rank reads for all that share its data.

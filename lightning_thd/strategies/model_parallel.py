@@ -46,7 +46,8 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         sequence_parallel: tensor-parallel ranks share the slots between blocks, which saves memory of norms
             and residuals for two more collectives a block.
         context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads nothing between
-            sequences; ``striped`` does both, with one kernel call a rank of the group.
+            sequences; ``striped`` does both, with one kernel call a rank of the group; ``mixed`` cuts long
+            sequences as ``dual_chunk`` and keeps short ones whole, so that few keys travel.
         context_parallel_communication: what attention exchanges: ``all_gather`` all keys and values,
             ``needed`` those that some query sees, ``ring`` these one rank after the other, ``ulysses`` rows
             for heads; ``auto`` takes what ``context_parallel_costs`` make the cheapest, layer by layer.

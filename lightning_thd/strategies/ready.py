@@ -59,7 +59,8 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
             only global batch.
         max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
         context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads nothing between
-            sequences; ``striped`` does both, with one kernel call a rank of the group.
+            sequences; ``striped`` does both, with one kernel call a rank of the group; ``mixed`` cuts long
+            sequences as ``dual_chunk`` and keeps short ones whole, so that few keys travel.
         context_parallel_communication: what attention exchanges: ``all_gather`` all keys and values,
             ``needed`` those that some query sees, ``ring`` these one rank after the other, ``ulysses`` rows
             for heads; ``auto`` takes what ``context_parallel_costs`` make the cheapest, layer by layer.

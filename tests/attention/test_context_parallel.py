@@ -20,7 +20,7 @@ from lightning_thd.seqlens import cu_seqlens_from_lengths
 from tests.ranks import run_ranks
 
 LENGTHS = [8, 24, 8, 0, 40, 16]
-LAYOUTS = ["dual_chunk", "contiguous", "striped"]
+LAYOUTS = ["dual_chunk", "contiguous", "striped", "mixed"]
 WAYS = list(product(LAYOUTS, ["all_gather", "ulysses", "needed", "ring", "auto"]))
 OPTIONS: list[dict[str, Any]] = [
     {},

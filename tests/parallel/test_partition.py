@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_thd.parallel.context import partition
 
-LAYOUTS = ["dual_chunk", "contiguous"]
+LAYOUTS = ["dual_chunk", "contiguous", "mixed"]
 
 
 def te_rule(cu_seqlens_padded: list[int], cp: int, rank: int) -> list[int]:
@@ -148,3 +148,14 @@ def test_dual_chunk_balances_work(kind: str, cp: int) -> None:
 def test_messages(lengths: list[int], arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         partition.rank_indices(lengths, **arguments)
+
+
+def test_mixed_cuts_long_sequences_alone() -> None:
+    how = {"cp": 2, "layout": "mixed"}
+    found = [partition.rank_indices([16, 4, 4, 8], rank=rank, **how).tolist() for rank in range(2)]
+    assert found == [[0, 1, 2, 3, 12, 13, 14, 15, *range(24, 32)], [*range(4, 12), *range(16, 24)]]
+    # No rank has room for the last of the short ones: it is cut where room is left.
+    held = [partition.held_lengths([12] * 5, rank=rank, **how).tolist() for rank in range(2)]
+    assert held == [[12, 0, 12, 0, 6], [0, 12, 0, 12, 6]]
+    with pytest.raises(ValueError, match="Sequence 1 has 6 slots; layout='mixed' over 2.*multiple of 4"):
+        partition.rank_indices([8, 6], rank=0, **how)

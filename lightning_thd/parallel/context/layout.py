@@ -43,7 +43,7 @@ class ShardLayout:
         cp: context-parallel ranks.
         rank: of them.
         group: their process group; None only where nothing is communicated.
-        layout: ``dual_chunk``, ``contiguous`` or ``striped``.
+        layout: ``dual_chunk``, ``contiguous``, ``striped`` or ``mixed``.
         communication: what attention exchanges.
         costs: what ``auto`` compares the ways by.
         device: where the indices live.

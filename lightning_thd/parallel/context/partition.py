@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_thd.alignment import Layout
+from lightning_thd.parallel.context.mixed import cut_mixed
 
 Ints: TypeAlias = NDArray[np.int64]
 _WHO_PADS = (
@@ -52,8 +53,9 @@ def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout:
         rank: of them.
         layout: ``contiguous`` cuts the row of T slots into cp equal stretches. ``dual_chunk`` cuts every
             sequence into 2 cp chunks, of which a rank holds chunks ``rank`` and ``2 cp - 1 - rank``, so that
-            all have the same work under causal attention (Transformer Engine's rule). ``striped`` deals the
-            slots of the row out in turn, which holds no stretches: see ``rank_indices``.
+            all have the same work under causal attention (Transformer Engine's rule). ``mixed`` does so with
+            long sequences and keeps short ones whole: see ``mixed.cut_mixed``. ``striped`` deals the slots of
+            the row out in turn, which holds no stretches: see ``rank_indices``.
 
     Returns:
         The pieces, none empty. ``([8], cp=2, rank=0)`` holds 0..2 and 6..8 of it with ``dual_chunk``.
@@ -63,6 +65,9 @@ def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout:
     """
     lengths = _checked(padded_lengths, cp, rank, layout)
     assert layout != "striped", "a striped shard is no list of stretches"
+    if layout == "mixed":
+        sequence, start, stop = cut_mixed(tuple(lengths.tolist()), cp)[rank]
+        return Pieces(sequence=sequence, start=start, stop=stop)
     if layout == "contiguous":
         share = int(lengths.sum()) // cp
         ends = np.cumsum(lengths)
@@ -283,15 +288,16 @@ def _checked(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) 
         raise ValueError(f"layout={layout!r}; wanted one of {', '.join(get_args(Layout))}.")
     lengths = np.asarray(padded_lengths, dtype=np.int64)
     total = int(lengths.sum())
-    if layout != "dual_chunk" and total % cp:
+    chunks = layout in ("dual_chunk", "mixed")
+    if not chunks and total % cp:
         raise ValueError(
             f"A pack of {total} slots cannot be cut into {cp} equal shards; wanted a multiple of {cp}. "
             f"{_WHO_PADS}"
         )
-    if layout == "dual_chunk" and (lengths % (2 * cp)).any():
+    if chunks and (lengths % (2 * cp)).any():
         i = int(np.flatnonzero(lengths % (2 * cp))[0])
         raise ValueError(
-            f"Sequence {i} has {lengths[i]} slots; layout='dual_chunk' over {cp} context-parallel ranks "
+            f"Sequence {i} has {lengths[i]} slots; layout={layout!r} over {cp} context-parallel ranks "
             f"wants a multiple of {2 * cp}. {_WHO_PADS}"
         )
     return lengths

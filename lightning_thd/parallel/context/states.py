@@ -46,7 +46,7 @@ class Stretches:
         Args:
             padded_lengths: slots of every sequence, a trailing pad included.
             cp: context-parallel ranks.
-            layout: ``contiguous`` or ``dual_chunk``. ``[8, 4]`` over 2 contiguous ranks is ``[6, 2, 4]``,
+            layout: any but ``striped``. ``[8, 4]`` over 2 contiguous ranks is ``[6, 2, 4]``,
                 of which rank 0 holds the first.
         """
         columns = [_of_rank(padded_lengths, cp, rank, layout) for rank in range(cp)]
@@ -132,7 +132,7 @@ def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: La
         padded_lengths: slots of every sequence.
         cp: context-parallel ranks.
         rank: of them.
-        layout: ``contiguous`` or ``dual_chunk``.
+        layout: any but ``striped``.
 
     Returns:
         The plan. ``([8, 4], cp=2, rank=0, layout="contiguous")`` opens the first 6 slots and sends one state.

@@ -132,7 +132,7 @@ def compare(kinds: list[str], layouts: list[Layout], cases: int, force: bool) ->
         for lengths in CASES[:cases]:
             for layout in layouts:
                 cp = group.size()
-                multiple = 2 * cp if layout == "dual_chunk" else 1
+                multiple = 1 if layout == "contiguous" else 2 * cp
                 padded = [-(-n // multiple) * multiple for n in lengths]
                 wanted = whole(kind, padded)
                 at = ShardLayout(padded, cp=cp, rank=group.rank(), group=group, layout=layout)
@@ -178,7 +178,7 @@ KINDS = ["convolution", "state_space", "delta", "kimi"]
 )
 def test_shards_equal_the_pack(cp: int, cases: int, force: bool) -> None:
     # fp64: other orders of the same sums.
-    assert max(run_ranks(compare, cp, KINDS, ["contiguous", "dual_chunk"], cases, force)) < 1e-12
+    assert max(run_ranks(compare, cp, KINDS, ["contiguous", "dual_chunk", "mixed"], cases, force)) < 1e-12
 
 
 def test_bytes_are_the_plans() -> None:
