@@ -64,8 +64,9 @@ class PlanSettings:
             )
 
     def step(self, host: Host) -> Packs | Sequences:
-        """Return what one optimizer step takes: by default one pack a rank a batch."""
-        return self.global_batch or Packs(host.ranks * host.accumulate)
+        """Return what one optimizer step takes: by default one pack a rank a batch, or a group's where shared."""
+        groups = host.ranks if host.sharing is None else max(1, host.ranks // host.sharing.max_degree)
+        return self.global_batch or Packs(groups * host.accumulate)
 
 
 def make_planner(
@@ -195,12 +196,6 @@ def _shared_planner(data: DataSet, settings: PlanSettings, host: Host, sharing: 
             f"pad_to={settings.pad_to} under context_parallel_size='dynamic': packs of different degrees are "
             "padded by different multiples. Leave pad_to out."
         )
-    step = settings.step(host)
-    if not isinstance(step, Sequences):
-        raise ValueError(
-            f"context_parallel_size='dynamic' plans steps of sequences, not {step!r}: a pack made beforehand "
-            "has no degree yet. Pass global_batch=Sequences(n)."
-        )
     if settings.oversize == "own_pack":
         raise ValueError(
             "oversize='own_pack' under context_parallel_size='dynamic' would put a sequence above the "
@@ -213,9 +208,10 @@ def _shared_planner(data: DataSet, settings: PlanSettings, host: Host, sharing: 
     return SharedPlanner(
         data.index.lengths,
         settings.capacity,
-        global_batch=step,
+        global_batch=settings.step(host),
         sharing=sharing,
         cost=settings.cost or model_cost(host.model, largest),
+        window=settings.window,
         oversize=settings.oversize,
         tail=settings.tail,
         seed=settings.seed,

@@ -32,7 +32,8 @@ class Host:
         sharing: how many ranks may share a sequence, where the plan decides.
         model: the module that is trained.
         loggers: of the Trainer.
-        whole_steps: a batch of ``Packs(n)`` is all packs of this rank's step, as a pipeline needs.
+        whole_steps: a batch of ``Packs(n)`` is all packs of this rank's step, as a pipeline or a plan of
+            degrees needs.
     """
 
     rank: int = 0
@@ -51,6 +52,7 @@ def host_of(trainer: L.Trainer) -> Host:
     """Describe a Trainer; its strategy tells, as for a distributed sampler, which ranks read other data."""
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     device = getattr(trainer.strategy, "root_device", None)
+    sharing = getattr(trainer.strategy, "sharing", None)
     return Host(
         rank=sampler.get("rank", 0),
         ranks=sampler.get("num_replicas", 1),
@@ -58,10 +60,10 @@ def host_of(trainer: L.Trainer) -> Host:
         is_first=trainer.is_global_zero,
         on_gpu=device is not None and device.type == "cuda",
         alignment=alignment_of(trainer.strategy, trainer.precision_plugin),
-        sharing=getattr(trainer.strategy, "sharing", None),
+        sharing=sharing,
         model=trainer.lightning_module,
         loggers=tuple(trainer.loggers),
-        whole_steps=getattr(trainer.strategy, "packs_as_steps", False),
+        whole_steps=sharing is not None or getattr(trainer.strategy, "packs_as_steps", False),
     )
 
 
@@ -163,7 +165,8 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
         )
     host = host_of(trainer)
     if host.whole_steps:
-        check_whole_steps(step, ranks=host.ranks, accumulate=host.accumulate)
+        ranks = 1 if host.sharing is not None else host.ranks  # a plan of degrees needs no whole packs
+        check_whole_steps(step, ranks=ranks, accumulate=host.accumulate)
     else:
         check_packs(step, ranks=host.ranks, accumulate=host.accumulate)
 
@@ -176,9 +179,9 @@ def check_whole_steps(step: Packs | Sequences | None, *, ranks: int, accumulate:
     """
     if accumulate != 1:
         raise MisconfigurationException(
-            f"accumulate_grad_batches={accumulate}, but a pipeline runs all microbatches of a step in one "
-            f"batch. Set accumulate_grad_batches=1 and global_batch=Packs({ranks * accumulate}), or "
-            "Sequences(n)."
+            f"accumulate_grad_batches={accumulate}, but a pipeline or context_parallel_size='dynamic' runs all "
+            "microbatches of a step in one batch. Set accumulate_grad_batches=1 and "
+            f"global_batch=Packs({ranks * accumulate}), or Sequences(n)."
         )
     if isinstance(step, Packs) and step.n % ranks:
         raise MisconfigurationException(

@@ -118,10 +118,33 @@ def test_steps_hold_the_same_sequences_at_any_ranks_and_degrees() -> None:
     assert sorted(i for step in found[0][0] for i in step) == list(range(40))
 
 
+def test_steps_of_packs_hold_every_sequence_once_and_about_as_many_tokens() -> None:
+    lengths = draw("chat", 400, 0) // 300 + 1
+    sharing = Sharing(max_degree=4, layout="contiguous")
+    plans = planner(lengths, global_batch=Packs(4), sharing=sharing)  # packs of 64 slots
+    for ranks in (4, 8, 12):
+        steps = [plans.step(0, k, ranks) for k in range(len(plans))]
+        assert all(plan.degrees.shape == (ranks, plan.num_microbatches) for plan in steps)
+        seen = [
+            int(i)
+            for plan in steps
+            for rank in range(ranks)
+            for spans, leads in zip(plan.microbatches(rank), plan.leads(rank), strict=True)
+            if leads
+            for i in spans.index
+        ]
+        assert sorted(seen) == list(range(400))
+        tokens = [plan.real_tokens for plan in steps]
+        assert all(3.5 * 64 <= each <= 4 * 64 for each in tokens[:-2])
+    again = planner(lengths, global_batch=Packs(4), sharing=sharing)
+    assert again.resume(plans.state(0, 3)) == (0, 3)
+    with pytest.raises(ValueError, match="=4 does not divide the 6 ranks"):
+        plans.step(0, 0, 6)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"global_batch": Packs(4)}, "plans steps of sequences, not Packs"),
         ({"schedule": [0] * 8}, "schedule= cannot be given"),
         ({"lengths": [70] + [3] * 7}, "Sequence 0 has 70 tokens"),
     ],

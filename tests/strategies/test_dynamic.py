@@ -17,6 +17,8 @@ from torch import nn
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.packing import PackPlanner
+from lightning_thd.packing.sharing import Sharing
+from lightning_thd.packing.sharing.planner import SharedPlanner
 from lightning_thd.parallel.shard import THDShard
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy
 from tests.ranks import run_ranks
@@ -87,7 +89,7 @@ def run(
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch|lightning\\.fabric")
     module = Watched(family, torch.float64)
     layout = Layout(dp=dist.get_world_size())
-    degree = options.pop("largest", LARGEST)
+    degree, global_batch = options.pop("largest", LARGEST), options.pop("global_batch", STEP)
     made = strategy(name, **options)
     made.max_context_parallel_size = degree
     saving = [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=6, filename="half")]
@@ -95,7 +97,7 @@ def run(
         layout, family, strategy=made, max_steps=steps, callbacks=saving, enable_checkpointing=bool(saving)
     )
     data = THDDataModule(
-        samples(), capacity=CAPACITY * LARGEST // degree, global_batch=STEP, val=samples()[:8]
+        samples(), capacity=CAPACITY * LARGEST // degree, global_batch=global_batch, val=samples()[:8]
     )
     trainer.fit(module, data, ckpt_path=f"{folder}/half.ckpt" if resume else None)
     losses = torch.tensor(module.losses, dtype=torch.float64)
@@ -113,15 +115,15 @@ def run(
     }
 
 
-def by_hand(family: str, steps: int) -> dict[str, Any]:
+def by_hand(family: str, steps: int, planner: PackPlanner | None = None) -> dict[str, Any]:
     data = samples()
-    planner = PackPlanner([len(s["input_ids"]) for s in data], 10_000, global_batch=STEP)
+    planner = planner or PackPlanner([len(s["input_ids"]) for s in data], 10_000, global_batch=STEP)
     model = family_model(family, torch.float64)
     optimizer = make_optimizer(model)
     losses = []
     for k in range(steps):
         epoch, at = divmod(k, len(planner))
-        results = [nll(model, data[i]) for i in planner.step(epoch, at, 1).spans.index.tolist()]
+        results = [nll(model, data[i]) for i in ids_of(planner, epoch, at)]
         loss = sum(total for total, _ in results) / sum(count for _, count in results)
         optimizer.zero_grad()
         loss.backward()
@@ -133,6 +135,12 @@ def by_hand(family: str, steps: int) -> dict[str, Any]:
     val = float(sum(total for total, _ in results) / sum(count for _, count in results))
     params = {n: p.detach().clone() for n, p in model.named_parameters()}
     return {"params": params, "losses": losses, "val": val}
+
+
+def ids_of(planner: PackPlanner, epoch: int, at: int) -> list[int]:
+    """Name the sequences of a step, those of a pack that ranks share once."""
+    plan = planner.step(epoch, at, LARGEST if isinstance(planner, SharedPlanner) else 1)
+    return np.unique(plan.spans.index).tolist()
 
 
 def check(found: list[dict[str, Any]], wanted: dict[str, Any], steps: int) -> None:
@@ -176,6 +184,16 @@ def test_twenty_steps_of_mixed_lengths_equal_one_process(
         assert max(rank["slots"]) <= CAPACITY
 
 
+def test_steps_of_packs_equal_one_process() -> None:
+    found = run_ranks(run, 4, "thd_ddp", "qwen3", 6, {"global_batch": Packs(2)})
+    lengths = [len(sample["input_ids"]) for sample in samples()]
+    planner = SharedPlanner(
+        lengths, CAPACITY, global_batch=Packs(2), sharing=Sharing(max_degree=LARGEST, layout="dual_chunk")
+    )
+    check(found, by_hand("qwen3", 6, planner), 6)
+    assert {degree for rank in found for degree in rank["degrees"]} == {1, 2, 4}
+
+
 def half_then(folder: str) -> dict[str, Any]:
     return run("thd_ddp", "qwen3", 6, {}, folder)
 
@@ -203,7 +221,7 @@ def refused(case: str) -> None:
     if case == "too_long":
         options["capacity"], message = 20, "has .* tokens but.*capacity|longest|capacity=40"
     elif case == "packs":
-        options["global_batch"], message = Packs(2), "plans steps of sequences, not Packs.*Sequences"
+        options["global_batch"], message = Packs(2), "a pipeline or context_parallel_size='dynamic' runs all"
     elif case == "tiling":
         largest, message = 4, "max_context_parallel_size=4 does not divide the 2 ranks.*size=2"
     elif case == "heads":
@@ -217,7 +235,8 @@ def refused(case: str) -> None:
     elif case == "pad_to":
         options["pad_to"], message = 64, "pad_to=64 under context_parallel_size='dynamic'"
     made = THDDDPStrategy(context_parallel_size="dynamic", max_context_parallel_size=largest, **ways)
-    trainer = make_trainer(layout, strategy=made, max_steps=1)
+    accumulate = 2 if case == "packs" else 1
+    trainer = make_trainer(layout, strategy=made, max_steps=1, accumulate_grad_batches=accumulate)
     with pytest.raises((ValueError, MisconfigurationException), match=message):
         trainer.fit(module, THDDataModule(samples(), **options))
 

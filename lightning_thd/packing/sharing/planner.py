@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd.packing.entries import Lengths
-from lightning_thd.packing.plan import Sequences, StepPlan
+from lightning_thd.packing.plan import Packs, Sequences, StepPlan
 from lightning_thd.packing.planner import PackPlanner
 from lightning_thd.packing.sharing import SharedBins, Sharing, check_tiling, share_out
 
@@ -45,7 +45,9 @@ class SharedPlanner(PackPlanner):
     Args:
         lengths: tokens of each sequence, as ``PackPlanner`` takes them.
         capacity: slots of one rank; a group of c ranks holds c times as many.
-        global_batch: ``Sequences(n)``.
+        global_batch: ``Sequences(n)``, or ``Packs(n)``: the sequences of n packs of a largest group, which
+            holds ``capacity * max_degree`` slots. Steps then hold about as many tokens each; the packs
+            themselves are not run, their sequences are shared out anew.
         sharing: how many ranks may share a sequence.
         options: those of ``PackPlanner`` but ``align``, ``scheduler`` and ``schedule``.
 
@@ -54,13 +56,14 @@ class SharedPlanner(PackPlanner):
     """
 
     def __init__(
-        self, lengths: Lengths, capacity: int, *, global_batch: Sequences, sharing: Sharing, **options: Any
+        self,
+        lengths: Lengths,
+        capacity: int,
+        *,
+        global_batch: Packs | Sequences,
+        sharing: Sharing,
+        **options: Any,
     ) -> None:
-        if not isinstance(global_batch, Sequences):
-            raise ValueError(
-                f"context_parallel_size='dynamic' plans steps of sequences, not {global_batch!r}: a pack "
-                "made beforehand has no degree yet. Pass global_batch=Sequences(n)."
-            )
         for name in ("align", "scheduler", "schedule"):
             if options.pop(name, None) is not None:
                 raise ValueError(
@@ -85,9 +88,13 @@ class SharedPlanner(PackPlanner):
             IndexError: for a step past the end of the epoch.
             ValueError: for ranks that groups of the largest degree do not tile.
         """
-        self._check_request(epoch, k, dp)
+        self._check_request(epoch, k, 1)  # any ranks that groups tile
         check_tiling(dp, self.sharing.max_degree)
-        spans = self._sequences(epoch, k)
+        if self._packs is None:
+            spans = self._sequences(epoch, k)
+        else:
+            n = self.global_batch.n
+            spans, _ = self._packs.read(epoch, k * n, min((k + 1) * n, self._packs.total))
         bins = share_out(spans.lengths, self.rank_capacity, ranks=dp, sharing=self.sharing, cost=self.cost)
         whole = self._describe(epoch, k, 1, spans.take(bins.order), bins.offsets)
         group = _group_of_seats(bins, dp)

@@ -1,4 +1,4 @@
-"""Padded lengths of a pack, ranks -> long sequences cut among all ranks, short ones whole on one where they fit.
+"""Padded lengths of a pack, ranks -> long sequences cut among all ranks, short ones whole on one.
 
 A sequence longer than a chunk, 1 / (2 cp) of the pack, is cut into 2 cp chunks as ``dual_chunk`` does. The
 others are dealt out by the work that attention has with them, up to the slots of each rank; the few that no
