@@ -64,7 +64,7 @@ class PlanSettings:
             )
 
     def step(self, host: Host) -> Packs | Sequences:
-        """Return what one optimizer step takes: by default one pack a rank a batch, or a group's where shared."""
+        """Return what one optimizer step takes: by default one pack a rank (or largest group) a batch."""
         groups = host.ranks if host.sharing is None else max(1, host.ranks // host.sharing.max_degree)
         return self.global_batch or Packs(groups * host.accumulate)
 

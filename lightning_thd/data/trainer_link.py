@@ -179,8 +179,8 @@ def check_whole_steps(step: Packs | Sequences | None, *, ranks: int, accumulate:
     """
     if accumulate != 1:
         raise MisconfigurationException(
-            f"accumulate_grad_batches={accumulate}, but a pipeline or context_parallel_size='dynamic' runs all "
-            "microbatches of a step in one batch. Set accumulate_grad_batches=1 and "
+            f"accumulate_grad_batches={accumulate}, but a pipeline or context_parallel_size='dynamic' runs "
+            "all microbatches of a step in one batch. Set accumulate_grad_batches=1 and "
             f"global_batch=Packs({ranks * accumulate}), or Sequences(n)."
         )
     if isinstance(step, Packs) and step.n % ranks:
