@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lightning_thd.parallel.exchange import gather_same, keep_own, sum_gradients
 from lightning_thd.parallel.fsdp import layers_of
-from lightning_thd.parallel.pipeline.stage import PassThrough, stage_of
+from lightning_thd.parallel.pipeline.absent import PassThrough
+from lightning_thd.parallel.pipeline.stage import stage_of
 from lightning_thd.parallel.tensor import parameters_as
 from lightning_thd.parallel.towers import towers_of
 

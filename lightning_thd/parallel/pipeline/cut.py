@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lightning_thd.parallel.pipeline.absent import NoEmbedding, NoHead, PassThrough
 from lightning_thd.parallel.pipeline.balance import (
     Balance,
     balance_over_stages,
@@ -20,12 +21,10 @@ from lightning_thd.parallel.pipeline.balance import (
     wants_balance,
 )
 from lightning_thd.parallel.pipeline.channel import Channel
+from lightning_thd.parallel.pipeline.randomness import has_dropout
 from lightning_thd.parallel.pipeline.split import LayerCost, Split, layer_flops, split_layers
 from lightning_thd.parallel.pipeline.stage import (
     _ATTRIBUTE,
-    NoEmbedding,
-    NoHead,
-    PassThrough,
     Stage,
     StageLayers,
     stage_of,
@@ -66,7 +65,7 @@ def cut_model(
     before, behind = _around(inner, parent, layers)
     _refuse_shared(inner, layers)
     found = plan_split(inner, channel.ranks, stages_per_rank=stages_per_rank, split=split)
-    stage = Stage(found, channel, _on_meta(inner))
+    stage = Stage(found, channel, _on_meta(inner), draws=has_dropout(inner))
     parent._modules[path.rpartition(".")[2]] = StageLayers(layers, stage)
     first, last = channel.rank == 0, channel.rank == channel.ranks - 1
     for owner, name in before:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_thd.parallel.pipeline.channel import Channel, Receive, Send
+from lightning_thd.parallel.pipeline.randomness import draw_from_own_stream, take_number
 from lightning_thd.parallel.pipeline.schedule import Op
 from lightning_thd.parallel.pipeline.split import Split
 from lightning_thd.parallel.pipeline.where import user_line
@@ -39,6 +40,7 @@ class Stage:
         split: who holds what.
         channel: to the ranks before and behind.
         whole: the model before it was cut, without memory.
+        draws: whether layers drop anything, and so draw random numbers.
 
     Attributes:
         active: chunk of the running pass; None between steps.
@@ -51,9 +53,11 @@ class Stage:
         made: nodes of the running pass's graph that its loss, or what stands for it, ends in.
     """
 
-    def __init__(self, split: Split, channel: Channel, whole: nn.Module | None = None) -> None:
+    def __init__(
+        self, split: Split, channel: Channel, whole: nn.Module | None = None, *, draws: bool = False
+    ) -> None:
         self.split, self.channel = split, channel
-        self.whole = whole
+        self.whole, self.draws = whole, draws
         self.active: int | None = None
         self.tail: Tensor | None = None
         self.tied: nn.Parameter | None = None
@@ -271,6 +275,8 @@ class StageLayers(nn.ModuleList):
         for i in stage.layers:
             self.add_module(str(i), layers[i])
             layers[i].register_forward_hook(_require_hidden)
+            if stage.draws:
+                draw_from_own_stream(layers[i], i)
         stage.held = MappingProxyType(self._modules)
 
     def __len__(self) -> int:
@@ -314,6 +320,8 @@ class Boundary(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Let hidden states pass."""
+        if self._stage.draws:
+            take_number()
         given = dict(kwargs)
         hidden = args[0] if args else given.pop("hidden_states")
         if not self._checked:
@@ -332,56 +340,3 @@ def _require_own_inputs(index: int, inputs: dict[Any, Any]) -> None:
                     f"Layer {index} is given {name!r}, which is made of the embedding; only the first "
                     "pipeline stage has that. Set pipeline_parallel_size=1 for this model."
                 )
-
-
-class NoEmbedding(nn.Module):
-    """Stands for an embedding on stages that have none: NaN of the right shape.
-
-    Args:
-        embedding: whose width is taken.
-        channel: knows the dtype of hidden states.
-    """
-
-    def __init__(self, embedding: nn.Module, channel: Channel) -> None:
-        super().__init__()
-        self.embedding_dim: int = getattr(embedding, "embedding_dim", 0)
-        self._channel = channel
-
-    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Give ``[..., T, H]``."""
-        dtype = self._channel.dtype(ids.device)
-        return torch.full((*ids.shape, self.embedding_dim), torch.nan, dtype=dtype, device=ids.device)
-
-
-class PassThrough(nn.Module):
-    """Stands for what comes behind the layers on stages that have none of it."""
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Give the argument back."""
-        return hidden
-
-
-class NoHead(nn.Module):
-    """Stands for the head on stages without it; losses of ``lightning_thd.loss`` know what to do.
-
-    Args:
-        vocabulary: entries of the whole head.
-        stage: receives logits from the last stage where no gradients are wanted.
-    """
-
-    def __init__(self, vocabulary: int, stage: Stage) -> None:
-        super().__init__()
-        self.out_features, self._stage = vocabulary, stage
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Receive the last stage's logits, in prediction and evaluation; refuse to train on them.
-
-        Raises:
-            ValueError: where gradients are wanted.
-        """
-        if not torch.is_grad_enabled():
-            return self._stage.broadcast(hidden.new_empty(*hidden.shape[:-1], self.out_features))
-        raise ValueError(
-            "Only the last pipeline stage has logits. Compute the loss with causal_lm_loss(model, batch) or "
-            f"causal_lm_logprobs(model, batch), which give every stage what it needs.\n  {user_line()}"
-        )

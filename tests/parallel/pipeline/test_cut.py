@@ -10,8 +10,9 @@ import torch
 import transformers
 from torch import nn
 
+from lightning_thd.parallel.pipeline.absent import NoHead
 from lightning_thd.parallel.pipeline.cut import cut_model, decoder_stack, language_model_of
-from lightning_thd.parallel.pipeline.stage import NoHead, _require_own_inputs, stage_of
+from lightning_thd.parallel.pipeline.stage import _require_own_inputs, stage_of
 from tests.parallel.pipeline.test_stage import SIZES, make_model
 
 CHANNEL: Any = SimpleNamespace(rank=0, ranks=2)

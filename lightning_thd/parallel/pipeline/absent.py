@@ -1,0 +1,67 @@
+"""What stands in a stage for the embedding, last norm and head of other stages: no weights, no work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd.parallel.pipeline.channel import Channel
+from lightning_thd.parallel.pipeline.where import user_line
+
+if TYPE_CHECKING:
+    from lightning_thd.parallel.pipeline.stage import Stage
+
+
+class NoEmbedding(nn.Module):
+    """Stands for an embedding on stages that have none: NaN of the right shape.
+
+    Args:
+        embedding: whose width is taken.
+        channel: knows the dtype of hidden states.
+    """
+
+    def __init__(self, embedding: nn.Module, channel: Channel) -> None:
+        super().__init__()
+        self.embedding_dim: int = getattr(embedding, "embedding_dim", 0)
+        self._channel = channel
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Give ``[..., T, H]``."""
+        dtype = self._channel.dtype(ids.device)
+        return torch.full((*ids.shape, self.embedding_dim), torch.nan, dtype=dtype, device=ids.device)
+
+
+class PassThrough(nn.Module):
+    """Stands for what comes behind the layers on stages that have none of it."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Give the argument back."""
+        return hidden
+
+
+class NoHead(nn.Module):
+    """Stands for the head on stages without it; losses of ``lightning_thd.loss`` know what to do.
+
+    Args:
+        vocabulary: entries of the whole head.
+        stage: receives logits from the last stage where no gradients are wanted.
+    """
+
+    def __init__(self, vocabulary: int, stage: Stage) -> None:
+        super().__init__()
+        self.out_features, self._stage = vocabulary, stage
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Receive the last stage's logits, in prediction and evaluation; refuse to train on them.
+
+        Raises:
+            ValueError: where gradients are wanted.
+        """
+        if not torch.is_grad_enabled():
+            return self._stage.broadcast(hidden.new_empty(*hidden.shape[:-1], self.out_features))
+        raise ValueError(
+            "Only the last pipeline stage has logits. Compute the loss with causal_lm_loss(model, batch) or "
+            f"causal_lm_logprobs(model, batch), which give every stage what it needs.\n  {user_line()}"
+        )

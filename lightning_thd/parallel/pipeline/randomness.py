@@ -1,0 +1,58 @@
+"""Dropout in the layers of a pipeline: each layer draws from a stream of its own, whichever rank holds it.
+
+Ranks that were seeded alike would else give the first layers of all stages the same masks. Every place among
+the layers, a boundary too, takes one number from the global stream, so what a user draws in ``training_step``
+stays the same on all ranks; a layer that is computed again in the backward pass sees the same number again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def has_dropout(model: Any) -> bool:
+    """Return whether a model drops anything: one of its modules, or an option of its config."""
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+        return True
+    options = model.config.get_text_config(decoder=True).to_dict().items()
+    return any("drop" in name and isinstance(p, float) and p > 0 for name, p in options)
+
+
+def draw_from_own_stream(layer: nn.Module, index: int) -> None:
+    """Let a layer draw from a stream that its place and one number of the global stream give, in place.
+
+    Args:
+        layer: of the model.
+        index: its place among the layers.
+    """
+    saved: list[list[torch.Tensor]] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        number = take_number()
+        saved.append(_states())
+        torch.manual_seed((number + 0x9E3779B97F4A7C15 * (index + 1)) % 2**63)  # the golden ratio's bits
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        _restore(saved.pop())
+
+    layer.register_forward_pre_hook(enter)
+    layer.register_forward_hook(leave, always_call=True)
+
+
+def take_number() -> int:
+    """Take a number from the global stream of the host, as every place among the layers does."""
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
+def _states() -> list[torch.Tensor]:
+    on_device = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *on_device]
+
+
+def _restore(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
