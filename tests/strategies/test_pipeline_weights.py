@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,71 @@ def test_weights_drawn_on_stages_are_those_of_the_whole_model(wrap: bool) -> Non
 def test_weights_drawn_of_other_families(family: str) -> None:
     (wanted,) = run_ranks(fit, 1, family, None, Layout(), 0)
     compare(run_ranks(fit, 2, family, None, Layout(pp=2), 0), wanted, 0.0)
+
+
+class Large(Later):
+    """218 MB in 16 layers; notes how much memory this rank has held before its first pass."""
+
+    def __init__(self, folder: str | None) -> None:
+        super().__init__("large", folder)
+        self.grown = 0
+
+    def configure_model(self) -> None:
+        if self.folder is not None:
+            self.model = transformers.AutoModelForCausalLM.from_pretrained(
+                self.folder, attn_implementation="thd", dtype=torch.float32
+            )
+            return
+        with torch.device("meta"):
+            self.model = large_model()
+
+    def on_validation_start(self) -> None:
+        self.grown = memory("VmHWM")
+
+
+def large_model() -> nn.Module:
+    config = transformers.Qwen3Config(
+        vocab_size=64,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=16,
+        head_dim=64,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
+    return transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="thd", dtype=torch.float32
+    )
+
+
+def memory(name: str) -> int:
+    """Read one of the kernel's figures of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def grow(folder: str | None) -> int:
+    warnings.filterwarnings("ignore")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = memory("VmRSS")
+    module = Large(folder)
+    make_trainer(Layout(pp=4), limit_val_batches=1).validate(
+        module, data(Packs(1), val=sequences(12, seed=3)), verbose=False
+    )
+    return module.grown - before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", [False, True], ids=["drawn", "read"])
+def test_a_rank_never_holds_the_whole_model(
+    tmp_path: Path, reads: bool, record_property: Callable[[str, object], None]
+) -> None:
+    whole: Any = large_model()
+    size = sum(parameter.nbytes for parameter in whole.parameters())
+    if reads:
+        whole.save_pretrained(tmp_path, max_shard_size="20MB")
+    del whole
+    found = run_ranks(grow, 4, str(tmp_path) if reads else None)
+    record_property("most memory of a rank over the model's", max(found) / size)
+    assert max(found) < 0.7 * size  # a quarter, as much of mapped files, and what FSDP2 copies
