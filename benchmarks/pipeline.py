@@ -126,7 +126,7 @@ def train(ranks: int) -> tuple[float, float, float]:
 
 def measure() -> None:
     print(
-        f"\n{'gloo ranks':>11}{'waited (mean rank)':>20}{'simulated':>11}{'formula':>9}   (medians of 10 steps)"
+        f"\n{'gloo ranks':>11}{'waited (mean rank)':>20}{'simulated':>11}{'formula':>9}   medians of 10 steps"
     )
     for ranks in (2, 4):
         found = run_ranks(train, ranks, ranks, timeout_s=400.0)
