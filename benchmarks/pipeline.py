@@ -125,9 +125,7 @@ def train(ranks: int) -> tuple[float, float, float]:
 
 
 def measure() -> None:
-    print(
-        f"\n{'gloo ranks':>11}{'waited (mean rank)':>20}{'simulated':>11}{'formula':>9}   medians of 10 steps"
-    )
+    print(f"\n{'gloo ranks':>11}{'waited (mean rank)':>20}{'simulated':>11}{'formula':>9}  medians of ten")
     for ranks in (2, 4):
         found = run_ranks(train, ranks, ranks, timeout_s=400.0)
         waited = float(np.mean([wait for wait, _, _ in found]))

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 
-from lightning_thd.models.weights import draw_weights, read_weights
+from lightning_thd.models.weights import draw_weights, read_weights, require_unchanged
 from lightning_thd.parallel import fsdp
 from lightning_thd.parallel.clip import clip_by_norm, clip_by_value, meshes
 from lightning_thd.parallel.mesh import TENSOR
@@ -111,6 +111,7 @@ class ShardingMixin(ContextParallelMixin):
             plans.append(self.tensor_parallel_plan or model_plan(model, tensor))
             check_heads(model, tensor, plans[-1])
         has_weights = not any(t.is_meta for t in [*module.parameters(), *module.buffers()])
+        require_unchanged(module)
         self._cut_by_depth(module)
         if not has_weights:
             read_weights(module)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from lightning_thd.models.weights import draw_weights, postponed_reading, read_weights
+from lightning_thd.models.weights import draw_weights, postponed_reading, read_weights, require_unchanged
 from lightning_thd.parallel.pipeline.cut import cut_model
 from tests.strategies.jobs import family_model
 
@@ -169,3 +169,22 @@ def test_folders_that_are_read_at_once(tmp_path: Path) -> None:
     saved: Any = family_model("qwen3@4")
     saved.save_pretrained(tmp_path)
     assert not any(p.is_meta for p in load(tmp_path, device_map="cpu").parameters())
+
+
+def test_changes_behind_from_pretrained_are_refused(tmp_path: Path) -> None:
+    saved: Any = family_model("qwen3@4t")
+    saved.save_pretrained(tmp_path)
+    model = load(tmp_path)
+    model.double().train().requires_grad_(False)
+    require_unchanged(model)
+    nn.init.zeros_(model.model.norm.weight)
+    message = r"\['model.norm.weight'\] of Qwen3ForCausalLM changed after from_pretrained, which"
+    with pytest.raises(ValueError, match=message):
+        require_unchanged(model)
+    model = load(tmp_path)
+    model.resize_token_embeddings(72, mean_resizing=False)
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight'.* changed after from_pretrained"):
+        require_unchanged(model)
+    model = load(tmp_path)
+    del model.model.layers[2:]
+    require_unchanged(model)

@@ -1,6 +1,6 @@
 """Models built without memory -> the weights a rank keeps of them, drawn by name or read from a folder."""
 
 from lightning_thd.models.weights.drawn import draw_weights
-from lightning_thd.models.weights.read import postponed_reading, read_weights
+from lightning_thd.models.weights.read import postponed_reading, read_weights, require_unchanged
 
-__all__ = ["draw_weights", "postponed_reading", "read_weights"]
+__all__ = ["draw_weights", "postponed_reading", "read_weights", "require_unchanged"]

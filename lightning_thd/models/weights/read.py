@@ -25,12 +25,14 @@ class _Unread:
     Attributes:
         skeleton: a copy of it on the meta device.
         tensors: names to its parameters and buffers, which wrappers and cuts keep.
+        versions: of the tensors, which count what was written into them.
         files: of safetensors.
         options: how to read them.
     """
 
     skeleton: nn.Module
     tensors: dict[str, Tensor]
+    versions: dict[str, int]
     files: list[str]
     options: Any
 
@@ -57,7 +59,9 @@ def postponed_reading() -> Generator[None]:
             return read(model, state, files, options, *args, **kwargs)
         tensors = dict(model.named_parameters(remove_duplicate=False))
         tensors |= dict(model.named_buffers(remove_duplicate=False))
-        model.__dict__[_ATTRIBUTE] = _Unread(copy.deepcopy(model), tensors, names, options)
+        skeleton = copy.deepcopy(model)
+        versions = {name: tensor._version for name, tensor in tensors.items()}
+        model.__dict__[_ATTRIBUTE] = _Unread(skeleton, tensors, versions, names, options)
         return _nothing_found(), None
 
     def finish_later(model: Any, options: Any, found: Any) -> Any:
@@ -90,6 +94,35 @@ def read_weights(module: nn.Module) -> None:
         unread = child.__dict__.pop(_ATTRIBUTE, None)
         if unread is not None:
             _read(module, unread)
+
+
+def require_unchanged(module: nn.Module) -> None:
+    """Refuse models that were changed between ``from_pretrained`` and now, before they are cut.
+
+    Args:
+        module: holds the models.
+
+    Raises:
+        ValueError: naming what was replaced, as by ``resize_token_embeddings``, or written into.
+    """
+    held = {id(tensor) for tensor in module.parameters()}
+    for child in module.modules():
+        unread = child.__dict__.get(_ATTRIBUTE)
+        if unread is None:
+            continue
+        lost = [n for n, t in unread.tensors.items() if id(t) not in held and isinstance(t, nn.Parameter)]
+        known = {id(tensor) for tensor in unread.tensors.values()}
+        added = [n for n, p in child.named_parameters() if id(p) not in known and n in unread.tensors]
+        shapes = {n: _tensor(unread.skeleton, n).shape for n in unread.tensors}
+        written = [
+            n for n, t in unread.tensors.items() if t._version != unread.versions[n] or t.shape != shapes[n]
+        ]
+        if written or (lost and added):
+            raise ValueError(
+                f"{(written or added)[:4]} of {type(child).__name__} changed after from_pretrained, which "
+                "reads nothing under a pipeline until the model is cut: the change or the folder's values would "
+                "be lost. Build the model in __init__, where it is read whole."
+            )
 
 
 def _read(module: nn.Module, unread: _Unread) -> None:
