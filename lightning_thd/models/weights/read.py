@@ -120,7 +120,7 @@ def require_unchanged(module: nn.Module) -> None:
         if written or (lost and added):
             raise ValueError(
                 f"{(written or added)[:4]} of {type(child).__name__} changed after from_pretrained, which "
-                "reads nothing under a pipeline until the model is cut: the change or the folder's values would "
+                "reads nothing under a pipeline until the model is cut: the change or what is read would "
                 "be lost. Build the model in __init__, where it is read whole."
             )
 
