@@ -18,6 +18,7 @@ from lightning_thd.module import CausalLMModule
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Job, Layout, data, full_parameters, make_optimizer, make_trainer
 from tests.tiny import sequences
+from tests.wide import nothing_narrower
 
 INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
 
@@ -49,6 +50,11 @@ class Scheduled(Job):
         self.log("worse", float(self.current_epoch))
 
 
+def run_wide(layout: Layout, folder: str) -> dict[str, Any]:
+    with nothing_narrower():
+        return run_all(layout, folder)
+
+
 def run_all(layout: Layout, folder: str) -> dict[str, Any]:
     """Fit with early stopping, test, then resume from the middle of an epoch."""
     warnings.filterwarnings("ignore")
@@ -71,10 +77,10 @@ def run_all(layout: Layout, folder: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, INTERLEAVED, {"asynchronous_checkpoints": True}])
 def test_callbacks_schedulers_and_a_resume_inside_an_epoch(tmp_path: Path, options: dict[str, Any]) -> None:
-    (wanted,) = run_ranks(run_all, 1, Layout(), str(tmp_path / "one"))
+    (wanted,) = run_ranks(run_wide, 1, Layout(), str(tmp_path / "one"))
     assert wanted["stopped"] == 2
     assert wanted["again"] == pytest.approx(wanted["losses"][5:8], rel=1e-10)
-    for rank in run_ranks(run_all, 2, Layout(pp=2, options=options), str(tmp_path / "two"), timeout_s=400.0):
+    for rank in run_ranks(run_wide, 2, Layout(pp=2, options=options), str(tmp_path / "two"), timeout_s=400.0):
         assert rank["names"] == wanted["names"]
         assert rank["stopped"] == 2
         for name in ("losses", "again", "rates", "rates again"):
