@@ -14,13 +14,15 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.results import keep
-from lightning_thd.flops import FlopsModel, SeqStats
+from lightning_thd.flops import Blocks, FlopsModel, SeqStats
 from lightning_thd.flops.terms import Layer, Term
 from tests.flops.families import ENCODERS, FAMILIES, counted, encoder, meta_model, small_config
 
 TOTAL = 32
 _SCANS = ("scan", "conv", "delta")  # elementwise kernels, or einsums of their own
 _LINEAR = ("mm", "addmm")
+# torch counts these as batched products: experts, streams with streams, groups of heads
+_BATCHED = ("experts_up", "experts_down", "altup_mix", "stream_mix", "out_groups")
 
 
 def whole_squares(model: FlopsModel) -> FlopsModel:
@@ -33,7 +35,10 @@ def whole_squares(model: FlopsModel) -> FlopsModel:
 
 
 def _plain(term: Term) -> Term:
-    return replace(term, window=None) if term.basis == "pair" else term
+    whole = term.basis == "pair" and not isinstance(
+        term.window, Blocks
+    )  # blocks: exact pairs, of a rectangle
+    return replace(term, window=None) if whole else term
 
 
 def row(family: str) -> tuple[int, int, int, int]:
@@ -41,16 +46,13 @@ def row(family: str) -> tuple[int, int, int, int]:
     config, module = _model(family)
     by_op = counted(module, TOTAL)
     model = whole_squares(FlopsModel.from_config(config))
-    experts = sum(
-        term.forward * TOTAL
-        for layer in model.layers
-        for term in layer.terms
-        if term.name.startswith("experts_")
+    batched = sum(
+        term.forward * TOTAL for layer in model.layers for term in layer.terms if term.name in _BATCHED
     )
-    flops = model.forward_flops(SeqStats.from_lengths([TOTAL]))
-    linear = flops.linear + flops.logits - experts
+    flops = model.forward_flops(SeqStats.from_lengths([TOTAL], windows=model.windows))
+    linear = flops.linear + flops.logits - batched
     products = sum(count for name, count in by_op.items() if name not in _LINEAR)
-    return linear, by_op["mm"] + by_op["addmm"], flops.attention + experts, products
+    return linear, by_op["mm"] + by_op["addmm"], flops.attention + batched, products
 
 
 def _model(family: str) -> tuple[Any, Any]:

@@ -6,11 +6,12 @@ from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.peaks import peak_flops
 from lightning_thd.flops.rates import throughput
 from lightning_thd.flops.several import Member, join
-from lightning_thd.stats import Chunk, SeqStats
+from lightning_thd.stats import Blocks, Chunk, SeqStats
 
 from_module = FlopsModel.from_module
 
 __all__ = [
+    "Blocks",
     "Chunk",
     "FlopsBreakdown",
     "FlopsModel",

@@ -27,6 +27,8 @@ class Peak:
         fp4: 4-bit float.
         source: where the figures are printed.
         printed: whether the vendor's tensor figures are "dense", or "sparse" and halved here.
+        memory: GB that boards of this row have, where others under the same number are another chip; a name
+            that states no size, or has none here, is not asked.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Peak:
     fp4: float | None = None
     source: str
     printed: Printed = "dense"
+    memory: tuple[int, ...] = ()
 
 
 _H100 = "NVIDIA H100 Tensor Core GPU datasheet"
@@ -66,6 +69,7 @@ def _row(
     fp8: float | None = None,
     fp4: float | None = None,
     printed: Printed = "sparse",
+    memory: tuple[int, ...] = (),
 ) -> Peak:
     return Peak(
         name=name,
@@ -77,6 +81,7 @@ def _row(
         fp4=fp4,
         source=source,
         printed=printed,
+        memory=memory,
     )
 
 
@@ -87,9 +92,9 @@ PEAKS: tuple[Peak, ...] = (
     _row("b300", "NVIDIA HGX B300 datasheet / 8 GPUs", 2250, 1125, 75, 4500, 14000),
     _row("gb300", "NVIDIA GB300 NVL72 page / 72 GPUs", 2500, 1250, 80, 5000, 15000),
     # Hopper
-    _row("h100", _H100, 989.4, 494.7, 66.9, 1979),
+    _row("h100", _H100, 989.4, 494.7, 66.9, 1979, memory=(80, 96)),
     _row("h100 pcie", _H100, 756, 378, 51.2, 1513),
-    _row("h100 hbm2e", _H100 + " (PCIe board under another name)", 756, 378, 51.2, 1513),
+    _row("h100 hbm2e", _H100 + " (PCIe board under another name)", 756, 378, 51.2, 1513, memory=(80,)),
     _row("h100 nvl", _H100, 835.5, 417.5, 60, 1671),
     _row("h200", "NVIDIA H200 Tensor Core GPU datasheet", 989.4, 494.7, 66.9, 1979),
     _row("h200 nvl", "NVIDIA H200 Tensor Core GPU datasheet", 835.5, 417.5, 60, 1671),
@@ -98,7 +103,7 @@ PEAKS: tuple[Peak, ...] = (
     _row("h800 pcie", "NVIDIA H800 datasheet: H100's arithmetic, slower links", 756, 378, 51.2, 1513),
     _row("h20", "NVIDIA H20 datasheet", 148, 74, 44, 296),
     # Ampere and Ada, data centre
-    _row("a100", "NVIDIA A100 Tensor Core GPU datasheet", 312, 156, 19.5),
+    _row("a100", "NVIDIA A100 Tensor Core GPU datasheet", 312, 156, 19.5, memory=(40, 80)),
     _row("a800", "NVIDIA A800 datasheet: A100's arithmetic, slower links", 312, 156, 19.5),
     _row("a30", "NVIDIA A30 datasheet", 165, 82, 10.3),
     _row("a40", "NVIDIA A40 datasheet", 149.7, 74.8, 37.4),
@@ -131,7 +136,7 @@ PEAKS: tuple[Peak, ...] = (
     _row("rtx 4060", _ADA, 30.2, 15.1, 15.1, 60.5),
     _row("rtx 3090", _GA102, 71, 35.6, 35.6),
     _row("rtx 3090 ti", _GA102, 80, 40, 40),
-    _row("rtx 3080", _GA102, 59.5, 29.8, 29.8),
+    _row("rtx 3080", _GA102, 59.5, 29.8, 29.8, memory=(10,)),
     _row("rtx 3080 ti", _GA102, 68.2, 34.1, 34.1),
     _row("rtx 3070 ti", _GA102, 43.5, 21.7, 21.7),
     _row("rtx 3070", _GA102, 40.6, 20.3, 20.3),

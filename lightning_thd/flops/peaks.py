@@ -55,9 +55,15 @@ def find_peak(device_name: str) -> Peak | None:
 
     Returns:
         The row whose words are all in the name, while no other word of the name means another device: "RTX
-        3070 Ti", "RTX 4090 D", a laptop's or a MIG slice of a device find no sibling's row. None otherwise.
+        3070 Ti", "RTX 4090 D", a laptop's or a MIG slice of a device, and an A100 of 64 GB, which has more
+        units than others, find no sibling's row. None otherwise.
     """
     words = re.findall(r"[a-z0-9]+", device_name.lower())
     telling = {word for word in words if not _NEUTRAL.fullmatch(word)}
-    matches = [row for row in PEAKS if telling <= set(row.name.split()) <= set(words)]
+    sizes = {int(word.rstrip("gb")) for word in words if re.fullmatch(r"\d+gb?", word)}
+    matches = [
+        row
+        for row in PEAKS
+        if telling <= set(row.name.split()) <= set(words) and (not row.memory or sizes <= set(row.memory))
+    ]
     return max(matches, key=lambda row: len(row.name.split()), default=None)

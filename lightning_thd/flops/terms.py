@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from lightning_thd.stats import SeqStats, Window
+from lightning_thd.stats import Blocks, SeqStats, Window
 
 Kind: TypeAlias = Literal["linear", "attention", "logits", "vision", "embedding", "router"]
 Basis: TypeAlias = Literal[
@@ -137,7 +137,8 @@ def units(
     """The count a term multiplies, as a fraction, so that half a square stays an integer.
 
     The whole square of a causal layer is 2 x exact - tokens, for a window as for a whole sequence; "half" is
-    half of that, so that a window no sequence reaches changes nothing under any convention.
+    half of that, so that a window no sequence reaches changes nothing under any convention. Pairs with
+    compressed keys (``Blocks``) have no diagonal: "half" is exact, "full" twice that.
 
     Args:
         basis: which count.
@@ -154,7 +155,7 @@ def units(
         return (stats.real_tokens if tokens == "real" else stats.slots), 1
     if basis == "pair":
         twice = _twice_pairs(window, stats)
-        square = twice - stats.real_tokens
+        square = twice if isinstance(window, Blocks) else twice - stats.real_tokens
         return {"half": (square, 2), "exact": (twice, 2), "full": (square, 1)}[causal]
     if basis == "patch_window_pair":
         return sum(pairs for edge, pairs in stats.vision_window_pairs if edge == window), 1

@@ -34,7 +34,27 @@ class Chunk:
         whole_number(self.size, "Chunk.size", least=1, most=2**62, advice="It is the tokens of a chunk.")
 
 
-Window: TypeAlias = int | Chunk
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Attention to one compressed key for every whole block of a sequence, as in DeepSeek-V4.
+
+    A query sees the blocks that end at or before it, its own token among theirs, or ``most`` of them.
+
+    Attributes:
+        size: tokens in a block; ``Blocks(4)`` lets tokens 0 to 2 of a sequence see nothing, 3 to 6 one key.
+        most: keys a query sees at the most, None for all.
+    """
+
+    size: int
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        whole_number(self.size, "Blocks.size", least=1, most=2**62, advice="It is the tokens of a block.")
+        if self.most is not None:
+            whole_number(self.most, "Blocks.most", least=1, most=2**62, advice="None means all of them.")
+
+
+Window: TypeAlias = int | Chunk | Blocks
 
 
 def sums(lengths: IntArray) -> tuple[int, int, int, int]:
@@ -50,7 +70,7 @@ def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
 
     Args:
         lengths: real tokens of every sequence.
-        window: tokens a query sees, or ``Chunk``.
+        window: tokens a query sees, or ``Chunk``, or ``Blocks``.
         ends: where runs of sequences end, to be counted apart; ``[len(lengths)]`` for one run.
 
     Returns:
@@ -78,6 +98,11 @@ def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
 
 def pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) -> _Sum:
     """Count pairs behind a window from sums, and divide afterwards: numpy divides integers slowly."""
+    if isinstance(window, Blocks):  # block j, of those that end, is seen by all tokens from its last one on
+        seen: IntArray = lengths // window.size
+        seen = seen if window.most is None else np.minimum(seen, window.most)
+        # sum over j = 1 .. seen of (length - j x size + 1)
+        return sums(seen * (lengths + 1) - window.size * (seen * (seen + 1) // 2))
     size = (
         window.size if isinstance(window, Chunk) else whole_number(window, "A window", least=None, most=2**62)
     )
@@ -88,7 +113,7 @@ def pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) -
     if isinstance(window, Chunk):
         whole, rest = lengths // size, lengths % size
         return sums(whole) * (size * (size + 1) // 2) + (sums(rest * rest) + sums(rest)) // 2
-    seen: IntArray = np.minimum(lengths, size)
+    seen = np.minimum(lengths, size)
     within = sums(seen)
     return (sums(seen * seen) + within) // 2 + (sums(lengths) - within) * size
 

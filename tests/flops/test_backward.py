@@ -97,6 +97,23 @@ def test_frozen_weights(family: str, change: str) -> None:
     assert ours(model, family) == (torchs(model), "none")
 
 
+@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text", "gemma4_unified_text"])
+@pytest.mark.parametrize(
+    "change",
+    ["everything", *(pytest.param(change, marks=pytest.mark.slow) for change in ("one_layer", "lora"))],
+)
+def test_layers_that_share_keys_and_streams(family: str, change: str) -> None:
+    """Exact where all is trained; layers share keys with others, so what a frozen one costs is near."""
+    config = small_config(family)
+    config.sliding_window = TOTAL  # whole squares, as torch counts them
+    model = meta_model(config)
+    {**CHANGES, "lora": partial(add_lora, targets=ALL_PROJECTIONS)}[change](model)
+    flops = FlopsModel.from_config(config, causal="full", router=True).for_module(model)
+    found = flops.training_flops(SeqStats.from_lengths([TOTAL], windows=flops.windows)).hardware
+    exact = change == "everything" or family == "gemma4_unified_text"
+    assert found == pytest.approx(torchs(model), rel=0 if exact else 0.03)
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_only_the_head(family: str) -> None:
     model = meta_model(small_config(family))

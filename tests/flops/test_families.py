@@ -29,6 +29,9 @@ _OWN_ATTENTION = ("bloom", "falcon", "gptj", "codegen", "mamba", "mamba2", "falc
 _ALL_EXPERTS = "llama4_text"
 # the choice of the indexer is folded into the mask by attention functions of their own
 _SPARSE = ("glm_moe_dsa", "deepseek_v32")
+_BLOCKS = "deepseek_v4"  # its indexer does not ask for the attention function
+# products that torch counts as batched: of streams with streams, and of groups of heads
+_BATCHED = ("altup_mix", "stream_mix", "out_groups")
 
 
 # one of every kind runs always; the rest, which differ from these in sizes alone, with -m slow
@@ -37,6 +40,7 @@ _ALWAYS = (
     *("phi3", "gpt2", "gpt_neox", "falcon", "bloom", "olmo2", "granitemoeshared", "glm4_moe", "deepseek_v3"),
     *("gpt_oss", "llama4_text", "qwen3_next", "mamba", "mamba2", "bamba", "granitemoehybrid", "falcon_h1"),
     *("nemotron_h", "jamba", "zamba2", "lfm2", "ernie4_5_moe"),
+    *("gemma3n_text", "gemma4_text", "deepseek_v4"),
 )
 
 
@@ -67,7 +71,7 @@ def test_projections_and_logits_equal_torchs_counter(family: str) -> None:
     by_op = counted(meta_model(config), TOTAL)
     names = forward_by_name(FlopsModel.from_config(config), TOTAL)
     expert_flops = names.pop("experts_up", 0) + names.pop("experts_down", 0)
-    ours = sum(flops for name, flops in names.items() if name not in _SCANS)
+    ours = sum(flops for name, flops in names.items() if name not in (*_SCANS, *_BATCHED))
     assert ours == by_op["mm"] + by_op["addmm"]
     if family in ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "olmoe"):  # batched: experts are bmm
         model = FlopsModel.from_config(config, causal="full")
@@ -76,7 +80,7 @@ def test_projections_and_logits_equal_torchs_counter(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", marked(family for family in FAMILIES if family not in (*_OWN_ATTENTION, *_SPARSE))
+    "family", marked(family for family in FAMILIES if family not in (*_OWN_ATTENTION, *_SPARSE, _BLOCKS))
 )
 def test_attention_pairs_equal_the_models_own_masks(family: str) -> None:
     config = small_config(family)
@@ -112,6 +116,59 @@ def test_sparse_attention_reads_at_most_top_k_keys_and_its_indexer_all(family: s
     assert model.training_flops(stats).attention == forward.attention + 2 * main  # no gradient of a choice
 
 
+def test_compressed_attention_equals_the_models_own_masks_and_torchs_counter() -> None:
+    config = small_config(_BLOCKS)
+    model = FlopsModel.from_config(config, causal="exact")
+    lengths = [5, 40, 3]  # the last is shorter than a block
+    scored = sum((i + 1) // 4 for n in lengths for i in range(n))
+    choices = 2 * 2 * 3 * (16 + 1) * scored  # two layers choose, by 3 heads of 16 and their weighted sum
+    stats = SeqStats.from_lengths(lengths, windows=model.windows)
+    forward, training = model.forward_flops(stats), model.training_flops(stats)
+    assert forward.attention == attended_flops(config, lengths) + choices
+    assert training.attention == 3 * forward.attention - 2 * choices
+    # on one row torch counts whole rectangles: 32 keys and the blocks of 4 or 8 of them
+    by_op = counted(meta_model(config), TOTAL, backward=True)
+    terms = [term for layer in model.layers for term in layer.terms if term.basis == "token"]
+    products = (*_BATCHED, "experts_up", "experts_down")
+    batched = sum(term.training for term in terms if term.name in products) * TOTAL
+    plain = [term for term in terms if term.name not in products and term.kind not in ("embedding", "router")]
+    keys = TOTAL * (4 * TOTAL + 2 * TOTAL // 4 + TOTAL // 8)
+    squares = 3 * 2 * 6 * (24 + 24) * keys + 2 * 2 * 3 * 16 * TOTAL * TOTAL // 4
+    assert by_op["bmm"] == batched + squares
+    routers = 3 * 2 * 4 * 96 * 8 * TOTAL
+    assert by_op["mm"] + by_op["addmm"] == sum(term.training for term in plain) * TOTAL + routers
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma4_unified_text"])
+def test_global_layers_are_read_from_every_form_of_the_config(family: str) -> None:
+    config = small_config(family)
+    model = FlopsModel.from_config(config)
+    stats = SeqStats.from_lengths([40], windows=model.windows)
+    saved = config.to_dict()
+    assert FlopsModel.from_config(saved).training_flops(stats) == model.training_flops(stats)
+    by_number = {**saved, "per_layer_config": {int(k): v for k, v in saved["per_layer_config"].items()}}
+    assert FlopsModel.from_config(by_number).training_flops(stats) == model.training_flops(stats)
+    by_kind = {**saved, "per_layer_config": {"full_attention": saved["per_layer_config"]["3"]}}
+    assert FlopsModel.from_config(by_kind).training_flops(stats) == model.training_flops(stats)
+    older = {**saved, "global_head_dim": 32, "num_global_key_value_heads": 1}
+    del older["per_layer_config"]
+    assert FlopsModel.from_config(older).training_flops(stats) == model.training_flops(stats)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma3_text"])
+def test_a_decoder_that_was_made_to_see_both_ways_is_not_counted_as_causal(family: str) -> None:
+    config = small_config(family).to_dict()
+    for both_ways in (True, "all"):
+        with pytest.raises(ValueError, match="use_bidirectional_attention sees both ways, for which no FLOP"):
+            FlopsModel.from_config({**config, "use_bidirectional_attention": both_ways})
+
+
+def test_a_layer_of_blocks_without_a_size_is_refused() -> None:
+    config = {**small_config(_BLOCKS).to_dict(), "compress_rates": {"compressed_sparse_attention": 4}}
+    with pytest.raises(ValueError, match="type 'heavily_compressed_attention', for which compress_rates="):
+        FlopsModel.from_config(config)
+
+
 @pytest.mark.parametrize("family", ENCODERS)
 def test_encoders_see_both_ways(family: str) -> None:
     config, module = encoder(family)
@@ -136,6 +193,16 @@ def test_gated_delta_product_with_one_step_is_a_gated_delta_net() -> None:
     two = gated_delta_product(96, heads=4, qk_dim=10, v_dim=14, householders=2, kernel=4)
     assert two[0].forward - one[0].forward == 2 * 96 * (4 * 10 + 4 * 14 + 4)
     assert two[2].forward == 14 * 4 * 10 * 14
+
+
+def test_gated_delta_net_2_projects_three_vectors_of_gates() -> None:
+    from lightning_thd.flops.families.parts import gated_delta, gated_delta2
+
+    sizes = {"qk_heads": 2, "qk_dim": 10, "v_heads": 4, "v_dim": 14, "kernel": 4}
+    two, one = gated_delta2(96, **sizes), gated_delta(96, **sizes)
+    # q, k, decay and erase over the keys; v, output gate and write over the values
+    assert two[0].forward == 2 * 96 * (4 * 2 * 10 + 3 * 4 * 14)
+    assert [term.forward for term in two[1:]] == [term.forward for term in one[1:]]
 
 
 def test_llama4_routes_where_transformers_computes_every_expert() -> None:

@@ -61,6 +61,53 @@ NAMES = {
     "Trainium2 NeuronCore": 83.4,
 }
 
+# names that drivers give to siblings, slices and boards without a row: no peak may be theirs
+STRANGERS = """
+NVIDIA A100-SXM-64GB, NVIDIA A100X, NVIDIA A30X, NVIDIA A10M, NVIDIA A16, NVIDIA A2, NVIDIA A40-48Q, NVIDIA
+A10-24C, NVIDIA A100-SXM4-40GB MIG 3g.20gb, NVIDIA H100 80GB HBM3 MIG 1g.10gb, GRID A100D-20C, NVIDIA A800
+40GB Active, NVIDIA H100 64GB HBM2, NVIDIA H100 64GB HBM2e, NVIDIA H20Z, NVIDIA H800 NVL, NVIDIA B100,
+NVIDIA GB100, NVIDIA L2, NVIDIA L40G, NVIDIA L20Y, NVIDIA L400, NVIDIA T4G, NVIDIA CMP 170HX, NVIDIA
+PG506-230, NVIDIA Graphics Device, NVIDIA RTX PRO 6000 Blackwell DC-4-24Q, NVIDIA RTX PRO 6000 Blackwell
+Workstation Edition MIG 1g.24gb, NVIDIA RTX PRO 4500 Blackwell, NVIDIA RTX 5880 Ada Generation, NVIDIA RTX
+4000 Ada Generation, Quadro RTX 6000, NVIDIA RTX A5500, NVIDIA RTX A4000, NVIDIA RTX A5000 Laptop GPU,
+Quadro RTX 5000 with Max-Q Design, Quadro GV100, NVIDIA GeForce RTX 3080 12GB, NVIDIA GeForce RTX 3080
+Laptop GPU, NVIDIA GeForce RTX 3080 Ti Laptop GPU, NVIDIA GeForce RTX 4070 Laptop GPU, NVIDIA GeForce RTX
+5070 Ti Laptop GPU, NVIDIA GeForce RTX 4090 Mobile, NVIDIA GeForce RTX 2080 Super with Max-Q Design, NVIDIA
+GeForce RTX 5060 Ti, NVIDIA GeForce RTX 3050, NVIDIA GeForce RTX 2070, NVIDIA GeForce GTX 1080 Ti, NVIDIA
+TITAN V, Tesla V100-DGXS-32GB, Tesla V100-FHHL-16GB, Tesla V100-SXM3-32GB-H, Tesla V100-SXM2-32GB-LS, Tesla
+P100-SXM2-16GB, Tesla P40, NVIDIA Jetson AGX Orin, NVIDIA Thor, AMD Instinct MI100, AMD Instinct MI250X /
+MI250, AMD Instinct MI300X HF, AMD Radeon RX 7900 XTX, TPU v4i, GAUDI, Apple M3
+"""
+FAMILIAR = {  # the same rows under other names of theirs
+    "NVIDIA A100-PCIE-40GB": 312,
+    "A100-SXM4-40GB": 312,
+    "NVIDIA A800 80GB PCIe": 312,
+    "NVIDIA H100 80GB HBM2e": 756,
+    "NVIDIA H100 96GB HBM3": 989.4,
+    "NVIDIA H100 SXM5 96GB": 989.4,
+    "NVIDIA H800 PCIe": 756,
+    "NVIDIA GH200 120GB": 989.4,
+    "NVIDIA B300": 2250,
+    "NVIDIA L20": 119.5,
+    "NVIDIA GeForce RTX 3080": 59.5,
+    "NVIDIA GeForce RTX 3080 10GB": 59.5,
+    "NVIDIA GeForce RTX 3090 Ti": 80,
+    "NVIDIA GeForce RTX 4070 SUPER": 71,
+    "NVIDIA GeForce RTX 4070 Ti": 80.2,
+    "NVIDIA GeForce RTX 4080": 97.5,
+    "NVIDIA GeForce RTX 5070": 61.7,
+    "AMD Instinct MI210": 181,
+    "AMD Instinct MI300A": 980.6,
+}
+
+
+def test_no_stranger_gets_a_siblings_peak() -> None:
+    names = [name.strip() for name in STRANGERS.replace("\n", " ").split(",")]
+    assert len(names) >= 60
+    assert {name: row.name for name in names if (row := find_peak(name)) is not None} == {}
+    found = {name: peak_flops(name, "bf16") for name in FAMILIAR}
+    assert found == {name: pytest.approx(tflops * 1e12) for name, tflops in FAMILIAR.items()}
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_device_names_find_their_row(name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_thd.stats import Chunk, SeqStats, combine, window_pairs
+from lightning_thd.stats import Blocks, Chunk, SeqStats, combine, window_pairs
 from tests.fuzz import Entry
 
 
@@ -16,7 +16,7 @@ def _lengths(rng: random.Random) -> dict[str, Any]:
     lengths = [rng.randint(0, 9) for _ in range(rng.randint(1, 5))]
     return {
         "lengths": rng.choice([list, np.array, torch.tensor])(lengths),
-        "windows": rng.choice([(), (4,), (Chunk(4), 2)]),
+        "windows": rng.choice([(), (4,), (Chunk(4), 2), (Blocks(2, 3),)]),
         "slots": rng.choice([None, sum(lengths) + 3]),
         "loss_tokens": rng.choice([None, 0]),
         "cross_lengths": rng.choice([None, [2] * len(lengths)]),
@@ -37,7 +37,11 @@ def _offsets(rng: random.Random) -> dict[str, Any]:
 
 
 def _runs(rng: random.Random) -> dict[str, Any]:
-    return {"lengths": [5, 2, 3], "window": rng.choice([2, Chunk(2)]), "ends": rng.choice([[1, 3], [3]])}
+    return {
+        "lengths": [5, 2, 3],
+        "window": rng.choice([2, Chunk(2), Blocks(2)]),
+        "ends": rng.choice([[1, 3], [3]]),
+    }
 
 
 def _add(given: dict[str, Any], found: SeqStats) -> None:
@@ -56,4 +60,5 @@ TABLE = {
         combine, lambda rng: {"stats": [SeqStats(), SeqStats.from_lengths([rng.randint(0, 9)])]}
     ),
     "Chunk": Entry(Chunk, lambda rng: {"size": rng.randint(1, 9)}),
+    "Blocks": Entry(Blocks, lambda rng: {"size": rng.randint(1, 9), "most": rng.choice([None, 2])}),
 }

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_thd.stats import Chunk, SeqStats, Window, combine
+from lightning_thd.stats import Blocks, Chunk, SeqStats, Window, combine
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=0, max_size=12)
 
@@ -18,6 +18,10 @@ def pairs_by_mask(lengths: list[int], window: Window | None) -> int:
     """Fill the mask of every sequence and count what is allowed."""
     allowed = 0
     for length in lengths:
+        if isinstance(window, Blocks):
+            keys = [(query + 1) // window.size for query in range(length)]
+            allowed += sum(min(count, window.most or count) for count in keys)
+            continue
         for query in range(length):
             for key in range(length):
                 if isinstance(window, Chunk):
@@ -139,11 +143,9 @@ def test_offsets_and_lengths_agree(lengths: list[int]) -> None:
 # --- counting
 @given(lengths=LENGTHS, window=st.integers(1, 50))
 def test_window_pairs_equal_a_brute_force_mask(lengths: list[int], window: int) -> None:
-    stats = SeqStats.from_lengths(lengths, windows=(window, Chunk(window)))
-    assert dict(stats.window_pairs) == {
-        window: pairs_by_mask(lengths, window),
-        Chunk(window): pairs_by_mask(lengths, Chunk(window)),
-    }
+    windows = (window, Chunk(window), Blocks(window), Blocks(window, 2))
+    stats = SeqStats.from_lengths(lengths, windows=windows)
+    assert dict(stats.window_pairs) == {each: pairs_by_mask(lengths, each) for each in windows}
 
 
 @given(lengths=LENGTHS)

@@ -16,6 +16,12 @@ from torch import nn
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.(.+)$")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.(.+)$")
+# projections outside the layers that are counted on their own
+_OWN = re.compile(
+    r"(?:^|\.)(per_layer_model_projection|altup_projections|altup_unembed_projections|hc_head)\."
+)
+_TWICE = ("modality_router",)  # AltUp routes before and after a layer
+_PLAIN_MATRICES = ("fn", "hc_fn")  # of hyper-connections: parameters without a module
 _ROUTER = ("gate", "router", "shared_expert_gate")
 _OUT = (
     *("o_proj", "out_proj", "c_proj", "down_proj", "fc2", "fc_out", "dense", "dense_4h_to_h"),
@@ -95,6 +101,8 @@ def _locate(name: str) -> tuple[str, str]:
         return (f"visual.blocks.{layer.group(1)}", layer.group(2)) if layer else ("visual.merger", name)
     if layer:
         return f"layers.{layer.group(1)}", layer.group(2)
+    if own := _OWN.search(name):
+        return own.group(1), name
     head = re.search(r"(?:^|\.)(lm_head|embed_out|output)\.", name)
     return ("lm_head" if head else ""), name
 
@@ -105,16 +113,19 @@ def _macs(owner: nn.Module, leaf: str, inside: str, parameter: nn.Parameter, act
         return 0
     if parameter.dim() == 3 and "expert" in inside:
         return round(parameter.numel() * active)
+    if leaf in _PLAIN_MATRICES:
+        return parameter.numel()
     if leaf != "weight":
         return 0
     sizes = getattr(owner, "in_features", None), getattr(owner, "out_features", None)
     if isinstance(sizes[0], int) and isinstance(sizes[1], int):  # a packed 4-bit weight has fewer elements
-        return sizes[0] * sizes[1]
+        return sizes[0] * sizes[1] * (2 if inside.split(".")[-2] in _TWICE else 1)
     return parameter.numel() if parameter.dim() == 2 else 0
 
 
 def _is_router(inside: str) -> bool:
-    return len(parts := inside.split(".")) > 1 and parts[-2] in _ROUTER
+    parts = inside.split(".")[:-1]
+    return bool(parts) and (parts[-1] in _ROUTER or "router" in parts)
 
 
 def _stage(inside: str) -> float:

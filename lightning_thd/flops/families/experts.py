@@ -6,7 +6,7 @@ from lightning_thd.flops.families import parts
 from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.terms import Term
 
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -54,7 +54,7 @@ def moe(sizes: Sizes, index: int, *, gated: bool) -> list[Term]:
         hidden,
         sizes.size("moe_intermediate_size", default=sizes.inner),
         num_experts=num_experts,
-        top_k=_top_k(sizes, index),
+        top_k=active_experts(sizes, index),
         gated=gated,
         shared=shared,
         shared_gate=bool(shared) and sizes.model_type in _SHARED_GATE,
@@ -70,7 +70,8 @@ def active_share(sizes: Sizes) -> float:
     return mean / (sizes.optional(*_NUM_EXPERTS) or 1) or 1.0
 
 
-def _top_k(sizes: Sizes, index: int) -> int:
+def active_experts(sizes: Sizes, index: int) -> int:
+    """Routed experts that a token goes through in layer ``index``."""
     given = sizes.get(*_TOP_K)
     return int(given[index]) if isinstance(given, (list, tuple)) else sizes.size(*_TOP_K)
 

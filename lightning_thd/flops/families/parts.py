@@ -198,6 +198,31 @@ def gated_delta(
     ]
 
 
+def gated_delta2(
+    hidden: int, *, qk_heads: int, qk_dim: int, v_heads: int, v_dim: int, kernel: int
+) -> list[Term]:
+    """Gated delta net 2: decay and erasure a vector over the keys, writing one over the values.
+
+    All its gates are projections of full rank, as Megatron-LM's ``GatedDeltaNet2`` makes them; its scan has
+    the four products of a gated delta net. No transformers family uses it: see ``FlopsModel.register``.
+
+    Args:
+        hidden: hidden size.
+        qk_heads: query and key heads.
+        qk_dim: size of one.
+        v_heads: value heads, which have a state each.
+        v_dim: size of one.
+        kernel: taps of the short convolution.
+    """
+    qk, value = qk_heads * qk_dim, v_heads * v_dim
+    return [
+        matmul("in", hidden * (4 * qk + 3 * value)),  # q, k, decay, erase; v, output gate, write
+        recurrence("conv", 2 * kernel * (2 * qk + value)),
+        recurrence("delta", 8 * v_heads * qk_dim * v_dim),
+        matmul("out", value * hidden),
+    ]
+
+
 def kimi_delta(hidden: int, *, heads: int, head_dim: int, kernel: int) -> list[Term]:
     """Kimi delta attention: a gated delta net whose decay is a vector, from a projection of low rank.
 

@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any
 
 from lightning_thd.flops.families import parts
+from lightning_thd.flops.families.compressed import deepseek_v4
 from lightning_thd.flops.families.experts import expert_layers, moe
+from lightning_thd.flops.families.gemma import gemma3n, gemma4
 from lightning_thd.flops.families.mixers import mixer
 from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.families.vision import tower
@@ -49,6 +51,7 @@ def read_config(
             f"FlopsModel.register({sizes.model_type!r}, builder), or count with FlopsModel.from_module. "
             f"Known: {', '.join(sorted({*_FAMILIES, *_REGISTERED}))}."
         )
+    _refuse_unknown_masks(text)
     layers = read(text)
     vision, merge = tower(sizes)
     return sizes.model_type, (*vision, *layers, *_prediction(layers, text, mtp_layers)), merge
@@ -61,6 +64,15 @@ def register(model_type: str, builder: Callable[[Any], Sequence[Layer]]) -> None
             f"register({model_type!r}, {builder!r}) wants a model_type and a function from config to layers."
         )
     _REGISTERED[model_type] = builder
+
+
+def _refuse_unknown_masks(sizes: Sizes) -> None:
+    """Refuse what turns a causal family into one that sees both ways, through windows cut on both sides."""
+    if sizes.get("use_bidirectional_attention") in (True, "all"):
+        raise ValueError(
+            f"model_type={sizes.model_type!r} with use_bidirectional_attention sees both ways, for which no "
+            f"FLOP count is known. Register one: FlopsModel.register({sizes.model_type!r}, builder)."
+        )
 
 
 _REGISTERED: dict[str, Callable[[Any], Sequence[Layer]]] = {}
@@ -87,6 +99,11 @@ def _something_follows(sizes: Sizes) -> bool:
     """Whether a layer goes on after its last matmul, with what the backward needs: a norm, or dropout."""
     dropout = sizes.get("resid_pdrop", "residual_dropout", "hidden_dropout", "dropout", default=0.0)
     return sizes.model_type in _NORM_AFTER or dropout > 0
+
+
+def _own_layers(layers: Read) -> Read:
+    """A decoder whose layers are counted by ``layers``, between embedding and logits."""
+    return lambda sizes: [_embedding(sizes), *layers(sizes), _logits(sizes)]
 
 
 def _mixers_only(sizes: Sizes) -> list[Layer]:
@@ -214,6 +231,9 @@ _FAMILIES: Mapping[str, Read] = {
     **dict.fromkeys(f"{_DENSE} {_EXPERTS} {_HYBRID}".split(), _decoder),
     **dict.fromkeys(_UNGATED.split(), partial(_decoder, gated=False)),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _mixers_only),
+    "deepseek_v4": _own_layers(deepseek_v4),
+    "gemma3n_text": _own_layers(gemma3n),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _own_layers(gemma4)),
     "nemotron_h": _one_part_a_layer,
     "zamba2": _zamba2,
     "mllama_text_model": _mllama,
