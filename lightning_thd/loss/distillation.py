@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_thd.loss.checks import check_number, check_operands, check_tensors
 from lightning_thd.loss.dtensors import is_dtensor, local_hidden, plain
-from lightning_thd.loss.linear_nll import linear_nll, row_weights
+from lightning_thd.loss.linear_nll import linear_nll, row_weights, without_weightless
 from lightning_thd.loss.prepare import Call, Prepared, Settings, prepare
 from lightning_thd.loss.scalar_loss import Needs, kept_rows_head, scalar_loss
 from lightning_thd.loss.tiles.divergence import (
@@ -279,10 +279,12 @@ def linear_distillation(
     mean: bool = False,
 ) -> Tensor:
     """Compute ``fused_linear_distillation`` from checked arguments."""
+    given, call = call.targets, without_weightless(call, token_weights)
     prepared = prepare(call)
     hard: Tensor | None = None
     if alpha < 1.0:
-        untempered = replace(call, logit_map=replace(call.logit_map, temperature=1.0))
+        cold = replace(call.logit_map, temperature=1.0)
+        untempered = replace(call, targets=given, logit_map=cold)
         found = linear_nll(untempered, Penalties(), token_weights=token_weights, mean=mean)
         hard = found.loss * (1.0 - alpha)
         if alpha == 0.0:
@@ -296,7 +298,7 @@ def linear_distillation(
         settings = replace(settings, compute=torch.float32)
     weights = row_weights(token_weights, prepared) * alpha
     if mean:
-        weights = weights / (plain(call.targets) != call.ignore_index).sum().clamp_min(1)
+        weights = weights / (plain(given) != call.ignore_index).sum().clamp_min(1)
     teacher.prepare(call, prepared)
     job = _Job(teacher, divergence, settings, weights)
     soft, _ = scalar_loss(operands, prepared.targets, settings, call.chunk, job)

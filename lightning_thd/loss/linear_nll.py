@@ -7,6 +7,7 @@ loss is put together from ``linear_logprobs``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd.loss import backends
-from lightning_thd.loss.checks import check_number
+from lightning_thd.loss.checks import check_call, check_number
 from lightning_thd.loss.dtensors import plain
 from lightning_thd.loss.linear_logprobs import row_logprobs
 from lightning_thd.loss.prepare import Call, Prepared, prepare
@@ -119,11 +120,12 @@ def linear_nll(
     backend: str = "auto",
 ) -> NLL:
     """Compute ``fused_linear_cross_entropy`` from the arguments as one ``Call``."""
+    given, call = call.targets, without_weightless(call, token_weights)
     prepared = prepare(call)
     settings = prepared.settings
     weights = row_weights(token_weights, prepared)
     if mean:
-        weights = weights / (plain(call.targets) != call.ignore_index).sum().clamp_min(1)
+        weights = weights / (plain(given) != call.ignore_index).sum().clamp_min(1)
     if backend != "auto":
         alike = not isinstance(token_weights, Tensor) or token_weights.ndim == 0
         loss = backends.run(backend, prepared, weights, penalties, alike=alike)
@@ -141,6 +143,15 @@ def linear_nll(
         penalties.z_part(weights, found.lse.detach()) if penalties.z_loss else torch.zeros_like(losses.sum())
     )
     return NLL(losses.sum(), z_part.detach())
+
+
+def without_weightless(call: Call, token_weights: Tensor | float | None) -> Call:
+    """Ignore the targets whose weight is 0: what stands in their rows touches nothing (0 x NaN is NaN)."""
+    check_call(call)
+    targets = plain(call.targets)
+    if not isinstance(token_weights, Tensor) or token_weights.shape != targets.shape or not targets.ndim:
+        return call
+    return replace(call, targets=torch.where(token_weights.detach() == 0, call.ignore_index, targets))
 
 
 def row_weights(token_weights: Tensor | float | None, prepared: Prepared) -> Tensor:

@@ -9,6 +9,7 @@ tokens; the mean over microbatches and ranks is then exact whatever the packing.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -63,7 +64,7 @@ def ppo_clip_loss(
     low, high = _bounds(clip, clip_high)
     given = _given(rollouts, logp=logp, old_logp=old_logp)
     of_slot = _advantages(advantages, rollouts)
-    ratio = (given["logp"] - given["old_logp"].detach()).exp()
+    ratio = _ratio(given["logp"] - given["old_logp"].detach())
     losses = -torch.minimum(ratio * of_slot, ratio.clamp(low, high) * of_slot)
     if dual_clip is not None:
         check_number("dual_clip", dual_clip, above=1.0)
@@ -126,7 +127,7 @@ def grpo_loss(
     low, high = _bounds(clip, clip_high)
     given = _given(rollouts, logp=logp, old_logp=old_logp)
     of_slot = _advantages(advantages, rollouts)
-    ratio = (given["logp"] - given["old_logp"].detach()).exp()
+    ratio = _ratio(given["logp"] - given["old_logp"].detach())
     clipped = ratio.clamp(low, high)
     if largest_ratio is not None:
         check_number("largest_ratio", largest_ratio, above=1.0)
@@ -182,7 +183,7 @@ def gspo_loss(
     if advantages.shape != (rows,):
         raise ValueError(f"advantages is {list(advantages.shape)}, wanted one a row: [{rows}].")
     of_row = advantages.detach()
-    ratio = rollouts.means(given["logp"] - given["old_logp"].detach(), group=group).exp()
+    ratio = _ratio(rollouts.means(given["logp"] - given["old_logp"].detach(), group=group))
     losses = -torch.minimum(ratio * of_row, ratio.clamp(low, high) * of_row)
     losses = torch.where(rollouts.counts > 0, losses, 0.0)
     losses = losses + rollouts.means(_divergence(given["logp"], reference_logp, beta, rollouts), group=group)
@@ -190,7 +191,7 @@ def gspo_loss(
         check_tensors(weights=weights)
         if weights.shape != (rows,):
             raise ValueError(f"weights is {list(weights.shape)}, wanted one a row: [{rows}].")
-        losses = losses * weights.detach()
+        losses = torch.where(weights != 0, losses, 0.0) * weights.detach()
     if scale is not None:
         check_number("scale", scale)
     return losses.sum() * (1.0 / max(1, rows) if scale is None else scale)
@@ -241,6 +242,11 @@ def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
     if clip_high is not None:
         check_number("clip_high", clip_high, above=0.0)
     return 1.0 - clip, 1.0 + (clip if clip_high is None else clip_high)
+
+
+def _ratio(distance: Tensor) -> Tensor:
+    """``e^distance``, finite: where the clip binds, the gradient of an infinite ratio would be 0 x inf."""
+    return distance.clamp(max=math.log(torch.finfo(distance.dtype).max) - 1.0).exp()
 
 
 def _given(rollouts: PackedRollouts, **values: Tensor) -> dict[str, Tensor]:
@@ -296,7 +302,8 @@ def _reduced(
     group: dist.ProcessGroup | None,
 ) -> Tensor:
     if weights is not None:
-        losses = losses * _given(rollouts, weights=weights)["weights"].detach()
+        factors = _given(rollouts, weights=weights)["weights"].detach()
+        losses = torch.where(factors != 0, losses, 0.0) * factors
     rows = rollouts.means(losses, group=group) if kind == "grpo" else rollouts.sums(losses, group=group)
     if kind == "dr_grpo" and scale is None:
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:

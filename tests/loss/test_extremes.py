@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_thd.loss import fused_linear_cross_entropy, fused_linear_logprobs, static_shapes
+from lightning_thd.loss import (
+    fused_linear_cross_entropy,
+    fused_linear_distillation,
+    fused_linear_logprobs,
+    static_shapes,
+)
 from tests.loss.oracles import relative
 from tests.ranks import RankError, run_ranks
 
@@ -150,6 +156,95 @@ def test_nan_rows_without_a_target_touch_nothing(share: float, static: bool) -> 
         torch.testing.assert_close(loss, clean)
         for gradients in (ours, others):
             torch.testing.assert_close(gradients, wanted)
+
+
+@pytest.fixture
+def memory_of_nan() -> Iterator[None]:
+    """Fill memory that nobody wrote with NaN, as deterministic algorithms do."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("tokens", [0, 6])
+@pytest.mark.parametrize("vocabulary", [3, 5000])
+def test_a_pack_without_any_target_gives_zeros(
+    dtype: torch.dtype, tokens: int, vocabulary: int, memory_of_nan: None
+) -> None:
+    """No product runs: gradients must not be what stood in memory."""
+    leaves, _ = leaves_and_targets(tokens, vocabulary, dtype=dtype)
+    targets = torch.full((tokens,), -100)
+    found = fused_linear_logprobs(leaves[0], leaves[1], targets, bias=leaves[2])
+    teacher = {"teacher_hidden": leaves[0].detach(), "teacher_weight": leaves[1].detach()}
+    for total in (
+        found.logp.sum() + found.entropy.sum() + found.lse.sum(),
+        fused_linear_cross_entropy(leaves[0], leaves[1], targets, bias=leaves[2], reduction="mean"),
+        fused_linear_distillation(leaves[0], leaves[1], targets, bias=leaves[2], **teacher),
+    ):
+        assert total.item() == 0.0
+        for gradient in torch.autograd.grad(total, leaves):
+            assert not gradient.any()
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("poison", [math.nan, INF])
+def test_rows_of_weight_zero_touch_nothing(static: bool, poison: float) -> None:
+    leaves, targets = leaves_and_targets(40, 30)
+    weights = (torch.arange(40) % 3).double()
+    kept = weights > 0
+    clean = [leaves[0].detach()[kept].requires_grad_(), leaves[1]]
+    poisoned = leaves[0].detach().clone()
+    poisoned[~kept] = poison
+    poisoned.requires_grad_()
+    teacher = torch.randn(40, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    bias = torch.zeros(30, dtype=torch.float64)
+    bias[3] = -INF  # an infinite divergence where nothing counts
+
+    def losses(hidden: Tensor, rows: Tensor) -> list[Tensor]:
+        given: dict[str, Any] = {"token_weights": weights[rows]}
+        loss = fused_linear_cross_entropy(hidden, leaves[1], targets[rows], **given)
+        taught = {"teacher_hidden": teacher[rows], "teacher_weight": leaves[1].detach()}
+        jsd = fused_linear_distillation(hidden, leaves[1], targets[rows], kind="jsd", **taught, **given)
+        kl = fused_linear_distillation(
+            hidden, leaves[1], targets[rows], teacher_bias=bias, alpha=0.5, **taught, **given
+        )
+        return [loss, jsd, kl]
+
+    with static_shapes() if static else torch.enable_grad():
+        ours = losses(poisoned, torch.arange(40))
+    for a, b in zip(ours, losses(clean[0], kept.nonzero().squeeze(1)), strict=True):
+        torch.testing.assert_close(a, b)
+        found = torch.autograd.grad(a, (poisoned, leaves[1]))
+        wanted = torch.autograd.grad(b, clean)
+        torch.testing.assert_close(found[0][kept], wanted[0])
+        assert not found[0][~kept].any()
+        torch.testing.assert_close(found[1], wanted[1])
+
+
+def test_the_mean_still_divides_by_all_targets() -> None:
+    leaves, targets = leaves_and_targets(6, 9)
+    weights = torch.tensor([1.0, 0.0, 2.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    loss = fused_linear_cross_entropy(leaves[0], leaves[1], targets, token_weights=weights, reduction="mean")
+    each = F.cross_entropy(leaves[0] @ leaves[1].T, targets, reduction="none")
+    torch.testing.assert_close(loss, (each * weights).sum() / 6)
+
+
+def test_an_infinite_divergence_of_an_ignored_token_touches_nothing() -> None:
+    leaves, targets = leaves_and_targets(5, 8)
+    bias = torch.zeros(8, dtype=torch.float64)
+    bias[:2] = -INF
+    targets[:] = -100
+    with static_shapes():
+        loss = fused_linear_distillation(
+            *(leaves[0], leaves[1], targets),
+            teacher_hidden=leaves[0].detach(),
+            teacher_weight=leaves[1].detach(),
+            teacher_bias=bias,
+            kind="reverse_kl",
+        )
+    assert loss.item() == 0.0
+    assert not any(gradient.any() for gradient in torch.autograd.grad(loss, leaves[:2]))
 
 
 def test_three_hundred_thousand_columns() -> None:

@@ -260,3 +260,44 @@ def test_messages_of_the_others() -> None:
         policy.group_advantages(torch.ones(5), 2)
     with pytest.raises(ValueError, match="group of at least 2"):
         policy.group_advantages(torch.ones(2), 1)
+
+
+@pytest.mark.parametrize("kind", ["ppo", "grpo", "dr_grpo", "token_mean", "gspo"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_ratio_no_float_has_is_clipped_with_a_finite_gradient(kind: str, dtype: torch.dtype) -> None:
+    """A token that the sampler thought impossible: e^2000 where the advantage is positive, or 0."""
+    rollouts, response = make_rollouts()
+    values = [x.to(dtype) for x in padded_values(0, response)]
+    values[1][0, 4] -= 2_000.0
+    values[3][0], values[3][1] = 1.0, 0.0
+    values[1][1, 3] -= 2_000.0
+    logp = rollouts.pack(values[0]).nan_to_num(0.0).requires_grad_()
+    given: Any = (logp, rollouts.pack(values[1]).nan_to_num(0.0), values[3], rollouts)
+    if kind == "ppo":
+        loss = policy.ppo_clip_loss(*given)
+    elif kind == "gspo":
+        loss = policy.gspo_loss(*given)
+    else:
+        loss = policy.grpo_loss(*given, kind=kind, max_tokens=20)  # type: ignore[arg-type]
+    assert loss.isfinite()
+    [gradient] = torch.autograd.grad(loss, logp)
+    assert gradient.isfinite().all()
+    assert gradient.any() or kind == "gspo"  # whose clips bind every row here
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "token_mean"])
+def test_a_token_of_weight_zero_touches_nothing(kind: Any) -> None:
+    rollouts, response = make_rollouts()
+    values = padded_values(0, response)
+    logp, old = (rollouts.pack(x).nan_to_num(0.0) for x in values[:2])
+    at = int((rollouts.batch.targets != -100).nonzero()[0])
+    weights = torch.ones_like(logp)
+    weights[at] = 0.0
+    found = []
+    for poison in (logp[at].item(), math.inf):
+        leaf = logp.clone()
+        leaf[at] = poison
+        leaf.requires_grad_()
+        loss = policy.grpo_loss(leaf, old, values[3], rollouts, kind=kind, max_tokens=20, weights=weights)
+        found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
+    torch.testing.assert_close(found[0], found[1])

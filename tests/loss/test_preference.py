@@ -334,3 +334,74 @@ def test_worked_values() -> None:
     assert preference.sequence_sums(torch.tensor([1.0, 2.0, 4.0]), batch).tolist() == [1.0, 0.0]
     with pytest.raises(ValueError, match=r"values is \[2\], wanted one a slot: \[3\]"):
         preference.sequence_sums(torch.zeros(2), batch)
+
+
+LOSSES: dict[str, Any] = {
+    **{kind: (preference.dpo_loss, 4, {"kind": kind}) for kind in KINDS},
+    "orpo": (preference.orpo_loss, 2, {}),
+    "simpo": (preference.simpo_loss, 2, {"label_smoothing": 0.1}),
+    "reward": (preference.reward_pair_loss, 2, {"centre": 0.1}),
+    "kto": (preference.kto_loss, 2, {"desirable": True}),
+}
+
+
+def settings_of(name: str, count: int) -> dict[str, Any]:
+    given = dict(LOSSES[name][2])
+    if name in ("ipo", "sigmoid_norm"):
+        given |= {"chosen_tokens": torch.full((count,), 3), "rejected_tokens": torch.full((count,), 2)}
+    if name in SMOOTH:
+        given["label_smoothing"] = 0.1
+    if name == "kto":
+        given["desirable"] = torch.arange(count) % 2 == 0
+    return given
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_pair_of_weight_zero_touches_nothing(name: str, poison: float) -> None:
+    function, rows, _ = LOSSES[name]
+    leaves = [row.detach() for row in numbers(6)[:rows]]
+    weights = torch.tensor([1.0, 2.0, 0.5, 1.0, 0.0, 0.0], dtype=torch.float64)
+    clean = [row[:4].clone().requires_grad_() for row in leaves]
+    for row in leaves:
+        row[4:] = poison
+        row.requires_grad_()
+    ours = function(*leaves, weights=weights, **settings_of(name, 6))
+    wanted = function(*clean, weights=weights[:4], **settings_of(name, 4))
+    torch.testing.assert_close(ours, wanted)
+    for a, b in zip(*(torch.autograd.grad(x, y) for x, y in ((ours, leaves), (wanted, clean))), strict=True):
+        torch.testing.assert_close(a[:4], b)
+        assert not a[4:].any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("distance", [0.0, 1e3, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ties_and_huge_margins_have_finite_losses_and_gradients(
+    name: str, distance: float, dtype: torch.dtype
+) -> None:
+    """The other way round too; a difference of 1,000 nats is e^1000, which no float has."""
+    function, rows, _ = LOSSES[name]
+    ones = torch.full((2,), -1.0, dtype=dtype)
+    away = ones - torch.tensor([0.0, distance], dtype=dtype)
+    leaves = [x.clone().requires_grad_() for x in (away, away.flip(0), ones, ones)[:rows]]
+    loss = function(*leaves, **settings_of(name, 2))
+    assert loss.isfinite()
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, leaves))
+
+
+def test_a_response_of_no_probability_and_one_that_is_certain() -> None:
+    impossible = torch.tensor([-math.inf], requires_grad=True)
+    certain = torch.tensor([0.0], requires_grad=True)
+    reference = torch.tensor([-1.0])
+    for kind in ("sigmoid", "exo_pair", "apo_zero"):
+        smoothing = 1e-3 if kind == "exo_pair" else 0.0
+        loss = preference.dpo_loss(
+            *(certain, impossible, reference, reference), kind=kind, label_smoothing=smoothing
+        )
+        assert loss.isfinite(), kind
+        assert all(x.isfinite().all() for x in torch.autograd.grad(loss, (certain, impossible))), kind
+    for pair in ((certain, reference), (reference, certain)):
+        loss = preference.orpo_loss(*pair)
+        assert loss.isfinite()
+        assert torch.autograd.grad(loss, certain)[0].isfinite().all()

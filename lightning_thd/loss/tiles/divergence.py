@@ -186,6 +186,8 @@ def divergence_and_gradients(
             if not divergence.couples_columns:
                 losses[rows] += divergence.terms(s, t)[0]
             dz = divergence.gradient(s, t, inner).mul_(weights[rows, None])
+            if head.counts is not None:  # a divergence may be infinite where nothing counts
+                dz.masked_fill_(~head.counts[rows, None], 0.0)
             sums.add(_to_raw(head, dz, z), rows, columns)
         sums.close(rows)
     del stash

@@ -65,6 +65,8 @@ class GradientSums:
             first, second = (torch.zeros(part.shape, dtype=wide, device=device) for part in head.low_rank)
             self.low = (first, second)
         self._tile: Tensor | None = None
+        # Without rows, or without columns on this rank, no product fills an accumulator.
+        self._blank = torch.empty_like if rows and head.columns else torch.zeros_like
 
     def open(self, outer: slice) -> None:
         """Begin a tile of the outer loop with a wide accumulator."""
@@ -72,7 +74,7 @@ class GradientSums:
         if total is not None:
             tile = total[outer]
             narrow = tile.dtype != self.head.accumulator
-            self._tile = torch.empty_like(tile, dtype=self.head.accumulator) if narrow else tile
+            self._tile = self._blank(tile, dtype=self.head.accumulator) if narrow else tile
 
     def add(self, dx: Tensor, rows: slice, columns: slice) -> None:
         """Add the contribution of a tile, whose raw products have the gradient ``dx`` ``[c, v]``."""
