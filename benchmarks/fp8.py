@@ -4,6 +4,7 @@
 counts slots that hold no token, and packs that some kernel of the recipe would refuse. The rules were read in
 the systems' sources in November 2026: verl pads sequences to lcm(16, 2 tp cp) and totals to 128 x 2 tp cp;
 SkyRL sequences to lcm(2 tp cp, 16 cp); NeMo-RL sequences to 2 tp cp and totals to the recipe's block.
+Then it trains in emulated FP8 and in bf16 (``benchmarks.fp8_training``); ``--quick`` leaves that out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks import fp8_training
 from benchmarks.packing import draw
 from benchmarks.results import less
 from lightning_thd.alignment import Alignment, Recipe
@@ -119,9 +121,19 @@ def waste(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.parse_args(argv)
+    parser.add_argument("--quick", action="store_true", help="padding alone, seconds")
+    parser.add_argument("--training", action="store_true", help="the loss of 200 steps alone, minutes")
+    given = parser.parse_args(argv)
+    if not given.training:
+        show_padding()
+    if not given.quick:
+        fp8_training.show()
+
+
+def show_padding() -> None:
+    """Print what alignment costs under every rule."""
     for shape, how in itertools.product(("chat", "long"), PACKERS):
         lengths = draw(shape, SEQUENCES)
         print(f"\n{shape}, {how}: {SEQUENCES:,} sequences, mean {lengths.mean():.0f}, {CAPACITY:,} slots")

@@ -59,7 +59,7 @@ def host_of(trainer: L.Trainer) -> Host:
         accumulate=trainer.accumulate_grad_batches,
         is_first=trainer.is_global_zero,
         on_gpu=device is not None and device.type == "cuda",
-        alignment=alignment_of(trainer.strategy, trainer.precision_plugin),
+        alignment=alignment_of(trainer.strategy, trainer.precision_plugin, trainer.lightning_module),
         sharing=sharing,
         model=trainer.lightning_module,
         loggers=tuple(trainer.loggers),
@@ -67,16 +67,19 @@ def host_of(trainer: L.Trainer) -> Host:
     )
 
 
-def alignment_of(strategy: Any, precision: Any) -> Alignment | None:
-    """What the strategy and the precision plugin together ask lengths and totals to be multiples of.
+def alignment_of(strategy: Any, precision: Any, module: nn.Module | None = None) -> Alignment | None:
+    """What the strategy and the precision together ask lengths and totals to be multiples of.
 
     Args:
         strategy: of a Trainer; its ``alignment`` and the sizes of its parallel axes, where it has them.
         precision: the precision plugin; its ``alignment(cp, tp, sequence_parallel)``, where it has one.
+        module: that is trained: a model converted to FP8 by hand asks for what the plugin would.
     """
     asked: Alignment | None = getattr(strategy, "alignment", None)
     rule = getattr(precision, "alignment", None)
     if not callable(rule):
+        rule = getattr(_recipe(module), "alignment", None)
+    if rule is None:
         return asked
     cp = getattr(strategy, "context_parallel_size", 1)
     found: Alignment = rule(
@@ -90,11 +93,15 @@ def alignment_of(strategy: Any, precision: Any) -> Alignment | None:
 
 def model_alignment(module: nn.Module | None) -> Alignment | None:
     """What a model that was converted to FP8 asks of packs, in a loop without a precision plugin."""
+    recipe = _recipe(module)
+    return None if recipe is None else cast("Alignment", recipe.alignment())
+
+
+def _recipe(module: nn.Module | None) -> Any | None:
+    """The recipe of a model that was converted to FP8."""
     for child in module.modules() if module is not None else ():
-        recipe = child.__dict__.get("_thd_fp8")
-        if recipe is not None:
-            found: Alignment = recipe.alignment()
-            return found
+        if (recipe := child.__dict__.get("_thd_fp8")) is not None:
+            return recipe
     return None
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -141,7 +142,8 @@ class _PackedTrainerMixin:
         num_items_in_batch: Any = None,
     ) -> Tensor:
         """Return the pack's share of the step's mean loss."""
-        loss_fn = in_low_precision(self._loss, model)
+        ranks = dist.group.WORLD if self.args.world_size > 1 else None
+        loss_fn = in_low_precision(self._loss, model, group=ranks)
         return loss_fn(model, inputs["batch"].to(self.args.device))
 
     def _loss(self, model: nn.Module, batch: THDBatch) -> Tensor:

@@ -24,14 +24,14 @@ SIZES: dict[str, Any] = {
 DATA = [{"input_ids": list(f"document {i} ".encode()) * (1 + i % 7)} for i in range(80)]
 
 
-def llama(**changes: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
+def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
     config = LlamaConfig(**{**SIZES, "tie_word_embeddings": True, **changes})
     return LlamaForCausalLM._from_config(config, attn_implementation="thd").train()
 
 
-def mixtral() -> MixtralForCausalLM:
-    torch.manual_seed(0)
+def mixtral(seed: int = 0) -> MixtralForCausalLM:
+    torch.manual_seed(seed)
     config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
     return MixtralForCausalLM._from_config(config, attn_implementation="thd").train()
 

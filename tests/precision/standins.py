@@ -1,8 +1,8 @@
-"""A double of Transformer Engine that accepts what the real one accepts, and asserts what it asserts.
+"""A double of Transformer Engine that takes what a version of it takes, and asserts what it asserts.
 
-Signatures and assertions are those of versions 2.4 (``fp8_autocast``) to 2.20 (``autocast``): Linear's
-arguments, ``assert_dim_for_fp8_exec`` in the forward pass, the rows of the weight gradient by recipe, the
-feature blocks of the quantizers, and one call of a module in a region whose statistics are reduced.
+Names of arguments and classes are those of every release from 2.4 to 2.20, read in its repository; so are
+the assertions: rows and columns of an fp8 input in the forward pass, rows of the weight gradient by recipe,
+the feature blocks of the quantizers, and one call of a module in a region whose statistics are reduced.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,40 @@ BLOCKS = {
 }
 
 
+VERSIONS = tuple(f"2.{minor}" for minor in range(4, 21))
+_LINEAR = (
+    *("in_features", "out_features", "sequence_parallel", "fuse_wgrad_accumulation", "tp_group", "tp_size"),
+    *("get_rng_state_tracker", "rng_tracker_name", "init_method", "bias", "return_bias", "params_dtype"),
+    *("parallel_mode", "parameters_split", "device", "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad"),
+    *("ub_bulk_dgrad", "ub_bulk_wgrad", "ub_name", "delay_wgrad_compute", "symmetric_ar_type", "name"),
+)
+_FORWARD = ("inp", "is_first_microbatch", "fp8_output", "fp8_grad")
+_REGION = ("enabled", "calibrating", "recipe", "amax_reduction_group", "_graph")
+_OLDER_REGION = ("enabled", "calibrating", "fp8_recipe", "fp8_group", "_graph")
+# what came later than 2.4
+_SINCE = {
+    "save_original_input": 6,
+    "NVFP4BlockScaling": 8,
+    "CustomRecipe": 9,
+    "autocast": 9,
+    "ValueError": 14,
+}
+
+
+def _bound(names: tuple[str, ...], args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+    """Bind a call to the arguments of a version, as Python does."""
+    if len(args) > len(names):
+        raise TypeError(f"{len(args)} positional arguments where {len(names)} are taken")
+    found = dict(zip(names, args, strict=False))
+    for name, value in given.items():
+        if name not in names:
+            raise TypeError(f"an unexpected keyword argument {name!r}")
+        if name in found:
+            raise TypeError(f"multiple values for {name!r}")
+        found[name] = value
+    return found
+
+
 @dataclass
 class State:
     """What the double saw.
@@ -42,11 +77,15 @@ class State:
         regions: entered, each as (recipe class, group, gradients were taken).
         calls: of layers outside and inside of regions, True for inside.
         rows: of every fp8 forward product.
+        outside: for every region whether bf16 autocast was on around it.
+        names: of the functions that entered regions.
     """
 
     regions: list[tuple[str, Any, bool]] = field(default_factory=list)
     calls: list[bool] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+    outside: list[bool] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
     recipe: Any = None
     called: set[int] = field(default_factory=set)
 
@@ -68,14 +107,26 @@ class _Product(torch.autograd.Function):
         return grad @ weight, grad.reshape(rows, -1).t() @ x.reshape(rows, -1), None
 
 
-def install(monkeypatch: Any, *, new_name: bool = True) -> State:
+def install(monkeypatch: Any, *, version: str = VERSIONS[-1]) -> State:
     """Put the double where imports look.
 
     Args:
         monkeypatch: of pytest.
-        new_name: ``te.autocast`` (2.20) in place of ``te.fp8_autocast`` (2.4).
+        version: of Transformer Engine, from "2.4" to "2.20".
     """
     state = State()
+    minor = int(version.partition(".")[2])
+
+    def has(name: str) -> bool:
+        return minor >= _SINCE.get(name, 0)
+
+    linear = tuple(name for name in (*_LINEAR[:-1], "save_original_input", "name") if has(name))
+    refusal = ValueError if has("ValueError") else AssertionError
+
+    def demand(holds: bool, what: str) -> None:
+        if not holds:
+            raise refusal(what)
+
     te, common, recipes = (
         ModuleType(f"transformer_engine.{name}") for name in ("pytorch", "common", "common.recipe")
     )
@@ -85,7 +136,7 @@ def install(monkeypatch: Any, *, new_name: bool = True) -> State:
         pass
 
     recipes.Recipe = Recipe  # type: ignore[attr-defined]
-    for name in (*ROWS, "CustomRecipe"):
+    for name in filter(has, (*ROWS, "CustomRecipe")):
         cls = type(name, (Recipe,), {"__module__": recipes.__name__})
         setattr(recipes, name, cls)
 
@@ -95,37 +146,22 @@ def install(monkeypatch: Any, *, new_name: bool = True) -> State:
     class Linear(TransformerEngineBaseModule):
         __module__ = "transformer_engine.pytorch.module.linear"
 
-        def __init__(
-            self,
-            in_features: int,
-            out_features: int,
-            sequence_parallel: bool = False,
-            fuse_wgrad_accumulation: bool = False,
-            tp_group: Any = None,
-            tp_size: int = 1,
-            get_rng_state_tracker: Any = None,
-            init_method: Any = None,
-            bias: bool = True,
-            return_bias: bool = False,
-            params_dtype: torch.dtype | None = None,
-            parallel_mode: str | None = None,
-            parameters_split: Any = None,
-            device: torch.device | str = "cuda",
-            ub_overlap_ag: bool = False,
-        ) -> None:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__()
+            given = _bound(linear, args, kwargs)
+            device, dtype = given.get("device", "cuda"), given.get("params_dtype")
             assert torch.device(device).type == "meta", "memory would be taken twice"
-            assert params_dtype in (torch.bfloat16, torch.float32)
-            self.in_features, self.out_features = in_features, out_features
-            self.weight = nn.Parameter(
-                torch.empty(out_features, in_features, device=device, dtype=params_dtype)
-            )
-            if bias:
-                self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=params_dtype))
+            assert dtype in (torch.bfloat16, torch.float32)
+            self.in_features, self.out_features = given["in_features"], given["out_features"]
+            sizes = self.out_features, self.in_features
+            self.weight = nn.Parameter(torch.empty(sizes, device=device, dtype=dtype))
+            if given.get("bias", True):
+                self.bias = nn.Parameter(torch.empty(sizes[:1], device=device, dtype=dtype))
             else:
                 self.bias = torch.Tensor()  # type: ignore[assignment]
 
-        def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            inp: Tensor = _bound(_FORWARD, args, kwargs)["inp"]
             state.calls.append(state.recipe is not None)
             weight = self.weight.to(inp.dtype)
             if state.recipe is None:
@@ -134,8 +170,8 @@ def install(monkeypatch: Any, *, new_name: bool = True) -> State:
                 kind = type(state.recipe).__name__
                 for tensor in (inp, weight):
                     shape = list(tensor.shape)
-                    assert prod(shape[:-1]) % 8 == 0, f"FP8 execution: rows divisible by 8, got {shape}"
-                    assert shape[-1] % 16 == 0, f"FP8 execution: columns divisible by 16, got {shape}"
+                    demand(prod(shape[:-1]) % 8 == 0, f"FP8 execution: rows divisible by 8, got {shape}")
+                    demand(shape[-1] % 16 == 0, f"FP8 execution: columns divisible by 16, got {shape}")
                 for size in (self.in_features, self.out_features):
                     assert size % BLOCKS.get(kind, 16) == 0, f"{size} features in blocks of {BLOCKS[kind]}"
                 if kind == "DelayedScaling":
@@ -148,6 +184,7 @@ def install(monkeypatch: Any, *, new_name: bool = True) -> State:
     @contextmanager
     def region(enabled: bool, recipe: Any, group: Any) -> Iterator[None]:
         before, called = state.recipe, state.called
+        state.outside.append(torch.is_autocast_enabled("cpu"))
         state.regions.append((type(recipe).__name__, group, torch.is_grad_enabled()))
         state.recipe, state.called = (recipe if enabled else None), set()
         try:
@@ -155,30 +192,21 @@ def install(monkeypatch: Any, *, new_name: bool = True) -> State:
         finally:
             state.recipe, state.called = before, called
 
-    def autocast(
-        enabled: bool = True,
-        calibrating: bool = False,
-        recipe: Any = None,
-        amax_reduction_group: Any = None,
-        _graph: bool = False,
-    ) -> Any:
-        return region(enabled, recipe, amax_reduction_group)
+    def autocast(*args: Any, **kwargs: Any) -> Any:
+        given = _bound(_REGION, args, kwargs)
+        state.names.add("autocast")
+        return region(given.get("enabled", True), given.get("recipe"), given.get("amax_reduction_group"))
 
-    def fp8_autocast(
-        enabled: bool = True,
-        calibrating: bool = False,
-        fp8_recipe: Any = None,
-        fp8_group: Any = None,
-        _graph: bool = False,
-    ) -> Any:
-        return region(enabled, fp8_recipe, fp8_group)
+    def fp8_autocast(*args: Any, **kwargs: Any) -> Any:
+        given = _bound(_OLDER_REGION, args, kwargs)
+        state.names.add("fp8_autocast")
+        return region(given.get("enabled", True), given.get("fp8_recipe"), given.get("fp8_group"))
 
-    te.Linear = Linear  # type: ignore[attr-defined]
-    if new_name:
+    te.Linear, te.fp8_autocast = Linear, fp8_autocast  # type: ignore[attr-defined]
+    if has("autocast"):
         te.autocast = autocast  # type: ignore[attr-defined]
-    else:
-        te.fp8_autocast = fp8_autocast  # type: ignore[attr-defined]
     root.pytorch, root.common, common.recipe = te, common, recipes  # type: ignore[attr-defined]
     for module in (root, te, common, recipes):
+        module.__spec__ = ModuleSpec(module.__name__, None)  # for those who only ask whether it is there
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return state

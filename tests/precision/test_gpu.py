@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd._imports import available
+from lightning_thd._static import static_shapes
 from lightning_thd.callbacks.cuda_graph import GraphedStep, make_buckets
+from lightning_thd.cuda_graph.shapes.padding import pad_batch
 from lightning_thd.precision import FP8Precision, convert_linear, fp8_context
 from lightning_thd.precision.convert import recipe_of
+from tests.cuda_graph.support import gradients
 from tests.precision.runs import Module, fit, llama
 
 pytestmark = [
@@ -84,12 +88,22 @@ def test_the_loss_after_200_steps_is_within_one_percent_of_bf16(
     plain, low = Module(llama(**WIDE)), Module(llama(**WIDE))
     fit(tmp_path, plain, None, precision="bf16-true", **settings)
     fit(tmp_path, low, FP8Precision(recipe, engine=engine), **settings)
-    assert np.mean(low.losses[-10:]) == pytest.approx(np.mean(plain.losses[-10:]), rel=0.01)
+    assert np.mean(low.losses[-50:]) == pytest.approx(np.mean(plain.losses[-50:]), rel=0.01)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Ask for kernels whose sums have one order: two eager steps are equal to the last bit then."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(("engine", "recipe"), [("te", "current"), ("torchao", "tensorwise")])
-def test_a_captured_step_equals_an_eager_one(engine: str, recipe: str) -> None:
-    """Scales are made of the numbers at hand: a replay makes them anew, bit for bit."""
+def test_a_captured_step_equals_an_eager_one_bit_for_bit(
+    engine: str, recipe: str, deterministic: None
+) -> None:
+    """Scales are made of the numbers at hand, and a replay makes them anew."""
     model = converted(engine, recipe)
 
     def loss_of(module: Any, batch: THDBatch) -> torch.Tensor:
@@ -98,9 +112,12 @@ def test_a_captured_step_equals_an_eager_one(engine: str, recipe: str) -> None:
 
     buckets = make_buckets((12,), slots=8192, max_seqlen=1024)
     step = GraphedStep(loss_of, model, buckets=buckets, require=True)
-    batch = packs(model, 1)[0]
-    eager = loss_of(model, batch).detach()
-    replayed = step(batch)
-    torch.testing.assert_close(replayed.detach(), eager, rtol=2e-2, atol=0)  # padding regroups the amax
-    again = step(batch)
-    assert torch.equal(again.detach(), replayed.detach())
+    for batch in packs(model, 4):
+        with static_shapes():  # on the very slots of the graph, whose padding takes part in every scale
+            eager = loss_of(model, pad_batch(batch, buckets[0]))
+        wanted = gradients(model, eager)
+        replayed = step(batch)
+        found = gradients(model, replayed)
+        assert torch.equal(replayed.detach(), eager.detach())
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert step.stats.replays == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_thd.precision.recipes import Recipe, resolve
 from tests.precision import standins
 from tests.precision.runs import DATA, Module, fit, llama
 from tests.precision.standins import State
+from tests.ranks import run_ranks
 
 BY_NAME = {
     "delayed": "DelayedScaling",
@@ -31,6 +33,8 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4}
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> State:
     """The double, on a machine whose CPU passes for the device: what devices can do is tested apart."""
+    import peft  # noqa: F401  # it would take the double for the real one, and remember that
+
     monkeypatch.setattr(plugin_module, "check_device", lambda recipe, device: None)
     monkeypatch.setattr("lightning_thd.precision.convert.check_device", lambda recipe, device: None)
     return standins.install(monkeypatch)
@@ -51,17 +55,65 @@ def test_every_recipe_trains_aligned_packs(tmp_path: Path, te: State, recipe: st
     assert module.losses == sorted(module.losses, reverse=True)
 
 
-def test_the_older_name_of_the_region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", standins.VERSIONS)
+def test_every_version_takes_what_it_is_given(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Arguments of layers and regions, the recipes there are, and bf16 autocast around the region."""
     monkeypatch.setattr(plugin_module, "check_device", lambda recipe, device: None)
-    state = standins.install(monkeypatch, new_name=False)
-    fit(tmp_path, Module(llama()), FP8Precision("delayed"), steps=2)
-    assert state.regions == [("DelayedScaling", None, True)] * 2
+    monkeypatch.setattr("lightning_thd.precision.convert.check_device", lambda recipe, device: None)
+    state = standins.install(monkeypatch, version=version)
+    minor = int(version.partition(".")[2])
+    ids = torch.arange(128)[None] % 250
+    for recipe in BY_NAME:
+        if recipe == "nvfp4" and minor < 8:
+            with pytest.raises(ValueError, match="needs NVFP4BlockScaling, which the installed .* lacks"):
+                FP8Precision(recipe)
+            continue
+        plugin, model = FP8Precision(recipe), llama(**WIDE)
+        plugin._device_type = "cpu"
+        weights = {id(parameter) for parameter in model.parameters()}
+        convert_linear(model.to(torch.bfloat16), recipe=recipe)
+        assert {id(parameter) for parameter in model.parameters()} == weights
+        with plugin.forward_context():
+            model(ids, use_cache=False).logits.sum().backward()
+        with torch.no_grad(), plugin.val_step_context():
+            model(ids, use_cache=False)
+        assert state.regions[-2:] == [(BY_NAME[recipe], None, True), (BY_NAME[recipe], None, False)]
+    assert state.names == {"autocast" if minor >= 9 else "fp8_autocast"}
+    assert all(state.outside)
+    assert all(state.calls)
+
+
+def regions_of_a_rank() -> tuple[list[tuple[str, bool, bool]], list[bool]]:
+    """Fit under the double on the ranks there are; whether each region shared its statistics with all."""
+    import torch.distributed as dist
+
+    from lightning_thd import THDDataModule
+
+    with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(plugin_module, "check_device", lambda recipe, device: None)
+        state = standins.install(monkeypatch)
+        data = THDDataModule(DATA, capacity=250, val=DATA[:8])
+        settings: dict[str, Any] = {"strategy": "ddp", "devices": 2, "val_check_interval": 2}
+        module = Module(llama())
+        fit(Path(folder), module, FP8Precision("delayed"), steps=2, data=data, **settings)
+    return [(name, group is dist.group.WORLD, taken) for name, group, taken in state.regions], state.calls
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_statistics_are_shared_by_all_ranks_of_a_step_and_by_none_in_evaluation() -> None:
+    for regions, calls in run_ranks(regions_of_a_rank, 2):
+        assert [region for region in regions if region[2]] == [("DelayedScaling", True, True)] * 2
+        evaluation = [region for region in regions if not region[2]]
+        assert evaluation
+        assert set(evaluation) == {("DelayedScaling", False, False)}
+        assert all(calls)
 
 
 def test_an_odd_pack_dies_in_the_engine_but_is_refused_by_us_first(tmp_path: Path, te: State) -> None:
     model = llama()
     convert_linear(model, recipe="current")
-    with pytest.raises(AssertionError, match="rows divisible by 8"), fp8_context(model):
+    with pytest.raises(ValueError, match="FP8 execution: rows divisible by 8"), fp8_context(model):
         model(torch.arange(15)[None], use_cache=False)
     with pytest.raises(ValueError, match="break the rule"):
         FP8Precision("current").convert_input({"input_ids": torch.ones(1, 15, dtype=torch.long)})
@@ -149,6 +201,33 @@ def test_fabric_runs_a_converted_model_in_its_region(te: State) -> None:
     assert all(te.calls)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_hugging_faces_trainer_runs_a_converted_model_in_its_region(te: State, tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from lightning_thd.integrations import packed_trainer
+
+    model = llama()
+    convert_linear(model, recipe="current")
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=2,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = packed_trainer()(
+        model=model, args=arguments, train_dataset=DATA, eval_dataset=DATA[:4], capacity=250, peak=1e12
+    )
+    trainer.train()
+    assert te.regions == [("Float8CurrentScaling", None, True)] * 2
+    trainer.evaluate()
+    assert not te.regions[-1][2]
+    assert all(te.calls)
+    assert all(rows % 16 == 0 for rows in te.rows)
+
+
 def three_layers() -> nn.Module:
     return nn.ModuleDict(
         {"wide": nn.Linear(256, 128), "narrow": nn.Linear(256, 64), "odd": nn.Linear(48, 32)}
@@ -156,14 +235,8 @@ def three_layers() -> nn.Module:
 
 
 def test_layers_whose_sizes_do_not_divide_the_blocks_stay(te: State) -> None:
-    model = nn.ModuleDict(
-        {"wide": nn.Linear(256, 128), "narrow": nn.Linear(256, 64), "odd": nn.Linear(48, 32)}
-    )
-    assert convert_linear(model, recipe="current").names == ("wide", "narrow", "odd")
-    model = nn.ModuleDict(
-        {"wide": nn.Linear(256, 128), "narrow": nn.Linear(256, 64), "odd": nn.Linear(48, 32)}
-    )
-    found = convert_linear(model, recipe="blockwise")
+    assert convert_linear(three_layers(), recipe="current").names == ("wide", "narrow", "odd")
+    found = convert_linear(three_layers(), recipe="blockwise")
     assert found.names == ("wide",)
     assert found.kept["narrow"] == "has 256 inputs and 64 outputs, no multiples of 128"
     model = nn.ModuleDict({"wide": nn.Linear(256, 128), "odd": nn.Linear(48, 32)})

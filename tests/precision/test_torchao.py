@@ -175,20 +175,6 @@ def test_a_loader_of_ones_own_is_refused_at_its_first_odd_batch(tmp_path: Path) 
     assert len(module.losses) == 1
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8", "nvfp4", "tensorwise"])
-def test_ten_thousand_random_packs_satisfy_every_rule(recipe: str) -> None:
-    """Ranks and lengths at random: what ``Alignment`` pads to, its own rules accept, product by product."""
-    from lightning_thd.precision.recipes import _KNOWN
-
-    (known,) = [found for (_, name), found in _KNOWN.items() if name == recipe]
-    rng = np.random.default_rng(0)
-    for _ in range(2_000):
-        cp, tp = int(rng.choice([1, 2, 4, 8])), int(rng.choice([1, 2, 4, 8]))
-        rule = known.alignment(cp=cp, tp=tp, sequence_parallel=bool(rng.integers(2)))
-        padded = rule.padded_lengths(rng.integers(1, 4_000, rng.integers(1, 12)))
-        rule.check(rule.padded_total(int(padded.sum())), padded_lengths=padded.tolist())
-
-
 def test_the_data_module_joins_what_strategy_and_plugin_ask() -> None:
     from lightning_thd.data.trainer_link import alignment_of
 

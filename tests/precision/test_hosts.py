@@ -1,0 +1,121 @@
+"""FP8 in every host and on several ranks: the same losses, the same weights, and packs every kernel takes."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_thd import Packs, THDDataModule
+from lightning_thd.precision import FP8Precision, convert_linear
+from tests.integrations.hosts import HOSTS, Job
+from tests.precision.runs import DATA, Module, fit, llama
+from tests.ranks import run_ranks
+from tests.tiny import largest_error
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchao", "ignore::UserWarning:torchao")
+CAPACITY, STEPS = 250, 4
+
+
+def converted() -> nn.Module:
+    """A tied Llama in fp32 whose layers multiply in emulated FP8; its sums have one order on one thread."""
+    torch.set_num_threads(1)
+    model = llama()
+    convert_linear(model, recipe="tensorwise", engine="torchao", emulate=True)
+    return model
+
+
+def plain() -> nn.Module:
+    torch.set_num_threads(1)
+    return llama()
+
+
+class Watched(Job):
+    """Remembers the slots of every pack."""
+
+    def __init__(self, make: Any, **settings: Any) -> None:
+        super().__init__(make, DATA, capacity=CAPACITY, step=Packs(2), accumulate=2, steps=STEPS, **settings)
+        self.slots: list[int] = []
+
+
+def train_in(host: str) -> tuple[dict[str, Tensor], list[float], list[int]]:
+    """Train in one host, and collect what the packs held."""
+    job = Watched(lambda: watched(converted(), job.slots))
+    parameters, losses = job.run(host)
+    return parameters, losses, job.slots
+
+
+def watched(model: Any, slots: list[int]) -> Any:
+    layer = model.model.layers[0].mlp.up_proj
+    layer.register_forward_pre_hook(lambda _, args: slots.append(args[0].shape[:-1].numel()))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # the hosts' own
+def test_the_four_hosts_train_the_same_model_on_aligned_packs() -> None:
+    """Against a loop by hand over the same packs; unconverted, the model ends elsewhere."""
+    found = {host: train_in(host) for host in HOSTS}
+    wanted, losses, slots = found["lightning"]
+    assert len(losses) == STEPS
+    assert len(slots) == 2 * STEPS
+    for host in HOSTS[1:]:
+        assert found[host][2] == slots, host
+        assert largest_error(found[host][0], wanted) < 1e-6, host  # fp32; the hosts divide by two apart
+        assert found[host][1] == pytest.approx(losses, rel=1e-6), host
+    assert all(count % 16 == 0 for count in slots)
+    other, _ = Watched(plain).run("lightning")
+    assert largest_error(other, wanted) > 1e-5
+
+
+def by_ranks(kind: str) -> tuple[list[float], list[int]]:
+    """Train two packs a step on the ranks there are, and return the losses of this rank."""
+    from lightning_thd import THDModelParallelStrategy
+
+    torch.set_num_threads(1)
+    recipe: Any = "rowwise"
+    if kind == "fsdp, gathered in float8":
+        from torchao.float8 import Float8LinearConfig
+
+        recipe = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    elif kind.startswith("tensorwise"):
+        recipe = "tensorwise"
+    module = Module(llama(tie_word_embeddings=False))
+    sharded = "fsdp" in kind
+    settings: dict[str, Any] = {"strategy": THDModelParallelStrategy()} if sharded else {"strategy": "ddp"}
+    if kind == "one process":
+        settings = {"accumulate_grad_batches": 2}
+    else:
+        settings["devices"] = 2
+    data = THDDataModule(DATA, capacity=CAPACITY, global_batch=Packs(2))
+    plugin = FP8Precision(recipe, engine="torchao", emulate=True, weights_dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        steps = 4
+        fit(Path(folder), module, plugin, steps=steps, data=data, **settings)
+    return module.losses, module.slots
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_ddp_and_fsdp_equal_one_process() -> None:
+    """Scales are of the numbers a rank multiplies: two ranks of a pack are one of two microbatches."""
+    [(alone, slots)] = run_ranks(by_ranks, 1, "one process")
+    for kind in ("ddp", "fsdp"):
+        ranks = run_ranks(by_ranks, 2, kind)
+        assert [loss for pair in zip(*(losses for losses, _ in ranks), strict=True) for loss in pair] == (
+            pytest.approx(alone, rel=2e-6)
+        ), kind
+        assert sorted(count for _, counts in ranks for count in counts) == sorted(slots)
+        assert all(count % 16 == 0 for count in slots)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_weights_gathered_in_float8_change_nothing() -> None:
+    plain = run_ranks(by_ranks, 2, "tensorwise, fsdp")
+    gathered = run_ranks(by_ranks, 2, "fsdp, gathered in float8")
+    for (wanted, _), (found, _) in zip(plain, gathered, strict=True):
+        assert found == pytest.approx(wanted, rel=2e-6)
