@@ -181,6 +181,34 @@ def check_target_values(targets: Tensor, ignore_index: int, vocabulary: int) -> 
         )
 
 
+def check_top_tokens(tokens: Tensor, missing: Tensor, vocabulary: int) -> None:
+    """Check a teacher's likeliest tokens; an error on the CPU, a device assert on an accelerator.
+
+    Args:
+        tokens: int64 ``[R, k]``.
+        missing: bool ``[R, k]``, where there is none.
+        vocabulary: columns that exist, over all ranks.
+
+    Raises:
+        ValueError: for a token outside of the vocabulary, or twice in a row: its share would be lost.
+    """
+    if tokens.is_meta:
+        return
+    ordered = torch.where(missing, -1, tokens).sort(-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    outside = ((tokens < 0) | (tokens >= vocabulary)) & ~missing
+    if tokens.device.type != "cpu":
+        said = f"teacher_topk has a token outside the vocabulary of {vocabulary}, or one twice"
+        torch._assert_async(~(outside.any() | twice.any()), said)
+    elif not shapes_are_static() and bool(outside.any() | twice.any()):
+        row = int((outside.any(-1) | twice.any(-1)).nonzero()[0])
+        raise ValueError(
+            f"teacher_topk has the tokens {tokens[row].tolist()} for a token, wanted distinct ones from 0 to "
+            f"{vocabulary - 1}: the share of others would be lost. Where a teacher gives fewer, fill up with "
+            "log-probabilities of -inf."
+        )
+
+
 def check_rows(rows: Tensor, tokens: int, device: torch.device) -> Tensor:
     """Check the ``rows`` argument and return it as indices.
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd.loss.checks import check_number, check_operands, check_tensors
+from lightning_thd.loss.checks import check_number, check_operands, check_tensors, check_top_tokens
 from lightning_thd.loss.dtensors import is_dtensor, local_hidden, plain
 from lightning_thd.loss.linear_nll import linear_nll, row_weights, without_weightless
 from lightning_thd.loss.prepare import Call, Prepared, Settings, prepare
@@ -80,7 +80,8 @@ def fused_linear_distillation(
         teacher_logit_scale: factor before it.
         teacher_topk: instead of hidden states, log-probabilities ``[T, k]`` and distinct tokens int64
             ``[T, k]`` of the teacher's likeliest tokens, ``LogProbs.top`` for example; over the temperature
-            and normalised anew, they are the teacher's whole distribution. For "kl" alone.
+            and normalised anew, they are the teacher's whole distribution; a log-probability of -inf says
+            that there is none. For "kl" alone.
         kind: the divergence.
         temperature: divides the logits of both, after their caps.
         alpha: share of the divergence, 0 to 1.
@@ -237,10 +238,13 @@ class _TopK(_Teacher):
         logp, tokens = (x.detach().flatten(0, -2) for x in (self.logp, self.tokens))
         if prepared.kept is not None:
             logp, tokens = logp[prepared.kept], tokens[prepared.kept]
+        missing = logp == -torch.inf
         if prepared.counts is not None:  # what stands in rows that do not count is nobody's business
             logp = torch.where(prepared.counts[:, None], logp, 0.0)
+            missing = missing | ~prepared.counts[:, None]
+        check_top_tokens(tokens, missing, prepared.settings.vocabulary)
         tempered = logp.to(prepared.settings.accumulator) / call.logit_map.temperature
-        self.rows = tempered.log_softmax(-1), tokens.long()
+        self.rows = tempered.log_softmax(-1), torch.where(missing, -1, tokens.long())
 
     def tiles(self, head: Head) -> Teacher:
         return TopTeacher(*self.rows, head.start)

@@ -352,3 +352,32 @@ def test_vocabularies_padded_differently() -> None:
     ]
     torch.testing.assert_close(losses[0], losses[1])
     torch.testing.assert_close(losses[0], losses[2])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shown"),
+    [([3, 99], r"\[3, 99\]"), ([-1, 3], r"\[-1, 3\]"), ([4, 4], r"\[4, 4\]"), ([3, 15], r"\[3, 15\]")],
+)
+def test_top_tokens_whose_share_would_be_lost_are_refused(tokens: list[int], shown: str) -> None:
+    """Outside the vocabulary, in its padding, or twice: the other tokens would be half of a distribution."""
+    hidden, weight = torch.randn(3, 4), torch.randn(20, 4)
+    logp, given = torch.zeros(3, 2), torch.tensor([[0, 1], tokens, tokens])
+    with pytest.raises(ValueError, match=f"teacher_topk has the tokens {shown}.*distinct ones from 0 to 9"):
+        fused_linear_distillation(
+            *(hidden, weight, torch.arange(3)), teacher_topk=(logp, given), valid_vocab_size=10
+        )
+    ignored = torch.tensor([2, -100, -100])  # nobody looks at the rows of these
+    assert fused_linear_distillation(
+        *(hidden, weight, ignored), teacher_topk=(logp, given), valid_vocab_size=10
+    ).isfinite()
+
+
+def test_a_teacher_that_gives_fewer_tokens_fills_up_with_minus_infinity() -> None:
+    hidden, weight = torch.randn(3, 4), torch.randn(20, 4)
+    short = torch.tensor([[0.0, -1.0, -math.inf, -math.inf]] * 3), torch.tensor([[5, 7, 0, 5]] * 3)
+    whole = short[0][:, :2], short[1][:, :2]
+    found = [
+        fused_linear_distillation(hidden, weight, torch.arange(3), teacher_topk=teacher)
+        for teacher in (short, whole)
+    ]
+    torch.testing.assert_close(found[0], found[1])

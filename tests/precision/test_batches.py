@@ -80,7 +80,7 @@ def test_thousands_of_batches_of_a_data_module_break_no_rule(wanted: int) -> Non
             sizes.add(batch.input_ids.numel())
             found += [f"{recipe.name} {layout}: {what}" for what in violations(batch, recipe, layout)]
     assert seen >= wanted
-    assert len(sizes) > 20  # not one shape again and again
+    assert len(sizes) > 10  # not one shape again and again
     assert found == []
 
 
