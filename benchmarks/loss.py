@@ -338,7 +338,8 @@ def main(argv: list[str] | None = None) -> None:
     if "ranks" in arguments.parts:
         show_ranks()
     if "objectives" in arguments.parts:
-        loss_objectives.show(measured, 2048 if arguments.quick else TOKENS, not arguments.quick)
+        tokens = 2048 if arguments.quick else TOKENS
+        loss_objectives.show(measured, tokens, not arguments.quick, available_bytes())
     for tokens, vocabulary, dtype in sizes(arguments.quick):
         chosen = arguments.vocabulary in (None, vocabulary) and arguments.dtype in (None, str(dtype)[6:])
         if chosen and "sizes" in arguments.parts:

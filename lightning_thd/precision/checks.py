@@ -7,6 +7,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_thd._checks import whole_number
 from lightning_thd.precision.recipes import Recipe
 
 _ELSE = "Train in bf16 (Trainer(precision='bf16-true')), or try FP8 on any device with engine='torchao', "
@@ -91,6 +92,36 @@ def check_dtype(dtype: torch.dtype) -> None:
             f"weights_dtype={dtype} does not go with FP8: use torch.bfloat16, or torch.float32 for weights "
             "in full precision."
         )
+
+
+def check_selection(keep: tuple[object, ...], convert: object, min_features: object, emulate: object) -> None:
+    """Check what chooses the layers of a conversion.
+
+    Raises:
+        TypeError: for patterns that are no text, a ``convert`` that cannot be called, and other types.
+        ValueError: for a negative ``min_features``.
+    """
+    if not all(isinstance(one, str) for one in keep):
+        raise TypeError(f"keep={keep!r}; wanted names of layers, such as ('lm_head', '*router*').")
+    if convert is not None and not callable(convert):
+        raise TypeError(f"convert={convert!r}; wanted a function of name and layer, or None.")
+    whole_number(min_features, "min_features", advice="0 converts layers of any size.")
+    if not isinstance(emulate, bool):
+        raise TypeError(f"emulate={emulate!r}; wanted True or False.")
+
+
+def check_weights(module: nn.Module) -> None:
+    """Refuse a model in float16, which neither FP8's scales nor a cast to bfloat16 keep.
+
+    Raises:
+        ValueError: naming a weight.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.dtype == torch.float16:
+            raise ValueError(
+                f"{name} is torch.float16: FP8 takes weights in torch.bfloat16 or torch.float32. Load the "
+                "model in one of them: a cast from float16 would lose digits, or range."
+            )
 
 
 def is_te_layer(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_thd.flops.backward.passes import checkpointing
 from lightning_thd.precision import te, torchao
-from lightning_thd.precision.checks import check_device, check_model
+from lightning_thd.precision.checks import check_device, check_model, check_selection
 from lightning_thd.precision.recipes import Recipe, resolve
 
 KEEP = ("lm_head", "*router*", "*gate", "visual.*", "vision_tower.*", "vision_model.*", "*lora_*")
@@ -74,19 +74,32 @@ def convert_linear(
     Raises:
         MisconfigurationException: for a device that cannot run the recipe, and a model that the engine would
             run wrongly.
+        TypeError: for arguments of another type.
         ValueError: for a recipe or an engine that does not exist, and weights in float16.
         ModuleNotFoundError: when the engine is not installed.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, wanted a torch.nn.Module.")
+    keep = patterns(keep)
+    check_selection(keep, convert, min_features, emulate)
     resolved = resolve(recipe, engine, emulate=emulate)
     parameter = next(iter(model.parameters()), None)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     check_device(resolved, parameter.device if parameter is not None and parameter.is_cuda else device)
-    return replace_layers(model, resolved, keep=patterns(keep), convert=convert, min_features=min_features)
+    return replace_layers(model, resolved, keep=keep, convert=convert, min_features=min_features)
 
 
 def patterns(keep: Iterable[str]) -> tuple[str, ...]:
-    """Take one pattern or several."""
-    return (keep,) if isinstance(keep, str) else tuple(keep)
+    """Take one pattern or several.
+
+    Raises:
+        TypeError: for what is neither text nor several of it.
+    """
+    if isinstance(keep, str):
+        return (keep,)
+    if not isinstance(keep, Iterable):
+        raise TypeError(f"keep={keep!r}; wanted names of layers, such as ('lm_head', '*router*').")
+    return tuple(keep)
 
 
 def replace_layers(

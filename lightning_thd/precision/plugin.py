@@ -19,8 +19,8 @@ from lightning_thd.batch import THDStep
 from lightning_thd.flops.backward.passes import checkpointing
 from lightning_thd.parallel.shard import THDShard
 from lightning_thd.precision import te
-from lightning_thd.precision.checks import check_device, check_dtype
-from lightning_thd.precision.convert import KEEP, Converted, is_converted, patterns, replace_layers
+from lightning_thd.precision.checks import check_device, check_dtype, check_selection, check_weights
+from lightning_thd.precision.convert import KEEP, Converted, is_converted, patterns, recipe_of, replace_layers
 from lightning_thd.precision.layout import ParallelLayout, layout_of
 from lightning_thd.precision.recipes import resolve
 
@@ -59,10 +59,11 @@ class FP8Precision(Precision):
         emulate: bool = False,
     ) -> None:
         check_dtype(weights_dtype)
+        self.keep = patterns(keep)
+        check_selection(self.keep, convert, min_features, emulate)
         self.recipe = resolve(recipe, engine, emulate=emulate)
         self.precision = f"fp8-{engine}-{self.recipe.name}"  # type: ignore[assignment]  # a name of our own
         self.weights_dtype = weights_dtype
-        self.keep = patterns(keep)
         self.convert = convert
         self.min_features = min_features
         self.converted: Converted | None = None
@@ -96,6 +97,7 @@ class FP8Precision(Precision):
         self._layout = layout_of(strategy)
         device = _device(strategy, module)
         check_device(self.recipe, device)
+        check_weights(module)
         self._device_type = device.type
         module.to(dtype=self.weights_dtype)
         self.converted = replace_layers(
@@ -169,6 +171,7 @@ class FP8Precision(Precision):
     def _is_converted(self, module: nn.Module) -> bool:
         ours = self.converted is not None and any(is_converted(child) for child in module.modules())
         if not ours and self.converted is None and any(is_converted(child) for child in module.modules()):
+            self._check_same_recipe(module)
             rank_zero_info(
                 "FP8Precision: the model was converted before, by convert_linear, and stays as it is."
             )
@@ -176,6 +179,15 @@ class FP8Precision(Precision):
             self._check_converted(module)
             ours = True
         return ours
+
+    def _check_same_recipe(self, module: nn.Module) -> None:
+        found = recipe_of(module)
+        if found is not None and (found.engine, found.name) != (self.recipe.engine, self.recipe.name):
+            raise MisconfigurationException(
+                f"The model was converted to {found.engine} {found.name!r} by convert_linear, and "
+                f"FP8Precision is to train it in {self.recipe.engine} {self.recipe.name!r}: packs and MFU "
+                "would be another recipe's. Give both the same, or leave convert_linear out."
+            )
 
     def _check_converted(self, module: nn.Module) -> None:
         if not any(is_converted(child) for child in module.modules()):

@@ -32,7 +32,7 @@ def batches(recipe: Recipe, layout: tuple[int, int, bool], count: int, seed: int
     rng = np.random.default_rng(seed)
     cp, tp, sequence_parallel = layout
     alignment = recipe.alignment(cp=cp, tp=tp, sequence_parallel=sequence_parallel)
-    capacity = int(rng.integers(1, 3)) * max(LONGEST * 2, alignment.total_multiple)
+    capacity = int(rng.integers(1, 3)) * max(LONGEST * 2, alignment.total_multiple) + 7
     lengths = np.minimum(rng.lognormal(3, 1, 1_000).astype(int) + 1, LONGEST)
     ids = torch.arange(LONGEST) % 250
     samples = [{"input_ids": ids[:length]} for length in lengths]

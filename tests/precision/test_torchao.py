@@ -218,9 +218,54 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
         FP8Precision(**settings)
 
 
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"keep": 3}, TypeError, "keep=3; wanted names of layers"),
+        ({"keep": ("lm_head", 3)}, TypeError, r"keep=\('lm_head', 3\); wanted names of layers"),
+        ({"convert": 3}, TypeError, "convert=3; wanted a function of name and layer"),
+        ({"min_features": "big"}, TypeError, "min_features"),
+        ({"min_features": -1}, ValueError, "min_features"),
+        ({"emulate": "yes"}, TypeError, "emulate='yes'; wanted True or False"),
+    ],
+)
+def test_what_chooses_the_layers_is_checked_at_once(
+    settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    given = {"engine": "torchao", "recipe": "tensorwise", "emulate": True, **settings}
+    with pytest.raises(error, match=message):
+        FP8Precision(**given)
+    with pytest.raises(error, match=message):
+        convert_linear(llama(), **given)
+    with pytest.raises(TypeError, match="model is a list, wanted a torch.nn.Module"):
+        convert_linear([llama()], engine="torchao", emulate=True)  # type: ignore[arg-type]
+
+
+def test_a_plugin_of_another_recipe_than_the_models_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    convert_linear(model, recipe="tensorwise", engine="torchao", emulate=True)
+    module = Module(model)
+    with pytest.raises(Exception, match=r"converted to torchao 'tensorwise' .* torchao 'rowwise'.*the same"):
+        fit(tmp_path, module, emulated("rowwise"))
+    assert module.losses == []
+    fit(tmp_path, module, emulated("tensorwise"), steps=1)
+
+
+def test_lightning_aligns_packs_of_a_model_converted_by_hand(tmp_path: Path) -> None:
+    model = llama()
+    convert_linear(model, engine="torchao", emulate=True)
+    module = Module(model)
+    fit(tmp_path, module, None, steps=3, precision="32-true")
+    assert all(slots % 16 == 0 for slots in module.slots)
+
+
 def test_half_weights_and_no_gpu_are_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"q_proj.weight is torch.float16: FP8 takes weights in"):
         convert_linear(llama().half(), engine="torchao", emulate=True)
+    half = Module(llama().half())
+    with pytest.raises(ValueError, match=r"is torch.float16: FP8 takes weights in .* a cast from float16"):
+        fit(tmp_path, half, emulated())
+    assert half.losses == []
     with pytest.raises(Exception, match=r"needs a CUDA device of compute capability 8.9.*emulate=True"):
         convert_linear(llama(), engine="torchao")
     module = Module(llama())
