@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 _META = "meta.pt"  # Lightning's name of the file with everything else
 CURRENT = "current_model_state"  # Lightning's WeightAveraging keeps the weights in training here
+FRESH = "lightning_thd_fresh_optimizers"  # indices of those that had made no step when they were saved
 _AVERAGING = "averaging"  # our folder with them, inside the checkpoint's
 
 
@@ -91,6 +92,15 @@ def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) 
         numbered["param_groups"].append({**options, "params": list(range(count, count + len(own)))})
         count += len(own)
     return numbered
+
+
+def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a checkpoint's optimizer states, empty where the optimizer had made no step."""
+    fresh = set(checkpoint.get(FRESH, ()))
+    return [
+        {**state, "state": {}} if i in fresh else state
+        for i, state in enumerate(checkpoint["optimizer_states"])
+    ]
 
 
 def drop_unknown_options(optimizers: Iterable[Optimizer], path: str | Path) -> None:

@@ -32,12 +32,14 @@ from lightning_thd.strategies.averages import shard_copies
 from lightning_thd.strategies.background_saves import BackgroundSaves, refuse_links
 from lightning_thd.strategies.checkpoints import (
     CURRENT,
+    FRESH,
     by_index,
     drop_unknown_options,
     is_folder,
     load_averaging,
     read_folder,
     save_averaging,
+    without_fresh,
 )
 from lightning_thd.strategies.context import ContextParallelMixin
 from lightning_thd.strategies.guards import refuse_compiled_module, refuse_partial_sharding
@@ -184,8 +186,21 @@ class ShardingMixin(ContextParallelMixin):
     def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
         clip_by_value(self.precision_plugin.main_params(optimizer), float(clip_val))
 
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's state; one that has made no step yet is left without any.
+
+        torch makes the state of sharded weights by a step with zero gradients, which Adam would count.
+        """
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        fresh = not inner.state
+        state: dict[str, Any] = super().optimizer_state(optimizer)
+        if fresh:
+            inner.state.clear()
+        return state
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint as the base strategy does, or begin to; shards of averaged weights included."""
+        checkpoint[FRESH] = [i for i, optimizer in enumerate(self.optimizers) if not optimizer.state]
         if self._background is not None and storage_options is None:
             self._background.save(checkpoint, Path(self.broadcast(filepath)))
             return
@@ -241,6 +256,7 @@ class ShardingMixin(ContextParallelMixin):
                 drop_unknown_options(self.optimizers, path)
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             self._no_foreach_over_meshes()  # the options of another layout's optimizers are loaded now
+            self._leave_fresh(checkpoint)
             assert self.model is not None
             load_averaging(checkpoint, path, self.model)
             return checkpoint
@@ -248,11 +264,16 @@ class ShardingMixin(ContextParallelMixin):
             return read_folder(path, weights_only=weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
+    def _leave_fresh(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take what torch has put into optimizers that had made no step when they were saved."""
+        for i in checkpoint.get(FRESH, ()) if self.optimizers else ():
+            self.optimizers[i].state.clear()
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers, from states of sharded weights too."""
         if not cuts_weights(self) and "optimizer_states" in checkpoint:
             assert self.lightning_module is not None
-            pairs = zip(checkpoint["optimizer_states"], self.optimizers, strict=False)
+            pairs = zip(without_fresh(checkpoint), self.optimizers, strict=False)
             numbered = [by_index(state, optimizer, self.lightning_module) for state, optimizer in pairs]
             checkpoint = {**checkpoint, "optimizer_states": numbered}
         super().load_optimizer_state_dict(checkpoint)

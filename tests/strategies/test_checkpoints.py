@@ -157,6 +157,41 @@ def test_every_layout_into_every_other(tmp_path: Path) -> None:
     check_ways(WAYS, tmp_path)
 
 
+def begun(cell: tuple[str, str, str | None], folder: str) -> dict[str, Any]:
+    """Train with a checkpoint before the first step, or from such a one."""
+    warnings.filterwarnings("ignore")
+    place, kind, source = cell
+    module = Job("qwen3")
+    if source is None:
+        path = f"{folder}/{place} {kind}.ckpt"
+        module.on_train_start = lambda: module.trainer.save_checkpoint(path)  # type: ignore[method-assign]
+    trainer = make_trainer(of_kind(PLACES[place], kind), max_steps=STEPS)
+    trainer.fit(module, data(Sequences(12)), ckpt_path=None if source is None else f"{folder}/{source}.ckpt")
+    return full_parameters(module.model)
+
+
+BEGUN: list[tuple[str, str, str | None]] = [
+    ("dp2", "folder", None),
+    ("tp2", "file", None),
+    ("ddp", "file", None),
+    ("tp2", "folder", "dp2 folder"),
+    ("dp2", "folder", "tp2 file"),
+    ("dp2", "folder", "ddp file"),
+    ("ddp", "file", "dp2 folder"),
+]
+
+
+@pytest.mark.parametrize("cells", [BEGUN[:2] + BEGUN[3:4], pytest.param(BEGUN, marks=pytest.mark.slow)])
+def test_a_checkpoint_before_the_first_step_counts_no_step(
+    cells: list[tuple[str, str, str | None]], tmp_path: Path
+) -> None:
+    [wanted] = run_ranks(written, 1, ("one", "file"), str(tmp_path))
+    for cell, outcomes in zip(cells, run_row(begun, 2, cells, str(tmp_path)), strict=True):
+        for outcome in outcomes:
+            assert outcome.error is None, (cell, outcome.error)
+            assert largest_error(outcome.value, wanted) < 1e-10, cell
+
+
 def test_what_to_export_must_be_clear(tmp_path: Path) -> None:
     strategy, module = THDModelParallelStrategy(), L.LightningModule()
     module.first, module.second = family_model("qwen3"), family_model("qwen3")

@@ -265,7 +265,9 @@ class PipelineMixin(THDStrategyMixin):
             return super().load_checkpoint(checkpoint_path, weights_only)
         path = Path(self.broadcast(checkpoint_path))
         assert self.model is not None
-        return load_folder(path, self.model, self.optimizers, self._head_name, weights_only)
+        checkpoint = load_folder(path, self.model, self.optimizers, self._head_name, weights_only)
+        self._leave_fresh(checkpoint)
+        return checkpoint
 
     @property
     def _head_name(self) -> Mapping[str, str]:
