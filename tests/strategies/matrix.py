@@ -287,10 +287,11 @@ def manual(cell: Cell) -> dict[str, Tensor]:
     return full_parameters(module.model)
 
 
-def manual_by_hand(dp: int, layout: Layout) -> dict[str, Tensor]:
+def packs_by_hand(step: Packs, dp: int, layout: Layout) -> dict[str, Tensor]:
+    """Train on the sequences of every step's packs, one by one: alignment changes which these are."""
     samples = sequences(80, labels=True)
     lengths = [len(sample["input_ids"]) for sample in samples]
-    planner = PackPlanner(lengths, CAPACITY, global_batch=Packs(dp), align=layout.align)
+    planner = PackPlanner(lengths, CAPACITY, global_batch=step, align=layout.align)
     model = Job().model
     optimizer = make_optimizer(model)
     for k in range(STEPS):
@@ -304,7 +305,9 @@ def manual_by_hand(dp: int, layout: Layout) -> dict[str, Tensor]:
 
 
 def accumulate(cell: Cell) -> dict[str, Tensor]:
-    return dict(weights_after(Plain, Packs(4), accumulate_grad_batches=4 // cell.dp)(cell))
+    module = Plain()
+    cell.fit(module, Packs(4), accumulate_grad_batches=4 // cell.dp)
+    return full_parameters(module.model)
 
 
 def swa(cell: Cell) -> dict[str, Tensor]:
@@ -337,6 +340,7 @@ FEATURES: dict[str, Callable[[Cell], dict[str, Tensor]]] = {
     "manual": manual,
     "compile": weights_after(CompiledInside),
 }
+BY_HAND = ("manual", "accumulate")
 ROWS = [
     *[("thd", "one"), ("own_one_device", "one")],
     *[(name, layout) for name in ("thd_ddp", "own_ddp") for layout in ("dp2", "cp2", "dp2cp2")],
@@ -364,13 +368,19 @@ def one_process(features: list[str]) -> dict[str, dict[str, Tensor]]:
     found: dict[str, dict[str, Tensor]] = {}
     for feature in features:
         with tempfile.TemporaryDirectory() as folder:
-            if feature != "manual":
+            if feature not in BY_HAND:
                 found[feature] = FEATURES[feature](Cell(strategy="thd", layout="one", folder=folder))
                 continue
-            for dp in (1, 2):
-                for cp in (1, 2):  # alignment changes which sequences make a pack
-                    found[f"manual {dp} {cp}"] = manual_by_hand(dp, Layout(dp=dp, cp=cp))
+            for dp, cp in ((1, 1), (1, 2), (2, 1), (2, 2)):
+                step = Packs(dp if feature == "manual" else 4)
+                found[f"{feature} {dp} {cp}"] = packs_by_hand(step, dp, Layout(dp=dp, cp=cp))
     return found
+
+
+def oracle_of(feature: str, layout: str) -> str:
+    """Name what ``one_process`` has found for a cell."""
+    place = layout_of(layout)
+    return f"{feature} {place.dp} {place.cp}" if feature in BY_HAND else feature
 
 
 def error_of(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, float]:

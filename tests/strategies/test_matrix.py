@@ -9,7 +9,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.rows import run_row
-from tests.strategies.matrix import FEATURES, ROWS, error_of, layout_of, one_process, run_cell
+from tests.strategies.matrix import FEATURES, ROWS, error_of, layout_of, one_process, oracle_of, run_cell
 
 # Strategies that hold weights whole have no axis for parts of them, and one device has no axis at all.
 REFUSED = {
@@ -29,12 +29,11 @@ def check(strategy: str, layout: str, features: list[str], folder: Path) -> None
     [wanted] = run_ranks(one_process, 1, features, timeout_s=600)
     row = run_row(run_cell, place.world, features, strategy, layout, str(folder))
     for feature, outcomes in zip(features, row, strict=True):
-        key = feature if feature != "manual" else f"manual {place.dp} {place.cp}"
         for outcome in outcomes:
             assert outcome.error is None, f"{strategy} {layout} {feature}: {outcome.error}"
             if feature == "lr_find" and place.dp > 1:
                 continue  # Lightning's finder looks at the first rank's own part of a loss
-            weights, logs = error_of(outcome.value, wanted[key])
+            weights, logs = error_of(outcome.value, wanted[oracle_of(feature, layout)])
             assert weights < 1e-10, feature
             assert logs < 1e-6, feature  # Lightning keeps logs in fp32
 
