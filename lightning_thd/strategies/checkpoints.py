@@ -103,6 +103,23 @@ def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ]
 
 
+def options_of_fresh(path: Path, *, weights_only: bool | None = None) -> list[list[dict[str, Any]]]:
+    """Return the options of a file's optimizers where none had made a step, a list of groups each.
+
+    torch cannot load such a state into sharded weights.
+
+    Args:
+        path: of a file of whole weights; its tensors are mapped, not read.
+        weights_only: as of ``torch.load``.
+
+    Returns:
+        Nothing where an optimizer has a state, or where there is none.
+    """
+    found = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+    states = found.get("optimizer_states", ())
+    return [] if any(state["state"] for state in states) else [state["param_groups"] for state in states]
+
+
 def drop_unknown_options(optimizers: Iterable[Optimizer], path: str | Path) -> None:
     """Drop options of optimizers that a folder does not hold, which torch would miss there.
 

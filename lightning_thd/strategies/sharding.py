@@ -37,6 +37,7 @@ from lightning_thd.strategies.checkpoints import (
     drop_unknown_options,
     is_folder,
     load_averaging,
+    options_of_fresh,
     read_folder,
     save_averaging,
     without_fresh,
@@ -254,7 +255,7 @@ class ShardingMixin(ContextParallelMixin):
         if cuts_weights(self):
             if is_folder(path):
                 drop_unknown_options(self.optimizers, path)
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            checkpoint = self._load_sharded(path, weights_only)
             self._no_foreach_over_meshes()  # the options of another layout's optimizers are loaded now
             self._leave_fresh(checkpoint)
             assert self.model is not None
@@ -263,6 +264,20 @@ class ShardingMixin(ContextParallelMixin):
         if is_folder(path) and not isinstance(self, FSDPStrategy):
             return read_folder(path, weights_only=weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        optimizers = self.optimizers
+        fresh = path.is_file() and optimizers and options_of_fresh(path, weights_only=weights_only)
+        if not fresh:
+            loaded: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
+            return loaded
+        self.optimizers = []
+        loaded = super().load_checkpoint(path, weights_only=weights_only)
+        self.optimizers = optimizers
+        for optimizer, groups in zip(optimizers, fresh, strict=False):
+            for group, saved in zip(optimizer.param_groups, groups, strict=False):
+                group.update({name: value for name, value in saved.items() if name != "params"})
+        return loaded
 
     def _leave_fresh(self, checkpoint: Mapping[str, Any]) -> None:
         """Take what torch has put into optimizers that had made no step when they were saved."""
