@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -99,8 +99,10 @@ def train(kind: str, packed: bool, out: str, options: dict[str, Any]) -> dict[st
 
         torch.manual_seed(1)
         others["peft_config"] = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    folder = f"{out}/model{os.environ['RANK']}"  # DPO and GRPO build their reference model from it
-    model_of("moe" if experts else kind, tokenizer, "sdpa").save_pretrained(folder)
+    folder = f"{out}/model"  # DPO and GRPO build their reference model from it
+    if dist.get_rank() == 0:
+        model_of("moe" if experts else kind, tokenizer, "sdpa").save_pretrained(folder)
+    dist.barrier()
     auto = AutoModelForSequenceClassification if kind == "reward" else AutoModelForCausalLM
     chosen = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
     model = auto.from_pretrained(folder, dtype=torch.float64, **chosen)
@@ -134,7 +136,10 @@ def check(kinds: list[str], folder: Path, world: int = 1, **options: Any) -> Non
         assert len(found["logs"]) >= STEPS
         for own, theirs in zip(found["logs"], wanted["logs"], strict=True):
             assert own.pop("grad_norm", 0.0) == pytest.approx(theirs.pop("grad_norm", 0.0), rel=GRADIENTS)
-            assert own == pytest.approx(theirs, rel=TOLERANCE, abs=TOLERANCE)
+            losses = [name for name in own if name.endswith("loss")]
+            for name in losses:
+                assert own.pop(name) == pytest.approx(theirs.pop(name), rel=TOLERANCE, abs=TOLERANCE)
+            assert own == pytest.approx(theirs, rel=GRADIENTS, abs=GRADIENTS)  # differences of large sums
         assert largest_error(found["params"], wanted["params"]) < GRADIENTS
 
 
