@@ -87,7 +87,7 @@ class THDStrategyMixin(ShardingMixin):
             self._losses.append(loss.detach())
             with self._synchronised(last=last):
                 result = super().backward(loss / len(step), optimizer, *args, **kwargs)
-        self._logs.finish()
+        self._logs.finish(len(step))
         return result
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:

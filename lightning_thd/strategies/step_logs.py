@@ -52,8 +52,15 @@ class StepLogs:
             if metric._forward_cache is not None:
                 self._logged.setdefault(key, []).append(metric._forward_cache)
 
-    def finish(self) -> None:
-        """Write the reduced values where Lightning reads the values of the step."""
+    def finish(self, microbatches: int) -> None:
+        """Write the reduced values where Lightning reads the values of the step.
+
+        What other hooks log from now on, ``on_train_batch_end`` say, weighs as much as the step: its loss
+        tokens on this rank.
+
+        Args:
+            microbatches: of the step.
+        """
         for key, metric in self._metrics().items():
             values = self._logged.get(key)
             if values:
@@ -61,6 +68,8 @@ class StepLogs:
                 if not metric.meta.on_epoch:
                     metric.value = metric._forward_cache
         self._logged.clear()
+        if self._results is not None and self._results.batch_size is not None:
+            self._results.batch_size *= microbatches
 
     @property
     def _results(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -147,21 +148,21 @@ def fit_twice(cell: Cell) -> Found:
     """Fit, go on with the same Trainer, and again with another, in between an evaluation."""
     module = Plain()
     trainer = cell.trainer(max_steps=2)
-    trainer.fit(module, given())
+    trainer.fit(module, given(multiple=cell.multiple))
     trainer.fit_loop.epoch_loop.max_steps = 3
-    trainer.fit(module, given())
-    cell.trainer().validate(module, given(), verbose=False)
-    cell.trainer().predict(module, given())
-    cell.trainer(max_steps=2).fit(module, given())
+    trainer.fit(module, given(multiple=cell.multiple))
+    cell.trainer().validate(module, given(multiple=cell.multiple), verbose=False)
+    cell.trainer().predict(module, given(multiple=cell.multiple))
+    cell.trainer(max_steps=2).fit(module, given(multiple=cell.multiple))
     return full_parameters(module.model)
 
 
 def validate_first(cell: Cell) -> Found:
     module = Plain()
     trainer = cell.trainer()
-    (before,) = trainer.validate(module, given(), verbose=False)
-    trainer.fit(module, given())
-    (after,) = trainer.test(module, given(), verbose=False)
+    (before,) = trainer.validate(module, given(multiple=cell.multiple), verbose=False)
+    trainer.fit(module, given(multiple=cell.multiple))
+    (after,) = trainer.test(module, given(multiple=cell.multiple), verbose=False)
     numbers = {**{f"logged before {k}": v for k, v in before.items()}, "logged after": after["test/loss"]}
     return full_parameters(module.model) | {k: torch.tensor(v).double() for k, v in numbers.items()}
 
@@ -171,10 +172,10 @@ def rates(cell: Cell) -> Found:
     module = Scheduled()
     cell.fit(module, callbacks=[LearningRateMonitor("step"), ModelSummary()], logger=logger)
     logger.save()
-    [rate] = [key for key in logger.experiment.metrics[-1] if key.startswith("lr-")] or ["lr-AdamW"]
-    found = [float(row[rate]) for row in logger.experiment.metrics if rate in row]
     if dist.is_initialized() and dist.get_rank() != 0:
         return full_parameters(module.model)
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        found = [float(row["lr-AdamW"]) for row in csv.DictReader(file) if row["lr-AdamW"]]
     return full_parameters(module.model) | {"logged rates": torch.tensor(found, dtype=torch.float64)}
 
 
@@ -188,8 +189,8 @@ def diverged(cell: Cell) -> Found:
 def predictions(cell: Cell) -> Found:
     """Predict without and with what comes back."""
     trainer = cell.trainer()
-    assert trainer.predict(Plain(), given(), return_predictions=False) is None
-    rows = {i: row for batch in trainer.predict(Plain(), given()) or () for i, row in batch}
+    assert trainer.predict(Plain(), given(multiple=cell.multiple), return_predictions=False) is None
+    rows = [row for batch in trainer.predict(Plain(), given()) or () for row in batch]
     return {"rows": torch.tensor(float(len(rows) > 0))}
 
 
@@ -208,13 +209,12 @@ def named(cell: Cell) -> Found:
         num_sanity_val_steps=0,
         **options,
     )
-    trainer.fit(module, given())
+    trainer.fit(module, given(multiple=cell.multiple))
     return full_parameters(module.model)
 
 
 ATTACKS: dict[str, Callable[[Cell], Found]] = {
     "logs": trained(LogsEverywhere, val_check_interval=2, max_steps=4),
-    "logs of packs": lambda cell: trained(LogsEverywhere, packs_of(cell), val_check_interval=2)(cell),
     "sums": trained(Sums, val_check_interval=2, max_steps=4),
     "by step": trained(Scheduled),
     "by epoch": trained(ScheduledByEpoch, **epochs(limit_train_batches=2)),
@@ -224,7 +224,7 @@ ATTACKS: dict[str, Callable[[Cell], Found]] = {
     "val fraction": trained(Plain, **epochs(val_check_interval=0.5, max_epochs=1)),
     "val batches": trained(Plain, limit_val_batches=1, val_check_interval=1),
     "overfit": trained(Plain, overfit_batches=1),
-    "overfit fraction": trained(Plain, overfit_batches=0.3),
+    "overfit fraction": trained(Plain, overfit_batches=0.5),
     "fast": trained(Plain, fast_dev_run=2),
     "sanity": trained(Plain, num_sanity_val_steps=-1),
     "barebones": trained(
@@ -252,4 +252,4 @@ def attack(name: str, strategy: str, layout: str, folder: str) -> Found:
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     place = Path(folder) / strategy / layout / name.replace(" ", "_")
     place.mkdir(parents=True, exist_ok=True)
-    return ATTACKS[name](Cell(strategy=strategy, layout=layout, folder=str(place)))
+    return ATTACKS[name](Cell(strategy=strategy, layout=layout, folder=str(place), multiple=4))

@@ -7,11 +7,12 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
@@ -176,7 +177,7 @@ class Cell:
     strategy: str
     layout: str
     folder: str
-    options: dict[str, Any] = field(default_factory=dict)
+    multiple: int = 1
 
     @property
     def dp(self) -> int:
@@ -200,19 +201,17 @@ class Cell:
     def fit(self, module: Job, step: Packs | Sequences = STEP, **options: Any) -> L.Trainer:
         path = options.pop("ckpt_path", None)
         trainer = self.trainer(**options)
-        trainer.fit(module, given(step), ckpt_path=path)
+        trainer.fit(module, given(step, multiple=self.multiple), ckpt_path=path)
         return trainer
 
 
-def given(step: Packs | Sequences = STEP) -> THDDataModule:
-    return THDDataModule(
-        sequences(80, labels=True),
-        capacity=CAPACITY,
-        global_batch=step,
-        val=sequences(8, seed=7),
-        test=SAMPLES,
-        predict=SAMPLES,
-    )
+def given(step: Packs | Sequences = STEP, *, multiple: int = 1) -> THDDataModule:
+    """Make the data of a run; with lengths of a ``multiple`` no layout pads, and all have the same packs."""
+    train, val = sequences(80, labels=True), sequences(8, seed=7)
+    for sample in [*train, *val] if multiple > 1 else ():
+        length = -(-len(sample["input_ids"]) // multiple) * multiple
+        sample.update({name: np.resize(values, length) for name, values in sample.items()})
+    return THDDataModule(train, capacity=CAPACITY, global_batch=step, val=val, test=SAMPLES, predict=SAMPLES)
 
 
 def weights_after(module_type: type[Job], step: Packs | Sequences = STEP, **options: Any) -> Any:

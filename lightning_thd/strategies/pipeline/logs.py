@@ -95,7 +95,7 @@ class RecordedLogs:
             for name, value in values.items():
                 module.log(name, torch.tensor(value, dtype=torch.float64), **self._options(m, name))
             logs.end(before)
-        logs.finish()
+        logs.finish(len(logged))
 
     def _options(self, microbatch: int, name: str) -> dict[str, Any]:
         for (m, _), calls in self._calls.items():
