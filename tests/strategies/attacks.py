@@ -197,8 +197,9 @@ def predictions(cell: Cell) -> Found:
 def named(cell: Cell) -> Found:
     """Fit under a strategy's name."""
     module = Plain()
-    options = {"strategy": cell.strategy, "devices": "auto" if cell.dp == 1 else cell.dp}
     trainer = L.Trainer(
+        strategy=cell.strategy,
+        devices="auto" if cell.dp == 1 else cell.dp,
         accelerator="cpu",
         max_steps=3,
         logger=False,
@@ -207,7 +208,6 @@ def named(cell: Cell) -> Found:
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        **options,
     )
     trainer.fit(module, given(multiple=cell.multiple))
     return full_parameters(module.model)
@@ -243,6 +243,7 @@ ATTACKS: dict[str, Callable[[Cell], Found]] = {
     "rates": rates,
     "diverged": diverged,
     "predictions": predictions,
+    "named": named,
 }
 
 
