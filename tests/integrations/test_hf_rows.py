@@ -160,7 +160,7 @@ def test_losses_metrics_and_weights_are_those_of_padded_rows(kinds: list[str], t
         {"precompute_ref_log_probs": True},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"lora": True},
-        {"experts": True, "router_aux_loss_coef": 0.1},
+        {"experts": True, "router_aux_loss_coef": 0.1, "learning_rate": 1e-3},
         {"world": 2},
     ],
     ids=lambda options: "-".join(options),
