@@ -107,7 +107,7 @@ def test_parameters_and_losses_equal_the_hand_loop(tmp_path: Path, world: int, a
     assert ranks[0]["flos"] > 0
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_steps_of_n_sequences_equal_the_hand_loop(tmp_path: Path, world: int) -> None:
     ranks = run_ranks(train, world, str(tmp_path), 1, None, Sequences(10))
     wanted, losses = by_hand(Sequences(10), world)
@@ -120,6 +120,7 @@ def test_steps_of_n_sequences_equal_the_hand_loop(tmp_path: Path, world: int) ->
     assert runtime["train_samples_per_second"] == pytest.approx(60 / runtime["train_runtime"], rel=0.01)
 
 
+@pytest.mark.slow
 def test_steps_of_n_sequences_resume(tmp_path: Path) -> None:
     [whole] = run_ranks(train, 1, str(tmp_path), 1, None, Sequences(10))
     path = str(tmp_path / "checkpoint-4")

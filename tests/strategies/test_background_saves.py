@@ -69,7 +69,7 @@ def resumed(layout: Layout, path: str, ema: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["slow", *[pytest.param(kind, marks=pytest.mark.slow) for kind in ("plugin", "ema")]]
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in ("slow", "plugin", "ema")]
 )
 def test_a_checkpoint_holds_what_it_was_begun_with(kind: str, tmp_path: Path) -> None:
     layout = BEHIND if kind != "plugin" else Layout(dp=2)
@@ -93,6 +93,7 @@ def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path: Path) -> No
         assert largest_error(found, wanted["params"]) < 1e-10
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_ends_the_job(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"no space left on device"):
         run_ranks(train, 2, BEHIND, str(tmp_path), "fail", 1)

@@ -42,7 +42,7 @@ def check(strategy: str, layout: str, features: list[str], folder: Path) -> None
     ("strategy", "layout", "features"),
     [
         ("own_model_parallel", "cp2tp2", ["fit", "clip value", "predict"]),
-        ("thd_model_parallel", "dp2", ["frozen", "lora", "early stopping", "resume"]),
+        pytest.param("thd_model_parallel", "dp2", ["lora", "lr_find", "resume"], marks=pytest.mark.slow),
     ],
     ids=["cp2tp2", "dp2"],
 )
