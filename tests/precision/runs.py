@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +72,3 @@ def fit(tmp_path: Path, module: Module, plugin: Any, *, steps: int = 4, **settin
     trainer = L.Trainer(plugins=plugin, **{**defaults, **settings})
     trainer.fit(module, data)
     return trainer
-
-
-Make = Callable[[], nn.Module]

@@ -16,7 +16,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.precision import FP8Precision, convert_linear, fp8_report
 from lightning_thd.precision.convert import is_converted
-from tests.precision.runs import DATA, Make, Module, fit, llama, mixtral
+from tests.precision.runs import DATA, Module, fit, llama, mixtral
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torchao", "ignore::UserWarning:torchao")
@@ -43,15 +43,18 @@ def test_a_packed_fit_follows_bf16_and_every_batch_is_aligned(tmp_path: Path, re
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [llama, mixtral])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_loss_after_200_steps_is_within_two_percent_of_bf16(
-    tmp_path: Path, make: Make, recipe: str
-) -> None:
-    plain, low = Module(make()), Module(make())
-    fit(tmp_path, plain, None, steps=200, precision="bf16-true", given={"pad_to": 256})
-    fit(tmp_path, low, emulated(recipe), steps=200, given={"pad_to": 256})
-    last, expected = np.mean(low.losses[-50:]), np.mean(plain.losses[-50:])  # one step alone is noise
-    assert plain.losses[0] > 1.5 * expected
-    assert last == pytest.approx(expected, rel=0.02)
+def test_the_loss_after_200_steps_is_within_two_percent_of_bf16(make: Any, recipe: str) -> None:
+    """Of three starts together: what is learned by heart ends 1 to 2 % elsewhere in bf16 itself."""
+    from benchmarks.fp8_training import LAST, STARTS, train
+
+    ends: list[tuple[float, float]] = []
+    for start in range(STARTS):
+        plain, low = train(make(start), None), train(make(start), recipe)
+        assert low.packs == plain.packs
+        ends.append((float(np.mean(low.losses[-LAST:])), float(np.mean(plain.losses[-LAST:]))))
+        assert plain.losses[0] > 1.5 * ends[-1][1]
+    ours, expected = np.mean(ends, axis=0)
+    assert ours == pytest.approx(expected, rel=0.02)
 
 
 def test_a_mixture_of_experts_keeps_its_router_and_says_what_stays(tmp_path: Path) -> None:

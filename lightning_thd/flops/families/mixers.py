@@ -142,5 +142,5 @@ _LINEAR = {
     "kimi_linear": _kimi_delta,
     **dict.fromkeys(("bamba", "granitemoehybrid", "nemotron_h", "mamba2"), _mamba2),
     **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), _mamba1),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _gated_delta),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), _gated_delta),
 }

@@ -212,7 +212,8 @@ _DENSE = (
     "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi3 phi4_multimodal "
     "olmo olmo2 olmo3 granite stablelm cohere cohere2 smollm3 glm glm4 ernie4_5 seed_oss hunyuan_v1_dense "
     "exaone4 helium qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_5_text lfm2 cwm bitnet "
-    "granite_swa vaultgemma hyperclovax internlm3 iquestcoder"
+    "granite_swa vaultgemma hyperclovax internlm3 iquestcoder minicpm3 "
+    "olmo_hybrid"
 )
 _EXPERTS = (
     "mixtral phimoe qwen2_moe qwen3_moe olmoe granitemoe granitemoeshared glm4_moe deepseek_v2 "
