@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_thd.attention import varlen_attention
 from lightning_thd.parallel import exchange
+from lightning_thd.parallel.context import layout as layouts
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardLayout, layout_of
 from lightning_thd.parallel.context.needs import need_counts
@@ -258,3 +259,35 @@ def test_needed_exchange_receives_what_the_formula_says(layout: str) -> None:
         assert forward * 4 == wanted * 3
         assert said == 2 * wanted
     assert sum(row[0] for row in found) == sum(row[1] for row in found)
+
+
+def breaks(offsets: Tensor) -> int:
+    """Count the graph breaks of attention that is compiled anew."""
+    q, k, v, _ = tensors(4, 2, 8)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(
+        lambda q, k, v: varlen_attention(q, k, v, offsets, offsets, 40, 40), backend="eager"
+    )
+    compiled(q, k, v)
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def compile_around_a_shard() -> tuple[list[int], list[bool]]:
+    offsets, in_use = cu_seqlens_from_lengths(LENGTHS), []
+    found = [breaks(offsets)]
+    at = ShardLayout([8, 8], cp=2, rank=0)
+    in_use.append(layouts.in_use)
+    found.append(breaks(offsets))
+    other = ShardLayout([8, 8], cp=2, rank=1)
+    del at
+    in_use.append(layouts.in_use)
+    del other
+    in_use.append(layouts.in_use)
+    return [*found, breaks(offsets)], in_use
+
+
+def test_attention_compiles_as_before_once_no_shard_is_left() -> None:
+    ((before, beside, after), in_use) = run_ranks(compile_around_a_shard, 1)[0]
+    assert in_use == [True, True, False]
+    assert after == before < beside

@@ -40,6 +40,7 @@ class Slow(Job):
 def main() -> None:
     out, (dp, cp, *more) = Path(sys.argv[1]), map(int, sys.argv[2:])
     pp = more[0] if more else 1
+    largest = int(os.environ.get("MOST_RANKS", "0"))  # of a sequence, under dynamic degrees
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     module = Slow(FAMILY if pp > 1 else "qwen3")
@@ -47,7 +48,8 @@ def main() -> None:
     module.ledger = out / f"ledger-{rank}.txt"
     trainer = L.Trainer(
         strategy=THDModelParallelStrategy(
-            context_parallel_size=cp,
+            context_parallel_size="dynamic" if largest else cp,
+            max_context_parallel_size=largest or None,
             pipeline_parallel_size=pp,
             timeout=timedelta(seconds=120 if "KILL_AT" in os.environ else 20),
             asynchronous_checkpoints="KILL_AT" in os.environ,

@@ -59,6 +59,19 @@ def test_one_rank_dies_and_the_job_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_job_of_dynamic_degrees_dies_and_goes_on_with_other_ranks_and_degrees(tmp_path: Path) -> None:
+    job = start(tmp_path, 4, 1, MOST_RANKS="4")
+    os.kill(wait_for_step(tmp_path / "ledger-1.txt", 5, job), signal.SIGKILL)
+    assert job.wait(120) != 0
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+    resumed = start(tmp_path, 2, 1, MOST_RANKS="2")
+    assert resumed.wait(240) == 0, (tmp_path / "log.txt").read_text()[-4000:]
+    # Every sequence of the plan once along the surviving line, or the parameters would differ.
+    found = torch.load(tmp_path / "final.pt")
+    assert largest_error(found, run_ranks(alone, 1, Layout())[0]) < 1e-10
+
+
+@pytest.mark.slow
 def test_torchrun_starts_a_job_again_and_it_goes_on_with_the_same_sequences(tmp_path: Path) -> None:
     job = start(tmp_path, 2, 1, "--max-restarts=1", KILL_AT="1:7")
     assert job.wait(280) == 0, (tmp_path / "log.txt").read_text()[-4000:]

@@ -101,15 +101,16 @@ def _best_plan(tables: Tables, ranks: int, counts: range, filling: float) -> Sha
     """Try numbers of microbatches, the fewest first; keep the plan whose slowest ranks take least time."""
     best, least, last = None, math.inf, counts.stop
     enough = _EVEN_ENOUGH * tables.least_time(ranks)
-    tries = list(_TRIES)
+    tries = [(slack, tables.worth(waste)) for slack, waste in _TRIES]
+    fills = tables.worth(filling)
     for count in counts:
         if count > last or not tries:
             break
-        for slack, waste in tuple(tries):
-            plan = _plan(tables, ranks, count, slack, tables.worth(waste), tables.worth(filling))
+        for one in tuple(tries):
+            plan = _plan(tables, ranks, count, *one, fills)
             if plan is None:
                 continue
-            tries.remove((slack, waste))
+            tries = [other for other in tries if other is not one]
             last = min(last, count + 1)  # the others may need one more
             slowest = np.zeros(plan.num_microbatches)
             np.maximum.at(slowest, plan.microbatch, plan.load)

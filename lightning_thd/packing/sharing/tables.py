@@ -75,6 +75,16 @@ class Tables:
         within: BoolArray = self.possible & (spent <= waste * spent.min(axis=0))
         return within
 
+    def even_time(self, ranks: int) -> float:
+        """Say what a step takes if all work, at the cheapest degrees, is shared evenly by R ranks."""
+        return float(self._cheapest().sum()) / ranks
+
+    def _cheapest(self) -> FloatArray:
+        work: FloatArray = np.where(self.possible, self.load * np.array(self.degrees)[:, None], np.inf).min(
+            axis=0
+        )
+        return work
+
     def least_time(self, ranks: int) -> float:
         """Say what the slowest ranks of all microbatches take in any plan, in work.
 
@@ -88,9 +98,7 @@ class Tables:
         Returns:
             A bound that no plan can pass, which need not be reached: groups are whole, and so are sequences.
         """
-        degrees = np.array(self.degrees)[:, None]
-        work = np.where(self.possible, self.load * degrees, np.inf).min(axis=0)
-        total = float(work.sum()) / ranks
+        work, total = self._cheapest(), self.even_time(ranks)
         heaviest = float(np.where(self.possible, self.load, np.inf).min(axis=0).max(initial=0.0))
         slots = self.slots[0]
         order = np.argsort(-work / slots, kind="stable")
