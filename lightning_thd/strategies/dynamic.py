@@ -150,8 +150,7 @@ def check_batch(batch: Any, *, training: bool) -> None:
     if training and isinstance(batch, THDBatch | THDStep) and not isinstance(batch, SharedStep):
         raise MisconfigurationException(
             f"context_parallel_size='dynamic' runs steps whose degrees were planned, but the dataloader gave "
-            f"{type(batch).__name__}. Use THDDataModule(..., global_batch=Sequences(n)), or a fixed "
-            "context_parallel_size."
+            f"{type(batch).__name__}. Use THDDataModule, or a fixed context_parallel_size."
         )
 
 
