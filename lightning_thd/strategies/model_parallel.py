@@ -37,7 +37,7 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
             all weights among them: weights are gathered within a group, gradients averaged over groups too.
         context_parallel_size: ranks that share the slots of a pack; the others read different data.
             ``dynamic`` chooses 1, 2, 4, ... ranks for every microbatch: long sequences are shared, short ones
-            stay whole. ``THDDataModule(capacity=...)`` then is what one rank holds, and a pack of ``Packs(n)``
+            stay whole. ``THDDataModule(capacity=...)`` then is what one rank holds, a pack of ``Packs(n)``
             what the largest group does.
         max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
         tensor_parallel_size: ranks that share the rows and columns of weights.

@@ -55,7 +55,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
     Args:
         context_parallel_size: ranks that share the slots of a pack; the others read different data.
             ``dynamic`` chooses 1, 2, 4, ... ranks for every microbatch: long sequences are shared, short ones
-            stay whole. ``THDDataModule(capacity=...)`` then is what one rank holds, and a pack of ``Packs(n)``
+            stay whole. ``THDDataModule(capacity=...)`` then is what one rank holds, a pack of ``Packs(n)``
             what the largest group does.
         max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
         context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads nothing between
