@@ -48,16 +48,17 @@ def scan_state_space(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **_: Any,
+    **options: Any,
 ) -> Tensor:
     """Scan a shard in place of ``mamba2_chunk_scan``, whose arguments these are; see ``StateSpace``."""
+    others = _others(options, refused=("z", "initial_states"))
     if dt.dtype in (torch.float16, torch.bfloat16):
         dt = dt.float()
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     heads, size = x.shape[-2:]
     recurrence = StateSpace(
-        scan=original,
+        scan=functools.partial(original, **others),
         decay=decay,
         skip=D,
         chunk_size=chunk_size,
@@ -77,18 +78,45 @@ def run_delta_rule(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Run a delta rule on a shard, with the arguments of transformers' functions; see ``DeltaRule``."""
-    kept = {name: options[name] for name in _DELTA_OPTIONS if name in options}
+    others = _others(options, refused=("initial_state",))
     recurrence = DeltaRule(
-        rule=original, options=kept, state_shape=(value.shape[-2], key.shape[-1], value.shape[-1])
+        rule=original, options=others, state_shape=(value.shape[-2], key.shape[-1], value.shape[-1])
     )
     return scan_shard(recurrence, (query[0], key[0], value[0], g[0], beta[0]), layout)[None], None
+
+
+def _convolve(
+    original: Callable[..., Any],
+    layout: ShardLayout,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **options: Any,
+) -> Tensor:
+    others = _others(options, refused=("initial_states", "final_states_out"))
+    return convolve_shard(functools.partial(original, **others), layout, x, weight, bias, activation)
+
+
+def _others(options: dict[str, Any], *, refused: tuple[str, ...]) -> dict[str, Any]:
+    """Keep what a kernel is told beside what shards tell it themselves; refuse what they cannot honour."""
+    for name in refused:
+        if options.get(name) is not None:
+            raise ValueError(
+                f"A recurrent layer on a context-parallel shard passes {name} to its kernel, which would be "
+                "left out where states come from other ranks. Set context_parallel_size=1."
+            )
+    return {name: value for name, value in options.items() if name not in (*_OWN_OPTIONS, *refused)}
 
 
 def _no_fused_path(*_: Any, **__: Any) -> None:
     """Answer for the kernel that does convolution and scan at once: not available, as without it."""
 
 
-_DELTA_OPTIONS: Final[tuple[str, ...]] = ("chunk_size", "use_qk_l2norm_in_kernel")
+_OWN_OPTIONS: Final = (
+    *("seq_idx", "cu_seqlens", "cu_seqlens_cpu", "cu_seq_lens_q"),
+    *("return_final_states", "output_final_state"),
+)
 _CONVOLUTION: Final = "causal_conv1d_fn"
 _SCANS: Final[dict[str, Callable[..., Any]]] = {
     "mamba2_chunk_scan": scan_state_space,
@@ -97,7 +125,7 @@ _SCANS: Final[dict[str, Callable[..., Any]]] = {
 }
 _FUSED: Final = "mamba2_split_conv1d_scan_combined"
 _ON_SHARDS: Final[dict[str, Callable[..., Any]]] = {
-    _CONVOLUTION: convolve_shard,
+    _CONVOLUTION: _convolve,
     **_SCANS,
     _FUSED: _no_fused_path,
 }

@@ -9,7 +9,7 @@ Legend: N slots of a shard, C channels, M slots of all stretches with what comes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ def convolve_shard(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    **_: Any,
 ) -> Tensor:
     """Convolve the stretches of a shard; a collective.
 

@@ -91,7 +91,6 @@ class StateSpace:
             c,
             chunk_size=self.chunk_size,
             D=self.skip,
-            z=None,
             initial_states=entering,
             return_final_states=True,
         )

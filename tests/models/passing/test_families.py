@@ -131,3 +131,18 @@ def replaced() -> None:
 
 def test_a_kernel_put_in_place_of_the_layers_own_is_refused() -> None:
     run_ranks(replaced, 2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "name"),
+    [
+        (adopt.run_delta_rule, {"initial_state": torch.zeros(1)}, "initial_state"),
+        (adopt.scan_state_space, {"z": torch.zeros(1), "chunk_size": 4}, "z"),
+    ],
+)
+def test_what_a_shard_cannot_honour_is_refused(
+    rule: Callable[..., Any], options: dict[str, Any], name: str
+) -> None:
+    x = torch.zeros(1, 4, 2, 3)
+    with pytest.raises(ValueError, match=f"passes {name} to its kernel.*context_parallel_size=1"):
+        rule(oracle.delta_rule, None, x, x, x, x, x, **options)
