@@ -6,6 +6,7 @@ Ranks of one tensor-parallel group are neighbours, as they talk most.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch.distributed as dist
@@ -165,13 +166,18 @@ def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Mes
     )
 
 
-def another_group(sizes: AxisSizes) -> dist.ProcessGroup:
-    """Make a further group of this rank's pipeline; a collective of the whole job."""
+def another_group(sizes: AxisSizes, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Make a further group of this rank's pipeline; a collective of the whole job.
+
+    Args:
+        sizes: ranks along each axis.
+        timeout: of its collectives and messages; None is torch's default.
+    """
     rank = dist.get_rank()
     own: dist.ProcessGroup | None = None
     for place in range(sizes.stage):
         ranks = list(range(place, sizes.world, sizes.stage))
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=timeout)
         own = group if rank in ranks else own
     assert own is not None
     return own

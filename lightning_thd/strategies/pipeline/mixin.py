@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.models.weights import postponed_reading
 from lightning_thd.parallel.clip import clip_by_norm
 from lightning_thd.parallel.fsdp import memory_of_rank
-from lightning_thd.parallel.mesh import PIPELINE, another_group
+from lightning_thd.parallel.mesh import another_group
 from lightning_thd.parallel.pipeline import Schedule, ScheduleName, expected_bubble
 from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
@@ -76,18 +77,18 @@ class PipelineMixin(THDStrategyMixin):
         """Build the mesh, then one group for activations and one for gradients."""
         super().setup_environment()
         if self.pipeline_parallel_size > 1:
-            assert self._meshes is not None
-            several = self.stages_per_rank > 1
-            self._channel = Channel(
-                down=self._meshes.group(PIPELINE),
-                up=another_group(self.sizes),
-                wraps=(another_group(self.sizes), another_group(self.sizes)) if several else None,
-            )
+            self._channel = self._make_channel()
+
+    def _make_channel(self) -> Channel:
+        """Make the groups of a channel, under the strategy's timeout; a collective of the job."""
+        timeout: timedelta | None = getattr(self, "_timeout", None)
+        several = self.stages_per_rank > 1
+        down, up, *wraps = (another_group(self.sizes, timeout=timeout) for _ in range(4 if several else 2))
+        return Channel(down=down, up=up, wraps=(wraps[0], wraps[1]) if several else None)
 
     def _balance_channel(self) -> Channel:
         """Make groups for what a balancing loss sends behind the hidden states; a collective of the job."""
-        down, up, *wraps = (another_group(self.sizes) for _ in range(4 if self.stages_per_rank > 1 else 2))
-        channel = Channel(down=down, up=up, wraps=(wraps[0], wraps[1]) if wraps else None)
+        channel = self._make_channel()
         channel.fix_dtype(torch.float32)
         return channel
 
