@@ -165,7 +165,7 @@ def compiled(layout: Layout, compile: Any) -> list[float]:
 
 @pytest.mark.slow
 def test_compiled_layers_on_stages() -> None:
-    (wanted,) = run_ranks(compiled, 1, Layout(), None)
+    (wanted,) = run_ranks(compiled, 1, Layout(), "off")
     for losses in run_ranks(compiled, 2, Layout(pp=2), "layers", timeout_s=500.0):
         assert losses == pytest.approx(wanted, rel=1e-4)
 
