@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STEPS ?= 100
 
-.PHONY: quickstart test lint docs soak chaos fuzz coverage clean gpu test-oldest test-kernels
+.PHONY: quickstart test lint docs soak chaos fuzz determinism security coverage clean gpu test-oldest test-kernels
 
 .venv/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python >= 3.11 is needed, this is " + sys.version'
@@ -38,6 +38,7 @@ docs: .venv/.docs
 MINUTES ?= 30
 KILLS ?= 40
 CALLS ?= 10000
+COMBINATIONS ?= 2000
 soak: .venv/.installed
 	$(BIN)/python -m tests.trust.soak --minutes $(MINUTES)
 
@@ -46,11 +47,16 @@ chaos: .venv/.installed
 
 fuzz: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(CALLS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.combinations $(COMBINATIONS) --minutes $(MINUTES)
+
+determinism security: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.$@
 
 # Lines met by the tests, those that run on ranks and in subprocesses too.
 coverage: .venv/.installed
 	rm -f .coverage .coverage.*
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --cov --cov-report=term-missing:skip-covered
+	$(BIN)/python -m tests.trust.messages
 
 clean:
 	rm -rf .venv runs

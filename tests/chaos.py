@@ -13,30 +13,43 @@ import sys
 import time
 from pathlib import Path
 
+_MARK = "THD_CHAOS_JOB"  # in the environment of every process of a job
+
 
 def start(module: str, out: Path, ranks: int, name: str, *arguments: str) -> subprocess.Popen[bytes]:
     """Start a job: ``python -m module OUT RANKS NAME ...``, under torchrun where it has several ranks."""
     launcher = (
         ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     )
-    command = [sys.executable, *launcher, "-m", module, str(out), str(ranks), name, *arguments]
+    job = [module, str(out), str(ranks), name, *arguments]
     with (out / f"{name}.log").open("wb") as log:
         return subprocess.Popen(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [sys.executable, *launcher, "-m", *job],
+            env={**os.environ, "OMP_NUM_THREADS": "1", _MARK: f"{out}/{name}"},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 
 
-def kill(job: subprocess.Popen[bytes]) -> None:
-    """End a job and all its ranks with SIGKILL."""
-    with contextlib.suppress(ProcessLookupError):  # it has just finished
-        os.killpg(job.pid, signal.SIGKILL)
+def members(out: Path, name: str) -> list[int]:
+    """List the living processes of a job: under torchrun its ranks lead sessions of their own."""
+    mark, found = f"{_MARK}={out}/{name}\0".encode(), []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # not a process, or one that has just ended
+            if process.name.isdigit() and mark in (process / "environ").read_bytes() + b"\0":
+                found.append(int(process.name))
+    return found
+
+
+def kill(job: subprocess.Popen[bytes], out: Path, name: str) -> None:
+    """End a job, all its ranks and their workers with SIGKILL."""
+    while alive := members(out, name):
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
     job.wait()
-    # torchrun's ranks lead process groups of their own.
-    subprocess.run(["pkill", "-9", "-s", str(job.pid)], check=False)
 
 
 def lines(out: Path) -> int:

@@ -1,9 +1,16 @@
-"""A training job that writes down what it uses, to be killed: python -m tests.chaos_job OUT RANKS NAME."""
+"""A training job that writes down what it uses, to be killed.
+
+``python -m tests.chaos_job OUT RANKS NAME [WORKERS [FAULT]]``; a fault is ``disk:STEP``, from which on no file
+may grow beyond 20 kB, or ``clock``, which jumps by days.
+"""
 
 from __future__ import annotations
 
 import os
+import random
+import resource
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -20,11 +27,14 @@ SEQUENCES, PER_STEP, CAPACITY = 240, 6, 48
 class Ledger(TinyModule):
     """Appends a line for every microbatch: its step and its sequences."""
 
-    def __init__(self, file: Path | None = None) -> None:
+    def __init__(self, file: Path | None = None, disk_full_from: int | None = None) -> None:
         super().__init__()
         self.file = file
+        self.disk_full_from = disk_full_from
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        if self.disk_full_from is not None and self.global_step >= self.disk_full_from:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         if self.file is not None:
             with self.file.open("a") as ledger:
                 ledger.write(f"{self.global_step} {' '.join(map(str, batch.sequence_ids))}\n")
@@ -54,13 +64,23 @@ def train(module: TinyModule, out: Path, ranks: int, *, num_workers: int) -> Non
     trainer.fit(module, data, ckpt_path="last" if resume else None)
 
 
+def jumping_clock() -> None:
+    """Let ``time.time`` be wrong by a day either way, at random, from now on."""
+    right, rng = time.time, random.Random(0)
+    time.time = lambda: right() + rng.choice([-86_400, 0, 86_400])
+
+
 def main() -> None:
     out, ranks, name = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    workers = int(sys.argv[4]) if len(sys.argv) > 4 else 2
+    fault, _, step = (sys.argv[5] if len(sys.argv) > 5 else "").partition(":")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if fault == "clock":
+        jumping_clock()
     rank = os.environ.get("RANK", "0")
-    module = Ledger(out / f"ledger-{name}-{rank}.txt")
-    train(module, out, ranks, num_workers=2)
+    module = Ledger(out / f"ledger-{name}-{rank}.txt", int(step) if fault == "disk" else None)
+    train(module, out, ranks, num_workers=workers)
     if rank == "0":
         torch.save({n: p.detach() for n, p in module.model.named_parameters()}, out / "final.tmp")
         (out / "final.tmp").rename(out / "final.pt")

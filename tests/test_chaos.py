@@ -1,39 +1,49 @@
-"""Kill a job with SIGKILL, again and again, on changing ranks: nothing is lost, nothing comes twice."""
+"""Disasters, one after the other, on changing ranks: nothing is lost, nothing comes twice."""
 
 from __future__ import annotations
 
 import random
-import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.chaos import kill, lines, run_until, start, surviving_line
+from tests.chaos import start, surviving_line
 from tests.chaos_job import PER_STEP, SEQUENCES, Ledger, train
 from tests.tiny import largest_error
+from tests.trust.disasters import JOB, KINDS, Scene, left_behind
+
+KILLS = ("SIGKILL of the whole job",)
 
 
-def survive(out: Path, kills: int, seed: int) -> int:
-    rng = random.Random(seed)
+def survive(out: Path, count: int, seed: int, kinds: tuple[str, ...] = KILLS) -> Counter[str]:
+    """Let disasters strike one job until it is through with its epoch, or for a number of times.
+
+    Returns:
+        How many of each kind.
+    """
+    rng, struck, names = random.Random(seed), Counter[str](), []
     out.mkdir(exist_ok=True)
-    names = []
-    for k in range(kills):
+    for k in range(count):
         names.append(f"{k:03d}")
-        before, ranks = lines(out), rng.choice([1, 2, 4])
-        job = start("tests.chaos_job", out, ranks, names[-1])
-        run_until(job, out, before + rng.randint(1, 12 * ranks))
-        time.sleep(rng.random() * 0.3)
-        kill(job)
-        assert lines(out) > before or (out / "final.pt").exists(), (out / f"{names[-1]}.log").read_text()
+        kind = kinds[(seed + k) % len(kinds)]
+        workers = 2 if "loader" in kind else rng.choice([0, 2])
+        KINDS[kind](Scene(out, names[-1], rng.choice([1, 2, 4]), workers, rng))
+        struck[kind] += 1
         if (out / "final.pt").exists():
             break
-    done = len(names)
     if not (out / "final.pt").exists():
         names.append("last")
-        job = start("tests.chaos_job", out, rng.choice([1, 2, 4]), "last")
+        job = start(JOB, out, rng.choice([1, 2, 4]), "last")
         assert job.wait(240) == 0, (out / "last.log").read_text()
+        assert not left_behind(out, "last")
+    check(out, names)
+    return struck
 
+
+def check(out: Path, names: list[str]) -> None:
+    """Compare what a job used, all runs together, and its parameters with one undisturbed run."""
     steps = surviving_line(out, names)
     assert sorted(steps) == list(range(SEQUENCES // PER_STEP))
     assert all(len(ids) == PER_STEP for ids in steps.values())
@@ -44,18 +54,23 @@ def survive(out: Path, kills: int, seed: int) -> int:
     found = torch.load(out / "final.pt")
     # fp64: other ranks add the same gradients in another order, nothing else differs.
     assert largest_error(found, {n: p.detach() for n, p in alone.model.named_parameters()}) < 1e-10
-    return done
 
 
 def test_four_kills(tmp_path: Path) -> None:
-    assert survive(tmp_path, kills=4, seed=7) > 0  # fewer than 4 where the epoch ends before
+    assert survive(tmp_path, 4, seed=7).total() > 0  # fewer than 4 where the epoch ends before
 
 
 @pytest.mark.slow
-def test_forty_kills(tmp_path: Path) -> None:
-    done = 0
-    for seed in range(100, 120):  # an epoch is over after some ten kills
-        done += survive(tmp_path / str(seed), kills=40 - done, seed=seed)
-        if done == 40:
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in KILLS])
+def test_a_disaster_of_every_kind(kind: str, tmp_path: Path) -> None:
+    assert survive(tmp_path, 3, seed=11, kinds=(*KILLS, kind))[kind] > 0
+
+
+@pytest.mark.slow
+def test_forty_disasters(tmp_path: Path) -> None:
+    struck = Counter[str]()
+    for seed in range(100, 120):  # an epoch is over after some ten
+        struck += survive(tmp_path / str(seed), 40 - struck.total(), seed, tuple(KINDS))
+        if struck.total() == 40:
             return
-    pytest.fail(f"{done} kills in twenty epochs, wanted 40")
+    pytest.fail(f"{struck.total()} disasters in twenty epochs, wanted 40")

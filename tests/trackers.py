@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,21 +25,27 @@ def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def read_wandb(folder: Path) -> list[dict[str, Any]]:
-    """Rows of history of the offline run below ``folder``, in order."""
+def read_wandb(folder: Path, *, within_s: float = 60.0) -> list[dict[str, Any]]:
+    """Rows of history of the finished offline run below ``folder``, in order.
+
+    W&B writes by a process of its own, which may be behind ``finish()`` on a loaded machine; its last record
+    is that of the exit.
+    """
     from wandb.proto import wandb_internal_pb2
 
     [file] = folder.rglob("*.wandb")
-    rows = []
-    for data in _records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            items = record.history.item
-            rows.append(
-                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-            )
-    return rows
+    deadline = time.monotonic() + within_s
+    while True:
+        records = [wandb_internal_pb2.Record.FromString(data) for data in _records(file.read_bytes())]
+        if any(record.WhichOneof("record_type") == "exit" for record in records):
+            break
+        assert time.monotonic() < deadline, f"{file} has no record of its exit after {within_s} s"
+        time.sleep(0.1)
+    return [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.WhichOneof("record_type") == "history"
+    ]
 
 
 def _records(content: bytes) -> Iterator[bytes]:

@@ -19,6 +19,7 @@ from lightning_thd.callbacks.measuring.across_ranks import (
 from lightning_thd.callbacks.measuring.counting import Counting
 from lightning_thd.callbacks.measuring.device_peak import compute_dtype, low_precision, resolve_peak
 from lightning_thd.callbacks.measuring.evaluation import EvaluationHooks
+from lightning_thd.callbacks.measuring.marks import StepMarks
 from lightning_thd.callbacks.measuring.models import Policy
 from lightning_thd.callbacks.measuring.paused_saving import PausedSaving
 from lightning_thd.callbacks.measuring.pictures import Pictures, warn_without_loggers
@@ -100,6 +101,7 @@ class THDThroughputMonitor(EvaluationHooks):
         self._restored: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         self._saving: PausedSaving | None = None
+        self._marks = StepMarks(self._clock)
         self._steps = 0
         self._exclude = False
         self._failing = False
@@ -123,6 +125,7 @@ class THDThroughputMonitor(EvaluationHooks):
         """Find out what is counted and against which peak."""
         run = self._ensure(trainer, pl_module)
         self._failing, self._steps, self._graphs = False, 0, _compiled_graphs()
+        self._marks = StepMarks(self._clock)
         stage = run.open("train", "training")
         if self._restored:
             stage.load(self._restored, run.setting("train").model)
@@ -145,6 +148,14 @@ class THDThroughputMonitor(EvaluationHooks):
     ) -> None:
         """Let time count, from the first batch on and after whatever paused it."""
         self._ensure(trainer, pl_module).begin_batch(pl_module, batch)
+        self._marks.waited(trainer.train_dataloader)
+        self._marks.mark("other")
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Mark the end of the step's forward and backward passes."""
+        self._marks.mark("forward_backward")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -155,11 +166,16 @@ class THDThroughputMonitor(EvaluationHooks):
         if self._pictures is not None and self._pictures.add(batch):
             self._draw(trainer)
         if trainer.fit_loop._should_accumulate():
+            self._marks.mark("forward_backward")
             return
+        self._marks.mark("optimizer")
+        self._marks.end_step()
         self._steps += 1
         graphs = _compiled_graphs()
         leave_out = self._exclude or graphs != self._graphs or self._steps <= self.warmup_steps
         run.end_step(pl_module, leave_out=leave_out, discard=self._exclude)
+        if leave_out:
+            self._marks.close()
         self._exclude, self._graphs = False, graphs
         every = self.every_n_steps or _log_every(trainer)
         if every and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0:
@@ -194,6 +210,7 @@ class THDThroughputMonitor(EvaluationHooks):
 
     def evaluation_start(self, name: str, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the training clock and start one of the evaluation's own."""
+        self._marks.pause()
         self._ensure(trainer, pl_module).begin_evaluation(name, pl_module)
 
     def evaluation_batch(self, name: str, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
@@ -233,6 +250,8 @@ class THDThroughputMonitor(EvaluationHooks):
 
     def _report(self, trainer: Trainer, pl_module: LightningModule, name: str, *, last: bool = False) -> None:
         metrics = self._ensure(trainer, pl_module).close(name, pl_module, last=last)
+        if name == "train" and metrics:
+            metrics |= self._marks.close()
         self.latest.update(metrics)
         values = torch.tensor(list(metrics.values()), dtype=torch.float64)
         trainer.callback_metrics.update(zip(metrics, values, strict=True))
@@ -254,7 +273,7 @@ class THDThroughputMonitor(EvaluationHooks):
     @contextmanager
     def _saved(self) -> Iterator[None]:
         """Save what all ranks counted, and leave the saving out of the rates."""
-        with self.paused():
+        with self.paused(), self._marks.apart("checkpoint"):
             if self._run is not None and not self._failing:
                 self._run.reduce()
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -215,6 +216,9 @@ class THDLoader:
         self._planner = planner
         self._consumed, self._limit, self._on_load = consumed, limit, on_load
         self._handed_out = 0
+        self.waited_s = (
+            0.0  # seconds spent so far on reading and collating, or on waiting for workers that do
+        )
         self._loader: DataLoader[THDBatch | THDStep] = DataLoader(
             _Steps(planner, maker, rank, dp, kind),
             batch_size=None,
@@ -243,7 +247,13 @@ class THDLoader:
         cursor = self._cursor
         cursor.limit = self._limit() if self._limit is not None else None
         self._handed_out = cursor.start
-        for batch in self._loader:
+        batches = iter(self._loader)
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self.waited_s += time.perf_counter() - began
+            if batch is None:
+                break
             self._handed_out += 1
             yield batch
         cursor.epoch, cursor.start = cursor.epoch + 1, 0

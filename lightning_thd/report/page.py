@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
 from lightning_thd.report.rows import ROWS, Series, number
+from lightning_thd.report.waterfall import draw_waterfall, step_times
 
 # The curves of a page; metrics on one axes share their unit.
 _CURVES = (
@@ -41,7 +42,7 @@ small { color: $quiet }
 </style>
 <h1>Training run</h1>
 <div class="cards">$cards</div>
-<img alt="Loss, tokens per second, MFU and fill over the steps" src="data:image/png;base64,$image">
+<img alt="Loss, tokens/s, MFU, fill, and where the time goes" src="data:image/png;base64,$image">
 <table><tr><td></td><td>first</td><td>median</td><td>last</td></tr>$rows</table>
 <p><small>$versions</small></p>
 </html>
@@ -108,12 +109,15 @@ def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
 def _figure(series: Series, theme: Theme, *, top: bool = True) -> Any:
     look = look_of(theme)
     shown = [names for names in _CURVES if any(_finite(series, name) for name in names)]
-    figure = new_figure(9, (1.1 if top else 0.3) + 2.5 * math.ceil(len(shown) / 2) + 0.3, theme)
+    panels = len(shown) + bool(step_times(series))
+    rows = math.ceil(panels / 2)
+    figure = new_figure(9, (1.1 if top else 0.3) + 2.5 * rows + 0.3, theme)
+    grid = figure.add_gridspec(max(rows, 1), 2)
     if top:
         told = "      ".join(f"{value}  {title}" for title, value in _headlines(series))
         figure.suptitle(told, color=look.ink, fontsize=12, x=0.02, ha="left")
     for i, names in enumerate(shown):
-        axes = figure.add_subplot(math.ceil(len(shown) / 2), 2, i + 1)
+        axes = figure.add_subplot(grid[divmod(i, 2)])
         drawn = [name for name in names if _finite(series, name)]
         for colour, line, name in zip(CYCLE, ("-", "--"), drawn, strict=False):
             points = _finite(series, name)
@@ -130,6 +134,9 @@ def _figure(series: Series, theme: Theme, *, top: bool = True) -> Any:
         axes.set_ylim(bottom=0)
         if len(drawn) > 1:
             legend(axes, theme)
+    if panels > len(shown):
+        across = slice(None) if panels % 2 else 1  # alone in its row it takes the whole row
+        draw_waterfall(figure.add_subplot(grid[rows - 1, across]), series, theme=theme)
     figure.supxlabel(_versions(), color=look.quiet, fontsize=8)
     return figure
 

@@ -25,32 +25,37 @@ def undisturbed(host: str, ranks: int) -> tuple[dict[str, torch.Tensor], dict[in
     return job.run(host)[0], steps
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("host", HOSTS)
-def test_three_kills(host: str, tmp_path: Path) -> None:
+def survive(host: str, out: Path, kills: int) -> None:
+    """Kill a job in a host a number of times, and compare what survives with an undisturbed run."""
     rng = random.Random(HOSTS.index(host))
     names = []
-    for k in range(3):
+    for k in range(kills):
         names.append(str(k))
-        before, ranks = lines(tmp_path), 2 if host == "trainer" else rng.choice([1, 2])
-        job = start(JOB, tmp_path, ranks, names[-1], host)
-        run_until(job, tmp_path, before + rng.randint(2, 5) * 2)
+        before, ranks = lines(out), 2 if host == "trainer" else rng.choice([1, 2])
+        job = start(JOB, out, ranks, names[-1], host)
+        run_until(job, out, before + rng.randint(2, 5) * 2)
         time.sleep(rng.random() * 0.2)
-        kill(job)
-        assert lines(tmp_path) > before, (tmp_path / f"{k}.log").read_text()
+        kill(job, out, names[-1])
+        assert lines(out) > before, (out / f"{k}.log").read_text()
     names.append("last")
-    job = start(JOB, tmp_path, 2, "last", host)
-    assert job.wait(240) == 0, (tmp_path / "last.log").read_text()
+    job = start(JOB, out, 2, "last", host)
+    assert job.wait(240) == 0, (out / "last.log").read_text()
 
     found = run_ranks(undisturbed, 2, host, 2)
     wanted: dict[int, list[int]] = {}
     for _, steps in found:
         for step, ids in steps.items():
             wanted.setdefault(step, []).extend(ids)
-    survived = surviving_line(tmp_path, names)
+    survived = surviving_line(out, names)
     assert sorted(survived) == list(range(STEPS))
     assert {step: sorted(ids) for step, ids in survived.items()} == {
         step: sorted(ids) for step, ids in wanted.items()
     }
     # fp64: other ranks add the same gradients in another order, nothing else differs.
-    assert largest_error(torch.load(tmp_path / "final.pt"), found[0][0]) < 1e-10
+    assert largest_error(torch.load(out / "final.pt"), found[0][0]) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", HOSTS)
+def test_three_kills(host: str, tmp_path: Path) -> None:
+    survive(host, tmp_path, kills=3)

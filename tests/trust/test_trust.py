@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.trust.combinations import Tally, draw
+from tests.trust.combined_job import Outcome, run_cases
+from tests.trust.determinism import compare
+from tests.trust.disasters import left_behind
+from tests.trust.messages import PACKAGE, messages, unmet
 from tests.trust.record import record
+from tests.trust.security import LOADS, loads
 from tests.trust.soak import drift, soak
 
 
@@ -38,3 +47,54 @@ def test_a_few_steps_of_soak(tmp_path: Path) -> None:
     found = soak(60.0, tmp_path, max_steps=30)
     assert found["steps"] == 30
     assert found["open files more"] <= 2
+
+
+def test_combinations_on_one_process_are_right_or_refused() -> None:
+    rng, tally = random.Random(1), Tally()
+    cases = [case for case in (draw(rng) for _ in range(60)) if case.world == 1][:12]
+    for case, outcome in zip(cases, run_cases(cases), strict=True):
+        tally.add(case, [outcome])
+    assert not tally.wrong, tally.wrong
+    assert tally.outcomes["right"] >= 3
+
+
+def test_ranks_that_find_different_things_are_wrong() -> None:
+    tally, case = Tally(), draw(random.Random(0))
+    tally.add(case, [Outcome("right", error=1e-12), Outcome("refused", "ValueError: 3 is odd")])
+    tally.add(case, [Outcome("refused", "ValueError: 3 is odd"), Outcome("refused", "ValueError: 5 is odd")])
+    assert tally.outcomes == {"ranks differ": 1, "refused": 1}
+    assert list(tally.refusals) == ["ValueError: N is odd"]
+    assert len(tally.wrong) == 1
+
+
+def test_messages_that_no_test_meets_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "part.py"
+    file.write_text(
+        'def f(x):\n    if x:\n        raise ValueError(f"{x} is odd")\n    raise TypeError("none")\n'
+    )
+    assert sorted(message.text for message in messages(tmp_path)) == [" is odd", "none"]
+    count, missing = unmet({str(file): {1, 2, 4}}, tmp_path)
+    assert (count, [message.text for message in missing]) == (2, [" is odd"])
+    assert len(list(messages(PACKAGE))) > 500
+
+
+def test_every_place_that_loads_objects_is_reviewed() -> None:
+    assert set(loads()) == set(LOADS)
+
+
+def test_what_a_job_leaves_behind_is_seen(tmp_path: Path) -> None:
+    sleeper = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], env={"THD_CHAOS_JOB": f"{tmp_path}/a"}
+    )
+    try:
+        assert left_behind(tmp_path, "a", within_s=1.0) == [sleeper.pid]
+        assert left_behind(tmp_path, "b", within_s=0.1) == []
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+    assert left_behind(tmp_path, "a", within_s=5.0) == []
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_bits() -> None:
+    assert all(compare(steps=10).values())

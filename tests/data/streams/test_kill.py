@@ -23,7 +23,7 @@ def test_every_sequence_counts_once_along_the_surviving_line(tmp_path: Path, kil
         job = chaos.start(MODULE, tmp_path, ranks, names[-1], str(workers))
         if number < kills:
             chaos.run_until(job, tmp_path, chaos.lines(tmp_path) + 10 * ranks, timeout_s=150)
-            chaos.kill(job)
+            chaos.kill(job, tmp_path, names[-1])
         else:
             assert job.wait(300) == 0, (tmp_path / f"{names[-1]}.log").read_text()[-3000:]
     steps = chaos.surviving_line(tmp_path, names)

@@ -1,0 +1,110 @@
+"""Where the time of a step goes: parts add up to the whole, and each has what happened in it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_thd import THDDataModule, THDThroughputMonitor
+from lightning_thd.callbacks.measuring.marks import PARTS, StepMarks
+from lightning_thd.report.run import read_metrics
+from tests.data.test_datamodule import make_trainer
+from tests.tiny import TinyModule, sequences
+
+SLOW_S = 0.05
+
+
+class Ticks:
+    """A clock that is told the time."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Loader:
+    waited_s = 0.0
+
+
+def test_the_parts_of_a_step() -> None:
+    clock, loader = Ticks(), Loader()
+    marks = StepMarks(clock)
+    for _ in range(2):
+        marks.waited(loader)
+        marks.mark("other")
+        clock.now += 5.0
+        marks.mark("forward_backward")
+        clock.now += 1.0
+        marks.mark("optimizer")
+        marks.end_step()
+        with marks.apart("checkpoint"):
+            clock.now += 0.5
+        clock.now += 0.25
+        clock.now += 2.0
+        loader.waited_s += 2.0
+    marks.waited(loader)
+    marks.mark("other")
+    found = marks.close()
+    assert found == {
+        "train/step_time/data_wait": 2.0,
+        "train/step_time/forward_backward": 5.0,
+        "train/step_time/optimizer": 1.0,
+        "train/step_time/checkpoint": 0.5,
+        "train/step_time/other": 0.25,
+    }
+    assert marks.close() == {}
+
+
+def test_what_happens_in_validation_is_no_part_of_a_step() -> None:
+    clock = Ticks()
+    marks = StepMarks(clock)
+    marks.mark("other")
+    marks.end_step()
+    marks.pause()
+    clock.now += 60.0
+    marks.mark("other")
+    assert sum(marks.close().values()) == 0.0
+
+
+class SlowData(list[Any]):
+    def __getitem__(self, i: Any) -> Any:
+        time.sleep(SLOW_S / 4)
+        return super().__getitem__(i)
+
+
+class SlowModule(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(2 * SLOW_S)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_run_logs_where_its_time_goes(tmp_path: Path) -> None:
+    samples = SlowData(sequences(48))
+    trainer = make_trainer(
+        max_steps=8,
+        logger=CSVLogger(tmp_path),
+        log_every_n_steps=2,
+        enable_checkpointing=True,
+        callbacks=[
+            THDThroughputMonitor(peak=1e12),
+            ModelCheckpoint(tmp_path / "kept", every_n_train_steps=2),
+        ],
+    )
+    began = time.perf_counter()
+    trainer.fit(SlowModule(), THDDataModule(samples, capacity=48))
+    took = time.perf_counter() - began
+    series = read_metrics(tmp_path)
+    mean = {part: sum(v for _, v in series[f"train/step_time/{part}"]) / 4 for part in PARTS}
+    assert mean["forward_backward"] > 2 * SLOW_S
+    assert mean["data_wait"] > SLOW_S / 4  # at least one row a pack
+    assert mean["checkpoint"] > 0
+    assert sum(mean.values()) * 8 < took
+    assert trainer.callback_metrics["train/step_time/optimizer"] == pytest.approx(
+        series["train/step_time/optimizer"][-1][1]
+    )

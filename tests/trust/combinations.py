@@ -1,0 +1,164 @@
+"""Random models x layouts x options -> a right answer against one process, or a refusal that says why.
+
+``python -m tests.trust.combinations 2000`` trains two steps of each combination of tiny size, and compares
+the parameters with the same steps by hand: one process, every sequence alone, no pack. It writes its table
+into ``benchmarks/TRUST.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import RankError, run_ranks
+from tests.trust.combined_job import Case, Outcome, run_cases
+from tests.trust.record import record
+
+CHUNK = 24  # cases on one start of the ranks
+CASE_S = 60.0
+
+FAMILIES = (
+    *("llama", "qwen3", "mistral", "gemma2", "phi3", "olmo2", "gpt2", "stablelm", "opt", "gpt_neox"),
+    *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2", "bamba", "qwen3_next", "lfm2", "zamba2"),
+)
+ONE = ({"strategy": "thd"}, {"strategy": "auto"})
+TWO: tuple[dict[str, Any], ...] = (
+    {"strategy": "thd_ddp", "dp": 2},
+    {"strategy": "thd_ddp", "cp": 2},
+    {"strategy": "thd_model_parallel", "dp": 2},
+    {"strategy": "thd_model_parallel", "cp": 2},
+    {"strategy": "thd_model_parallel", "tp": 2},
+    {"strategy": "thd_model_parallel", "pp": 2},
+)
+FOUR: tuple[dict[str, Any], ...] = (
+    {"strategy": "thd_ddp", "dp": 2, "cp": 2},
+    {"strategy": "thd_model_parallel", "dp": 2, "cp": 2},
+    {"strategy": "thd_model_parallel", "cp": 2, "tp": 2},
+    {"strategy": "thd_model_parallel", "dp": 2, "tp": 2},
+    {"strategy": "thd_model_parallel", "pp": 2, "dp": 2},
+)
+CUTS = ("dual_chunk", "contiguous", "striped")
+COMMUNICATIONS = ("auto", "all_gather", "ulysses", "needed", "ring")
+
+
+def draw(rng: random.Random) -> Case:
+    """Draw one combination."""
+    where = dict(rng.choice(rng.choice([ONE, ONE, TWO, FOUR])))
+    options: dict[str, Any] = {}
+    if where.get("cp", 1) > 1:
+        options["context_parallel_layout"] = rng.choice(CUTS)
+        options["context_parallel_communication"] = rng.choice(COMMUNICATIONS)
+    if where.get("tp", 1) > 1 and rng.random() < 0.3:
+        options["sequence_parallel"] = True
+    dp, packs = where.get("dp", 1), rng.random() < 0.4
+    return Case(
+        family=rng.choice(FAMILIES),
+        layout={**where, "options": options},
+        sequences=None if packs else rng.choice([4, 6, 9, 12]),
+        packs=dp * rng.choice([1, 2]) if packs else None,
+        capacity=rng.choice([48, 64, 100]),
+        clip=rng.choice([None, 0.5, 0.01]),
+        smoothing=rng.choice([0.0, 0.0, 0.1]),
+        reduction=rng.choice(["tokens", "tokens", "sequences"]),
+        pad=rng.random() < 0.25,
+        checkpointing=rng.random() < 0.2,
+        frozen=rng.random() < 0.2,
+        labels=rng.random() < 0.6,
+        weights=rng.random() < 0.2,
+        seed=rng.randrange(3),
+    )
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the combinations have come to."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    worst: float = 0.0
+
+    def add(self, case: Case, found: list[Outcome]) -> None:
+        """Count one combination by what all its ranks found."""
+        kinds = {outcome.kind for outcome in found}
+        kind = kinds.pop() if len(kinds) == 1 else "ranks differ"
+        self.outcomes[kind] += 1
+        if kind == "refused":
+            self.refusals[found[0].template] += 1
+        elif kind == "right":
+            self.worst = max(self.worst, *(outcome.error for outcome in found))
+        else:
+            self.wrong.append(f"{case}: {[outcome.text[-1500:] for outcome in found]}")
+
+
+def run(count: int, seed: int, minutes: float) -> Tally:
+    """Run combinations until there are enough of them or the time is over."""
+    rng, tally, ends = random.Random(seed), Tally(), time.monotonic() + 60 * minutes
+    waiting: dict[int, list[Case]] = {}
+    drawn = 0
+    while drawn < count and time.monotonic() < ends:
+        case = draw(rng)
+        drawn += 1
+        group = waiting.setdefault(case.world, [])
+        group.append(case)
+        if len(group) == CHUNK:
+            _together(waiting.pop(case.world), tally)
+            sys.stderr.write(f"{dict(tally.outcomes)}\n")
+    for group in waiting.values():
+        _together(group, tally)
+    return tally
+
+
+def _together(cases: list[Case], tally: Tally) -> None:
+    """Run some combinations of one world size on the same ranks; one by one where a rank dies or hangs."""
+    try:
+        found = run_ranks(run_cases, cases[0].world, cases, timeout_s=CASE_S * len(cases))
+    except RankError as err:
+        if len(cases) == 1:
+            tally.outcomes["died or hung"] += 1
+            tally.wrong.append(f"{cases[0]}: {err}")
+            return
+        for case in cases:
+            _together([case], tally)
+        return
+    for case, outcomes in zip(cases, zip(*found, strict=True), strict=True):
+        tally.add(case, list(outcomes))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--refusals", type=Path, help="write the messages of all refusals there")
+    given = parser.parse_args()
+    started = time.monotonic()
+    tally = run(given.count, given.seed, given.minutes)
+    if given.refusals:
+        given.refusals.write_text("\n".join(f"{n}\t{text}" for text, n in tally.refusals.most_common()))
+    sys.stdout.write("\n".join([*tally.wrong[:20], ""]))
+    right = tally.outcomes["right"] + tally.outcomes["refused"]
+    record(
+        "combinations",
+        {
+            "combinations of model, layout and options": tally.outcomes.total(),
+            "equal to one process, every sequence alone (1e-9; 1e-3 with fp32 inside)": tally.outcomes[
+                "right"
+            ],
+            "refused with a message": f"{tally.outcomes['refused']} ({len(tally.refusals)} messages)",
+            "wrong, ranks differ, died or hung": tally.outcomes.total() - right,
+            "largest relative error of a parameter": f"{tally.worst:.1e}",
+            "minutes": f"{(time.monotonic() - started) / 60:.1f}",
+        },
+    )
+    sys.exit(bool(tally.wrong))
+
+
+if __name__ == "__main__":
+    main()

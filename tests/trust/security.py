@@ -1,0 +1,104 @@
+"""The package's source and its dependencies -> what is loaded by pickle and why, and every licence.
+
+``python -m tests.trust.security`` writes its table into ``benchmarks/TRUST.md``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from configparser import ConfigParser
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+
+from tests.trust.record import record
+
+ROOT = Path(__file__).parents[2]
+# Every place that turns bytes into objects, and why it is safe.
+LOADS = {
+    "strategies/loading.py pickle.loads": "a batch of this job's own reader, from rank to rank",
+    "data/streams/peers.py pickle.loads": "a batch of this job's own reader, from rank to rank",
+    "data/streams/samples.py pickle.loads": "extras of a sample, from rank to rank",
+    "data/store/arrays.py np.load": "allow_pickle=False",
+    "data/streams/shards.py np.load": "allow_pickle=False",
+    "strategies/checkpoints.py torch.load": "weights_only as Lightning's Trainer asks",
+    "strategies/pipeline/checkpoint.py torch.load": "weights_only as Lightning's Trainer asks",
+}
+_LOADERS = {"load", "loads", "Unpickler", "unsafe_load", "full_load"}
+_MODULES = {"pickle", "np", "numpy", "torch", "yaml", "joblib", "dill", "marshal"}
+
+
+def loads(root: Path = ROOT / "lightning_thd") -> dict[str, list[int]]:
+    """List the calls that turn bytes into objects: file and function -> lines."""
+    found: dict[str, list[int]] = {}
+    for file in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name)) if (
+                    module in _MODULES and name in _LOADERS
+                ):
+                    key = f"{file.relative_to(root)} {module}.{name}"
+                    found.setdefault(key, []).append(node.lineno)
+                case ast.Call(func=ast.Name(id="eval" | "exec" as name)):
+                    found.setdefault(f"{file.relative_to(root)} {name}", []).append(node.lineno)
+    return found
+
+
+def dependencies() -> list[str]:
+    """List the packages that setup.cfg names, base and extras, without ours."""
+    config = ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    lines = [config["options"]["install_requires"], *config["options.extras_require"].values()]
+    names = {re.split(r"[\s<>=!~;\[]", line.strip())[0] for block in lines for line in block.splitlines()}
+    return sorted(name for name in names if name and not name.startswith(("lightning-thd", "#")))
+
+
+def licence(name: str) -> str | None:
+    """Read a package's licence from what it installed; None where it is not there."""
+    try:
+        about = metadata(name)
+    except PackageNotFoundError:
+        return None
+    classifiers = [
+        c.rpartition(" :: ")[2] for c in about.get_all("Classifier") or [] if c.startswith("License")
+    ]
+    stated = (
+        about.get("License-Expression")
+        or ", ".join(classifiers)
+        or (about.get("License") or "").split("\n")[0]
+    )
+    return f"{about['Version']}: {stated[:60] or 'not stated'}"
+
+
+def audit() -> str:
+    """Scan the installed packages with pip-audit, where it is installed and can reach its data."""
+    try:
+        found = subprocess.run(
+            [sys.executable, "-m", "pip_audit", "--progress-spinner=off", "--skip-editable"],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "not scanned: no answer in 300 s"
+    last = (found.stderr.strip() or found.stdout.strip()).splitlines()
+    if "No module named" in found.stderr:
+        return "not scanned: pip-audit is not installed"
+    if found.returncode and "vulnerabilit" not in found.stderr:
+        return f"not scanned: {last[-1][:120] if last else 'no network'}"
+    return last[-1] if last else "No known vulnerabilities found"
+
+
+def main() -> None:
+    unknown = sorted(set(loads()) - set(LOADS))
+    rows = {f"`{place}`": LOADS.get(place, "NOT REVIEWED") for place in loads()}
+    licences = {f"licence of {name}": licence(name) or "not installed here" for name in dependencies()}
+    record("security", rows | {"known vulnerabilities of what is installed": audit()} | licences)
+    sys.exit(bool(unknown))
+
+
+if __name__ == "__main__":
+    main()
