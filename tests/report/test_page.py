@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lightning_thd.report import page, picture
-from lightning_thd.report.look import LOOKS, Theme
+from lightning_thd.report.look import LOOKS, Theme, new_figure
+from lightning_thd.report.waterfall import PARTS, draw_waterfall, step_times
 
 SERIES = {
     "train/loss": [(0, 5.5), (1, 3.0), (2, float("nan")), (3, 2.25)],
@@ -35,3 +36,17 @@ def test_the_picture_is_drawn(theme: Theme, tmp_path: Path) -> None:
 
 def test_a_run_that_logged_nothing_known(tmp_path: Path) -> None:
     assert picture({"other": [(0, 1.0)]}, tmp_path / "report.png").stat().st_size > 0
+
+
+def test_a_waterfall_ends_where_its_parts_add_up_to() -> None:
+    seconds = dict(zip(PARTS, (0.1, 0.6, 0.2, 0.05, 0.05), strict=True))
+    series = {f"train/step_time/{part}": [(10, value), (20, 3 * value)] for part, value in seconds.items()}
+    assert list(step_times(series).values()) == pytest.approx([200, 1200, 400, 100, 100])
+    assert step_times(SERIES) == {}
+    axes = new_figure(5, 3, "light").add_subplot()
+    draw_waterfall(axes, series)
+    ends = [bar.get_x() + bar.get_width() for bar in axes.patches]
+    starts = [bar.get_x() for bar in axes.patches]
+    assert starts == pytest.approx([0, *ends[:-1]])
+    assert ends[-1] == pytest.approx(2000)
+    assert "forward, backward, exchange  1,200.0 ms, 60%" in [text.get_text() for text in axes.texts]
