@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lightning_thd.report.look import CYCLE, Theme, dress
+from lightning_thd.report.look import CYCLE, Theme, dress, look_of
 from lightning_thd.report.rows import Series
 
 # In the order of a step; the keys of THDThroughputMonitor, below train/step_time/.
@@ -46,11 +46,12 @@ def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None
     """
     times, at = step_times(series), 0.0
     total = max(sum(times.values()), 1e-9)
-    for row, (colour, ms) in enumerate(zip(CYCLE, times.values(), strict=False)):
-        axes.barh(row, ms, left=at, color=colour, height=0.6)
+    for row, (colour, (title, ms)) in enumerate(zip(CYCLE, times.items(), strict=False)):
+        axes.barh(row, ms, left=at, color=colour, height=0.4)
+        told = f"{title}  {ms:,.1f} ms, {ms / total:.0%}"
+        axes.text(0.005 * total, row - 0.4, told, color=look_of(theme).ink, fontsize=9, va="center")
         at += ms
     dress(axes, theme, title="where the time of a step goes", x="ms since the step began", grid=False)
-    told = [f"{title}  {ms:,.1f} ms, {ms / total:.0%}" for title, ms in times.items()]
-    axes.set_yticks(range(len(told)), told)
-    axes.set_ylim(len(times) - 0.5, -0.5)
+    axes.set_yticks([])
+    axes.set_ylim(len(times) - 0.6, -0.7)
     axes.set_xlim(0, total)
