@@ -1,7 +1,7 @@
 """A training job that writes down what it uses, to be killed.
 
-``python -m tests.chaos_job OUT RANKS NAME [WORKERS [FAULT]]``; a fault is ``disk:STEP``, from which on no file
-may grow beyond 20 kB, or ``clock``, which jumps by days.
+``python -m tests.chaos_job OUT RANKS NAME [WORKERS [FAULT]]``; a fault is ``disk:STEP``, from which on no
+file may grow beyond 20 kB, or ``clock``, which jumps by days.
 """
 
 from __future__ import annotations
