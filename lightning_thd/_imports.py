@@ -21,6 +21,7 @@ _HINTS: dict[str, tuple[str, str]] = {
     "accelerate": ("pip install 'lightning_thd[accelerate]'", "Lightning needs nothing more."),
     "wandb": ("pip install 'lightning_thd[wandb]'", "TensorBoard and CSV need nothing more."),
     "jsonargparse": ("pip install 'lightning_thd[cli]'", "From Python nothing more is needed."),
+    "shtab": ("pip install 'lightning_thd[cli]'", "The commands themselves need nothing more."),
     "matplotlib": ("pip install 'lightning_thd[plots]'", "The table needs nothing more."),
     "flash_attn": (
         "pip install --no-build-isolation flash-attn",

@@ -16,8 +16,8 @@ from lightning_thd._imports import require
 from lightning_thd.models.probe import check_packing
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Print the report; exit with 1 where sequences see each other."""
+def make_parser() -> argparse.ArgumentParser:
+    """Describe the command's arguments."""
     parser = argparse.ArgumentParser(
         "lightning-thd check",
         description="Run packs through a model and see whether any sequence sees another. A config.json is "
@@ -29,6 +29,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--layers", type=int, help="build this many layers of a config in place of all")
     parser.add_argument("--weights", action="store_true", help="load the model's weights too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the report; exit with 1 where sequences see each other."""
+    parser = make_parser()
     given = parser.parse_args(list(arguments))
     try:
         model = load_model(given.model, given.attention, layers=given.layers, weights=given.weights)

@@ -151,9 +151,17 @@ def _no_device(capability: int | None) -> str | None:
     return "there is no CUDA device" if capability is None else None
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Describe the command's arguments."""
+    parser = argparse.ArgumentParser(
+        "lightning-thd doctor", description=__doc__, epilog="example: lightning-thd doctor --json"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
 def main(arguments: Sequence[str]) -> None:
     """Print the diagnosis."""
-    parser = argparse.ArgumentParser("lightning-thd doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser = make_parser()
     found = diagnose()
     print(json.dumps(asdict(found), indent=1) if parser.parse_args(list(arguments)).json else found)

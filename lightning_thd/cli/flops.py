@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lightning_thd._imports import require
-from lightning_thd.flops.breakdown import FlopsBreakdown
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.peaks import peak_flops
 from lightning_thd.stats import SeqStats
@@ -63,47 +63,12 @@ def load_config(path: str) -> Any:
     return config
 
 
-def print_breakdown(
-    config: Any,
-    lengths: Sequence[int],
-    *,
-    causal: str = "half",
-    embedding: bool = False,
-    router: bool = False,
-    recompute: str = "none",
-) -> FlopsBreakdown:
-    """Print ``breakdown_table`` of a config.
-
-    Args:
-        config: a transformers config, its dict, or where to find one.
-        lengths: real tokens of every sequence.
-        causal: "half", "exact" or "full" square of a causal layer.
-        embedding: count the embedding table as a matmul.
-        router: count the routers of expert layers.
-        recompute: activation checkpointing: "none", "full", "early_stop" or "selective".
-
-    Returns:
-        What was printed.
-    """
-    model = FlopsModel.from_config(
-        load_config(config) if isinstance(config, str) else config,
-        causal=causal,  # type: ignore[arg-type]  # checked by FlopsModel
-        embedding=embedding,
-        router=router,
-        recompute=recompute,  # type: ignore[arg-type]  # checked by FlopsModel
-    )
-    sys.stdout.write(breakdown_table(model, lengths) + "\n")
-    return model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows))
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line: ``lightning-thd flops CONFIG --lengths 512 1024 2048``.
-
-    Args:
-        arguments: what follows the command's name; None takes them from the shell.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Describe the command's arguments."""
     parser = argparse.ArgumentParser(
-        prog="lightning-thd flops", description="FLOPs of training a model on sequences of given lengths."
+        prog="lightning-thd flops",
+        description="FLOPs of training a model on sequences of given lengths.",
+        epilog='example: lightning-thd flops config.json --lengths 512 1024 --device "NVIDIA H200"',
     )
     parser.add_argument("config", help="config.json, a folder with one, or a model name")
     parser.add_argument("--lengths", type=int, nargs="+", required=True, help="tokens of every sequence")
@@ -113,20 +78,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--router", action="store_true", help="count the routers of experts")
     parser.add_argument("--device", help="device name: adds the least time these FLOPs take on it")
     parser.add_argument("--dtype", default="bf16", help="bf16, fp16, tf32, fp32, fp8 or fp4, with --device")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: ``lightning-thd flops CONFIG --lengths 512 1024 2048``.
+
+    Args:
+        arguments: what follows the command's name; None takes them from the shell.
+    """
+    parser = make_parser()
     given = parser.parse_args(arguments)
     try:
         peak = peak_flops(given.device, given.dtype) if given.device else None
-        flops = print_breakdown(
-            given.config,
-            given.lengths,
+        model = FlopsModel.from_config(
+            load_config(given.config),
             causal=given.causal,
             embedding=given.embedding,
             router=given.router,
             recompute=given.recompute,
         )
+        flops = model.training_flops(SeqStats.from_lengths(given.lengths, windows=model.windows))
     except (ValueError, OSError, ModuleNotFoundError) as err:
         parser.error(str(err))
+    least_ms = flops.hardware / peak * 1e3 if peak is not None else None
+    if given.json:
+        found = {**asdict(flops), "model": flops.model, "hardware": flops.hardware, "least_ms": least_ms}
+        sys.stdout.write(json.dumps(found, default=str) + "\n")
+        return
+    sys.stdout.write(breakdown_table(model, given.lengths) + "\n")
     if peak is not None:
-        sys.stdout.write(f"At {peak / 1e12:g} TFLOP/s: {flops.hardware / peak * 1e3:.3f} ms at the least.\n")
+        sys.stdout.write(f"At {peak / 1e12:g} TFLOP/s: {least_ms:.3f} ms at the least.\n")
     elif given.device:
         sys.stdout.write(f"No peak is known for {given.device!r} in {given.dtype}.\n")

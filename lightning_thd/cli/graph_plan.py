@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from lightning_thd.cuda_graph.choice.costs import GraphCosts, IntArray, lengths_from_quantiles
 from lightning_thd.cuda_graph.choice.plan import GraphPlan, needed_sequences, plan_graphs
@@ -21,7 +23,7 @@ def graph_plan(arguments: Sequence[str]) -> GraphPlan:
     Args:
         arguments: of the command line, ``["corpus.jsonl", "--capacity", "8192"]``.
     """
-    parser = _parser()
+    parser = make_parser()
     given = parser.parse_args(list(arguments))
     if (given.data is None) == (given.quantiles is None):
         parser.error("give either a data set or --quantiles P50 P90 P99 MAX")
@@ -51,7 +53,9 @@ def graph_plan(arguments: Sequence[str]) -> GraphPlan:
 
 def main(arguments: Sequence[str]) -> None:
     """Print the table."""
-    print(graph_plan(arguments).table())
+    plan = graph_plan(arguments)
+    as_json = make_parser().parse_args(list(arguments)).json
+    print(json.dumps(asdict(plan)) if as_json else plan.table())
 
 
 def _from_data(
@@ -69,8 +73,13 @@ def _from_data(
     return needed_sequences(sample_layouts(planner), slots, longest), slots, longest
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("lightning-thd graph-plan", description=_DESCRIPTION)
+def make_parser() -> argparse.ArgumentParser:
+    """Describe the command's arguments."""
+    parser = argparse.ArgumentParser(
+        "lightning-thd graph-plan",
+        description=_DESCRIPTION,
+        epilog="example: lightning-thd graph-plan texts.jsonl --capacity 8192",
+    )
     parser.add_argument("data", nargs="?", help="what THDDataModule takes: .jsonl, .parquet, text, a folder")
     parser.add_argument("--capacity", type=int, default=8192, help="slots of a pack")
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
@@ -82,4 +91,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--per-sequence-us", type=float, help="what a sequence of the bucket adds to a replay"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

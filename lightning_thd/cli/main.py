@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lightning_thd._imports import require
 
 # command -> its module, imported when it runs, and what it does
-_TOOLS = {
+TOOLS = {
     "plan": ("lightning_thd.cli.plan", "packs, balance and speed to expect of a data set, before training"),
     "check": ("lightning_thd.cli.check", "whether a model keeps the sequences of a pack apart"),
     "doctor": (
@@ -21,8 +21,9 @@ _TOOLS = {
     "peaks": ("lightning_thd.cli.peaks", "dense peaks of devices, which MFU is held against"),
     "graph-plan": ("lightning_thd.cli.graph_plan", "buckets for CUDA graphs, and what they should bring"),
     "pack": ("lightning_thd.data.pack", "pack a data set once and write ready packs"),
+    "completion": ("lightning_thd.cli.completion", "print what completes these commands in a shell"),
 }
-_TRAINING = {
+TRAINING = {
     "fit": "train a module on a data module",
     "validate": "run the validation set",
     "test": "run the test set",
@@ -31,8 +32,8 @@ _TRAINING = {
 
 
 def _help() -> str:
-    tools = "\n".join(f"  {name:<10}  {what}" for name, (_, what) in _TOOLS.items())
-    training = "\n".join(f"  {name:<10}  {what}" for name, what in _TRAINING.items())
+    tools = "\n".join(f"  {name:<10}  {what}" for name, (_, what) in TOOLS.items())
+    training = "\n".join(f"  {name:<10}  {what}" for name, what in TRAINING.items())
     return (
         "usage: lightning-thd COMMAND [arguments]\n\n"
         "Training, every constructor argument settable from the command line or from YAML (--config):\n"
@@ -49,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         print(_help())
-    elif given[0] in _TOOLS:
-        importlib.import_module(_TOOLS[given[0]][0]).main(given[1:])
-    elif given[0] in _TRAINING:
+    elif given[0] in TOOLS:
+        importlib.import_module(TOOLS[given[0]][0]).main(given[1:])
+    elif given[0] in TRAINING:
         sys.argv[1:] = given  # where LightningCLI looks
         _lightning(given[0])
     else:
-        known = [*_TRAINING, *_TOOLS]
+        known = [*TRAINING, *TOOLS]
         sys.exit(f"lightning-thd: no command {given[0]!r}. Commands: {', '.join(known)}.")
 
 

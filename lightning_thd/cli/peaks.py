@@ -29,18 +29,25 @@ def peaks_table(rows: Sequence[Peak]) -> str:
     return "\n".join(lines)
 
 
+def make_parser() -> argparse.ArgumentParser:
+    """Describe the command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-thd peaks",
+        description="Dense peaks that MFU is held against, in TFLOP/s of one device, with their sources.",
+        epilog='example: lightning-thd peaks "NVIDIA H200"',
+    )
+    parser.add_argument("device", nargs="?", help="a device name, as torch.cuda.get_device_name gives it")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line: ``lightning-thd peaks [DEVICE] [--json]``.
 
     Args:
         arguments: what follows the command's name; None takes them from the shell.
     """
-    parser = argparse.ArgumentParser(
-        prog="lightning-thd peaks",
-        description="Dense peaks that MFU is held against, in TFLOP/s of one device, with their sources.",
-    )
-    parser.add_argument("device", nargs="?", help="a device name, as torch.cuda.get_device_name gives it")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = make_parser()
     given = parser.parse_args(arguments)
     rows: Sequence[Peak] = PEAKS
     if given.device:

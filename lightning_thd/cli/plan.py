@@ -64,11 +64,11 @@ class Expected:
 
 def main(arguments: Sequence[str]) -> None:
     """Print what to expect; with ``--plot``, draw it."""
-    given = _parser().parse_args(list(arguments))
+    given = make_parser().parse_args(list(arguments))
     try:
         expected, packs = plan_data(given)
     except (ValueError, OSError, ModuleNotFoundError) as err:
-        _parser().error(str(err))
+        make_parser().error(str(err))
     sys.stdout.write(json.dumps(asdict(expected)) + "\n" if given.json else f"{expected}\n")
     if given.plot:
         from lightning_thd.report.packs import draw_packs
@@ -166,7 +166,8 @@ def _tokenizer(name: str | None) -> Any:
     return AutoTokenizer.from_pretrained(name)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Describe the command's arguments."""
     parser = argparse.ArgumentParser(
         "lightning-thd plan",
         description="What training on a data set will look like: packs, balance, padding avoided, speed.",

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from lightning_thd.report import read_metrics, show
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Print the table of a run and draw its page."""
+def make_parser() -> argparse.ArgumentParser:
+    """Describe the command's arguments."""
     parser = argparse.ArgumentParser(
         "lightning-thd report",
         description="Print the table of a run, and draw report.png and report.html beside its logs.",
@@ -20,6 +20,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("folder", help="where CSVLogger wrote")
     parser.add_argument("--theme", choices=("light", "dark"), default="light")
     parser.add_argument("--json", action="store_true", help="print every metric's steps and values")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the table of a run and draw its page."""
+    parser = make_parser()
     given = parser.parse_args(list(arguments))
     try:
         if given.json:

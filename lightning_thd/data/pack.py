@@ -7,6 +7,7 @@ Packing offline pays where a trainer that cannot plan reads the file, or where r
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -251,14 +252,12 @@ def _writer(path: Path, suffix: str, schema: Any) -> Any:
     return require("pyarrow.parquet", feature="writing packs").ParquetWriter(path, schema)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line: ``lightning-thd pack data.jsonl packs.parquet --capacity 8192``.
-
-    Args:
-        arguments: what follows the command's name; None takes them from the shell.
-    """
+def make_parser() -> argparse.ArgumentParser:
+    """Describe the command's arguments."""
     parser = argparse.ArgumentParser(
-        prog="lightning-thd pack", description="Pack a data set once and write ready packs."
+        prog="lightning-thd pack",
+        description="Pack a data set once and write ready packs.",
+        epilog="example: lightning-thd pack texts.jsonl packs.parquet --capacity 8192",
     )
     parser.add_argument(
         "source", nargs="+", help="files, folders, globs or addresses, as THDDataModule takes"
@@ -283,13 +282,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--cache-dir", help="where tokenised text is kept")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: ``lightning-thd pack data.jsonl packs.parquet --capacity 8192``.
+
+    Args:
+        arguments: what follows the command's name; None takes them from the shell.
+    """
+    parser = make_parser()
     given = vars(parser.parse_args(arguments))
+    as_json = given.pop("json")
     try:
         source = given.pop("source")
         source = source[0] if len(source) == 1 else source
         counts = pack_file(source, given.pop("out"), progress=sys.stderr.isatty(), **given)
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as err:
         parser.error(str(err))
+    if as_json:
+        sys.stdout.write(json.dumps({name: int(count) for name, count in counts.items()}) + "\n")
+        return
     fill = counts["real_tokens"] / (counts["packs"] * given["capacity"])
     lost = "".join(f", {k.replace('_', ' ')} {n:,}" for k, n in list(counts.items())[4:] if n)
     sys.stdout.write(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_thd.cli.flops import main, print_breakdown
+from lightning_thd.cli.flops import main
 from lightning_thd.flops import FlopsModel, SeqStats
 from tests.flops.test_model import LLAMA2_7B
 
@@ -39,9 +39,12 @@ def test_a_folder_will_do_and_a_device_may_be_unknown(
     assert "No peak is known for 'Z80' in bf16." in capsys.readouterr().out
 
 
-def test_the_function_takes_a_config_and_returns_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    flops = print_breakdown(LLAMA2_7B, [8], embedding=True)
-    assert f"{flops.model:,}" in capsys.readouterr().out
+def test_json_has_every_part(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(config), "--lengths", "8", "--embedding", "--device", "NVIDIA H100 80GB HBM3", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    flops = FlopsModel.from_config(LLAMA2_7B, embedding=True).training_flops(SeqStats.from_lengths([8]))
+    assert (found["model"], found["hardware"]) == (flops.model, flops.hardware)
+    assert found["least_ms"] == pytest.approx(flops.hardware / 989.4e12 * 1e3)
 
 
 @pytest.mark.parametrize(

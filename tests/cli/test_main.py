@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from lightning_thd.cli import main
+from lightning_thd.cli.main import TOOLS
 from lightning_thd.report import read_metrics, table
 
 ROOT = Path(__file__).parents[2]
@@ -17,6 +20,44 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for command in ("fit", "validate", "test", "predict", "report", "flops"):
         assert command in shown
+
+
+def test_every_tool_takes_json_and_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in TOOLS:
+        with pytest.raises(SystemExit, match="0"):
+            main([name, "--help"])
+        shown = capsys.readouterr().out
+        assert "example:" in shown, name
+        assert name == "completion" or "--json" in shown, name
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_and_options(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", shell])
+    script = capsys.readouterr().out
+    for word in ("graph-plan", "capacity", "validate", "theme"):
+        assert word in script
+
+
+def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "bash"])
+    script = tmp_path / "completion.sh"
+    script.write_text(
+        capsys.readouterr().out
+        + "\nCOMP_WORDS=(lightning-thd pl); COMP_CWORD=1; _shtab_lightning_thd; echo ${COMPREPLY[@]}\n"
+    )
+    found = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
+    assert found.stdout.split() == ["plan"], found
+
+
+def test_json_of_plans_and_flops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["graph-plan", "--quantiles", "4", "8", "12", "16", "--capacity", "1024", "--json"])
+    assert json.loads(capsys.readouterr().out)["quantiles"] == [4, 8, 12, 16]
+    source = tmp_path / "texts.jsonl"
+    source.write_text('{"text": "abc"}\n' * 5)
+    main(["pack", str(source), str(tmp_path / "packs.parquet"), "--capacity", "16", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["sequences"] == 5
 
 
 def test_unknown_commands_are_refused() -> None:
