@@ -114,9 +114,16 @@ class THDThroughputMonitor(EvaluationHooks):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave what happens inside out of the training rates, as checkpoints are."""
+        with self._left_out(None):
+            yield
+
+    @contextmanager
+    def _left_out(self, part: str | None) -> Iterator[None]:
+        """Leave what happens inside out of the rates, and count its time for a part of the step, or for none."""
         was_running = self._run is not None and self._run.pause("train")
         try:
-            yield
+            with self._marks.apart(part):
+                yield
         finally:
             if was_running and self._run is not None:
                 self._run.resume("train")
@@ -161,14 +168,14 @@ class THDThroughputMonitor(EvaluationHooks):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch; close the interval where one ends."""
+        accumulates = trainer.fit_loop._should_accumulate()
+        self._marks.mark("forward_backward" if accumulates else "optimizer")
         run = self._ensure(trainer, pl_module)
         run.add("train", pl_module, batch)
         if self._pictures is not None and self._pictures.add(batch):
             self._draw(trainer)
-        if trainer.fit_loop._should_accumulate():
-            self._marks.mark("forward_backward")
+        if accumulates:
             return
-        self._marks.mark("optimizer")
         self._marks.end_step()
         self._steps += 1
         graphs = _compiled_graphs()
@@ -273,7 +280,7 @@ class THDThroughputMonitor(EvaluationHooks):
     @contextmanager
     def _saved(self) -> Iterator[None]:
         """Save what all ranks counted, and leave the saving out of the rates."""
-        with self.paused(), self._marks.apart("checkpoint"):
+        with self._left_out("checkpoint"):
             if self._run is not None and not self._failing:
                 self._run.reduce()
             yield
