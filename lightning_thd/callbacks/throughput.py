@@ -119,7 +119,7 @@ class THDThroughputMonitor(EvaluationHooks):
 
     @contextmanager
     def _left_out(self, part: str | None) -> Iterator[None]:
-        """Leave what happens inside out of the rates, and count its time for a part of the step, or for none."""
+        """Leave what happens inside out of the rates; its time counts for a part of the step, or none."""
         was_running = self._run is not None and self._run.pause("train")
         try:
             with self._marks.apart(part):
