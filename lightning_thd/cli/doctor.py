@@ -20,6 +20,7 @@ from lightning_thd._imports import available
 from lightning_thd._known_bad import installed_version, known_problems
 from lightning_thd.attention.support import SUPPORT, missing
 from lightning_thd.cuda_graph.capture.backend import CudaBackend
+from lightning_thd.report.terminal import Table, show_table
 
 # Distributions whose versions a bug report needs, in the order of the data flow.
 _DISTRIBUTIONS = (
@@ -73,16 +74,23 @@ class Diagnosis:
     kernels: list[Kernel]
     problems: list[str]
 
+    def tables(self) -> list[Table]:
+        """Lay out the machine, its packages, what may run, and what is known to be bad."""
+        kernels = [(f"{x.serves}: {x.name}", "yes" if x.usable else f"no: {x.why_not}") for x in self.kernels]
+        packages = [(name, found or "-") for name, found in self.packages.items()]
+        problems = [("PROBLEM", problem) for problem in self.problems]
+        return [
+            Table(columns=("", ""), rows=rows, text=(0, 1))
+            for rows in (
+                list(self.machine.items()),
+                packages,
+                kernels,
+                problems or [("No combination that is known to be bad.", "")],
+            )
+        ]
+
     def __str__(self) -> str:
-        width = max(map(len, (*self.machine, *self.packages)))
-        lines = [f"{name:<{width}}  {value}" for name, value in self.machine.items()]
-        lines += ["", *(f"{name:<{width}}  {v or '-'}" for name, v in self.packages.items()), ""]
-        width = max(len(f"{x.serves}: {x.name}") for x in self.kernels)
-        for x in self.kernels:
-            what = f"{x.serves}: {x.name}"
-            lines.append(f"{what:<{width}}  {'yes' if x.usable else 'no: ' + x.why_not}")
-        found = [f"PROBLEM  {problem}" for problem in self.problems]
-        return "\n".join([*lines, "", *(found or ["No combination that is known to be bad."])])
+        return "\n\n".join(map(str, self.tables()))
 
 
 def diagnose() -> Diagnosis:
@@ -163,5 +171,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> None:
     """Print the diagnosis."""
     parser = make_parser()
-    found = diagnose()
-    print(json.dumps(asdict(found), indent=1) if parser.parse_args(list(arguments)).json else found)
+    as_json, found = parser.parse_args(list(arguments)).json, diagnose()
+    if as_json:
+        print(json.dumps(asdict(found), indent=1))
+        return
+    for table in found.tables():
+        show_table(table)

@@ -13,12 +13,13 @@ from typing import Any
 from lightning_thd._imports import require
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.peaks import peak_flops
+from lightning_thd.report.terminal import Table, show_table
 from lightning_thd.stats import SeqStats
 
 _PARTS = ("linear", "attention", "logits", "vision", "model", "recompute", "hardware")
 
 
-def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> str:
+def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> Table:
     """What training on ``lengths`` costs, and what a counter that takes the pack for one sequence would say.
 
     Args:
@@ -26,19 +27,27 @@ def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> str:
         lengths: real tokens of every sequence.
 
     Returns:
-        Lines of text: FLOPs, share of the model's FLOPs, and FLOPs when counted as one sequence.
+        Of every part, FLOPs, its share of the model's, and FLOPs when counted as one sequence.
     """
     packed = model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows))
     as_one = model.training_flops(SeqStats.from_lengths([sum(lengths)], windows=model.windows))
-    head = f"{model.name}: {len(lengths)} sequences, {sum(lengths):,} tokens, causal={model.causal!r}"
-    lines = [head, f"{'':<12}{'FLOPs':>28}{'share':>9}{'as one sequence':>28}"]
     names = [name for name in _PARTS if getattr(packed, name)]
-    for name in names:
-        flops, other = getattr(packed, name), getattr(as_one, name)
-        lines.append(f"{name:<12}{flops:>28,}{flops / max(packed.model, 1):>9.1%}{other:>28,}")
-    if packed.model:
-        lines.append(f"Counted as one sequence: {as_one.model / packed.model:.3f} x the model's FLOPs.")
-    return "\n".join(lines)
+    rows = [
+        (
+            name,
+            f"{getattr(packed, name):,}",
+            f"{getattr(packed, name) / max(packed.model, 1):.1%}",
+            f"{getattr(as_one, name):,}",
+        )
+        for name in names
+    ]
+    once = as_one.model / packed.model if packed.model else 1.0
+    return Table(
+        title=f"{model.name}: {len(lengths)} sequences, {sum(lengths):,} tokens, causal={model.causal!r}",
+        columns=("", "FLOPs", "share", "as one sequence"),
+        rows=rows,
+        foot=f"Counted as one sequence: {once:.3f} x the model's FLOPs." if packed.model else "",
+    )
 
 
 def load_config(path: str) -> Any:
@@ -107,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = {**asdict(flops), "model": flops.model, "hardware": flops.hardware, "least_ms": least_ms}
         sys.stdout.write(json.dumps(found, default=str) + "\n")
         return
-    sys.stdout.write(breakdown_table(model, given.lengths) + "\n")
+    show_table(breakdown_table(model, given.lengths))
     if peak is not None:
         sys.stdout.write(f"At {peak / 1e12:g} TFLOP/s: {least_ms:.3f} ms at the least.\n")
     elif given.device:

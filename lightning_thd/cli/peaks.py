@@ -10,23 +10,29 @@ from dataclasses import asdict
 
 from lightning_thd.flops.peak_table import PEAKS, Peak
 from lightning_thd.flops.peaks import find_peak
+from lightning_thd.report.terminal import Table, show_table
 
 _DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4")
 
 
-def peaks_table(rows: Sequence[Peak]) -> str:
-    """Lay rows out as text: dense TFLOP/s by dtype, how the vendor printed them, and where.
+def peaks_table(rows: Sequence[Peak]) -> Table:
+    """Lay rows out: dense TFLOP/s by dtype, how the vendor printed them, and where.
 
     Args:
         rows: of the table.
     """
-    width = max([len(row.name) for row in rows], default=6)
-    lines = [f"{'device':<{width}}" + "".join(f"{name:>8}" for name in _DTYPES) + "  printed  source"]
-    for row in rows:
-        figures = (getattr(row, name) for name in _DTYPES)
-        cells = "".join(f"{'-' if value is None else f'{value:g}':>8}" for value in figures)
-        lines.append(f"{row.name:<{width}}{cells}  {row.printed:<8} {row.source}")
-    return "\n".join(lines)
+    return Table(
+        columns=("device", *_DTYPES, "printed", "source"),
+        rows=[
+            (row.name, *(_figure(getattr(row, name)) for name in _DTYPES), row.printed, row.source)
+            for row in rows
+        ],
+        text=(0, len(_DTYPES) + 1, len(_DTYPES) + 2),
+    )
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -58,5 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "peak='measure' to time matmuls; `lightning-thd peaks` lists what is known."
             )
         rows = [row]
-    text = json.dumps([asdict(row) for row in rows], indent=2) if given.json else peaks_table(rows)
-    sys.stdout.write(text + "\n")
+    if given.json:
+        sys.stdout.write(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    else:
+        show_table(peaks_table(rows))

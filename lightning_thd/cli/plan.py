@@ -17,6 +17,7 @@ from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.flops import FlopsModel, SeqStats, peak_flops
 from lightning_thd.packing import Packs, Sequences
+from lightning_thd.report.terminal import Table, show_table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +46,8 @@ class Expected:
     tokens_per_s: float | None
     lost: dict[str, int]
 
-    def __str__(self) -> str:
+    def table(self) -> Table:
+        """Lay out what to expect."""
         rows = [
             ("optimizer steps an epoch", f"{self.steps:,}"),
             ("packs looked at", f"{self.packs:,}"),
@@ -59,7 +61,7 @@ class Expected:
         if self.tokens_per_s is not None:
             rows.append(("tokens/s of one device", f"{self.tokens_per_s:,.0f}"))
         rows += [(name.replace("_", " "), f"{n:,}") for name, n in self.lost.items() if n]
-        return "\n".join(f"{name:<26}{value:>16}" for name, value in rows)
+        return Table(columns=("", ""), rows=rows)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -69,7 +71,10 @@ def main(arguments: Sequence[str]) -> None:
         expected, packs = plan_data(given)
     except (ValueError, OSError, ModuleNotFoundError) as err:
         make_parser().error(str(err))
-    sys.stdout.write(json.dumps(asdict(expected)) + "\n" if given.json else f"{expected}\n")
+    if given.json:
+        sys.stdout.write(json.dumps(asdict(expected)) + "\n")
+    else:
+        show_table(expected.table())
     if given.plot:
         from lightning_thd.report.packs import draw_packs
 

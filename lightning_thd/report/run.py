@@ -11,6 +11,7 @@ from lightning_thd._imports import installed
 from lightning_thd.report.look import Theme
 from lightning_thd.report.page import page, picture
 from lightning_thd.report.rows import ROWS, Series, number
+from lightning_thd.report.terminal import Table, show_table
 
 
 def read_metrics(folder: str | Path) -> Series:
@@ -39,15 +40,15 @@ def read_metrics(folder: str | Path) -> Series:
     return {name: sorted(values.items()) for name, values in found.items()}
 
 
-def table(series: Series) -> str:
+def table(series: Series) -> Table:
     """Lay out first, median and last value of what a training run logs."""
-    lines = [f"{'':26}{'first':>12}{'median':>12}{'last':>12}"]
+    rows = []
     for name, (title, unit, factor) in ROWS.items():
         values = [value * factor for _, value in series.get(name, []) if math.isfinite(value)]
         if values:
             cells = (values[0], sorted(values)[len(values) // 2], values[-1])
-            lines.append(f"{title:26}" + "".join(f"{number(cell) + unit:>12}" for cell in cells))
-    return "\n".join(lines)
+            rows.append((title, *(number(cell) + unit for cell in cells)))
+    return Table(columns=("", "first", "median", "last"), rows=rows)
 
 
 def show(folder: str | Path, *, theme: Theme = "light") -> None:
@@ -58,7 +59,9 @@ def show(folder: str | Path, *, theme: Theme = "light") -> None:
         theme: ``light`` or ``dark``.
     """
     series = read_metrics(folder)
-    print(f"\n{table(series)}\n")  # noqa: T201
+    print()  # noqa: T201
+    show_table(table(series))
+    print()  # noqa: T201
     if installed("matplotlib"):
         png = picture(series, Path(folder) / "report.png", theme=theme)
         page(series, Path(folder) / "report.html", theme=theme)

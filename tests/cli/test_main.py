@@ -105,6 +105,6 @@ def test_a_later_run_continues_the_series(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "metrics.csv").write_text(f"step,train/loss\n{rows}\n")
     assert read_metrics(tmp_path)["train/loss"] == [(0, 1.0), (1, 0.9), (2, 0.7), (3, 0.6)]
-    assert "loss" in table(read_metrics(tmp_path))
+    assert "loss" in str(table(read_metrics(tmp_path)))
     with pytest.raises(ValueError, match=r"No metrics.csv below .*CSVLogger"):
         read_metrics(tmp_path / "nothing")

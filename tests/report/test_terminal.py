@@ -1,0 +1,52 @@
+"""Tables: aligned text in a log, rich's on a terminal, 80 columns wide."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from lightning_thd.report.terminal import Table, show_table
+
+TABLE = Table(
+    columns=("device", "bf16", "source"),
+    rows=[("H200", "989.5", "a datasheet"), ("A", "-", "[none]")],
+    text=(0, 2),
+    title="Peaks",
+    foot="TFLOP/s",
+)
+
+
+def test_text_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    show_table(TABLE)
+    assert capsys.readouterr().out.splitlines() == [
+        "Peaks",
+        "device   bf16  source",
+        "H200    989.5  a datasheet",
+        "A           -  [none]",
+        "TFLOP/s",
+    ]
+
+
+def test_rows_without_heads() -> None:
+    assert str(Table(columns=("", ""), rows=[("a", "1"), ("bc", "22")])) == "a    1\nbc  22"
+
+
+def test_a_terminal_of_80_columns_gets_a_drawn_table() -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}
+    subprocess.run(
+        [sys.executable, "-c", "from lightning_thd.cli import main; main(['peaks', 'NVIDIA H200'])"],
+        stdout=theirs,
+        env=environment,
+        check=True,
+    )
+    os.close(theirs)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    lines = [line.rstrip("\r") for line in shown.split("\n")]
+    assert any(line.startswith(("\u250f", "\u2503")) for line in lines)
+    assert max(map(len, lines)) <= 80 + 40  # with escape codes of bold heads
