@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.attention import varlen_attention
-from lightning_thd.models.pack import CAUSAL, current_pack, current_scope
+from lightning_thd.models.inputs.masks import told_limit
+from lightning_thd.models.pack import CAUSAL, current_pack, current_scope, refuse_unannounced
 from lightning_thd.parallel.context import layout
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 _UNSET: Final = -1  # `sliding_window` not passed, which is not the same as passed as None
 # Arguments that transformers hands down to every attention and that none of its own implementations reads to
@@ -77,7 +79,7 @@ def thd_attention(
         query: ``[B, H, T, D]``.
         key: ``[B, G, T, D]``.
         value: ``[B, G, T, E]``.
-        attention_mask: must be None.
+        attention_mask: must be None, or what ``thd_mask`` made.
         dropout: must be 0.
         scaling: of the scores; None is ``D ** -0.5``.
         sliding_window: keys a query sees, its own included; to both sides where not causal.
@@ -93,7 +95,9 @@ def thd_attention(
     Returns:
         ``[B, T, H, E]`` and None for the weights.
     """
-    _refuse(module, attention_mask, dropout, others)
+    refuse_unannounced(module)
+    told_window, chunk = told_limit(attention_mask)
+    _refuse(module, None if told_window or chunk else attention_mask, dropout, others)
     causal = _is_causal(module, is_causal)
     if cu_seq_lens_q is not None:
         _refuse_other_keys(module, query, key)
@@ -102,8 +106,11 @@ def thd_attention(
         bounds = _ambient(module, query, key, causal=causal)
     if not causal:
         bounds = _without_padding(module, bounds)
-    window = getattr(module, "sliding_window", None) if sliding_window == _UNSET else sliding_window
     rows, _, slots, _ = query.shape
+    if chunk is not None:
+        bounds = _in_chunks(module, bounds, chunk, rows * slots)
+    window = getattr(module, "sliding_window", None) if sliding_window == _UNSET else sliding_window
+    window = window if told_window is None else told_window
     q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out_THD = varlen_attention(
         q_THD,
@@ -189,6 +196,41 @@ def _without_padding(module: nn.Module, bounds: _Boundaries) -> _Boundaries:
             "train this model without context parallelism."
         )
     return bounds._replace(cu_seqlens_q=pack.token_bounds, cu_seqlens_k=pack.token_bounds)
+
+
+def _in_chunks(module: nn.Module, bounds: _Boundaries, chunk: int, slots: int) -> _Boundaries:
+    """Cut sequences at the multiples of ``chunk``, across which no token sees another (Llama 4)."""
+    if layout.in_use and layout.layout_of(bounds.cu_seqlens_q) is not None:
+        raise ValueError(
+            f"{type(module).__name__} attends in chunks of {chunk}, and sequences longer than that cannot be "
+            f"cut into chunks under context parallelism. Use sequences of at most {chunk}, or train this "
+            "model without context parallelism."
+        )
+    pack = current_pack()
+    known = {} if pack is None or pack.cu_seqlens_q is not bounds.cu_seqlens_q else pack.cache
+    if ("chunks", chunk) not in known:
+        known["chunks", chunk] = chunk_offsets(bounds.cu_seqlens_q, slots, chunk)
+    offsets, longest = known["chunks", chunk], min(chunk, bounds.max_length_q)
+    return _Boundaries(offsets, offsets, longest, longest)
+
+
+def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
+    """Cut sequences into chunks, by shapes that do not depend on lengths; nothing is read back.
+
+    Args:
+        cu_seqlens: int32 ``[S + 1]``, last entry T.
+        slots: T.
+        chunk: longest piece.
+
+    Returns:
+        int32 ``[S + T // chunk + 1]`` or fewer; empty pieces at the end. ``[0, 5, 7]``, 7 and 4 give
+        ``[0, 4, 5, 7]``.
+    """
+    places = torch.arange(slots, device=cu_seqlens.device)
+    starts = cu_seqlens[:-1].long().index_select(0, seq_idx_from_cu_seqlens(cu_seqlens, slots).long())
+    begins = torch.where((places - starts) % chunk == 0, places, slots).sort().values
+    offsets = begins[: cu_seqlens.shape[0] - 1 + slots // chunk]
+    return torch.cat([offsets, cu_seqlens[-1:]]).to(torch.int32)
 
 
 def _ambient(module: nn.Module, query: Tensor, key: Tensor, *, causal: bool) -> _Boundaries:

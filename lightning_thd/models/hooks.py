@@ -21,8 +21,16 @@ from lightning_thd.models.inputs.positions import pack_from_positions, refuse_pl
 from lightning_thd.models.inputs.ropes import adopt_ropes
 from lightning_thd.models.inputs.zero_embeddings import adopt_zero_embeddings
 from lightning_thd.models.mixers import adopt_mixers
-from lightning_thd.models.pack import Pack, Scope, current_scope, packed, scoped, set_scope
-from lightning_thd.models.pooled_heads import a_row_a_sequence, adopt_pooled_head, may_pool
+from lightning_thd.models.pack import (
+    Pack,
+    Scope,
+    current_scope,
+    know_model_of,
+    packed,
+    scoped,
+    set_scope,
+)
+from lightning_thd.models.pooled_heads import a_row_a_sequence, adopt_pooled_head, may_pool, refuse_one_row
 from lightning_thd.models.unknown_layers import unknown_layers
 
 if TYPE_CHECKING:
@@ -50,6 +58,7 @@ def install(model: Any) -> None:
     adopt_zero_embeddings(type(model))
     adopt_pooled_head(type(model))
     learn_window(model.config)
+    know_model_of(model.config)
     model.register_forward_pre_hook(_enter, with_kwargs=True)
     # Also when forward raises: an abandoned scope would claim the next batch.
     model.register_forward_hook(_leave, always_call=True)
@@ -83,6 +92,8 @@ def _enter(
     """Find out what the model is called with, check it, and put it on the stack."""
     if model.config._attn_implementation != NAME:  # switched away by set_attn_implementation
         return None
+    if not torch.compiler.is_compiling():
+        know_model_of(model.config)  # of a copy too, which was never installed
     outer = current_scope()
     if outer is None and getattr(model, "_thd_packs_rows", False):
         return None  # its forward decides what becomes a pack: see run_as_pack
@@ -140,9 +151,12 @@ def _leave(model: Any, args: tuple[Any, ...], output: Any) -> Any:
     if scope is None or scope.module is not model:  # _enter raised or did nothing
         return None
     set_scope(scope.outer)
-    if scope.pack is None or output is None or not may_pool(model):
+    if scope.pack is None or output is None:
         return None
-    return a_row_a_sequence(model, scope.pack, output)
+    pooled = a_row_a_sequence(model, scope.pack, output) if may_pool(model) else None
+    if scope.outer is None or scope.outer.module is None:
+        refuse_one_row(model, scope.pack, output)
+    return pooled
 
 
 def _families(model: nn.Module) -> tuple[type, ...]:

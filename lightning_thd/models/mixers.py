@@ -43,6 +43,7 @@ MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
     "Qwen3NextGatedDeltaNet": _DELTA,
     "Qwen3_5GatedDeltaNet": _DELTA,
     "Qwen3_5MoeGatedDeltaNet": _DELTA,
+    "Qwen4ExpTextGatedDeltaNet": _DELTA,
     "OlmoHybridGatedDeltaNet": _DELTA,
     "KimiLinearDeltaAttention": _DELTA,
     "BailingHybridDeltaAttention": _DELTA,
@@ -51,6 +52,8 @@ MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
     "Lfm3ShortConv": _CONV,
     "RecurrentGemmaRecurrentBlock": None,
     "MiniMaxLightningAttention": None,
+    "RwkvSelfAttention": None,
+    "RwkvFeedForward": None,
     "xLSTMLayer": None,
 }
 _CACHES = ("cache_params", "past_key_values", "past_key_value", "state")

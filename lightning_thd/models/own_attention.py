@@ -7,6 +7,8 @@ import re
 import sys
 from typing import Any
 
+from lightning_thd.models.mixers import MIXERS
+
 # Older modeling files keep a dictionary of attention classes instead of asking for a function.
 _TABLE = re.compile(r"(\w+_CLASSES)\[\s*(?:self\.)?config\._attn_implementation\s*\]")
 _ATTENTION = re.compile(r"^class (\w*Attention\w*)\(nn\.Module\):", re.MULTILINE)
@@ -16,10 +18,17 @@ def refuse_own_attention(model: Any) -> None:
     """Refuse a model class whose attention never asks which implementation is wanted.
 
     Raises:
-        ValueError: for Bloom, Falcon, GPT-J, MPT, Git and others of older code.
+        ValueError: for Bloom, Falcon, GPT-J, MPT and others of older code.
     """
-    own_table = any("VISION" not in name for name in _tables(model)) and not _sees_images(model)
-    if own_table or not (type(model)._can_set_attn_implementation() or _attends_to_images_alone(model)):
+    table = next((name for name in _tables(model) if "VISION" not in name), None)
+    if table is not None and not _sees_images(model):
+        raise ValueError(
+            f"{type(model).__name__} takes its attention from a table of its own, {table}, which has no "
+            "'thd'. Use padded rows with attn_implementation='eager', or a model whose modeling file uses "
+            "transformers' AttentionInterface."
+        )
+    aware = type(model)._can_set_attn_implementation() or _attends_to_images_alone(model)
+    if not (aware or _attention_is_mixers(model)):
         raise ValueError(
             f"{type(model).__name__} has an attention of its own that ignores attn_implementation, so 'thd' "
             "would leave it leaking across sequences. Use padded rows with attn_implementation='eager', or a "
@@ -37,6 +46,12 @@ def _attends_to_images_alone(model: Any) -> bool:
     text = model.config.get_text_config()
     names = _ATTENTION.findall(_source(model))
     return text is not model.config and bool(names) and all("Vision" in name for name in names)
+
+
+def _attention_is_mixers(model: Any) -> bool:
+    """Say whether all that a modeling file calls attention is a state-space layer that knows about packs."""
+    names = _ATTENTION.findall(_source(model))
+    return bool(names) and all(name in MIXERS for name in names)
 
 
 def _sees_images(model: Any) -> bool:

@@ -10,6 +10,7 @@ Legend: T slots in a pack, S sequences (a trailing pad included).
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -178,6 +179,34 @@ class Scope:
         self.module = module
         self.families = families
         self.masks = masks
+
+
+# Configs of the models that announce their packs, by identity: a config has no hash.
+_CONFIGS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def know_model_of(config: Any) -> None:
+    """Remember that the model of this config announces its packs."""
+    _CONFIGS[id(config)] = config
+
+
+def refuse_unannounced(module: Any) -> None:
+    """Refuse a layer whose config says "thd" while its model was never told, so that no pack is announced.
+
+    Raises:
+        ValueError: where ``config._attn_implementation`` was assigned to by hand.
+    """
+    config = getattr(module, "config", None)
+    if (
+        current_scope() is None
+        and getattr(config, "_attn_implementation", "") == "thd"
+        and id(config) not in _CONFIGS
+    ):
+        raise ValueError(
+            f"{type(module).__name__} has a config that says 'thd', but its model was built with another "
+            "attention and knows nothing of packs. Call model.set_attn_implementation('thd'), or build it "
+            "with attn_implementation='thd'; do not assign to its config."
+        )
 
 
 # The top of the stack, one a thread, as backward recomputes checkpoints in threads of its own. No subclass

@@ -25,6 +25,8 @@ from lightning_thd.models.padded_groups import group_rows
 from lightning_thd.parallel.context import layout
 
 _HEAD = "ForSequenceClassification"
+# In the names of outputs that may be one row of a whole pack.
+_ONE_ROW = ("logit", "pool", "embeds", "score", "reward")
 _A_ROW_A_TOKEN = re.compile(
     r"CausalLM|LMHead|MaskedLM|ForConditionalGeneration|TokenClassification|QuestionAnswering|Model$"
 )
@@ -64,15 +66,55 @@ def a_row_a_sequence(model: Any, pack: Pack, output: Any) -> Any:
     pooler = getattr(model, "pooler", None)
     if pooled is None or pooler is None or hidden is None or hidden.shape[:2] != (1, pack.slots):
         return None
-    if "[:, 0]" not in inspect.getsource(type(pooler).forward):
+    starts = pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1)
+    first = hidden[0].index_select(0, starts)[:, None]
+    albert = isinstance(pooler, torch.nn.Linear) and hasattr(model, "pooler_activation")
+    if not albert and "[:, 0]" not in inspect.getsource(type(pooler).forward):
         raise ValueError(
             f"{type(model).__name__} makes its pooler_output by code that cannot be repeated for every "
             f"sequence of a pack (its pooler is a {type(pooler).__name__}). Feed it padded rows, or build "
             "its base with add_pooling_layer=False and pool batch.unpack(hidden) yourself."
         )
-    starts = pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1)
-    output.pooler_output = pooler(hidden[0].index_select(0, starts)[:, None])
+    output.pooler_output = _pooled(model, first)
     return output
+
+
+def refuse_one_row(model: Any, pack: Pack, output: Any) -> None:
+    """Refuse what is one row for all sequences of a pack, whatever it is called.
+
+    Args:
+        model: the outermost, which returned ``output``.
+        pack: of S sequences.
+        output: of transformers, or the tuple it becomes with ``return_dict=False``.
+
+    Raises:
+        ValueError: naming the output.
+    """
+    if isinstance(output, tuple):
+        named = [(f"output {i}", value) for i, value in enumerate(output)]
+    elif isinstance(output, dict):
+        named = [(name, x) for name, x in output.items() if any(part in name for part in _ONE_ROW)]
+    else:
+        named = []
+    for name, value in named:
+        if not isinstance(value, Tensor) or value.ndim not in (1, 2) or not value.is_floating_point():
+            continue
+        a_slot_each = value.ndim == 2 and value.shape[1] == pack.slots
+        if value.shape[0] == 1 and not a_slot_each and pack.cu_seqlens_q.shape[0] > 2:
+            raise ValueError(
+                f"{type(model).__name__} returns one row of {name}, {tuple(value.shape)}, for a pack of "
+                f"{pack.cu_seqlens_q.shape[0] - 1} sequences. Feed it padded rows, leave return_dict=False "
+                "out, or take the hidden states of its base model and pool them by batch.unpack()."
+            )
+
+
+def _pooled(base: Any, hidden: Tensor) -> Tensor:
+    """Pool rows ``[N, L, D]`` as the base model does; ``[N, D]``."""
+    if isinstance(base.pooler, torch.nn.Linear):
+        activated: Tensor = base.pooler_activation(base.pooler(hidden[:, 0]))
+        return activated
+    pooled: Tensor = base.pooler(hidden)
+    return pooled
 
 
 def _row_a_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,10 +219,10 @@ def _as_rows(base: Any, output: Any, source: Tensor, pack: Pack) -> Any:
 
     if isinstance(output, tuple):
         hidden = rows(output[0])
-        return (hidden, base.pooler(hidden)) if getattr(base, "pooler", None) is not None else (hidden,)
+        return (hidden, _pooled(base, hidden)) if getattr(base, "pooler", None) is not None else (hidden,)
     made = type(output)(**{name: rows(value) for name, value in output.items()})
     if getattr(base, "pooler", None) is not None and hasattr(made, "pooler_output"):
-        made.pooler_output = base.pooler(made.last_hidden_state)
+        made.pooler_output = _pooled(base, made.last_hidden_state)
     return made
 
 

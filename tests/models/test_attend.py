@@ -11,8 +11,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed
-from lightning_thd.models.attend import thd_attention
+from lightning_thd.models.attend import chunk_offsets, thd_attention
+from lightning_thd.models.inputs.masks import tell_limit
 from lightning_thd.models.pack import Scope, scoped
+from lightning_thd.parallel.context import layout
+from lightning_thd.parallel.shard import shard_batch
+from lightning_thd.seqlens import cu_seqlens_from_lengths
 
 
 class Layer(nn.Module):
@@ -132,6 +136,28 @@ def test_what_every_attention_is_handed_is_no_reason_to_refuse() -> None:
         "alibi": None,
     }
     thd_attention(Layer(), *qkv(1, 3), None, **handed)
+
+
+@pytest.mark.parametrize(("lengths", "chunk"), [((5, 2), 4), ((8, 4, 1, 9), 4), ((1, 1), 4), ((7,), 3)])
+def test_chunks_cut_sequences_at_their_multiples(lengths: tuple[int, ...], chunk: int) -> None:
+    pieces = [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
+    ends = torch.tensor(pieces).cumsum(0).tolist()
+    got = chunk_offsets(cu_seqlens_from_lengths(lengths), sum(lengths), chunk).tolist()
+    assert got[: len(pieces) + 1] == [0, *ends]
+    assert set(got[len(pieces) + 1 :]) <= {sum(lengths)}
+
+
+def test_a_shard_is_not_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "in_use", False)  # put back afterwards
+    shard = shard_batch(THDBatch.collate([{"input_ids": range(8)}]), group=None, cp=2, rank=0)
+    with pytest.raises(ValueError, match=r"chunks of 2.*at most 2, or train this model without context"):
+        thd_attention(
+            Layer(),
+            *qkv(1, 4),
+            tell_limit(2, chunk=True, device=None),
+            cu_seq_lens_q=shard.cu_seqlens_padded,
+            max_length_q=4,
+        )
 
 
 def test_keys_beside_those_of_the_pack_are_refused_whether_boundaries_are_passed_or_not() -> None:

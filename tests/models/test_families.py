@@ -51,6 +51,9 @@ def test_the_families_whose_turn_is_today_are_exact_or_refused() -> None:
         ("image_text", "llava", "exact", ""),
         ("image_text", "got_ocr2", "exact", ""),
         ("encoder", "mobilebert", "refused", "trigram_input"),
+        ("causal", "rwkv", "exact", ""),
+        ("causal", "falcon", "refused", "FALCON_ATTENTION_CLASSES, which has no 'thd'"),
+        ("sequence", "albert", "exact", ""),
     ],
 )
 def test_families_that_were_wrong_or_refused_for_a_false_reason(

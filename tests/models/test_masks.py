@@ -12,7 +12,11 @@ pytest.importorskip("transformers")
 import transformers
 from transformers import masking_utils
 
+from lightning_thd.batch import THDBatch
 from lightning_thd.models import register_thd
+from lightning_thd.models.inputs.masks import tell_limit, told_limit
+from lightning_thd.parallel.context import layout
+from lightning_thd.parallel.shard import shard_batch
 from tests.models.families import build
 
 register_thd()
@@ -84,6 +88,13 @@ def test_a_bidirectional_mask_is_nothing() -> None:
     assert masking_utils.create_bidirectional_mask(config(), torch.zeros(1, 6, 16), None) is None
 
 
+DENSE = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 SPARSE = {
     "vocab_size": 64,
     "hidden_size": 16,
@@ -96,12 +107,57 @@ SPARSE = {
 
 
 def test_a_window_that_only_the_mask_knows_is_refused_beyond_its_size() -> None:
-    # PhiMoE builds a sliding mask and does not hand the window to its attention (transformers 5.23).
-    made = transformers.PhimoeConfig(**SPARSE, sliding_window=4, num_local_experts=2)
+    # Doge builds a sliding mask and does not hand the window to its attention (transformers 5.23).
+    made = transformers.DogeConfig(**{**DENSE, "sliding_window": 4})
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
     model(torch.arange(3, 7)[None], use_cache=False)
     with pytest.raises(ValueError, match=r"window or chunk of 4 in its mask alone.*sequences of 9"):
         model(torch.arange(3, 12)[None], use_cache=False)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        transformers.PhimoeConfig(**SPARSE, sliding_window=4, num_local_experts=2, initializer_range=0.2),
+        transformers.Llama4TextConfig(
+            **SPARSE,
+            head_dim=8,
+            intermediate_size_mlp=16,
+            attention_chunk_size=4,
+            num_local_experts=2,
+            no_rope_layers=[1, 0],
+            initializer_range=0.2,
+        ),
+    ],
+    ids=lambda made: made.model_type,
+)
+def test_a_window_or_chunk_of_the_mask_alone_is_told_where_layers_hand_masks_on(made: Any) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
+    stock = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager").eval()
+    stock.load_state_dict(model.state_dict())
+    rows = [torch.arange(3, 3 + n) for n in (9, 1, 4, 13, 3)]
+    batch = THDBatch.collate([{"input_ids": ids} for ids in rows])
+    for ids, got in zip(rows, batch.unpack(model(**batch.hf_kwargs()).logits), strict=True):
+        want = stock(ids[None], use_cache=False).logits
+        torch.testing.assert_close(got, want[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(ids[None], use_cache=False).logits, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_limit_is_said_by_a_shape() -> None:
+    assert told_limit(tell_limit(8, chunk=False, device=None)) == (8, None)
+    assert told_limit(tell_limit(8, chunk=True, device=None)) == (None, 8)
+    assert told_limit(torch.zeros(1, 1, 3, 3)) == told_limit(None) == (None, None)
+
+
+def test_the_longest_sequence_of_a_shard_is_that_of_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "in_use", False)  # put back afterwards
+    made = transformers.DogeConfig(**{**DENSE, "sliding_window": 4})
+    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
+    # A rank of two holds 4 tokens of a sequence of 8.
+    shard = shard_batch(THDBatch.collate([{"input_ids": range(8)}]), group=None, cp=2, rank=0)
+    assert shard.max_seqlen == 4
+    with pytest.raises(ValueError, match=r"mask alone.*sequences of 8"):
+        model(**shard.hf_kwargs())
 
 
 def test_a_window_that_the_layer_remembers_is_applied() -> None:

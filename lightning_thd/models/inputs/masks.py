@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, current_scope
+from lightning_thd.parallel.context import layout
 
 _MASKING_UTILS = "transformers.masking_utils"
 _UNDERSTOOD = (
@@ -22,6 +23,8 @@ _UNDERSTOOD = (
     "sliding_window_overlay",
     "blockwise_overlay",
 )
+# Families whose layers hand the mask to the attention as it is, so that it may say more than it shows.
+_HANDS_MASKS_ON = ("llama4_text", "phimoe")
 
 
 def thd_mask(
@@ -33,8 +36,9 @@ def thd_mask(
     config: Any = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool | None = None,
+    device: torch.device | None = None,
     **_: Any,
-) -> None:
+) -> Tensor | None:
     """Stand in for a mask: boundaries are in cu_seqlens, causality and windows in other arguments.
 
     Args:
@@ -43,8 +47,12 @@ def thd_mask(
         attention_mask: the user's padding mask ``[B, T]``; must be None or all true.
         local_size: window or chunk that only a mask would carry in some families.
         config: of the model.
+        device: of the model.
         allow_is_causal_skip: False where the caller needs a mask that is more than causal.
         allow_is_bidirectional_skip: the same of a bidirectional mask, which also sets the former False.
+
+    Returns:
+        None, or what says a window or chunk to the attention of a family that only its mask would tell.
 
     Raises:
         ValueError: when the mask would hide or show anything the attention does not know about.
@@ -76,12 +84,27 @@ def thd_mask(
         and not _PASSES_WINDOW.get(type(config), False)
         and _longest(q_length) > local_size
     ):
+        if getattr(config, "model_type", "") in _HANDS_MASKS_ON:
+            return tell_limit(local_size, chunk=hasattr(config, "attention_chunk_size"), device=device)
         raise ValueError(
             f"{type(config).__name__}: this model hides keys by a window or chunk of {local_size} in its "
             "mask alone and does not tell its attention, so 'thd' cannot apply it to sequences of "
             f"{_longest(q_length)}. Use sequences of at most {local_size}, switch the window off in the "
             "config, or use attn_implementation='eager' on padded rows."
         )
+    return None
+
+
+def tell_limit(size: int, *, chunk: bool, device: torch.device | None) -> Tensor:
+    """Make a mask without entries whose shape says a window, ``[0, size]``, or a chunk, ``[0, 0, size]``."""
+    return torch.empty((0, 0, size) if chunk else (0, size), dtype=torch.bool, device=device)
+
+
+def told_limit(mask: Tensor | None) -> tuple[int | None, int | None]:
+    """Read the window and the chunk off a mask; None and None off any other. ``[0, 8]`` is a window of 8."""
+    if mask is None or mask.ndim not in (2, 3) or mask.shape[0] != 0:
+        return None, None
+    return (mask.shape[1], None) if mask.ndim == 2 else (None, mask.shape[2])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -117,7 +140,10 @@ def _parts(mask_function: Callable[..., Any] | None) -> Iterator[Callable[..., A
 
 def _longest(q_length: int) -> int:
     scope = current_scope()
-    return q_length if scope is None or scope.pack is None else scope.pack.max_length_q
+    if scope is None or scope.pack is None:
+        return q_length
+    shard = layout.layout_of(scope.pack.cu_seqlens_q) if layout.in_use else None
+    return scope.pack.max_length_q if shard is None else max(shard.padded_lengths)
 
 
 # Config classes of the models built so far, and whether their attention call carries the window that a mask
