@@ -14,6 +14,7 @@ from transformers import masking_utils
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import register_thd
+from lightning_thd.models.inputs import masks
 from lightning_thd.models.inputs.masks import tell_limit, told_limit
 from lightning_thd.parallel.context import layout
 from lightning_thd.parallel.shard import shard_batch
@@ -88,13 +89,6 @@ def test_a_bidirectional_mask_is_nothing() -> None:
     assert masking_utils.create_bidirectional_mask(config(), torch.zeros(1, 6, 16), None) is None
 
 
-DENSE = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
 SPARSE = {
     "vocab_size": 64,
     "hidden_size": 16,
@@ -106,9 +100,16 @@ SPARSE = {
 }
 
 
-def test_a_window_that_only_the_mask_knows_is_refused_beyond_its_size() -> None:
-    # Doge builds a sliding mask and does not hand the window to its attention (transformers 5.23).
-    made = transformers.DogeConfig(**{**DENSE, "sliding_window": 4})
+def phimoe() -> Any:
+    """A config of PhiMoE, which builds a sliding mask and tells its attention no window (transformers 5.23)."""
+    return transformers.PhimoeConfig(**SPARSE, sliding_window=4, num_local_experts=2, initializer_range=0.2)
+
+
+def test_a_window_that_only_the_mask_knows_is_refused_beyond_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(masks, "_HANDS_MASKS_ON", ())  # as a family that nobody has read
+    made = phimoe()
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
     model(torch.arange(3, 7)[None], use_cache=False)
     with pytest.raises(ValueError, match=r"window or chunk of 4 in its mask alone.*sequences of 9"):
@@ -118,7 +119,7 @@ def test_a_window_that_only_the_mask_knows_is_refused_beyond_its_size() -> None:
 @pytest.mark.parametrize(
     "made",
     [
-        transformers.PhimoeConfig(**SPARSE, sliding_window=4, num_local_experts=2, initializer_range=0.2),
+        phimoe(),
         transformers.Llama4TextConfig(
             **SPARSE,
             head_dim=8,
@@ -151,7 +152,8 @@ def test_a_limit_is_said_by_a_shape() -> None:
 
 def test_the_longest_sequence_of_a_shard_is_that_of_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "in_use", False)  # put back afterwards
-    made = transformers.DogeConfig(**{**DENSE, "sliding_window": 4})
+    monkeypatch.setattr(masks, "_HANDS_MASKS_ON", ())
+    made = phimoe()
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
     # A rank of two holds 4 tokens of a sequence of 8.
     shard = shard_batch(THDBatch.collate([{"input_ids": range(8)}]), group=None, cp=2, rank=0)
