@@ -101,7 +101,7 @@ SPARSE = {
 
 
 def phimoe() -> Any:
-    """A config of PhiMoE, which builds a sliding mask and tells its attention no window (transformers 5.23)."""
+    """A config of PhiMoE, whose sliding mask alone knows the window (transformers 5.23)."""
     return transformers.PhimoeConfig(**SPARSE, sliding_window=4, num_local_experts=2, initializer_range=0.2)
 
 
