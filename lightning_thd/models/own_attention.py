@@ -23,9 +23,9 @@ def refuse_own_attention(model: Any) -> None:
     table = next((name for name in _tables(model) if "VISION" not in name), None)
     if table is not None and not _sees_images(model):
         raise ValueError(
-            f"{type(model).__name__} takes its attention from a table of its own, {table}, which has no "
-            "'thd'. Use padded rows with attn_implementation='eager', or a model whose modeling file uses "
-            "transformers' AttentionInterface."
+            f"{type(model).__name__} has an attention of its own, from {table}, which has no 'thd'. Use "
+            "padded rows with attn_implementation='eager', or a model whose modeling file uses transformers' "
+            "AttentionInterface."
         )
     aware = type(model)._can_set_attn_implementation() or _attends_to_images_alone(model)
     if not (aware or _attention_is_mixers(model)):
