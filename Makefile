@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STEPS ?= 100
+# make quickstart PRECISION=bf16-mixed COMPILE=1
+PRECISION ?=
+COMPILE ?=
 
 .PHONY: quickstart test lint docs soak chaos fuzz determinism security coverage clean gpu test-oldest test-kernels
 
@@ -15,7 +18,8 @@ STEPS ?= 100
 	touch $@
 
 quickstart: .venv/.installed
-	$(BIN)/python examples/quickstart.py --steps $(STEPS)
+	$(BIN)/python examples/quickstart.py --steps $(STEPS) $(if $(PRECISION),--precision $(PRECISION)) \
+		$(if $(COMPILE),--compile)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

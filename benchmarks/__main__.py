@@ -1,7 +1,8 @@
 """Every CPU benchmark, one after the other: one table with every goal, written to benchmarks/RESULTS.md.
 
-``python -m benchmarks`` takes about thirty minutes on two cores, which must have nothing else to do.
-``--only packing loss`` runs some and prints their table without writing the file. What a GPU found
+``python -m benchmarks`` takes about thirty minutes on two cores, which must have nothing else to do: where
+others keep more than half a core busy it refuses to write the file, unless ``--loaded`` says that it may,
+and then the file says so. ``--only packing loss`` runs some and writes nothing. What a GPU found
 (``python -m benchmarks.gpu --json benchmarks/gpu.json``) is added where that file exists.
 """
 
@@ -16,7 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,20 +27,27 @@ import lightning
 import torch
 
 from benchmarks import results
+from benchmarks.clock import Load
 from benchmarks.results import Result
 
 HERE = Path(__file__).parent
+QUIET = 0.5  # cores that others may keep busy while RESULTS.md is written
 NAMES = (
+    "end_to_end",
+    "attention",
+    "attention_kernels",
+    "loss",
+    "loss_curves",
+    "profile_step",
     "import_time",
-    "leaks",
-    "segments",
-    "packing",
     "balance",
+    "throughput_overhead",
+    "reading",
     "loading",
     "streams",
-    "attention",
-    "loss",
-    "throughput_overhead",
+    "packing",
+    "segments",
+    "leaks",
     "fp8",
     "flops",
     "strategy_overhead",
@@ -46,16 +55,31 @@ NAMES = (
     "dynamic_cp",
     "pipeline",
     "cuda_graph_plan",
-    "end_to_end",
 )
 
 
-def run(name: str) -> list[Result]:
-    """Run one benchmark in a process of its own, its output on the screen; its results."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One benchmark that ran: its results, its seconds, and the cores others kept busy meanwhile."""
+
+    name: str
+    results: list[Result]
+    seconds: float
+    others: float
+    failed: bool = False
+
+
+def run(name: str) -> Run:
+    """Run one benchmark in a process of its own, its output on the screen."""
+    begun, load = time.perf_counter(), Load()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
-        subprocess.run([sys.executable, "-m", "benchmarks", "--child", name, str(file)], check=True)
-        return [Result(**row) for row in json.loads(file.read_text())]
+        command = [sys.executable, "-m", "benchmarks", "--child", name, str(file)]
+        failed = subprocess.run(command, check=False).returncode != 0
+        rows = [] if failed else [Result(**row) for row in json.loads(file.read_text())]
+    done = Run(name, rows, time.perf_counter() - begun, load.others(), failed)
+    print(f"----- {name}: {done.seconds:.0f} s, others kept {done.others:.2f} cores busy", flush=True)
+    return done
 
 
 def run_here(name: str, file: str) -> None:
@@ -75,19 +99,37 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
 
 
-def report(rows: list[tuple[str, Result]], seconds: float, failed: list[str]) -> str:
+def report(runs: list[Run], *, loaded: bool) -> str:
     """The file."""
+    rows = [(one.name, row) for one in runs for row in one.results]
     missed = [row for _, row in rows if not row.met]
+    seconds = sum(one.seconds for one in runs)
+    others = sum(one.others * one.seconds for one in runs) / max(seconds, 1e-9)
     lines = [
         "# Results",
         "",
-        f"Written by `python -m benchmarks` on {datetime.now(UTC):%Y-%m-%d} in {seconds / 60:.0f} minutes: "
-        f"{machine()}. {len(rows) - len(missed)} of {len(rows)} goals are met.",
+        f"Written by `python -m benchmarks{' --loaded' if loaded else ''}` on {datetime.now(UTC):%Y-%m-%d} "
+        f"in {seconds / 60:.0f} minutes: {machine()}. Others kept {others:.2f} cores busy meanwhile. "
+        f"{len(rows) - len(missed)} of {len(rows)} goals are met.",
         "",
+    ]
+    if loaded:
+        lines += [
+            f"Run with `--loaded`: the machine need not have been idle (limit {QUIET} cores), so read ratios "
+            "and CPU seconds, not wall seconds.",
+            "",
+        ]
+    lines += [
         *results.table(rows),
         "",
-        "A ratio says how many times better ours is than the peer's.",
-        *(f"`benchmarks.{name}` ended with an error and is missing." for name in failed),
+        "A ratio says how many times better ours is than the peer's; where two ways took turns it is the "
+        "median of the rounds' own. Spread is half the distance between the quartiles of our rounds. "
+        f'Precision is that of the products measured, "{results.HOST}" where there are none.',
+        "",
+        "| benchmark | seconds | cores busy with others |",
+        "| --- | ---: | ---: |",
+        *(f"| {one.name} | {one.seconds:.0f} | {one.others:.2f} |" for one in runs),
+        *(f"\n`benchmarks.{one.name}` ended with an error and is missing." for one in runs if one.failed),
     ]
     gpu = HERE / "gpu.json"
     lines += ["", "## On a GPU", ""]
@@ -108,28 +150,48 @@ def gpu_lines(found: dict[str, Any]) -> list[str]:
     return [about, "", table(parts)]
 
 
-def main() -> None:
+def too_busy(seconds: float = 5.0, *, wait: Callable[[float], object] = time.sleep) -> str:
+    """Say why nothing should be measured now; empty where the machine is quiet."""
+    load = Load()
+    wait(seconds)
+    others = load.others()
+    if not others > QUIET:  # NaN, where nothing is known, is let through
+        return ""
+    return (
+        f"Others keep {others:.2f} cores busy; RESULTS.md is written below {QUIET}. Wait until they are done, "
+        "look without writing by --only, or pass --loaded: the file then says so."
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=NAMES)
+    parser.add_argument(
+        "--loaded", action="store_true", help="write RESULTS.md on a busy machine; it says so"
+    )
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.child:
         run_here(*arguments.child)
-        return
-    rows: list[tuple[str, Result]] = []
-    failed: list[str] = []
-    start = time.perf_counter()
+        return 0
+    writes = not arguments.only
+    if writes and not arguments.loaded and (busy := too_busy()):
+        print(busy, file=sys.stderr)
+        return 1
+    runs: list[Run] = []
     for name in arguments.only or NAMES:
         print(f"\n===== {name}", flush=True)
-        try:
-            rows += [(name, row) for row in run(name)]
-        except subprocess.CalledProcessError:
-            failed.append(name)
-        text = report(rows, time.perf_counter() - start, failed)
-        if not arguments.only:  # again after each, so that a run that is cut short leaves what it has
-            (HERE / "RESULTS.md").write_text(text)
-    print("\n" + text)
+        runs.append(run(name))
+        busy_now = sum(one.others * one.seconds for one in runs) > QUIET * sum(one.seconds for one in runs)
+        if writes and (arguments.loaded or not busy_now):
+            # again after each, so that a run that is cut short leaves what it has
+            (HERE / "RESULTS.md").write_text(report(runs, loaded=arguments.loaded))
+    print("\n" + report(runs, loaded=arguments.loaded or not writes))
+    if writes and not arguments.loaded and busy_now:
+        print(f"Others kept more than {QUIET} cores busy: RESULTS.md was not written.", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,14 +1,14 @@
 """Attention on a pack of 8,192 tokens, every way a CPU user has: ours, SDPA in three, flex attention.
 
-``python -m benchmarks.attention`` prints milliseconds for a forward and a backward, and ours / peer beside
-the goals.
+``python -m benchmarks.attention`` prints wall and CPU milliseconds, medians of rounds in which all ways take
+turns, for a forward and for both passes, in fp32 and bf16, and ours / peer beside the goals. What every path
+of our kernel costs and how exact it is: ``benchmarks.attention_kernels``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -18,33 +18,56 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.results import faster
+from benchmarks.clock import Times, take_turns
+from benchmarks.results import pair
 from lightning_thd.attention import varlen_attention
 
 TOKENS, HEADS, SIZE = 8192, 8, 64
 # (documents, how their lengths are drawn, wanted speed-up over the dense mask)
-SHAPES = ((16, "random", 8.0), (512, "random", 30.0), (16, "equal", 8.0), (512, "equal", 30.0))
+SHAPES = (
+    (16, "random", 8.0),
+    (512, "random", 30.0),
+    (16, "equal", 8.0),
+    (64, "equal", 30.0),
+    (512, "equal", 30.0),
+    (100, "nearly equal", 30.0),
+)
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Best times of one way to attend, in milliseconds; None where there is no backward."""
+    """Seconds of one way to attend; None where there is no backward."""
 
     documents: int
     lengths: str
     way: str
-    forward_ms: float
-    both_ms: float | None
+    precision: str
+    forward: Times
+    both: Times | None
+
+    @property
+    def both_s(self) -> float | None:
+        """Median wall seconds of forward and backward."""
+        return self.both.wall_s if self.both else None
 
 
 def draw_lengths(documents: int, kind: str) -> list[int]:
-    """Cut TOKENS into documents: equally, or at uniformly drawn places (nearly exponential lengths)."""
+    """Cut TOKENS into documents: equally, within a tenth, or at uniformly drawn places (exponentially)."""
     if kind == "equal":
         return [TOKENS // documents] * documents
-    generator = torch.Generator().manual_seed(documents)
-    cuts = torch.randperm(TOKENS - 1, generator=generator)[: documents - 1].sort().values + 1
+    if kind == "nearly equal":
+        mean = TOKENS // documents
+        steps = torch.randint(-(mean // 10), mean // 10 + 1, (documents // 2,), generator=_seeded(documents))
+        lengths = [mean + s for step in steps.tolist() for s in (step, -step)]
+        return [*lengths[:-1], lengths[-1] + TOKENS - sum(lengths)]
+    cuts = torch.randperm(TOKENS - 1, generator=_seeded(documents))[: documents - 1].sort().values + 1
     edges = [0, *cuts.tolist(), TOKENS]
     return [stop - start for start, stop in pairwise(edges)]
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def ours(lengths: list[int]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -112,10 +135,12 @@ WAYS = {
 }
 
 
-def prepare(lengths: list[int], way: str) -> tuple[Callable[[], object], Callable[[], object] | None]:
+def prepare(
+    lengths: list[int], way: str, dtype: torch.dtype = torch.float32
+) -> tuple[Callable[[], object], Callable[[], object] | None]:
     """Make the inputs of one way and return its forward alone and its forward with backward."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn((TOKENS, HEADS, SIZE), generator=generator) for _ in range(4)]
+    tensors = [torch.randn((TOKENS, HEADS, SIZE), generator=generator).to(dtype) for _ in range(4)]
     if way == "sdpa, padded batch":
         tensors = [pad_sequence(x.split(lengths), batch_first=True).transpose(1, 2) for x in tensors]
     *inputs, grad = tensors
@@ -131,26 +156,35 @@ def prepare(lengths: list[int], way: str) -> tuple[Callable[[], object], Callabl
     return forward, lambda: torch.autograd.grad(attend(*leaves), leaves, grad)
 
 
+def ways_of(kind: str, dtype: torch.dtype, wanted: list[str]) -> list[str]:
+    """Choose the ways worth their time: the mask and flex only in fp32 on random lengths."""
+    slow = ("sdpa, dense mask", "flex attention, compiled")
+    whole = kind == "random" and dtype == torch.float32
+    return [way for way in wanted if whole or way not in slow]
+
+
 def measure(
-    documents: int, kind: str, ways: list[str], *, rounds: int, clock: Callable[[], float] = time.perf_counter
+    documents: int, kind: str, ways: list[str], *, rounds: int, dtype: torch.dtype = torch.float32
 ) -> list[Row]:
-    """Time every way once a round and keep the fastest: a neighbour's burst of work hits all ways alike."""
-    runs = {way: prepare(draw_lengths(documents, kind), way) for way in ways}
-    best: dict[tuple[str, int], float] = {}
-    for turn in range(rounds + 1):
-        for way, pair in runs.items():
-            if way == "sdpa, dense mask" and turn > 2:  # seconds a run: two are enough
-                continue
-            for i, run in enumerate(pair):
-                if run is None:
-                    continue
-                start = clock()
-                run()
-                took = (clock() - start) * 1e3
-                if turn:  # the first warms up
-                    best[way, i] = min(took, best.get((way, i), took))
+    """Time every way once a round, all ways in turn."""
+    runs: dict[str, Callable[[], object]] = {}
+    for way in ways:
+        forward, both = prepare(draw_lengths(documents, kind), way, dtype)
+        runs[f"{way}/forward"] = forward
+        if both is not None:
+            runs[f"{way}/both"] = both
+    slow = {name: min(rounds, 2) for name in runs if name.startswith("sdpa, dense mask")}  # seconds a run
+    found = take_turns(runs, rounds, most=slow)
+    precision = NAMES[dtype]
     return [
-        Row(documents=documents, lengths=kind, way=way, forward_ms=best[way, 0], both_ms=best.get((way, 1)))
+        Row(
+            documents=documents,
+            lengths=kind,
+            way=way,
+            precision=precision,
+            forward=found[f"{way}/forward"],
+            both=found.get(f"{way}/both"),
+        )
         for way in ways
     ]
 
@@ -161,26 +195,28 @@ def main(argv: list[str] | None = None) -> list[Row]:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument(
-        "--cpu-time", action="store_true", help="CPU time on one thread, for a machine shared with others"
+        "--threads", type=int, help="1 makes CPU time telling on a machine shared with others"
     )
     parser.add_argument("--json", help="file to write the rows to")
     args = parser.parse_args(argv)
-    rows = []
-    if args.cpu_time:
-        torch.set_num_threads(1)
-    clock = time.process_time if args.cpu_time else time.perf_counter
+    if args.threads:
+        torch.set_num_threads(args.threads)
     print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
-        f"T={TOKENS}, {HEADS} heads of {SIZE}, fp32, {'CPU' if args.cpu_time else 'wall'} time"
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, T={TOKENS}, {HEADS} heads of {SIZE}"
     )
-    for documents, kind, wanted in SHAPES:
-        here = measure(documents, kind, args.ways, rounds=args.rounds, clock=clock)
-        rows += here
-        print(f"\n{documents} documents, {kind} lengths (longest {max(draw_lengths(documents, kind))})")
-        print(f"{'':26s}{'forward ms':>12s}{'fwd+bwd ms':>12s}{'peer / ours':>13s}  goal")
-        for row in here:
-            print(line(row, here[0], wanted), flush=True)
-        keep(here, f"{documents} {kind} documents", wanted)
+    rows = []
+    for dtype in NAMES:
+        for documents, kind, wanted in SHAPES:
+            ways = ways_of(kind, dtype, args.ways)
+            here = measure(documents, kind, ways, rounds=args.rounds, dtype=dtype)
+            rows += here
+            longest = max(draw_lengths(documents, kind))
+            print(f"\n{documents} documents, {kind} lengths (longest {longest}), {NAMES[dtype]}")
+            heads = ("forward ms", "CPU ms", "fwd+bwd ms", "CPU ms")
+            print(f"{'':26s}" + "".join(f"{head:>12s}" for head in heads) + f"{'peer / ours':>13s}  goal")
+            for row in here:
+                print(line(row, here[0], wanted), flush=True)
+            keep(here, f"{documents} {kind} documents", wanted)
     if args.json:
         with open(args.json, "w") as file:
             json.dump([asdict(row) for row in rows], file, indent=1)
@@ -190,25 +226,28 @@ def main(argv: list[str] | None = None) -> list[Row]:
 def keep(rows: list[Row], shape: str, dense: float) -> None:
     """Record the goals: as fast as the fastest peer, and so many times the dense mask."""
     mine, *peers = rows
-    both = [row for row in peers if row.both_ms]
-    if mine.both_ms is None or not both:
+    both = [row for row in peers if row.both]
+    if mine.both is None or not both:
         return
-    best = min(both, key=lambda row: row.both_ms or 0.0)
-    faster(f"{shape}, forward and backward, {best.way}", mine.both_ms, best.both_ms or 0.0, "ms", 1.0)
-    quick = min(peers, key=lambda row: row.forward_ms)
-    faster(f"{shape}, forward, {quick.way}", mine.forward_ms, quick.forward_ms, "ms", 1.0)
+    best = min(both, key=lambda row: row.both_s or 0.0)
+    assert best.both is not None
+    pair(f"{shape}, forward and backward, {best.way}", mine.both, best.both, 1.0, precision=mine.precision)
+    quick = min(peers, key=lambda row: row.forward.wall_s)
+    pair(f"{shape}, forward, {quick.way}", mine.forward, quick.forward, 1.0, precision=mine.precision)
     for row in both:
-        if row.way == "sdpa, dense mask":
-            faster(f"{shape}, dense mask", mine.both_ms, row.both_ms or 0.0, "ms", dense)
+        if row.way == "sdpa, dense mask" and row.both:
+            pair(f"{shape}, dense mask", mine.both, row.both, dense, precision=mine.precision)
 
 
 def line(row: Row, mine: Row, wanted: float) -> str:
     """Format one row; the ratio is of forward and backward, or of the forwards where there is no backward."""
-    both = row.both_ms and mine.both_ms
-    ratio = row.both_ms / mine.both_ms if both else row.forward_ms / mine.forward_ms
+    ratio = mine.both.times(row.both) if row.both and mine.both else mine.forward.times(row.forward)
     goal = "" if row is mine else f">= {wanted:.0f}" if row.way == "sdpa, dense mask" else ">= 1"
-    both_ms = f"{row.both_ms:12.1f}" if row.both_ms else f"{'-':>12s}"
-    return f"{row.way:26s}{row.forward_ms:12.1f}{both_ms}{ratio:13.2f}  {goal}"
+    cells = "".join(
+        f"{1e3 * x.wall_s:12.1f}{1e3 * x.cpu_s:12.1f}" if x else f"{'-':>12s}{'-':>12s}"
+        for x in (row.forward, row.both)
+    )
+    return f"{row.way:26s}{cells}{ratio:13.2f}  {goal}"
 
 
 if __name__ == "__main__":

@@ -267,7 +267,7 @@ def measure() -> None:
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     print(
         f"Llama-3.1-8B, {FLOPS_PER_S / 1e12:.0f} TFLOP/s, {NODE_BYTES / 1e9:.0f} GB/s in a node of {NODE}, "

@@ -132,8 +132,9 @@ def measure() -> None:
         print(f"{ranks:>11}{waited:>20.1%}{found[0][1]:>11.1%}{found[0][2]:>9.1%}")
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.parse_args(argv)
     simulate_equal()
     simulate_plans()
     measure()

@@ -10,7 +10,6 @@ sequences; how much of a step of a small model waits for its stream; and the mem
 from __future__ import annotations
 
 import resource
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -125,7 +124,7 @@ def grown_mib(count: int) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
 
 
-def main(arguments: list[str]) -> None:
+def main(argv: list[str] | None = None) -> None:
     for name, draw in (("mock", mock), ("heavy tail", heavy)):
         for dp in (1, 2, 4):
             ours, peer, cost = balance_of(dp, draw)
@@ -148,4 +147,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -3,7 +3,12 @@
 python examples/quickstart.py                                    # 100 steps of 8,192 tokens
 python examples/quickstart.py --resume --steps 200               # go on from the last checkpoint
 python examples/quickstart.py --data my.jsonl --text-key text    # or a folder of text files
+python examples/quickstart.py --precision bf16-mixed --compile   # twice as fast where the CPU has bf16
 """
+
+import gc
+
+gc.disable()  # until everything is imported: collecting among what stays is a fifth of the start
 
 import argparse
 import logging
@@ -17,9 +22,13 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightning_thd import THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
+from lightning_thd.callbacks import CompileLayers
 from lightning_thd.data import ByteTokenizer, StdlibText
 from lightning_thd.report import show
 from lightning_thd.report.rows import number
+
+gc.freeze()
+gc.enable()
 
 
 def make_model() -> torch.nn.Module:
@@ -72,6 +81,8 @@ def main() -> None:
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
     parser.add_argument("--steps", type=int, default=100, help="of the whole run, a resumed one included")
     parser.add_argument("--out", default="runs/quickstart")
+    parser.add_argument("--precision", default="32-true", help="for example bf16-mixed, as in Trainer")
+    parser.add_argument("--compile", action="store_true", help="compile the layers after 4 steps")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     args = parser.parse_args()
     if args.resume and not Path(args.out, "checkpoints", "last.ckpt").exists():
@@ -82,11 +93,15 @@ def main() -> None:
     source = args.data or StdlibText(max_bytes=2048)
     data = THDDataModule(source, capacity=8_192, text_key=args.text_key, oversize="split")
     checkpoints = ModelCheckpoint(f"{args.out}/checkpoints", every_n_train_steps=20, save_last=True)
+    callbacks = [THDThroughputMonitor(peak="measure", every_n_steps=5), checkpoints, OneLine()]
+    if args.compile:
+        callbacks.append(CompileLayers(report=print))
     trainer = L.Trainer(
         max_steps=args.steps,
+        precision=args.precision,
         max_epochs=1_000,
         enable_model_summary=False,
-        callbacks=[THDThroughputMonitor(peak="measure", every_n_steps=5), checkpoints, OneLine()],
+        callbacks=callbacks,
         logger=[TensorBoardLogger(args.out, name="tensorboard"), CSVLogger(args.out, name="csv")],
         log_every_n_steps=1,
         gradient_clip_val=1.0,

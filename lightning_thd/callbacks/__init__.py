@@ -1,7 +1,8 @@
 """Lightning callbacks: throughput of packed training, and the metric behind it."""
 
+from lightning_thd.callbacks.compile_layers import CompileLayers
 from lightning_thd.callbacks.flops_metric import THDFlops
 from lightning_thd.callbacks.packing_check import PackingCheck
 from lightning_thd.callbacks.throughput import THDThroughputMonitor
 
-__all__ = ["PackingCheck", "THDFlops", "THDThroughputMonitor"]
+__all__ = ["CompileLayers", "PackingCheck", "THDFlops", "THDThroughputMonitor"]

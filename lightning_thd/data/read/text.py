@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sysconfig
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -94,13 +96,26 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
         max_bytes: cut every document at this many bytes of UTF-8.
     """
     documents: list[str] = []
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        source = file.read_text(encoding="utf-8", errors="replace")
-        lines = source.splitlines(keepends=True)
-        for node in _definitions(ast.parse(source)):
-            text = "".join(lines[node.lineno - 1 : node.end_lineno])
-            documents.append(text.encode()[:max_bytes].decode(errors="ignore") if max_bytes else text)
+    with _no_collections():
+        for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            source = file.read_text(encoding="utf-8", errors="replace")
+            lines = source.splitlines(keepends=True)
+            for node in _definitions(ast.parse(source)):
+                text = "".join(lines[node.lineno - 1 : node.end_lineno])
+                documents.append(text.encode()[:max_bytes].decode(errors="ignore") if max_bytes else text)
     return documents
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Hold the garbage collector back: syntax trees hold no garbage, and it took half of their time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _definitions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
