@@ -158,7 +158,7 @@ def too_busy(seconds: float = 5.0, *, wait: Callable[[float], object] = time.sle
     if not others > QUIET:  # NaN, where nothing is known, is let through
         return ""
     return (
-        f"Others keep {others:.2f} cores busy; RESULTS.md is written below {QUIET}. Wait until they are done, "
+        f"Others keep {others:.2f} cores busy; RESULTS.md is written below {QUIET}. Wait until they end, "
         "look without writing by --only, or pass --loaded: the file then says so."
     )
 
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in arguments.only or NAMES:
         print(f"\n===== {name}", flush=True)
         runs.append(run(name))
-        busy_now = sum(one.others * one.seconds for one in runs) > QUIET * sum(one.seconds for one in runs)
+        busy_now = sum((one.others - QUIET) * one.seconds for one in runs) > 0
         if writes and (arguments.loaded or not busy_now):
             # again after each, so that a run that is cut short leaves what it has
             (HERE / "RESULTS.md").write_text(report(runs, loaded=arguments.loaded))

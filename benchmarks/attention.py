@@ -30,7 +30,7 @@ SHAPES = (
     (16, "equal", 8.0),
     (64, "equal", 30.0),
     (512, "equal", 30.0),
-    (100, "nearly equal", 30.0),
+    (128, "nearly equal", 30.0),
 )
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 

@@ -1,4 +1,4 @@
-"""A module that trains eagerly -> its layers compiled after a few steps, and the step at which that pays off."""
+"""A module that trains eagerly -> its layers compiled after some steps, and when that pays off."""
 
 from __future__ import annotations
 

@@ -161,6 +161,7 @@ def test_masked_tiles_stay_small_however_long_the_keys() -> None:
         ([16, 16, 17, 15], None, (-1, 0), False, False),
         ([16, 0, 16], None, (-1, 0), False, False),
         ([0, 0], None, (-1, 0), False, False),
+        ([0, 1], None, (-1, -1), False, False),
         ([], None, (-1, 0), False, False),
         ([7], None, (-1, 0), False, True),
     ],
@@ -176,3 +177,21 @@ def test_equal_sequences_that_are_not_cut_are_one_call(
         alone = Plan((plan_module.Piece((plan.at_once,)),), (), ())
         assert sorted(pairs_of(alone, left, right)) == sorted(pairs_of(plan, left, right))
     assert make_plan(q, kv, left=left, right=right, by_keys=by_keys, max_cells=1 << 14).at_once is None
+
+
+def test_longer_sequences_share_calls_with_equal_neighbours_alone() -> None:
+    lengths = [100, 100, 100, 90, 100, 20, 21, 60, 60, 60, 60, 60, 60, 60, 60, 60]
+    plan = make_plan(offsets(lengths), offsets(lengths), left=-1, right=0, grouped=48)
+    calls = [piece.calls[0] for piece in plan.pieces]
+    assert [(call.rows, len(call.q_starts)) for call in calls] == [
+        (100, 3),
+        (90, 1),
+        (100, 1),
+        (60, 8),  # 512 rows at most
+        (60, 1),
+        (21, 2),
+    ]
+    assert all(call.lengths is None for call in calls[:-1])  # read in place
+    seen = pairs_of(plan, -1, 0)
+    assert len(seen) == len(set(seen))
+    assert set(seen) == true_pairs(lengths, lengths, -1, 0)

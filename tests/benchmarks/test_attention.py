@@ -5,6 +5,7 @@ import torch
 
 from benchmarks import attention
 from benchmarks.attention import Row
+from benchmarks.clock import Times
 
 
 @pytest.fixture(autouse=True)
@@ -34,19 +35,22 @@ def test_all_ways_compute_the_same(way: str, kind: str) -> None:
 
 
 def test_the_table_compares_with_ours() -> None:
-    rows = attention.main(["--rounds", "1", "--ways", "ours", "sdpa in a loop"])
-    assert len(rows) == 2 * len(attention.SHAPES)
-    mine = Row(documents=16, lengths="equal", way="ours", forward_ms=1.0, both_ms=2.0)
-    dense = Row(documents=16, lengths="equal", way="sdpa, dense mask", forward_ms=9.0, both_ms=30.0)
-    assert attention.line(dense, mine, 8.0).split() == [
-        "sdpa,",
-        "dense",
-        "mask",
-        "9.0",
-        "30.0",
-        "15.00",
-        ">=",
-        "8",
-    ]
-    forward_only = Row(documents=16, lengths="equal", way="flex", forward_ms=3.0, both_ms=None)
+    rows = attention.main(["--rounds", "2", "--ways", "ours", "sdpa in a loop"])
+    assert len(rows) == 2 * 2 * len(attention.SHAPES)
+    assert {row.precision for row in rows} == {"fp32", "bf16"}
+    once, thrice = Times([1e-3] * 3, [2e-3] * 3), Times([3e-3, 9e-3, 3e-3], [4e-3] * 3)
+    mine = Row(documents=16, lengths="equal", way="ours", precision="fp32", forward=once, both=once)
+    dense = Row(
+        documents=16, lengths="equal", way="sdpa, dense mask", precision="fp32", forward=once, both=thrice
+    )
+    words = attention.line(dense, mine, 8.0).split()
+    assert words == ["sdpa,", "dense", "mask", "1.0", "2.0", "3.0", "4.0", "3.00", ">=", "8"]
+    forward_only = Row(documents=16, lengths="equal", way="flex", precision="fp32", forward=thrice, both=None)
     assert "3.00" in attention.line(forward_only, mine, 8.0)
+
+
+def test_drawn_lengths_fill_the_pack() -> None:
+    for kind in ("equal", "nearly equal", "random"):
+        lengths = attention.draw_lengths(32, kind)
+        assert (sum(lengths), len(lengths)) == (256, 32)
+        assert min(lengths) >= 1

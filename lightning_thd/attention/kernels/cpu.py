@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from lightning_thd.attention.kernels import flash_cpu, rows, tiled
 from lightning_thd.attention.kernels.kernel import Offsets, Saved
 from lightning_thd.attention.kernels.masks import Masks
-from lightning_thd.attention.kernels.plan import Plan, Tiles, make_plan
+from lightning_thd.attention.kernels.plan import GROUPED_ELEMENTS, SHORT, Plan, Tiles, make_plan
 from lightning_thd.attention.kernels.sinks import apply_sinks
 from lightning_thd.attention.spec import AttentionSpec
 
@@ -54,7 +54,7 @@ def forward(
         out ``[Tq, H, E]`` in the dtype of q and lse ``[Tq, H]`` in fp32 (fp64 for fp64), the sink included;
         a query that sees nothing has out 0 and lse -inf.
     """
-    plan = _plan(cu_q, cu_kv, q_THD.shape[1], spec, by_keys=False)
+    plan = _plan(cu_q, cu_kv, q_THD, spec, by_keys=False)
     q, k, v = (_dense_rows(x) for x in (q_THD, k_THD, v_THE))
     if plan.at_once is not None and q.shape[2] == v.shape[2]:
         out, lse = _forward_at_once(plan.at_once, q, k, v, spec)
@@ -98,7 +98,7 @@ def backward(
     out and lse may hold more than these keys gave (a sink, other ranks' keys): weights are recomputed from
     lse.
     """
-    plan = _plan(cu_q, cu_kv, q_THD.shape[1], spec, by_keys=True)
+    plan = _plan(cu_q, cu_kv, q_THD, spec, by_keys=True)
     by_q = tuple(_dense_rows(x) for x in (grad_out, q_THD, out, lse))
     by_k = tuple(_dense_rows(x) for x in (k_THD, v_THE))
     if plan.at_once is not None and q_THD.shape[2] == v_THE.shape[2] and q_THD.dtype == lse.dtype:
@@ -234,10 +234,18 @@ class _Kernel:
         return x if missing == 0 or self.spec.softcap else pad(x, (0, missing))
 
 
-def _plan(cu_q: list[int], cu_kv: list[int], num_heads: int, spec: AttentionSpec, *, by_keys: bool) -> Plan:
-    max_cells = max(1, _SCORES // num_heads) if spec.softcap else None
+def _plan(cu_q: list[int], cu_kv: list[int], q: Tensor, spec: AttentionSpec, *, by_keys: bool) -> Plan:
+    num_heads = q.shape[1]
+    # a call of one sequence feeds as many threads as there are heads
+    alone = torch.get_num_threads() <= num_heads
     return make_plan(
-        tuple(cu_q), tuple(cu_kv), left=spec.left, right=spec.right, by_keys=by_keys, max_cells=max_cells
+        tuple(cu_q),
+        tuple(cu_kv),
+        left=spec.left,
+        right=spec.right,
+        by_keys=by_keys,
+        max_cells=max(1, _SCORES // num_heads) if spec.softcap else None,
+        grouped=min(SHORT, GROUPED_ELEMENTS // (num_heads * q.shape[2])) if alone else SHORT,
     )
 
 

@@ -20,6 +20,10 @@ from itertools import pairwise
 SHORT = 128
 PADDING = 1.25
 FREE_PAIRS = 1500
+# Elements (rows x heads x head size) of a sequence up to which it shares a padded call with others of like
+# length: copying more than these takes longer than a call's overhead, so longer ones are read in place (two
+# cores of a Zen 4 server: 48 rows of 8 heads of 64).
+GROUPED_ELEMENTS = 48 * 8 * 64
 # Rows in one call of short sequences: with 8 heads of 64 in fp32, 1 MiB a tensor, so copies stay in cache.
 CALL_ROWS = 512
 # Causal sequences longer than this go forward whole: masks and low tiles cost more than the causal flag
@@ -103,6 +107,7 @@ def make_plan(
     right: int,
     by_keys: bool = False,
     max_cells: int | None = None,
+    grouped: int = SHORT,
 ) -> Plan:
     """Cut the sequences of a pack into kernel calls; every layer of a step gets the same plan from the cache.
 
@@ -113,6 +118,7 @@ def make_plan(
         right: keys seen after it, -1 for all, 0 for causal.
         by_keys: cut into columns of keys (a backward) instead of rows of queries (a forward).
         max_cells: rows x keys of any call, for a path that holds its scores; None for the flash kernel.
+        grouped: rows up to which short sequences share padded calls; longer ones only with equal neighbours.
 
     Returns:
         The plan. ``((0, 3, 5), (0, 3, 5), left=-1, right=0)`` is one call of two triangles padded to 3 rows.
@@ -141,7 +147,7 @@ def make_plan(
             pieces.append(Piece(calls, (q0, q1), (k0, k1)))
             blank_k += [(k0, k0 + seen[0]), (k0 + seen[1], k1)]
     plan = Plan(
-        (*pieces, *_equal_groups(singles, max_cells), *_padded_groups(triangles)),
+        (*pieces, *_equal_groups(singles, max_cells), *_triangles(triangles, grouped)),
         _nonempty(blank_q),
         _nonempty(blank_k),
     )
@@ -152,9 +158,9 @@ def make_plan(
 def _one_call(cu_q: tuple[int, ...], cu_kv: tuple[int, ...]) -> Tiles | None:
     """Make the one call of sequences of equal lengths; None where they differ, or are empty."""
     count = len(cu_q) - 1
-    if not cu_q[-1] or not cu_kv[-1] or len(cu_kv) != len(cu_q):
+    rows, keys = cu_q[-1] // max(1, count), cu_kv[-1] // max(1, count)
+    if not rows or not keys or len(cu_kv) != len(cu_q):
         return None
-    rows, keys = cu_q[-1] // count, cu_kv[-1] // count
     q_starts, k_starts = tuple(range(0, rows * count, rows)), tuple(range(0, keys * count, keys))
     if (*q_starts, rows * count) != cu_q or (*k_starts, keys * count) != cu_kv:
         return None
@@ -255,6 +261,20 @@ def _equal_groups(
             q_starts, k_starts = zip(*starts[i : i + count], strict=True)
             pieces.append(Piece((Tiles(rows, keys, shift, q_starts, k_starts),)))
     return pieces
+
+
+def _triangles(triangles: list[tuple[int, int]], grouped: int) -> list[Piece]:
+    """Put the shorter causal tiles into padded calls, and longer ones into calls with equal neighbours."""
+    pieces = []
+    run: list[int] = []
+    rows = 0
+    for length, start in [*((n, at) for n, at in triangles if n > grouped), (0, 0)]:
+        if run and (length != rows or start != run[-1] + rows or (len(run) + 1) * rows > CALL_ROWS):
+            pieces.append(Piece((Tiles(rows, rows, 0, tuple(run), tuple(run)),)))
+            run = []
+        run.append(start)
+        rows = length
+    return pieces + _padded_groups([member for member in triangles if member[0] <= grouped])
 
 
 def _padded_groups(triangles: list[tuple[int, int]]) -> list[Piece]:
