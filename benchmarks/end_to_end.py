@@ -1,32 +1,34 @@
 """Real tokens per second of a model on the same documents: ours, transformers' flattened batch, padded.
 
-python -m benchmarks.end_to_end [--batches 4] [--rounds 2]
+python -m benchmarks.end_to_end [--batches 2] [--rounds 3]
 
-The quickstart's Qwen3 trains on the standard library's functions, forward, backward and AdamW. Every way gets
-the same documents in every round: those of a few packs of 8,192 tokens. Flattened is transformers' own packed
-batch (DataCollatorWithFlattening: position_ids, sdpa, the model's own loss). Padded: batches of 8.
+The quickstart's Qwen3 trains on the standard library's functions, forward, backward and AdamW, in fp32 and
+under bf16 autocast, ours with compiled layers and without. Every way gets the same documents in every round:
+those of a few packs of 8,192 tokens. Flattened is transformers' own packed batch
+(DataCollatorWithFlattening: position_ids, sdpa, the model's own loss). Padded: batches of 8.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Qwen3Config
 
-from benchmarks.results import more
+from benchmarks.clock import Times, take_turns
+from benchmarks.results import pair
 from lightning_thd import FlopsModel, THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd.data import ByteTokenizer, StdlibText
 from lightning_thd.flops import SeqStats
+from lightning_thd.module import adamw
 
 CAPACITY = 8_192
-GOALS = {"flattened": 3.0, "padded": 4.0}
 Step = Callable[[nn.Module], Tensor]
 
 
@@ -79,32 +81,87 @@ def _padded_step(documents: list[Tensor]) -> Step:
     return lambda model: model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
 
 
-WAYS: dict[str, tuple[str, Callable[[list[THDBatch]], list[Step]]]] = {
-    "ours": ("thd", ours),
-    "flattened": ("sdpa", flattened),
-    "padded": ("sdpa", padded),
-}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to train: which attention, what a step is, in which precision, with compiled layers or not."""
+
+    attention: str
+    steps: Callable[[list[THDBatch]], list[Step]]
+    dtype: torch.dtype = torch.float32
+    compiled: bool = False
 
 
-def measure(batches: list[THDBatch], rounds: int, ways: list[str]) -> dict[str, list[float]]:
-    """Return the seconds of every round of every way, the ways taking turns."""
-    models = {name: make_model(WAYS[name][0]) for name in ways}
-    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()}
-    steps = {name: WAYS[name][1](batches) for name in ways}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for round_ in range(rounds + 1):
-        for name, model in models.items():
-            begin = time.perf_counter()
-            for step in steps[name] if round_ else steps[name][:1]:  # the first one warms up
-                optimizers[name].zero_grad()
-                step(model).backward()
-                optimizers[name].step()
-            if round_:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
+def ways_of(dtype: torch.dtype) -> dict[str, Way]:
+    """All ways of a precision; ours first, compiled."""
+    return {
+        "ours, compiled": Way(attention="thd", steps=ours, dtype=dtype, compiled=True),
+        "ours": Way(attention="thd", steps=ours, dtype=dtype),
+        "padded": Way(attention="sdpa", steps=padded, dtype=dtype),
+        "flattened": Way(attention="sdpa", steps=flattened, dtype=dtype),
+    }
 
 
-def floor_seconds(batches: list[THDBatch]) -> tuple[float, float, float]:
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WAYS = {f"{name}, {word}": way for word, dtype in PRECISIONS.items() for name, way in ways_of(dtype).items()}
+# (ours, peer, how many times faster)
+GOALS = (
+    ("ours, compiled, fp32", "padded, fp32", 3.0),
+    ("ours, compiled, bf16", "padded, bf16", 3.0),
+    ("ours, compiled, bf16", "padded, fp32", 5.0),
+    ("ours, fp32", "flattened, fp32", 5.0),
+    ("ours, bf16", "flattened, bf16", 5.0),
+    ("ours, compiled, fp32", "ours, fp32", 1.0),
+    ("ours, compiled, bf16", "ours, bf16", 1.0),
+)
+
+
+def rounds_of(way: Way, batches: list[THDBatch]) -> Callable[..., None]:
+    """Return a function that trains one round: a step for each of the way's batches, or for some."""
+    model = make_model(way.attention)
+    if way.compiled:
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            layer.compile(dynamic=True)
+    optimizer = adamw(model.parameters(), lr=1e-4, betas=(0.9, 0.999))
+    steps = way.steps(batches)
+
+    def run(some: int | None = None) -> None:
+        for step in steps[:some]:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=way.dtype, enabled=way.dtype != torch.float32):
+                loss = step(model)
+            loss.backward()
+            optimizer.step()
+
+    return run
+
+
+def measure(batches: list[THDBatch], rounds: int, wanted: list[str]) -> tuple[dict[str, Times], list[str]]:
+    """Time the rounds of every way, the ways taking turns; a slow one counts once less.
+
+    Returns:
+        The times, and what compiling took, as sentences.
+    """
+    runs = {name: rounds_of(WAYS[name], batches) for name in wanted}
+    compiling: dict[str, float] = {}
+    for name in wanted:  # a first step warms up; a whole round compiles for every size
+        begun = time.perf_counter()
+        runs[name](None if WAYS[name].compiled else 1)
+        compiling[name] = time.perf_counter() - begun
+    slow = {name: max(1, rounds - 1) for name in wanted if name.startswith("flattened")}
+    found = take_turns(runs, rounds, warm_up=0, most=slow)
+    said = []
+    for word in PRECISIONS:
+        fast, plain = f"ours, compiled, {word}", f"ours, {word}"
+        if fast in found and plain in found:
+            each = [found[name].wall_s / len(batches) for name in (plain, fast)]
+            cost = compiling[fast] - found[fast].wall_s
+            gain = each[0] - each[1]
+            when = f"after {cost / gain:,.0f} steps" if gain > 0 else "never here"
+            said.append(f"{word}: compiling took {cost:.1f} s and pays off {when}")
+    return found, said
+
+
+def floor_seconds(batches: list[THDBatch], dtype: torch.dtype = torch.float32) -> tuple[float, float, float]:
     """Return the FLOPs of the batches, the matmul rate measured here, and FLOPs / rate."""
     model = make_model("thd")
     flops_model: Any = FlopsModel.from_config(model.config)
@@ -112,39 +169,46 @@ def floor_seconds(batches: list[THDBatch]) -> tuple[float, float, float]:
         float(flops_model.training_flops(SeqStats.from_lengths(b.lengths, windows=flops_model.windows)).model)
         for b in batches
     )
-    a, b = torch.randn(CAPACITY, 256), torch.randn(256, 768)
-    times = []
-    for _ in range(30):
-        begin = time.perf_counter()
-        torch.mm(a, b)
-        times.append(time.perf_counter() - begin)
-    rate = 2 * CAPACITY * 256 * 768 / statistics.median(times)
+    a, b = torch.randn(CAPACITY, 256).to(dtype), torch.randn(256, 768).to(dtype)
+    times = take_turns({"product": lambda: torch.mm(a, b)}, 30)["product"]
+    rate = 2 * CAPACITY * 256 * 768 / times.wall_s
     return flops, rate, flops / rate
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--batches", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="ours is always in")
+    parser.add_argument("--batches", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     args = parser.parse_args(argv)
-    ways = [name for name in WAYS if name == "ours" or name in args.ways]
     batches = packs(args.batches)
     tokens = sum(batch.stats.real_tokens for batch in batches)
     documents = sum(len(batch) for batch in batches)
-    print(f"{documents} documents, {tokens:,} real tokens, {torch.get_num_threads()} threads, fp32")
-    rates = {name: tokens / statistics.median(s) for name, s in measure(batches, args.rounds, ways).items()}
-    print(f"{'way':12}{'tokens/s':>12}{'ours / it':>12}{'goal':>8}")
-    for name, rate in rates.items():
-        goal = f"{GOALS[name]:.1f}x" if name in GOALS else ""
-        print(f"{name:12}{rate:12,.0f}{rates['ours'] / rate:11.2f}x{goal:>8}")
-        if name in GOALS:
-            more(f"training, {name}", rates["ours"], rate, "tokens/s", GOALS[name])
-    flops, rate, floor = floor_seconds(batches)
-    print(
-        f"floor: {flops / 1e9:,.0f} GFLOP at {rate / 1e9:,.0f} GFLOP/s, the rate of the MLP's product here, "
-        f"is {tokens / floor:,.0f} tokens/s: we reach {rates['ours'] * floor / tokens:.0%} of it"
-    )
+    print(f"{documents} documents, {tokens:,} real tokens, {torch.get_num_threads()} threads")
+    found, said = measure(batches, args.rounds, [name for name in WAYS if name in args.ways])
+    print(f"{'way':26}{'tokens/s':>10}{'tokens/CPU s':>14}{'spread':>8}")
+    for name, times in found.items():
+        rates = f"{tokens / times.wall_s:10,.0f}{tokens / times.cpu_s:14,.0f}"
+        print(f"{name:26}{rates}{times.spread:8.0%}")
+    for mine, peer, goal in GOALS:
+        if mine in found and peer in found:
+            row = pair(
+                f"training, {mine} / {peer}",
+                found[mine],
+                found[peer],
+                goal,
+                precision=mine.rpartition(", ")[2],
+                work=tokens,
+            )
+            print(f"{row.what}: {row.ratio:.2f}x, goal {row.goal}, {'met' if row.met else 'MISSED'}")
+    for sentence in said:
+        print(sentence)
+    for word, dtype in PRECISIONS.items():
+        flops, rate, floor = floor_seconds(batches, dtype)
+        print(
+            f"{word} floor: {flops / 1e9:,.0f} GFLOP at {rate / 1e9:,.0f} GFLOP/s, the rate of the MLP's "
+            f"product here, is {tokens / floor:,.0f} tokens/s"
+        )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,11 @@ from lightning_thd.callbacks import THDThroughputMonitor
 from lightning_thd.flops import FlopsModel, SeqStats
 
 SEQUENCES, STEPS, INTERVAL = 512, 600, 50
-GOAL_US = 15.0
+GOAL_US = {
+    "ours, no window": 15.0,
+    "ours, windows counted by the collator": 15.0,
+    "ours, windows counted by the monitor": 20.0,
+}
 CONFIG = {
     "model_type": "gemma3_text",
     "vocab_size": 262208,
@@ -196,13 +200,14 @@ def main(argv: list[str] | None = None) -> None:
         counting[name], between = per_step_us(make, data, flops, log=False)
         logged, _ = per_step_us(make, data, flops, log=True)
         reads = reads_between_logs(make, data, flops)
-        goal = f"{GOAL_US:.0f}" if name.startswith("ours") else ""
+        goal = f"{GOAL_US[name]:.0f}" if name in GOAL_US else ""
         print(f"{name:<40}{counting[name]:>10.1f}{logged:>10.1f}{between:>8.1f}{reads:>7}{goal:>6}")
     peer = counting["Lightning's ThroughputMonitor"]
     for name, cost in counting.items():
-        if name.startswith("ours"):
-            print(f"{name}: {cost / peer:.2f} x Lightning's, goal {'met' if cost <= GOAL_US else 'missed'}")
-            less(f"a microbatch, {name}", cost, "us", GOAL_US, peer=peer)
+        if name in GOAL_US:
+            met = "met" if cost <= GOAL_US[name] else "missed"
+            print(f"{name}: {cost / peer:.2f} x Lightning's, goal {met}")
+            less(f"CPU a microbatch, {name}", cost, "us", GOAL_US[name], peer=peer)
     print("counting: a step and its share of an interval's reduction; no log: a step between two of them")
     for kind, given in (("list", lengths.tolist()), ("array", lengths)):
         start = time.perf_counter()

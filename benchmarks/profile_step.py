@@ -1,0 +1,87 @@
+"""A training step by part, in CPU seconds, beside the floor that its products set.
+
+``python -m benchmarks.profile_step`` runs the quickstart's step under torch's profiler and adds up the CPU
+time of operators themselves: products, attention, the loss's tiles, the optimizer, elementwise work, copies,
+and what is left of the whole process (Python, Lightning-free). Floor: the FLOPs of the step at the rate of
+its largest product, measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.end_to_end import floor_seconds, make_model, packs
+from benchmarks.results import keep
+from lightning_thd import causal_lm_loss
+from lightning_thd.batch import THDBatch
+from lightning_thd.module import adamw
+
+# The first part whose words are in an operator's name takes its time.
+PARTS = {
+    "attention": ("varlen_attention", "_scaled_dot_product"),
+    "optimizer": ("_fused_adam", "Optimizer", "_foreach", "clip_grad"),
+    "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::matmul", "mkldnn", "baddbmm"),
+    "copies and casts": ("copy_", "_to_copy", "cat", "index", "contiguous", "clone", "zero_", "fill_"),
+    "elementwise and sums": ("aten::", "SiluBackward", "MulBackward", "Backward"),
+}
+
+
+def parts_of(step: Callable[[], None], repeat: int) -> tuple[dict[str, float], float]:
+    """Return CPU seconds of every part of a step, and of the whole process."""
+    step()
+    begun = time.process_time()
+    for _ in range(repeat):
+        step()
+    whole = (time.process_time() - begun) / repeat
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for _ in range(repeat):
+            step()
+    found = dict.fromkeys(PARTS, 0.0)
+    for event in recorded.key_averages():
+        part = next((name for name, words in PARTS.items() if any(w in event.key for w in words)), None)
+        if part is not None:
+            found[part] += event.self_cpu_time_total / 1e6 / repeat
+    return found, whole
+
+
+def make_step(batch: THDBatch, dtype: torch.dtype) -> Callable[[], None]:
+    model = make_model("thd")
+    optimizer = adamw(model.parameters(), lr=1e-4, betas=(0.9, 0.95))
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+            loss = causal_lm_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the table, on one thread: the profiler counts the calling thread's time."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=2)
+    args = parser.parse_args(argv)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    batches = packs(1)
+    for dtype, word in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        found, whole = parts_of(make_step(batches[0], dtype), args.repeat)
+        _, rate, floor = floor_seconds(batches, dtype)
+        print(f"\n{word}: {whole:.3f} CPU s a step of {batches[0].stats.real_tokens:,} tokens, one thread")
+        for name, seconds in [*found.items(), ("everything else", whole - sum(found.values()))]:
+            print(f"  {name:24}{seconds:8.3f} s{seconds / whole:8.1%}")
+        print(f"  {'floor':24}{floor:8.3f} s{floor / whole:8.1%}  (all FLOPs at {rate / 1e9:,.0f} GFLOP/s)")
+        known = sum(found.values()) / whole
+        keep("share of a step's CPU time that has a name", known, "", at_least=0.9, precision=word)
+    torch.set_num_threads(threads)
+
+
+if __name__ == "__main__":
+    main()
