@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -150,10 +149,10 @@ def gpu_lines(found: dict[str, Any]) -> list[str]:
     return [about, "", table(parts)]
 
 
-def too_busy(seconds: float = 5.0, *, wait: Callable[[float], object] = time.sleep) -> str:
+def too_busy(seconds: float = 5.0) -> str:
     """Say why nothing should be measured now; empty where the machine is quiet."""
     load = Load()
-    wait(seconds)
+    time.sleep(seconds)
     others = load.others()
     if not others > QUIET:  # NaN, where nothing is known, is let through
         return ""

@@ -95,7 +95,8 @@ class Load:
     def others(self) -> float:
         """Cores busy with others' work since the start, on average; children must have ended."""
         wall, busy, own = (b - a for a, b in zip(self._before, self._now(), strict=True))
-        return max(0.0, (busy - own) / wall) if wall else 0.0
+        found = (busy - own) / wall if wall else 0.0
+        return 0.0 if found < 0 else found  # NaN stays
 
     def _now(self) -> tuple[float, float, float]:
         return time.perf_counter(), self._busy(), cpu_seconds()

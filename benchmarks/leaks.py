@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"| {name} ({kind}) | {' | '.join(cells)} |", flush=True)
         found = row["thd"]
         assert found is not None
-        less(f"leak, {name}", found, "", 1e-6)
+        less(f"leak, {name}", found, "", 1e-6, precision="fp32")
 
 
 if __name__ == "__main__":

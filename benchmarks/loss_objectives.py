@@ -1,6 +1,6 @@
 """Weights, distillation and DPO without logits: memory and time beside the plain loss, whole logits and TRL.
 
-A part of ``python -m benchmarks.loss``: T = 8,192 tokens of H = 1,024, 32,000 columns, fp32 (``--quick``
+A part of ``python -m benchmarks.loss``: T = 4,096 tokens of H = 1,024, 32,000 columns, fp32 (``--quick``
 2,048 tokens), forward and backward, all ways in turn. Memory as there; times are the least CPU seconds
 of the runs. TRL's divergence is its own function on whole logits; liger's is its algorithm in pure torch,
 1,024 tokens at a time.
@@ -169,16 +169,40 @@ def show(
         print(f"{name:40}{mib:10.0f}{seconds:8.2f}")
     results: list[Result] = []
     base, more = found["plain loss"], found["weights, smoothing, z-loss"]
-    results.append(less("weights, smoothing and z-loss, memory", more[0], "MiB", 1.1 * base[0], peer=base[0]))
-    results.append(less("weights, smoothing and z-loss, CPU time", more[1], "s", 1.1 * base[1], peer=base[1]))
+    results.append(
+        less(
+            "weights, smoothing and z-loss, memory",
+            more[0],
+            "MiB",
+            1.1 * base[0],
+            peer=base[0],
+            precision="fp32",
+        )
+    )
+    results.append(
+        less(
+            "weights, smoothing and z-loss, CPU time",
+            more[1],
+            "s",
+            1.1 * base[1],
+            peer=base[1],
+            precision="fp32",
+        )
+    )
     for name, peer, share in (
         ("DPO", "DPO, whole logits", 8.0),
         ("distillation, kl", "distillation, kl, TRL on whole logits", 10.0),
         ("distillation, jsd", "distillation, jsd, TRL on whole logits", 10.0),
     ):
         if full:  # with fewer tokens the weight's gradient is most of the memory
-            results.append(faster(f"{name}, memory, {peer}", found[name][0], found[peer][0], "MiB", share))
+            results.append(
+                faster(
+                    f"{name}, memory, {peer}", found[name][0], found[peer][0], "MiB", share, precision="fp32"
+                )
+            )
         if peer not in large:
-            results.append(faster(f"{name}, CPU time, {peer}", found[name][1], found[peer][1], "s", 1.0))
+            results.append(
+                faster(f"{name}, CPU time, {peer}", found[name][1], found[peer][1], "s", 1.0, precision="fp32")
+            )
     for result in results:
         print(f"  {result.what}: {'met' if result.met else 'MISSED'}")
