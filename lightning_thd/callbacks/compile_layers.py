@@ -54,7 +54,7 @@ class CompileLayers(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Take the time."""
-        if self._running:
+        if self._running():
             synchronize(pl_module.device)
             self._began = self._clock()
 
@@ -62,18 +62,17 @@ class CompileLayers(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Compile after the eager batches; report after some compiled ones."""
-        if not self._running:
+        if not self._running():
             return
         synchronize(pl_module.device)
         self._seconds.append(self._clock() - self._began)
         if len(self._seconds) == self.eager_batches:
             for layer in layers_of(pl_module):
                 layer.compile(dynamic=True)
-        if not self._running:
+        if not self._running():
             eager, compiled = self._seconds[: self.eager_batches], self._seconds[self.eager_batches :]
             self._report(break_even(eager, compiled))
 
-    @property
     def _running(self) -> bool:
         return len(self._seconds) < self.eager_batches + _COMPILING + _MEASURED
 

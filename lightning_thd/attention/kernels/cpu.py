@@ -56,7 +56,7 @@ def forward(
     """
     plan = _plan(cu_q, cu_kv, q_THD, spec, by_keys=False)
     q, k, v = (_dense_rows(x) for x in (q_THD, k_THD, v_THE))
-    if plan.at_once is not None and q.shape[2] == v.shape[2]:
+    if plan.at_once is not None and q.shape[2] == v.shape[2] and q.dtype != torch.float16:
         out, lse = _forward_at_once(plan.at_once, q, k, v, spec)
         return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
@@ -141,6 +141,7 @@ def _backward_at_once(
     """Compute the gradients as ``_forward_at_once`` attends.
 
     Half precision goes the other way, a few sequences at a time: widened whole, it would leave the cache.
+    So does the forward in fp16, which is widened too.
     """
     grad, q, out, lse = (rows.take(x, call.q_starts, call.rows) for x in by_q)
     k, v = (rows.take(x, call.k_starts, call.keys) for x in by_k)

@@ -17,6 +17,8 @@ from lightning_thd.flops.measure import synchronize
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.rates import Work, count, packing, rates
 
+_NOTHING = FlopsBreakdown()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
@@ -60,7 +62,7 @@ class Stage:
         self.totals = {"time": 0.0, "batches": 0.0, "samples": 0.0, "lengths": 0.0}
         self.rated = False
         self._open: Interval | None = None
-        self._flops = [FlopsBreakdown(), FlopsBreakdown()]  # of what was measured, and of what was left out
+        self._flops = [_NOTHING, _NOTHING]  # of what was measured, and of what was left out
         self._seconds = 0.0
 
     def resume(self, setting: Setting) -> None:
@@ -100,12 +102,13 @@ class Stage:
         self.totals["lengths"] += found.measured.slots + found.left_out.slots
         self._open = found if self._open is None else self._open + found
         if setting.model is not None:
-            measured = count(setting.model, found.measured, work=self.work)
-            left_out = FlopsBreakdown()
+            total = measured = count(setting.model, found.measured, work=self.work)
             if found.left_out_microbatches:
                 left_out = count(setting.model, found.left_out, work=self.work)
-            self._flops = [self._flops[0] + measured, self._flops[1] + left_out]
-            self._total_of(setting.model).add_total(measured + left_out)
+                self._flops[1] += left_out
+                total = measured + left_out
+            self._flops[0] = measured if self._flops[0] is _NOTHING else self._flops[0] + measured
+            self._total_of(setting.model).add_total(total)
 
     def close(self, setting: Setting, *, last: bool = False) -> dict[str, float]:
         """Reduce, and report the interval.
@@ -140,7 +143,7 @@ class Stage:
                 peak=_peak(found.peak, flops, setting.low),
             )
             self.rated = True
-        self._open, self._seconds, self._flops = None, 0.0, [FlopsBreakdown(), FlopsBreakdown()]
+        self._open, self._seconds, self._flops = None, 0.0, [_NOTHING, _NOTHING]
         metrics |= self.totals
         if self.metric is not None:
             metrics["total_flops"] = self.metric.folded
@@ -159,7 +162,8 @@ class Stage:
     def _total_of(self, model: FlopsModel) -> THDFlops:
         if self.metric is None:
             self.metric = THDFlops(model, work=self.work)
-        self.metric.model = model
+        if self.metric.model is not model:
+            self.metric.model = model
         return self.metric
 
 
