@@ -202,7 +202,9 @@ def show(
             )
         if peer not in large:
             results.append(
-                faster(f"{name}, CPU time, {peer}", found[name][1], found[peer][1], "s", 1.0, precision="fp32")
+                faster(
+                    f"{name}, CPU time, {peer}", found[name][1], found[peer][1], "s", 1.0, precision="fp32"
+                )
             )
     for result in results:
         print(f"  {result.what}: {'met' if result.met else 'MISSED'}")
