@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import json
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_thd.data import ByteTokenizer, StdlibText, TokenStore, read_documents, stdlib_documents
 from lightning_thd.data.read.sources import open_source
+from lightning_thd.data.read.text import _definitions, _no_collections
 from lightning_thd.data.store import Rows, cached_store
 
 ROWS = st.lists(st.lists(st.integers(0, 70_000), max_size=9), max_size=12)
@@ -160,3 +163,46 @@ def test_the_standard_library_is_a_data_set() -> None:
     store = StdlibText(max_bytes=2048)
     assert len(store) == len(documents)
     assert ByteTokenizer().decode(store[7]["input_ids"]) == documents[7]
+
+
+def test_definitions_come_in_the_order_of_a_walk() -> None:
+    source = """
+class A:
+    def a(self):
+        try:
+            def b(): pass
+        except ValueError:
+            class C: pass
+        else:
+            async def d(): pass
+        finally:
+            def e(): return [lambda: 0 for _ in ()]
+    x = 1 if True else 2
+match A:
+    case None:
+        def f(): pass
+for _ in ():
+    def g(): pass
+else:
+    with A() as h:
+        def i(): pass
+def last(): pass
+"""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    for tree in (ast.parse(source), ast.parse(Path(ast.__file__).read_text())):
+        walked = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+        assert [id(node) for node in _definitions(tree)] == [id(node) for node in walked]
+        assert len(walked) > 8
+
+
+def test_the_collector_is_as_it_was() -> None:
+    gc.disable()
+    try:
+        with _no_collections():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    with pytest.raises(KeyError), _no_collections():
+        raise KeyError
+    assert gc.isenabled()
