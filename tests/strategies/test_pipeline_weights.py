@@ -187,7 +187,7 @@ class Large(Later):
     """218 MB in 16 layers; notes how much memory this rank has held before its first pass."""
 
     def __init__(self, folder: str | None) -> None:
-        super().__init__("large", folder)
+        super().__init__("qwen3", folder)
         self.grown = 0
 
     def configure_model(self) -> None:
