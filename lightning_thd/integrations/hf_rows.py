@@ -117,8 +117,9 @@ def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
             f"{type(model).__name__} got {', '.join(unknown) or 'use_cache=True'} beside padded rows, and "
             "packed_trainer packs rows of text alone. Use TRL's trainer as it is."
         )
-    mask = given["attention_mask"].bool()
-    batch = THDBatch.from_padded(given["input_ids"], given["attention_mask"], given.get("labels"))
+    rows = given["input_ids"]
+    mask = torch.ones_like(rows) if given.get("attention_mask") is None else given["attention_mask"]
+    batch = THDBatch.from_padded(rows, mask, given.get("labels"))
     told = {name: given[name] for name in _KEPT if given.get(name) is not None}
     if given.get("fused_lm_head"):
         told |= {"fused_lm_head": True, "shift_labels": batch.targets[None]}
@@ -126,7 +127,7 @@ def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
     if given.get("fused_lm_head"):
         for name, value in list(output.items()):
             if isinstance(value, Tensor) and value.ndim == 2 and value.shape == (1, sum(batch.lengths)):
-                output[name] = _rows(value[0], mask)
+                output[name] = _rows(value[0], mask.bool())
     return output
 
 
