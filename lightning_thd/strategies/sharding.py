@@ -201,7 +201,8 @@ class ShardingMixin(ContextParallelMixin):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint as the base strategy does, or begin to; shards of averaged weights included."""
-        checkpoint[FRESH] = [i for i, optimizer in enumerate(self.optimizers) if not optimizer.state]
+        if fresh := [i for i, optimizer in enumerate(self.optimizers) if not optimizer.state]:
+            checkpoint[FRESH] = fresh
         if self._background is not None and storage_options is None:
             self._background.save(checkpoint, Path(self.broadcast(filepath)))
             return
