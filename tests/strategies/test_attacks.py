@@ -16,7 +16,7 @@ from tests.strategies.jobs import Layout, data, make_trainer
 from tests.strategies.matrix import STEP, Plain, error_of, layout_of
 
 # Two data-parallel ranks have packs of their own: what is of a pack differs, and is not compared here.
-OF_A_PACK = {"logs", "manual twice", "val batches", "overfit", "overfit fraction", "rates"}
+OF_A_PACK = {"logs", "sums", "manual twice", "val batches", "overfit", "overfit fraction", "rates"}
 
 
 def all_of(names: list[str], strategy: str, layout: str, folder: str) -> list[dict[str, torch.Tensor]]:
