@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, get_args
@@ -16,7 +17,7 @@ from lightning_thd._checks import whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
-from lightning_thd.data.mixing import ShareLog
+from lightning_thd.data.mixing import ShareLog, planned_tokens
 from lightning_thd.data.planning import (
     Planner,
     PlanSettings,
@@ -32,7 +33,7 @@ from lightning_thd.data.read.tokenize import Engine
 from lightning_thd.data.sets import DataSet, is_mixture, named_sources, open_mixture, open_set, weighted
 from lightning_thd.data.store.index import Empty, OnError
 from lightning_thd.data.stream_link import as_stream, refuse_repeats, stream_policies
-from lightning_thd.data.streams import Stream, StreamLoader, is_stream, stream_loader
+from lightning_thd.data.streams import Stream, StreamLoader, StreamMixture, is_stream, stream_loader
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner
@@ -55,7 +56,8 @@ class THDDataModule(L.LightningDataModule):
             of ids, records may hold text, ``prompt`` and ``completion``, or a conversation: these are
             tokenised once, with loss on what the assistant says alone where there is one. A dict ``{name:
             (source, weight)}`` is a mixture. An ``IterableDataset``, a function that begins an iterator,
-            ``.tar`` shards, or a ``data.streams.Stream``: read once, front to back.
+            ``.tar`` shards, or a ``data.streams.Stream``: read once, front to back; a mixture with one of
+            these streams all its sources.
         capacity: most tokens of a pack.
         global_batch: ``Packs(n)``, n packs to an optimizer step, or ``Sequences(n)``, exactly n sequences
             to a step in as many microbatches as they need (needs a strategy of ours). Default: one pack a
@@ -177,7 +179,7 @@ class THDDataModule(L.LightningDataModule):
         )
         self.empty, self.vocab_size = empty, vocab_size
         self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
-        self._stream = as_stream(train, on_error, max_errors)
+        self._stream = as_stream(train, on_error, max_errors, mixing)
         if self._stream is not None:
             train = None
         for stage, source in {"val": val, "test": test, "predict": predict}.items():
@@ -275,12 +277,21 @@ class THDDataModule(L.LightningDataModule):
     def train_dataloader(self) -> THDLoader | StreamLoader:
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
         if self._stream is not None:
-            return self._streamed(self._stream, self._train_kind)
+            loader = self._streamed(self._stream, self._train_kind)
+            if loader.source_names:
+                self._shares = ShareLog(
+                    names=loader.source_names,
+                    tokens_of=lambda epoch, step, dp: loader.next_tokens(),
+                    per_step=loader.per_step,
+                )
+            return loader
         planner = self._planner("train") if "train" in self._sets else None
         if isinstance(planner, MixturePlanner):
             whole = self._train_kind == "step"
             self._shares = ShareLog(
-                planner=planner, per_step=1 if whole else planner.global_batch.n // self._host.ranks
+                names=planner.mixture.names,
+                tokens_of=partial(planned_tokens, planner),
+                per_step=1 if whole else planner.global_batch.n // self._host.ranks,
             )
         return self._loader(
             "train",
@@ -318,7 +329,7 @@ class THDDataModule(L.LightningDataModule):
         """Return this rank's prediction batches, as ``val_dataloader``."""
         return self._evaluation("predict")
 
-    def _streamed(self, stream: Stream, kind: Literal["pack", "step"]) -> StreamLoader:
+    def _streamed(self, stream: Stream | StreamMixture, kind: Literal["pack", "step"]) -> StreamLoader:
         """Make the loader of a stream; every rank of the job calls this."""
         refuse_repeats(self.trainer, self._plans)
         progress = link.Progress(self.trainer) if self.trainer is not None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch.utils.data import Dataset
 
 from lightning_thd.data.store.index import SequenceIndex
 from lightning_thd.packing.mixtures import MixturePlanner
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class MixedRows(Dataset[dict[str, Any]]):
@@ -81,16 +83,19 @@ class ShareLog:
     The numbers come from the plan, on the first process, so that no device and no other rank is asked.
 
     Attributes:
-        planner: of the mixture.
+        names: of the sources.
+        tokens_of: real tokens of each source in a step of an epoch on so many ranks, int64 ``[N]``; called
+            once for each step, in order.
         per_step: batches of a rank to a step of the plan.
         done: the epoch and step up to which it was logged.
         tokens: real tokens of each source so far, since the run began or was resumed.
     """
 
-    planner: MixturePlanner
+    names: Sequence[str]
+    tokens_of: Callable[[int, int, int], IntArray]
     per_step: int
     done: tuple[int, int] | None = None
-    tokens: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    tokens: IntArray | None = None
 
     def update(self, trainer: L.Trainer, epoch: int, dp: int) -> None:
         """Log if a step of logging is due; called before each batch."""
@@ -101,15 +106,22 @@ class ShareLog:
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         if not trainer.is_global_zero or step - self.done[1] < max(1, every):
             return
-        mixture = self.planner.mixture
-        tokens = np.zeros(len(mixture.names), np.int64)
+        tokens = np.zeros(len(self.names), np.int64)
         for k in range(self.done[1], step):
-            spans = self.planner.step(epoch, k, dp).spans
-            np.add.at(tokens, mixture.source_of(spans.index), spans.lengths)
+            tokens += self.tokens_of(epoch, k, dp)
         self.done = (epoch, step)
         self.tokens = tokens if self.tokens is None else self.tokens + tokens
-        logged = {f"data/{name}/tokens": float(n) for name, n in zip(mixture.names, self.tokens, strict=True)}
+        logged = {f"data/{name}/tokens": float(n) for name, n in zip(self.names, self.tokens, strict=True)}
         part = tokens / max(1, int(tokens.sum()))
-        logged |= {f"data/{name}/share": float(x) for name, x in zip(mixture.names, part, strict=True)}
+        logged |= {f"data/{name}/share": float(x) for name, x in zip(self.names, part, strict=True)}
         for logger in trainer.loggers:
             logger.log_metrics(logged, step=trainer.global_step)
+
+
+def planned_tokens(planner: MixturePlanner, epoch: int, step: int, dp: int) -> IntArray:
+    """Count the real tokens of each source of a mixture in a planned step, int64 ``[N]``."""
+    mixture = planner.mixture
+    spans = planner.step(epoch, step, dp).spans
+    tokens = np.zeros(len(mixture.names), np.int64)
+    np.add.at(tokens, mixture.source_of(spans.index), spans.lengths)
+    return tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 import lightning.pytorch as L
@@ -10,17 +11,47 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_thd.data.planning import PlanSettings
 from lightning_thd.data.read.encode import load_tokenizer
 from lightning_thd.data.read.sources import Opener
+from lightning_thd.data.sets import is_mixture, weighted
 from lightning_thd.data.store.index import OnError
-from lightning_thd.data.streams import Stream, StreamPolicies, is_stream
+from lightning_thd.data.streams import Stream, StreamMixture, StreamPolicies, is_stream
+from lightning_thd.packing.mixtures import Mixing
 
 
-def as_stream(train: object, on_error: OnError, max_errors: int | None) -> Stream | None:
-    """Wrap training data that can only be iterated; None for data with a length."""
+def as_stream(
+    train: object, on_error: OnError, max_errors: int | None, mixing: Mixing | None
+) -> Stream | StreamMixture | None:
+    """Wrap training data that can only be iterated, or a mixture with such; None for data with a length.
+
+    Raises:
+        TypeError: for what is no source with a weight.
+        ValueError: for a mixture of which a source has no weight that is a number above 0.
+    """
     if isinstance(train, Stream):
         return train
-    if train is None or not is_stream(train):
+    if train is None:
         return None
-    return Stream(source=train, on_error=on_error, max_errors=max_errors)
+    wrap = partial(Stream, on_error=on_error, max_errors=max_errors)
+    if not is_mixture(train):
+        return wrap(source=train) if is_stream(train) else None
+    assert isinstance(train, Mapping)
+    if not any(_is_streamed(given) for given in train.values()):
+        return None
+    parts = {name: weighted(name, given) for name, given in train.items()}
+    streams = {
+        name: source if isinstance(source, Stream) else wrap(source=source)
+        for name, (source, _) in parts.items()
+    }
+    return StreamMixture(
+        streams=streams,
+        weights={name: weight for name, (_, weight) in parts.items()},
+        mixing=Mixing() if mixing is None else mixing,
+    )
+
+
+def _is_streamed(given: object) -> bool:
+    """Say whether a source of a mixture, with its weight, can only be iterated."""
+    source = given[0] if isinstance(given, tuple | list) and len(given) == 2 else given
+    return isinstance(source, Stream) or is_stream(source)
 
 
 def refuse_repeats(trainer: L.Trainer | None, plans: PlanSettings) -> None:

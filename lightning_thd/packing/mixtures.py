@@ -41,13 +41,20 @@ class Mixing:
             ``"shortest"``, as many as use no sequence twice, or a number.
         passes: passes over each source in an epoch, by its name, in the place of weights: 2 uses every
             sequence of it twice, 0.5 half of them, the other half in the next epoch.
+        dry: for streams alone, whose sizes are not known: what happens when a source runs dry. ``"restart"``
+            (what None means) reads it again, so that its share holds, and ends the epoch once every source
+            was used whole; ``"stop"`` ends the epoch with it, and the others go on in the next where they
+            stand; ``"rest"`` leaves the rest of the epoch to the others, by their shares.
     """
 
     temperature: float = 1.0
     epoch: EpochSize = "longest"
     passes: Mapping[str, float] | None = None
+    dry: Literal["restart", "stop", "rest"] | None = None
 
     def __post_init__(self) -> None:
+        if self.dry not in (None, "restart", "stop", "rest"):
+            raise ValueError(f"dry={self.dry!r} is unknown. Choose 'restart', 'stop' or 'rest'.")
         if not _is_number(self.temperature) or not 0 < self.temperature < np.inf:
             raise ValueError(
                 f"temperature={self.temperature!r}: wanted a number above 0; 1 keeps the weights."
@@ -78,6 +85,11 @@ def share_out(
         ValueError: for weights that are none, a source without sequences, or one that would get none.
     """
     mixing = Mixing() if mixing is None else mixing
+    if mixing.dry is not None:
+        raise ValueError(
+            f"Mixing(dry={mixing.dry!r}) is for streams; no source here is one. Mixing(epoch=) says how many "
+            "sequences an epoch of sources with a length takes."
+        )
     _check_sizes(sizes, weights)
     if mixing.passes is not None:
         return _by_passes(sizes, mixing.passes)
@@ -105,7 +117,16 @@ def _check_sizes(sizes: Mapping[str, int], weights: Mapping[str, float]) -> None
         )
     for name, size in sizes.items():
         check_count(f"sizes[{name!r}]", size, "A source has at least one sequence.")
-        weight = weights[name]
+    check_weights(weights)
+
+
+def check_weights(weights: Mapping[str, float]) -> None:
+    """Refuse weights that are no finite numbers above 0.
+
+    Raises:
+        ValueError: naming the source.
+    """
+    for name, weight in weights.items():
         if not _is_number(weight) or not 0 < weight < np.inf:
             raise ValueError(
                 f"The weight of {name!r} is {weight!r}. Weights are finite numbers above 0; leave out a "

@@ -2,6 +2,6 @@
 
 from lightning_thd.data.streams.loader import StreamLoader
 from lightning_thd.data.streams.shards import is_stream
-from lightning_thd.data.streams.stream import Stream, StreamPolicies, stream_loader
+from lightning_thd.data.streams.stream import Stream, StreamMixture, StreamPolicies, stream_loader
 
-__all__ = ["Stream", "StreamLoader", "StreamPolicies", "is_stream", "stream_loader"]
+__all__ = ["Stream", "StreamLoader", "StreamMixture", "StreamPolicies", "is_stream", "stream_loader"]

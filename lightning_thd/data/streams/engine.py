@@ -1,14 +1,14 @@
 """Shards of all ranks -> one planned, exchanged and collated step after the other, in lockstep on every rank.
 
-Each turn gathers what ranks read since the last (40 bytes a sequence), plans by ``schedule`` on the same
-numbers everywhere, and moves what has to move. A rank that cannot go on says so in the gathering, so that all
-stop with its message.
+Each turn gathers what ranks read since the last (``intake``: 8 bytes a sequence), orders and plans it by
+``order`` and ``schedule`` on the same numbers everywhere, and moves what has to move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.streams import ledger as ledgers
-from lightning_thd.data.streams.exchange import Held, exchange, moved_bytes
+from lightning_thd.data.streams.exchange import exchange, moved_bytes
+from lightning_thd.data.streams.intake import Intake, Source
 from lightning_thd.data.streams.ledger import Ledger
-from lightning_thd.data.streams.reader import OnError, Read, Reader, Reading, assign, shard_order
-from lightning_thd.data.streams.samples import META, POLICIES, Sampler, check_keys
-from lightning_thd.data.streams.schedule import POOL, IntArray, Planned, Scheduling, Table, plan_steps
+from lightning_thd.data.streams.order import Dry, Order, dry_notice, order_of, shares_of, wanted_of
+from lightning_thd.data.streams.samples import Sampler, check_keys
+from lightning_thd.data.streams.schedule import IntArray, Planned, Scheduling, Table, plan_steps
 from lightning_thd.data.streams.shards import Shard
 from lightning_thd.data.streams.wire import Wire
 
-_HEADER = np.dtype([(name, "<i8") for name in ("failed", "exhausted", "count", "bad", *POLICIES)])
-_ROW_BITS = 40  # of a sequence id, below the number of its shard
+ROW_BITS = 40  # of a sequence id, below the number of its shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,30 +33,38 @@ class Settings:
     """How a stream is read and packed.
 
     Attributes:
-        shards: of the whole job.
+        shards: of the whole job, source after source.
+        sources: of which they are; one where nothing is mixed.
+        dry: what happens when a source of a mixture runs dry.
         make_sampler: makes the policies of one reader.
         scheduling: what decides the steps.
         collate: samples of a microbatch, ids and scales -> batch.
         window: sequences each rank keeps at hand.
-        shuffle: draw steps, and the order of shards, at random.
-        seed: of these.
+        seed: of what is drawn at random.
         num_workers: processes that read.
-        on_error: what becomes of records that cannot be used.
-        max_errors: most such records of the whole job; None for no limit.
         timeout_s: seconds until a rank or worker that gives nothing is given up.
     """
 
     shards: Sequence[Shard]
+    sources: Sequence[Source]
+    dry: Dry = "restart"
     make_sampler: Callable[[], Sampler]
     scheduling: Scheduling
     collate: Callable[..., THDBatch]
     window: int
-    shuffle: bool = False
     seed: int = 0
     num_workers: int = 0
-    on_error: OnError = "raise"
-    max_errors: int | None = None
     timeout_s: float = 600.0
+
+    @cached_property
+    def source_of(self) -> IntArray:
+        """Number of the source of each shard, int64 ``[K]``."""
+        return np.repeat(np.arange(len(self.sources)), [one.stop - one.first for one in self.sources])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the sources of a mixture; empty where nothing is mixed."""
+        return tuple(source.name for source in self.sources) if len(self.sources) > 1 else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,12 +74,14 @@ class Made:
     Attributes:
         step: this rank's microbatches.
         state: of the stream after it.
-        last: the pass over the shards ends with it.
+        last: the pass over the stream ends with it.
+        tokens: real tokens of each source in the step, over all ranks, int64 ``[N]``.
     """
 
     step: THDStep
     state: dict[str, Any]
     last: bool
+    tokens: IntArray
 
 
 class Engine:
@@ -89,36 +99,45 @@ class Engine:
     ) -> None:
         self._settings, self._wire = settings, wire
         self._names = [shard.name for shard in settings.shards]
-        self.ledger = Ledger(cursors=np.zeros(len(settings.shards), np.int64))
-        if state is not None:
-            self.ledger.cursors, self.ledger.number = state["cursors"].numpy().copy(), int(state["pass"])
-        self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
+        count = len(settings.sources)
+        self.ledger = Ledger.fresh(len(settings.shards), count) if state is None else ledgers.begun(state)
+        self._intake = Intake(
+            settings.shards,
+            settings.sources,
+            settings.make_sampler,
+            wire,
+            seed=settings.seed,
+            num_workers=settings.num_workers,
+            timeout_s=settings.timeout_s,
+        )
         self.moved_bytes = 0
-        self._held: Held = {}
         self._restore = None if state is None else (state, same)
         self._before = dict(self.counts)  # of the passes that are over
+        self._told: set[int] = set()  # sources of which was said that they ran dry
+        self._given = np.zeros(count, bool)  # sources that gave something in their round
         self._next: Planned | None = None
+        self._to_open = list(range(count))
         self.open_pass()
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Records that could not be used, and what policies left out or changed, of all ranks."""
+        return self._intake.counts
+
     def open_pass(self) -> None:
-        """Begin to read the pass that the ledger is in; workers start in the thread that calls this."""
-        settings, number = self._settings, self.ledger.number
-        order = shard_order(len(self._names), seed=settings.seed, number=number, shuffle=settings.shuffle)
-        own = set(assign([shard.size for shard in settings.shards], self._wire.ranks)[self._wire.rank])
-        self._reading = Reading(
-            shards=settings.shards,
-            own=[i for i in order if i in own],
-            sampler=settings.make_sampler(),
-            on_error=settings.on_error,
-        )
-        starts = {i: int(self.ledger.cursors[i]) for i in own}
-        self._reader = Reader(
-            self._reading, starts, num_workers=settings.num_workers, timeout_s=settings.timeout_s
-        )
-        self._exhausted = np.zeros(self._wire.ranks, bool)
+        """Begin to read sources whose next round is due; workers start in the thread that calls this."""
+        for number in self._to_open:
+            self._open(number)
+        self._to_open = []
+
+    def _open(self, number: int) -> None:
+        source, ledger = self._settings.sources[number], self.ledger
+        begun = ledger.cursors[source.first : source.stop].any()
+        self._given[number] = bool(begun)
+        self._intake.open(number, int(ledger.rounds[number]), ledger.cursors)
 
     def make(self) -> Made | None:
-        """Plan, exchange and collate the next step; None when this pass over the shards has none left.
+        """Plan, exchange and collate the next step; None when this pass over the stream has none left.
 
         Raises:
             ValueError: for what any rank could not read, on every rank.
@@ -126,140 +145,155 @@ class Engine:
         """
         if self._restore is not None:
             (state, same), self._restore = self._restore, None
-            self._read_again(state, same)
+            found = self._intake.again(ledgers.pending_rows(state))
+            self.ledger = ledgers.restored(
+                state, found, dp=self._wire.ranks, same=same, source_of=self._settings.source_of
+            )
         planned = self._next if self._next is not None else self._plan()
         self._next = None
         if planned is None:
             self._end_pass()
             return None
         self.moved_bytes += moved_bytes(planned)
-        step = self._collated(planned, exchange(planned, self._held, self._wire))
+        step = self._collated(planned, exchange(planned, self._intake.held, self._wire))
         self.ledger.steps += 1
+        last = self._has_gone_round()
+        if last:
+            self.ledger.number, self.ledger.steps = self.ledger.number + 1, 0
         state = self.ledger.state()
         self._next = self._plan()  # gathered and planned while the model runs this step
-        last = self._next is None
-        if last:
+        if self._next is None and not last:
+            last = True
             self._end_pass()
             state = self.ledger.state()
-        return Made(step=step, state=state, last=last)
+        sources = self._settings.source_of[planned.table["shard"]]
+        weights = planned.table["length"].astype(np.float64)
+        tokens = np.bincount(sources, weights=weights, minlength=len(self._given)).astype(np.int64)
+        return Made(step=step, state=state, last=last, tokens=tokens)
+
+    def _has_gone_round(self) -> bool:
+        """Say whether every source of a mixture that begins again was used whole once more."""
+        ledger = self.ledger
+        if not self._restarts:
+            return False
+        whole = ledger.rounds.copy()
+        for table in (ledger.pool, *(step.table for step in ledger.planned)):
+            np.minimum.at(whole, self._settings.source_of[table["shard"]], table["round"])
+        return int(whole.min()) > ledger.number
+
+    @property
+    def _restarts(self) -> bool:
+        return bool(self._settings.names) and self._settings.dry == "restart"
 
     def _end_pass(self) -> None:
-        self.ledger = Ledger(cursors=np.zeros_like(self.ledger.cursors), number=self.ledger.number + 1)
+        """Begin the next pass: of the sources that ran dry, where others go on; else of all."""
+        ledger, settings = self.ledger, self._settings
+        stops = bool(settings.names) and settings.dry == "stop"
+        dry = np.flatnonzero(self._intake.exhausted.all(1)) if stops else np.arange(len(settings.sources))
+        for number in dry.tolist():
+            ledger.cursors[settings.sources[number].first : settings.sources[number].stop] = 0
+            ledger.rounds[number] += 1
+        ledger.number, ledger.steps = ledger.number + 1, 0
+        if not stops:
+            self.counts["tail_dropped"] += len(ledger.pool)
+            ledger.pool = ledger.pool[:0]
+            ledger.drawn[:], ledger.out[:] = 0, False
+            self._intake.held.clear()
+        self._to_open = dry.tolist()
+        self._told.clear()
         found = {name: count for name, count in self.counts.items() if count != self._before[name]}
         if found:
             counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in found.items())
-            rank_zero_info(f"Pass {self.ledger.number - 1} over the stream: {counts} so far")
+            rank_zero_info(f"Pass {ledger.number - 1} over the stream: {counts} so far")
         self._before = dict(self.counts)
-        self._held.clear()
 
     def _plan(self) -> Planned | None:
         """Take the next planned step, reading ahead; None at the end of the pass."""
-        ledger, window = self.ledger, self._settings.window
+        ledger, settings = self.ledger, self._settings
         if ledger.planned:
-            self._gather(self._wanted(window, most=ledger.pace))
+            self._gather(settings.window, most=ledger.pace)
             return ledger.planned.popleft()
-        target = window
+        target = settings.window
         while True:
-            active = max(1, int((~self._exhausted).sum()))
-            self._gather(self._wanted(max(target, -(-self._settings.scheduling.needed // active))))
-            ended = bool(self._exhausted.all())
-            pool = self._ordered(ledger.pool)
-            steps, ledger.pool = plan_steps(pool, self._settings.scheduling, ended=ended)
+            self._gather(target)
+            ledger.pool["at"] = np.arange(len(ledger.pool))
+            order = self._ordered()
+            ready = ledger.pool[order.rows]
+            steps, left = plan_steps(ready, settings.scheduling, ended=order.ended)
+            for number in order.dry - self._told:
+                self._tell(number)
             if steps:
+                self._commit(order, steps, left)
                 ledger.planned.extend(steps)
-                ledger.pace = -(-window // len(steps))
+                ledger.pace = -(-settings.window // len(steps))
                 return ledger.planned.popleft()
-            if ended:
-                self.counts["tail_dropped"] += len(ledger.pool)
+            if order.ended:
                 return None
-            target += window
+            target += settings.window
 
-    def _wanted(self, target: int, *, most: int | None = None) -> IntArray:
-        """Count what each rank is to read so that it holds ``target`` sequences nobody planned."""
-        held = np.bincount(self.ledger.pool["holder"], minlength=self._wire.ranks)
-        wanted = np.where(self._exhausted, 0, np.maximum(0, target - held))
-        return wanted if most is None else np.minimum(wanted, most)
+    def _ordered(self) -> Order:
+        settings, ledger = self._settings, self.ledger
+        most = settings.scheduling.needed if settings.scheduling.takes_first else None
+        return order_of(
+            ledger.pool,
+            settings.source_of[ledger.pool["shard"]],
+            sources=settings.sources,
+            ledger=ledger,
+            exhausted=self._intake.exhausted.all(1),
+            dry=settings.dry,
+            seed=settings.seed,
+            most=most,
+        )
 
-    def _ordered(self, pool: Table) -> Table:
-        """Draw the order in which sequences are used; without shuffling as they came."""
-        if not self._settings.shuffle:
-            return pool
-        rng = np.random.default_rng([self._settings.seed, self.ledger.number, self.ledger.steps, 1])
-        return pool[rng.permutation(len(pool))]
+    def _commit(self, order: Order, steps: list[Planned], left: Table) -> None:
+        """Take what is planned out of the pool, and count it as drawn."""
+        ledger = self.ledger
+        if len(self._settings.sources) > 1:
+            ledger.drawn, ledger.out = order.after(ledger, steps, self._settings.source_of)
+        ledger.pool = np.concatenate([left, ledger.pool[order.rest]]) if len(order.rest) else left
 
-    def _gather(self, wanted: IntArray) -> None:
-        """Read what is wanted of this rank, and add what all ranks read to the pool."""
+    def _tell(self, number: int) -> None:
+        self._told.add(number)
+        source = self._settings.sources[number]
+        rank_zero_info(dry_notice(source.name, self._settings.dry))
+
+    def _gather(self, window: int, *, most: int | None = None) -> None:
+        """Read so that each rank holds ``window`` sequences nobody planned, and add them to the pool."""
+        settings, ledger, intake = self._settings, self.ledger, self._intake
+        wanted = wanted_of(
+            window,
+            needed=settings.scheduling.needed,
+            shares=shares_of(settings.sources, ledger.out),
+            buffers=[source.shuffle_buffer for source in settings.sources],
+            pool_source=settings.source_of[ledger.pool["shard"]],
+            holder=ledger.pool["holder"],
+            exhausted=intake.exhausted,
+        )
+        wanted = wanted if most is None else np.minimum(wanted, most)
         if not wanted.any():
             return
-        own = int(wanted[self._wire.rank])
-        tables = self._shared(int(wanted.max()), lambda: self._reader.take(own) if own else [])
-        for table in tables:
-            np.maximum.at(self.ledger.cursors, table["shard"], table["row"] + 1)
-        joined = np.concatenate([self.ledger.pool, *tables])
-        check_keys(joined, self._names)
-        fresh = np.concatenate([np.arange(len(table)) for table in tables])
-        order = np.argsort(fresh, kind="stable")  # one of each rank, then the next of each
-        self.ledger.pool = np.concatenate([self.ledger.pool, joined[len(self.ledger.pool) :][order]])
+        fresh = intake.gather(wanted)
+        np.maximum.at(ledger.cursors, fresh["shard"], fresh["row"] + 1)
+        self._given[np.unique(settings.source_of[fresh["shard"]])] = True
+        ledger.pool = np.concatenate([ledger.pool, fresh])
+        check_keys(ledger.pool, self._names)
+        if self._restarts:
+            for number in np.flatnonzero(intake.exhausted.all(1)).tolist():
+                self._restart(number)
 
-    def _read_again(self, state: dict[str, Any], same: bool) -> None:
-        """Read what a checkpoint left pending, each row by the rank that reads its shard now."""
-        pending = ledgers.pending_rows(state)
-        owners = assign([shard.size for shard in self._settings.shards], self._wire.ranks)
-        most = max(sum(len(pending.get(i, [])) for i in own) for own in owners)
-        tables = self._shared(most, lambda: self._reader.again(pending))
-        self.ledger = ledgers.restored(state, np.concatenate(tables), dp=self._wire.ranks, same=same)
-
-    def _shared(self, most: int, read: Callable[[], list[Read]]) -> list[Table]:
-        """Read on every rank, and give each the ``POOL`` of what every other read.
-
-        Raises:
-            ValueError: when any rank cannot go on; the message names rank, shard and row.
-        """
-        failure: Exception | None = None
-        reads: list[Read] = []
-        try:
-            reads = read()
-        except Exception as err:  # told to the other ranks, which wait
-            failure = err
-        header = np.zeros(1, _HEADER)
-        header["failed"], header["exhausted"] = failure is not None, self._reader.exhausted
-        header["count"], header["bad"] = len(reads), len(self._reader.bad)
-        for name, count in self._reader.counts.items():
-            header[name] = count
-        table = np.zeros(most, META)
-        for i, one in enumerate(reads):
-            assert one.sample is not None
-            meta = {**one.sample.meta, "shard": one.shard, "row": one.row}
-            table[i] = tuple(meta[name] for name in META.names or ())
-            self._held[one.shard, one.row] = one.sample
-        message = np.concatenate([header.view(np.uint8), table.view(np.uint8)])
-        found = self._wire.gather(message)
-        headers = np.concatenate([one[: _HEADER.itemsize].view(_HEADER) for one in found])
-        if headers["failed"].any():
-            self._raise(failure)
-        self._exhausted = headers["exhausted"].astype(bool)
-        for name in ("bad", *POLICIES):
-            self.counts[name] = self._before[name] + int(headers[name].sum())
-        self._check_bad()
-        return [
-            _held_by(one[_HEADER.itemsize :].view(META)[: int(head["count"])], rank)
-            for rank, (one, head) in enumerate(zip(found, headers, strict=True))
-        ]
-
-    def _raise(self, failure: Exception | None) -> None:
-        texts = self._wire.texts("" if failure is None else f"{failure}")
-        failed = [f"Rank {rank}: {text}" for rank, text in enumerate(texts) if text]
-        raise ValueError(" ".join(failed) or "A rank could not read its shards.") from failure
-
-    def _check_bad(self) -> None:
-        """End the job on every rank when too many records could not be used."""
-        limit = self._settings.max_errors
-        if limit is not None and self.counts["bad"] > limit:
-            texts = self._wire.texts("; ".join(self._reader.bad[-3:]))
+    def _restart(self, number: int) -> None:
+        """Begin the next round of a source that ran dry."""
+        source, ledger = self._settings.sources[number], self.ledger
+        if not self._given[number]:
             raise ValueError(
-                f"{self.counts['bad']} records could not be used, more than max_errors={limit}. The last: "
-                + "; ".join(text for text in texts if text)
+                f"The source {source.name!r} gave no sequence in a whole pass over it, so it cannot have its "
+                "share of the mixture. Leave it out, or look at what its policies drop."
             )
+        if number not in self._told:
+            self._tell(number)
+        ledger.cursors[source.first : source.stop] = 0
+        ledger.rounds[number] += 1
+        self._open(number)
 
     def _collated(self, planned: Planned, microbatches: list[list[dict[str, Any]]]) -> THDStep:
         """Collate this rank's microbatches with the scales of the whole step."""
@@ -269,7 +303,7 @@ class Engine:
             planned.dp * m / total if total else 0.0
             for total in (float(table["weight"].sum()), float(table["sequences"].sum()))
         )
-        ids = (table["shard"].astype(np.int64) << _ROW_BITS) | table["row"]
+        ids = (table["shard"].astype(np.int64) << ROW_BITS) | table["row"]
         bounds = planned.offsets[rank * m : (rank + 1) * m + 1].tolist()
         return THDStep(
             [
@@ -282,11 +316,3 @@ class Engine:
                 for samples, start, stop in zip(microbatches, bounds[:-1], bounds[1:], strict=True)
             ]
         )
-
-
-def _held_by(table: Table, rank: int) -> Table:
-    pool = np.zeros(len(table), POOL)
-    for name in META.names or ():
-        pool[name] = table[name]
-    pool["holder"] = rank
-    return pool

@@ -14,7 +14,12 @@ from lightning_thd.data.streams.samples import LABELS, Sample, unpacked
 from lightning_thd.data.streams.schedule import IntArray, Planned, Table
 from lightning_thd.data.streams.wire import Int32, Wire
 
-Held = dict[tuple[int, int], Sample]
+Held = dict[tuple[int, int, int], Sample]  # by round, shard and row
+
+
+def keys_of(table: Table) -> list[tuple[int, int, int]]:
+    """List by what sequences are held: their round, shard and row."""
+    return list(zip(*(table[name].tolist() for name in ("round", "shard", "row")), strict=True))
 
 
 def words_of(table: Table) -> IntArray:
@@ -35,7 +40,7 @@ def exchange(planned: Planned, held: Held, wire: Wire) -> list[list[dict[str, An
 
     Args:
         planned: the step, the same on every rank.
-        held: samples of this rank by shard and row; those of the step are taken out.
+        held: samples of this rank; those of the step are taken out.
         wire: to the other ranks.
 
     Returns:
@@ -43,7 +48,7 @@ def exchange(planned: Planned, held: Held, wire: Wire) -> list[list[dict[str, An
     """
     table, targets, holders = planned.table, planned.targets(), planned.table["holder"]
     words = words_of(table)
-    keys = list(zip(table["shard"].tolist(), table["row"].tolist(), strict=True))
+    keys = keys_of(table)
     mine = {keys[i]: held.pop(keys[i]) for i in np.flatnonzero(holders == wire.rank)}
     outgoing, sizes = [], []
     for rank in range(wire.ranks):

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from lightning_thd.data.streams.schedule import POOL, IntArray, Planned, Table
 
-_VERSION = 1
+_VERSION = 2
+_PLACE = ("shard", "row", "round")  # of a sequence
 
 
 @dataclass(kw_only=True)
@@ -19,28 +21,47 @@ class Ledger:
     """Where a stream stands, by what all ranks agreed on.
 
     Attributes:
-        cursors: int64 ``[K]``, rows of each shard that were read.
+        cursors: int64 ``[K]``, rows of each shard that were read in the present round of its source.
+        rounds: int64 ``[N]``, the present pass over each source.
+        drawn: int64 ``[N]``, sequences of each source that were planned since the same sources take part.
+        out: bool ``[N]``, sources that ran dry and leave this pass to the others.
         pool: ``POOL`` of what was read and is not planned, in the order it will be used.
         planned: steps that are planned and not made, in order.
-        number: of the pass over the shards, from 0.
+        number: of the pass over the stream, from 0.
         steps: made in this pass.
         pace: sequences each rank reads ahead a step.
     """
 
     cursors: IntArray
+    rounds: IntArray
+    drawn: IntArray
+    out: npt.NDArray[np.bool_]
     pool: Table = field(default_factory=lambda: np.empty(0, POOL))
     planned: deque[Planned] = field(default_factory=deque)
     number: int = 0
     steps: int = 0
     pace: int = 0
 
+    @classmethod
+    def fresh(cls, shards: int, sources: int) -> Ledger:
+        """Begin a stream of so many shards and sources."""
+        return cls(
+            cursors=np.zeros(shards, np.int64),
+            rounds=np.zeros(sources, np.int64),
+            drawn=np.zeros(sources, np.int64),
+            out=np.zeros(sources, bool),
+        )
+
     def state(self) -> dict[str, Any]:
         """Describe the position in plain numbers and tensors, for a checkpoint."""
         tables = [*(step.table for step in self.planned), self.pool]
-        pending = np.concatenate([np.stack([table["shard"], table["row"]], 1) for table in tables])
+        pending = np.concatenate([np.stack([table[name] for name in _PLACE], 1) for table in tables])
         return {
             "version": _VERSION,
             "cursors": torch.from_numpy(self.cursors.copy()),
+            "rounds": self.rounds.tolist(),
+            "drawn": self.drawn.tolist(),
+            "out": self.out.tolist(),
             "pending": torch.from_numpy(pending.astype(np.int64)),
             "planned": [step.offsets.tolist() for step in self.planned],
             "pass": self.number,
@@ -49,15 +70,37 @@ class Ledger:
         }
 
 
-def pending_rows(state: dict[str, Any]) -> dict[int, list[int]]:
-    """List the rows of each shard that were read and not used."""
-    rows: dict[int, list[int]] = {}
-    for shard, row in state["pending"].tolist():
-        rows.setdefault(shard, []).append(row)
+def begun(state: dict[str, Any]) -> Ledger:
+    """Make the ledger of a state, but for what is pending.
+
+    Raises:
+        ValueError: for the state of another version of this package.
+    """
+    if state.get("version") != _VERSION:
+        raise ValueError(
+            f"The checkpoint holds version {state.get('version')} of a stream's state, and this release reads "
+            f"version {_VERSION}. Go on with the release that wrote it, or start the stream anew."
+        )
+    return Ledger(
+        cursors=state["cursors"].numpy().copy(),
+        rounds=np.array(state["rounds"], np.int64),
+        drawn=np.array(state["drawn"], np.int64),
+        out=np.array(state["out"], bool),
+        number=int(state["pass"]),
+        steps=int(state["steps"]),
+        pace=int(state["pace"]),
+    )
+
+
+def pending_rows(state: dict[str, Any]) -> dict[int, dict[int, list[int]]]:
+    """List of each shard the rows that were read and not used, and in which rounds."""
+    rows: dict[int, dict[int, list[int]]] = {}
+    for shard, row, number in state["pending"].tolist():
+        rows.setdefault(shard, {}).setdefault(row, []).append(number)
     return rows
 
 
-def restored(state: dict[str, Any], found: Table, *, dp: int, same: bool) -> Ledger:
+def restored(state: dict[str, Any], found: Table, *, dp: int, same: bool, source_of: IntArray) -> Ledger:
     """Rebuild a ledger.
 
     Args:
@@ -65,20 +108,20 @@ def restored(state: dict[str, Any], found: Table, *, dp: int, same: bool) -> Led
         found: ``POOL`` of the pending sequences, read again by the ranks that hold them now, in any order.
         dp: data-parallel ranks now.
         same: the steps that were planned fit this job, on as many ranks.
+        source_of: int64 ``[K]``, the source of each shard.
     """
-    keys = zip(found["shard"].tolist(), found["row"].tolist(), strict=True)
+    keys = zip(*(found[name].tolist() for name in _PLACE), strict=True)
     places = {key: i for i, key in enumerate(keys)}
-    order = [places[shard, row] for shard, row in state["pending"].tolist()]
+    order = [places[tuple(place)] for place in state["pending"].tolist()]
     table = found[np.array(order, np.int64)]
-    ledger = Ledger(
-        cursors=state["cursors"].numpy().copy(),
-        number=int(state["pass"]),
-        steps=int(state["steps"]),
-        pace=int(state["pace"]),
-    )
+    ledger = begun(state)
     if same:
         for offsets in state["planned"]:
             ledger.planned.append(Planned(table[: offsets[-1]], np.array(offsets, np.int64), dp))
             table = table[offsets[-1] :]
+    else:  # what was planned is to be drawn again
+        unmade = table[: sum(offsets[-1] for offsets in state["planned"])]
+        again = np.bincount(source_of[unmade["shard"]], minlength=len(ledger.drawn))
+        ledger.drawn = np.maximum(0, ledger.drawn - again)
     ledger.pool = table
     return ledger

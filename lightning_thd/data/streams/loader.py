@@ -6,21 +6,40 @@ import atexit
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.streams.engine import Engine, Made, Settings
+from lightning_thd.data.streams.intake import Source
 from lightning_thd.data.streams.peers import Peers
-from lightning_thd.data.streams.shards import open_shards
+from lightning_thd.data.streams.schedule import IntArray
+from lightning_thd.data.streams.shards import Shard
 from lightning_thd.data.streams.wire import Wire
 from lightning_thd.packing.resume import fingerprint
 
 _AHEAD = 2  # steps that are made while one runs
 _STOP_S = 30.0  # seconds that a process which ends waits for the steps other ranks wait for
+_REMEMBERED = 10_000  # steps whose tokens are known until they are asked for: a log interval has fewer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A stream taken apart.
+
+    Attributes:
+        shards: source after source.
+        sources: of which they are.
+        replays: whether reading them again gives the same records for sure.
+    """
+
+    shards: Sequence[Shard]
+    sources: Sequence[Source]
+    replays: bool
 
 
 class StreamLoader:
@@ -35,7 +54,7 @@ class StreamLoader:
         kind: ``"pack"`` hands out one ``THDBatch`` after the other, ``"step"`` a ``THDStep``.
         parts: the parts that the source was taken apart in, which a checkpoint keeps.
         replays: whether reading the shards again gives the same records for sure.
-        source: of the shards, to be taken apart anew where a checkpoint says in how many parts.
+        reopen: takes the stream apart anew where a checkpoint says in how many parts.
         steps_per_epoch: steps of an epoch; None ends it with the shards.
         consumed: number of batches the trainer is done with in this epoch; what was handed out if absent.
         on_load: told the batch of the epoch at which a restored loader goes on.
@@ -52,7 +71,7 @@ class StreamLoader:
         kind: Literal["pack", "step"] = "pack",
         parts: int = 1,
         replays: bool = True,
-        source: Any = None,
+        reopen: Callable[[int], Opened] | None = None,
         steps_per_epoch: int | None = None,
         consumed: Callable[[], int] | None = None,
         on_load: Callable[[int], None] | None = None,
@@ -60,16 +79,17 @@ class StreamLoader:
     ) -> None:
         self._settings, self._rank, self._kind = settings, rank, kind
         self._parts, self._replays, self._steps_per_epoch = parts, replays, steps_per_epoch
-        self._source = source
+        self._reopen = reopen
         self._consumed, self._on_load, self._pin = consumed, on_load, pin_memory
         dp = settings.scheduling.dp
-        self._per_step = settings.scheduling.step.n // dp if kind == "pack" else 1
+        self.per_step = settings.scheduling.step.n // dp if kind == "pack" else 1
         self._peers = Peers.of_job(rank, dp, timeout_s=settings.timeout_s)
         self.epoch = 0
         self._start = 0  # step of the epoch that comes first
         self._handed_out = 0
         self._running = 0  # the epoch whose batches were asked for last
         self._states: deque[tuple[int, dict[str, Any]]] = deque()  # steps handed out -> what to save
+        self._tokens: deque[IntArray] = deque(maxlen=_REMEMBERED)  # of each source, step after step
         self._latest: dict[str, Any] | None = None  # of the stream, after the last step handed out
         self._base: dict[str, Any] = {"epoch": 0, "step": 0, "stream": None}
         self._same = False
@@ -79,17 +99,26 @@ class StreamLoader:
     def __len__(self) -> int:
         if self._steps_per_epoch is None:
             raise TypeError("A stream has no length. Pass steps_per_epoch to give its epochs one.")
-        return self._steps_per_epoch * self._per_step
+        return self._steps_per_epoch * self.per_step
 
     @property
     def counts(self) -> dict[str, int]:
         """Records that could not be used, and sequences that policies left out or changed, of all ranks."""
         return {} if self._engine is None else dict(self._engine.counts)
 
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names of the sources of a mixture; empty for one stream."""
+        return self._settings.names
+
+    def next_tokens(self) -> IntArray:
+        """Return the real tokens of each source in the first step that was not asked for, int64 ``[N]``."""
+        return self._tokens.popleft() if self._tokens else np.zeros(len(self._settings.sources), np.int64)
+
     def __iter__(self) -> Iterator[THDBatch | THDStep]:
         # A generator starts at the first next(); until then the position is that of the epoch before.
         number = self._start
-        self._running, self._handed_out = self.epoch, number * self._per_step
+        self._running, self._handed_out = self.epoch, number * self.per_step
         self._base = {"epoch": self.epoch, "step": number, "stream": self._latest}
         self._states.clear()
         ends = False
@@ -100,6 +129,8 @@ class StreamLoader:
                     "A pass over the stream gave no step: it has too few sequences for one step of "
                     f"{self._settings.scheduling.step}, or none. Set tail='pad', or ask for fewer to a step."
                 )
+            if self.source_names:
+                self._tokens.append(made.tokens)
             number += 1
             ends = number == self._steps_per_epoch or (self._steps_per_epoch is None and made.last)
             self._latest = made.state
@@ -141,14 +172,19 @@ class StreamLoader:
         return repr((how.step, how.slots, how.cost, how.dp, getattr(how.scheduler, "__qualname__", None)))
 
     def _names(self) -> str:
-        return fingerprint({"shards": [shard.name for shard in self._settings.shards]})
+        settings = self._settings
+        known: dict[str, Any] = {"shards": [shard.name for shard in settings.shards]}
+        if settings.names:
+            mixed = [(source.name, source.stop, source.share) for source in settings.sources]
+            known |= {"sources": mixed, "dry": settings.dry}
+        return fingerprint(known)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last whole step that was consumed, the same on every rank."""
         consumed = self._handed_out if self._consumed is None else self._consumed()
-        while len(self._states) > 1 and self._states[1][0] <= consumed // self._per_step:
+        while len(self._states) > 1 and self._states[1][0] <= consumed // self.per_step:
             self._states.popleft()  # nobody asks for earlier steps again
-        found = [state for number, state in self._states if number == consumed // self._per_step]
+        found = [state for number, state in self._states if number == consumed // self.per_step]
         return {**(found[0] if found else self._base), **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
@@ -172,12 +208,14 @@ class StreamLoader:
             )
         if int(state["parts"]) != self._parts:
             self._parts = int(state["parts"])
-            shards = open_shards(self._source, parts=self._parts).shards
-            self._settings = replace(self._settings, shards=shards)
+            assert self._reopen is not None
+            opened = self._reopen(self._parts)
+            self._settings = replace(self._settings, shards=opened.shards, sources=opened.sources)
         if state["names"] != self._names():
             raise ValueError(
                 f"The checkpoint was written with {state['shards']} shards, and the stream has "
-                f"{len(self._settings.shards)}, or others. Restore them in the same order, or start anew."
+                f"{len(self._settings.shards)}, or others, or in other shares. Restore them in the same order, "
+                "or start anew."
             )
         if not self._replays and state["stream"] is not None:
             rank_zero_warn(
@@ -190,7 +228,7 @@ class StreamLoader:
         self._latest, self._same = state["stream"], state["plan"] == self._plan_key()
         self._running = self.epoch = int(state["epoch"])
         self._start = int(state["step"])
-        self._handed_out = self._start * self._per_step
+        self._handed_out = self._start * self.per_step
         self._states.clear()
         self._base = {"epoch": self.epoch, "step": self._start, "stream": self._latest}
         if self._on_load is not None and self._start:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ class Read:
     Attributes:
         shard: number of its shard.
         row: its row in the shard.
+        round: the pass over its source.
         sample: None where a policy left it out or it is bad.
         bad: what is wrong with it; None otherwise.
         counts: what the policies count for it: 1 under ``dropped``, say.
@@ -30,28 +31,31 @@ class Read:
 
     shard: int
     row: int
+    round: int = 0
     sample: Sample | None
     bad: str | None = None
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def assign(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int]]:
     """Share shards out by size, the largest first, each to the rank with the least so far.
 
     Args:
         sizes: of the shards.
         ranks: that read.
+        first: the rank that gets the largest; with several sources not always the same.
 
     Returns:
         The numbers of each rank's shards, in order; the same on every rank. ``([5, 1, 4], 2)`` gives
         ``[[0], [1, 2]]``.
     """
-    heap = [(0, 0, rank) for rank in range(ranks)]
+    heap = [(0, (rank - first) % ranks, rank) for rank in range(ranks)]
+    heapq.heapify(heap)
     own: list[list[int]] = [[] for _ in range(ranks)]
     for number in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         load, count, rank = heapq.heappop(heap)
         own[rank].append(number)
-        heapq.heappush(heap, (load + sizes[number], count + 1, rank))
+        heapq.heappush(heap, (load + sizes[number], count + ranks, rank))
     return [sorted(numbers) for numbers in own]
 
 
@@ -64,12 +68,14 @@ class Reading:
         own: numbers of those this rank reads, in the order they are read.
         sampler: makes samples.
         on_error: ``"raise"`` for the first record that cannot be used, or ``"skip"`` it.
+        round: the pass over the source.
     """
 
     shards: Sequence[Shard]
     own: Sequence[int]
     sampler: Sampler
     on_error: OnError = "raise"
+    round: int = 0
 
     def rows(self, number: int, start: int, *, only: Iterable[int] | None = None) -> Iterator[Read]:
         """Read one shard from a row on; with ``only`` these rows alone, up to the last of them."""
@@ -95,10 +101,10 @@ class Reading:
                 raise ValueError(record.reason)
             sample = self.sampler(record, row)
         except (ValueError, TypeError) as err:
-            return Read(shard=number, row=row, sample=None, bad=str(err))
+            return Read(shard=number, row=row, round=self.round, sample=None, bad=str(err))
         after = self.sampler.counts
         counts = {name: after[name] - before[name] for name in after if after[name] != before[name]}
-        return Read(shard=number, row=row, sample=sample, counts=counts)
+        return Read(shard=number, row=row, round=self.round, sample=sample, counts=counts)
 
     def place(self, read: Read) -> str:
         """Say where a record stands."""
@@ -171,26 +177,27 @@ class Reader:
                 taken.append(read)
         return taken
 
-    def again(self, pending: dict[int, list[int]]) -> list[Read]:
+    def again(self, pending: dict[int, dict[int, list[int]]]) -> list[Read]:
         """Read rows a second time: those that were read and not used when a checkpoint was written.
+
+        Args:
+            pending: per shard and row the passes in which it was read.
 
         Raises:
             ValueError: when a row is not there any more.
         """
         found = []
         for number in self._reading.own:
-            rows = pending.get(number, [])
-            reads = (
-                [read for read in self._reading.rows(number, min(rows), only=rows) if read.sample is not None]
-                if rows
-                else []
-            )
+            rows = pending.get(number)
+            if not rows:
+                continue
+            reads = [read for read in self._reading.rows(number, min(rows), only=rows) if read.sample]
             if len(reads) != len(rows):
                 raise ValueError(
                     f"Shard {self._reading.shards[number].name} held {len(rows)} sequences when the "
                     f"checkpoint was written that it gives {len(reads)} of now. Restore it, or start anew."
                 )
-            found += reads
+            found += [replace(read, round=of) for read in reads for of in rows[read.row]]
         return found
 
 

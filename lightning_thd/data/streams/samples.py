@@ -25,7 +25,7 @@ from lightning_thd.data.read.encode import Encoder, Tokenizer
 
 StreamOversize = Literal["error", "drop", "truncate", "own_pack"]
 
-# What every rank knows of a sequence that any rank holds, 40 bytes: its place, its size, what it weighs.
+# What every rank knows of a sequence that any rank holds; ``message`` sends 8 bytes of it.
 META = np.dtype(
     [
         ("length", "<i4"),  # tokens
@@ -33,8 +33,10 @@ META = np.dtype(
         ("extra", "<i4"),  # bytes of everything but ids and labels
         ("shard", "<i4"),
         ("row", "<i8"),
+        ("round", "<i4"),  # pass over its source
         ("weight", "<f8"),  # of its loss tokens together; their number where nothing is weighed
         ("sequences", "<f8"),  # its weight among sequences
+        ("offset", "<i8"),  # byte of its shard where it begins, for a length index; else 0
     ]
 )
 LABELS = 1

@@ -18,8 +18,8 @@ from lightning_thd.packing.bins import best_fit
 from lightning_thd.packing.lengths import Slots
 from lightning_thd.packing.planner import Tail
 
-# META and the rank that holds the sequence.
-POOL = np.dtype([*META.descr, ("holder", "<i4")])
+# META, the rank that holds the sequence, and where in the pool it stood when it was planned.
+POOL = np.dtype([*META.descr, ("holder", "<i4"), ("at", "<i4")])
 Table = npt.NDArray[np.void]
 # Sequences of one plan: from here on packs are dealt by work in place of the search for equal ones, which
 # takes 0.4 s for 8,192 sequences of 512 ranks and 12 s for 65,536 of 4,096, where dealing takes 6 and 20 ms.
@@ -46,6 +46,11 @@ class Scheduling:
     dp: int
     tail: Tail = "pad"
     scheduler: Scheduler | None = None
+
+    @property
+    def takes_first(self) -> bool:
+        """Whether a step takes the first sequences of the pool, as many as it needs."""
+        return isinstance(self.step, Sequences)
 
     @property
     def needed(self) -> int:

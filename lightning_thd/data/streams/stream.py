@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -11,14 +11,17 @@ from lightning_thd._checks import whole_number
 from lightning_thd.batch import THDBatch
 from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.streams.engine import Settings
-from lightning_thd.data.streams.loader import StreamLoader
+from lightning_thd.data.streams.intake import Source
+from lightning_thd.data.streams.loader import Opened, StreamLoader
 from lightning_thd.data.streams.reader import OnError
 from lightning_thd.data.streams.samples import Sampler
 from lightning_thd.data.streams.schedule import Scheduling
-from lightning_thd.data.streams.shards import open_shards
+from lightning_thd.data.streams.shards import Shard, open_shards
+from lightning_thd.data.streams.turns import whole_shares
 from lightning_thd.data.trainer_link import Host, model_cost, model_windows, vocab_size
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.lengths import make_slots
+from lightning_thd.packing.mixtures import Mixing, check_weights
 from lightning_thd.packing.planner import Tail
 
 
@@ -66,6 +69,95 @@ class Stream:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamMixture:
+    """Several streams that sources take turns of, so that any prefix of the steps has their shares.
+
+    Attributes:
+        streams: by the names of the sources. ``shuffle_buffer``, ``on_error`` and ``max_errors`` hold for
+            each; the longest ``window`` and ``timeout_s`` for all.
+        weights: share of each source, in any unit, counted in sequences.
+        mixing: what happens when a source runs dry, and the temperature.
+    """
+
+    streams: Mapping[str, Stream]
+    weights: Mapping[str, float]
+    mixing: Mixing = field(default_factory=Mixing)
+
+    def __post_init__(self) -> None:
+        check_weights(self.weights)
+        if self.mixing.passes is not None or self.mixing.epoch != "longest":
+            raise ValueError(
+                "Mixing(passes=) and Mixing(epoch=) count sequences of sources whose sizes are known, and a "
+                "stream's is not. Give weights, Mixing(dry=) for what happens when a source runs dry, and "
+                "Stream(steps_per_epoch=) for epochs of a given length."
+            )
+        lengths = {one.steps_per_epoch for one in self.streams.values()} - {None}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"The streams of a mixture ask for epochs of {sorted(map(str, lengths))} steps. Set one "
+                "steps_per_epoch."
+            )
+
+    @property
+    def window(self) -> int:
+        """Sequences that each rank keeps at hand, of all sources together."""
+        return max(stream.window for stream in self.streams.values())
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds until a rank, or a worker, that gives nothing ends the job."""
+        return max(stream.timeout_s for stream in self.streams.values())
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of an epoch."""
+        return max((one.steps_per_epoch or 0 for one in self.streams.values())) or None
+
+    def shares(self) -> dict[str, int]:
+        """Whole numbers in the proportions of the weights, by temperature."""
+        raised = [weight ** (1 / self.mixing.temperature) for weight in self.weights.values()]
+        return dict(zip(self.weights, whole_shares(raised), strict=True))
+
+
+def open_sources(stream: Stream | StreamMixture, parts: int) -> Opened:
+    """Take the sources of a stream apart into shards.
+
+    Args:
+        stream: one, or a mixture.
+        parts: that sources which can be asked for any number of parts are asked for.
+
+    Raises:
+        ValueError: for what is no source, naming it in a mixture.
+    """
+    if isinstance(stream, Stream):
+        streams, shares = {"": stream}, {"": 1}
+    else:
+        streams, shares = dict(stream.streams), stream.shares()
+    shards: list[Shard] = []
+    sources: list[Source] = []
+    replays = True
+    for name, one in streams.items():
+        try:
+            found = open_shards(one.source, parts=parts)
+        except ValueError as err:
+            raise ValueError(f"The source {name!r} of the mixture: {err}" if name else f"{err}") from err
+        sources.append(
+            Source(
+                name=name,
+                first=len(shards),
+                stop=len(shards) + len(found.shards),
+                share=shares[name],
+                shuffle_buffer=one.shuffle_buffer,
+                on_error=one.on_error,
+                max_errors=one.max_errors,
+            )
+        )
+        shards += found.shards
+        replays &= found.replays
+    return Opened(shards=shards, sources=sources, replays=replays)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StreamPolicies:
     """What a data module decides for its streams; the names are those of its arguments."""
 
@@ -87,7 +179,7 @@ class StreamPolicies:
 
 
 def stream_loader(
-    stream: Stream,
+    stream: Stream | StreamMixture,
     policies: StreamPolicies,
     host: Host,
     *,
@@ -127,10 +219,12 @@ def stream_loader(
         raise ValueError(f"A scheduler cannot serve {step}. Pass global_batch=Sequences(n).")
     slots = make_slots(policies.capacity, host.alignment)
     parts = parts or host.ranks
-    found = open_shards(stream.source, parts=parts)
+    found = open_sources(stream, parts)
     tokenizer = policies.tokenizer()
     settings = Settings(
         shards=found.shards,
+        sources=found.sources,
+        dry=(stream.mixing.dry or "restart") if isinstance(stream, StreamMixture) else "rest",
         make_sampler=partial(
             Sampler,
             capacity=slots.usable // slots.multiple * slots.multiple,
@@ -155,12 +249,9 @@ def stream_loader(
             pad_to=policies.pad_to,
             windows=model_windows(host.model),
         ),
-        window=max(stream.window, stream.shuffle_buffer),
-        shuffle=stream.shuffle_buffer > 0,
+        window=max(stream.window, stream.shuffle_buffer) if isinstance(stream, Stream) else stream.window,
         seed=policies.seed,
         num_workers=policies.num_workers,
-        on_error=stream.on_error,
-        max_errors=stream.max_errors,
         timeout_s=stream.timeout_s,
     )
     return StreamLoader(
@@ -169,7 +260,7 @@ def stream_loader(
         kind=kind,
         parts=parts,
         replays=found.replays,
-        source=stream.source,
+        reopen=partial(open_sources, stream),
         steps_per_epoch=stream.steps_per_epoch,
         consumed=consumed,
         on_load=on_load,
