@@ -22,7 +22,7 @@ from benchmarks.balance import megatron
 from benchmarks.results import less
 from lightning_thd import Sequences, THDDataModule
 from lightning_thd.data.streams import Stream
-from lightning_thd.data.streams.exchange import moved_bytes
+from lightning_thd.data.streams.ranks.exchange import moved_bytes
 from lightning_thd.data.streams.samples import META
 from lightning_thd.data.streams.schedule import POOL, Scheduling, Table, plan_steps
 from lightning_thd.packing import Cost

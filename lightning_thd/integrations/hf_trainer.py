@@ -20,6 +20,7 @@ from lightning_thd.callbacks.measuring.device_peak import compute_dtype, low_pre
 from lightning_thd.callbacks.measuring.models import find_model
 from lightning_thd.callbacks.measuring.stage import Setting, Stage
 from lightning_thd.data import THDDataModule
+from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.evaluation import mean_loss
 from lightning_thd.integrations.hf_data import keyed_loader, packed_dataset
 from lightning_thd.integrations.hf_evaluation import Rows
@@ -27,6 +28,7 @@ from lightning_thd.integrations.hf_losses import TokenMeter, dft_loss
 from lightning_thd.integrations.hf_options import refuse_options, refuse_trainer
 from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
 from lightning_thd.integrations.hf_steps import check_global_batch, packs_of, train_on_packs
+from lightning_thd.integrations.hf_streams import StreamsMixin, is_streamed, streamed_dataset
 from lightning_thd.loss import causal_lm_loss, causal_lm_loss_and_stats
 from lightning_thd.precision.convert import in_low_precision
 
@@ -46,6 +48,8 @@ def packed_trainer(trainer_class: type | None = None) -> type:
         A subclass that takes, beside the arguments of its base, ``capacity`` (most tokens of a pack),
         ``peak`` (see ``THDThroughputMonitor``) and ``data_kwargs``, further arguments of ``THDDataModule``;
         ``data_kwargs={"global_batch": Sequences(n)}`` makes every optimizer step exactly n sequences.
+        ``train_dataset`` may be a stream: an iterable dataset, a ``data.streams.Stream``, or a mixture of
+        such; its position is in the checkpoints, and resuming reads nothing twice.
         Gradient accumulation, several devices, resuming, reporters and evaluation work as in its base; the
         loss of a step is the mean over its loss tokens, whatever ``average_tokens_across_devices`` says.
     """
@@ -59,7 +63,7 @@ def packed_trainer(trainer_class: type | None = None) -> type:
     return type(f"Packed{base.__name__}", (_PackedTrainerMixin, base), {"__doc__": base.__doc__})
 
 
-class _PackedTrainerMixin:
+class _PackedTrainerMixin(StreamsMixin):
     loss_is_scaled_for_ga = False  # Trainer divides by the accumulation steps, as loss_scale expects
     args: Any
     model: nn.Module
@@ -101,8 +105,9 @@ class _PackedTrainerMixin:
         """Return a loader of this rank's training packs."""
         accumulate = self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        given = self.train_dataset
         data = THDDataModule(
-            packed_dataset(self.train_dataset),  # type: ignore[attr-defined]
+            streamed_dataset(given, type(self)) if is_streamed(given) else packed_dataset(given),
             capacity=self._capacity,
             num_workers=self.args.dataloader_num_workers,
             **{"seed": seed, **self._data_kwargs},
@@ -114,7 +119,10 @@ class _PackedTrainerMixin:
             model=self.model,
         )
         data.setup("fit")
-        return keyed_loader(data.train_dataloader(), pin_memory=self._pins)
+        loader = data.train_dataloader()
+        if isinstance(loader, StreamLoader):
+            return cast("DataLoader[Any]", self._streamed(loader))
+        return keyed_loader(loader, pin_memory=self._pins)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return a loader of this rank's evaluation packs, which hold every sequence once."""

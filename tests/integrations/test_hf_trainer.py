@@ -158,7 +158,7 @@ def refuse(kind: str, out: str) -> str:
             make_trainer(out, 3, data_kwargs={"global_batch": Sequences(4)})
         elif kind == "iterable":
             trainer = make_trainer(out, 1)
-            trainer.train_dataset = iter([])
+            trainer.train_dataset = 3.5
             trainer.get_train_dataloader()
         elif kind == "nothing":
             trainer = make_trainer(out, 1)

@@ -16,14 +16,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.streams import ledger as ledgers
-from lightning_thd.data.streams.exchange import exchange, moved_bytes
+from lightning_thd.data.streams.indexed.lengths import LengthIndex, LengthLog
 from lightning_thd.data.streams.intake import Intake, Source
 from lightning_thd.data.streams.ledger import Ledger
 from lightning_thd.data.streams.order import Dry, Order, dry_notice, order_of, shares_of, wanted_of
+from lightning_thd.data.streams.ranks.exchange import exchange, moved_bytes
+from lightning_thd.data.streams.ranks.wire import Wire
 from lightning_thd.data.streams.samples import Sampler, check_keys
-from lightning_thd.data.streams.schedule import IntArray, Planned, Scheduling, Table, plan_steps
+from lightning_thd.data.streams.schedule import IntArray, Planned, Scheduling, Table, plan_steps, rows_of
 from lightning_thd.data.streams.shards import Shard
-from lightning_thd.data.streams.wire import Wire
 
 ROW_BITS = 40  # of a sequence id, below the number of its shard
 
@@ -43,6 +44,7 @@ class Settings:
         seed: of what is drawn at random.
         num_workers: processes that read.
         timeout_s: seconds until a rank or worker that gives nothing is given up.
+        log: where lengths are written down, to plan later epochs; None where they are not.
     """
 
     shards: Sequence[Shard]
@@ -55,6 +57,7 @@ class Settings:
     seed: int = 0
     num_workers: int = 0
     timeout_s: float = 600.0
+    log: LengthLog | None = None
 
     @cached_property
     def source_of(self) -> IntArray:
@@ -109,7 +112,13 @@ class Engine:
             seed=settings.seed,
             num_workers=settings.num_workers,
             timeout_s=settings.timeout_s,
+            keep_offsets=settings.log is not None,
         )
+        self.index: LengthIndex | None = None  # once a pass found all lengths
+        if settings.log is not None and wire.rank == 0:
+            settings.log.mend()
+        if state is not None:
+            self._intake.marks = {shard: [mark] for shard, mark in state["marks"].items()}
         self.moved_bytes = 0
         self._restore = None if state is None else (state, same)
         self._before = dict(self.counts)  # of the passes that are over
@@ -160,16 +169,24 @@ class Engine:
         last = self._has_gone_round()
         if last:
             self.ledger.number, self.ledger.steps = self.ledger.number + 1, 0
-        state = self.ledger.state()
+        state = self._state()
         self._next = self._plan()  # gathered and planned while the model runs this step
         if self._next is None and not last:
             last = True
             self._end_pass()
-            state = self.ledger.state()
+            state = self._state()
         sources = self._settings.source_of[planned.table["shard"]]
         weights = planned.table["length"].astype(np.float64)
         tokens = np.bincount(sources, weights=weights, minlength=len(self._given)).astype(np.int64)
         return Made(step=step, state=state, last=last, tokens=tokens)
+
+    def _state(self) -> dict[str, Any]:
+        """Describe the position, with the states of the shards that have one."""
+        ledger, marks = self.ledger, self._intake.marks
+        if marks:
+            pending = np.concatenate([ledger.pool, *(step.table for step in ledger.planned)])
+            self._intake.drop_marks(pending, ledger.cursors)
+        return {**ledger.state(), "marks": {shard: found[0] for shard, found in marks.items() if found}}
 
     def _has_gone_round(self) -> bool:
         """Say whether every source of a mixture that begins again was used whole once more."""
@@ -188,11 +205,14 @@ class Engine:
     def _end_pass(self) -> None:
         """Begin the next pass: of the sources that ran dry, where others go on; else of all."""
         ledger, settings = self.ledger, self._settings
+        if settings.log is not None:
+            self.index = settings.log.share(ledger.cursors, self._wire)
         stops = bool(settings.names) and settings.dry == "stop"
-        dry = np.flatnonzero(self._intake.exhausted.all(1)) if stops else np.arange(len(settings.sources))
+        dry = np.flatnonzero(self._intake.dry) if stops else np.arange(len(settings.sources))
         for number in dry.tolist():
             ledger.cursors[settings.sources[number].first : settings.sources[number].stop] = 0
             ledger.rounds[number] += 1
+            self._intake.forget(number)
         ledger.number, ledger.steps = ledger.number + 1, 0
         if not stops:
             self.counts["tail_dropped"] += len(ledger.pool)
@@ -218,7 +238,7 @@ class Engine:
             self._gather(target)
             ledger.pool["at"] = np.arange(len(ledger.pool))
             order = self._ordered()
-            ready = ledger.pool[order.rows]
+            ready = rows_of(ledger.pool, order.rows)
             steps, left = plan_steps(ready, settings.scheduling, ended=order.ended)
             for number in order.dry - self._told:
                 self._tell(number)
@@ -239,7 +259,7 @@ class Engine:
             settings.source_of[ledger.pool["shard"]],
             sources=settings.sources,
             ledger=ledger,
-            exhausted=self._intake.exhausted.all(1),
+            exhausted=self._intake.dry,
             dry=settings.dry,
             seed=settings.seed,
             most=most,
@@ -250,7 +270,7 @@ class Engine:
         ledger = self.ledger
         if len(self._settings.sources) > 1:
             ledger.drawn, ledger.out = order.after(ledger, steps, self._settings.source_of)
-        ledger.pool = np.concatenate([left, ledger.pool[order.rest]]) if len(order.rest) else left
+        ledger.pool = np.concatenate([left, rows_of(ledger.pool, order.rest)]) if len(order.rest) else left
 
     def _tell(self, number: int) -> None:
         self._told.add(number)
@@ -272,13 +292,15 @@ class Engine:
         wanted = wanted if most is None else np.minimum(wanted, most)
         if not wanted.any():
             return
-        fresh = intake.gather(wanted)
+        fresh, before = intake.gather(wanted), ledger.cursors.copy()
         np.maximum.at(ledger.cursors, fresh["shard"], fresh["row"] + 1)
+        if settings.log is not None and self._wire.rank == 0:
+            settings.log.add(fresh, before, ledger.cursors)
         self._given[np.unique(settings.source_of[fresh["shard"]])] = True
         ledger.pool = np.concatenate([ledger.pool, fresh])
         check_keys(ledger.pool, self._names)
         if self._restarts:
-            for number in np.flatnonzero(intake.exhausted.all(1)).tolist():
+            for number in np.flatnonzero(intake.dry).tolist():
                 self._restart(number)
 
     def _restart(self, number: int) -> None:
@@ -293,6 +315,7 @@ class Engine:
             self._tell(number)
         ledger.cursors[source.first : source.stop] = 0
         ledger.rounds[number] += 1
+        self._intake.forget(number)
         self._open(number)
 
     def _collated(self, planned: Planned, microbatches: list[list[dict[str, Any]]]) -> THDStep:

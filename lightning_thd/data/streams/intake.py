@@ -1,4 +1,4 @@
-"""Sources and how many sequences each rank is to read of them -> one table of what all ranks read, everywhere.
+"""Sources and how many sequences each rank is to read of them -> what all ranks read, known to each.
 
 A rank that cannot go on says so in its message, so that all stop with its reason.
 """
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.data.streams.exchange import Held
-from lightning_thd.data.streams.message import (
+from lightning_thd.data.streams.ranks.exchange import Held
+from lightning_thd.data.streams.ranks.message import (
     Layout,
     Table,
     decode,
@@ -22,11 +22,11 @@ from lightning_thd.data.streams.message import (
     settled,
     widened,
 )
+from lightning_thd.data.streams.ranks.wire import Wire
 from lightning_thd.data.streams.reader import OnError, Read, Reader, Reading, assign, shard_order
 from lightning_thd.data.streams.samples import META, POLICIES, Sampler
 from lightning_thd.data.streams.schedule import POOL, IntArray
-from lightning_thd.data.streams.shards import Shard
-from lightning_thd.data.streams.wire import Wire
+from lightning_thd.data.streams.shards import Mark, Shard
 
 _WORKERS_FROM = 1000  # sequences of a rank's round: below it starting workers again takes longer than reading
 
@@ -65,6 +65,7 @@ class Intake:
         seed: of the order of shards.
         num_workers: processes that read each source.
         timeout_s: seconds until a worker that gives nothing is given up.
+        keep_offsets: tell the byte where each record begins.
     """
 
     def __init__(
@@ -77,11 +78,14 @@ class Intake:
         seed: int = 0,
         num_workers: int = 0,
         timeout_s: float = 600.0,
+        keep_offsets: bool = False,
     ) -> None:
+        self._keep_offsets = keep_offsets
         self._shards, self._sources, self._make_sampler, self._wire = shards, sources, make_sampler, wire
         self._seed, self._num_workers, self._timeout_s = seed, num_workers, timeout_s
         self.held: Held = {}
         self.exhausted = np.zeros((len(sources), wire.ranks), bool)
+        self.marks: dict[int, list[Mark]] = {}  # of shards that have a state, in order
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
         self._bad = np.zeros(len(sources), np.int64)  # of rounds that are over
         self._policies = dict.fromkeys(POLICIES, 0)  # likewise, of this rank
@@ -118,6 +122,7 @@ class Intake:
             sampler=self._make_sampler(),
             on_error=source.on_error,
             round=round_,
+            marks={i: marks[0] for i in own if (marks := self.marks.get(i))},
         )
         workers = self._num_workers
         if before is not None:
@@ -129,6 +134,11 @@ class Intake:
         self._readers[number] = Reader(reading, starts, num_workers=workers, timeout_s=self._timeout_s)
         self._taken[number] = 0
         self.exhausted[number] = False
+
+    @property
+    def dry(self) -> npt.NDArray[np.bool_]:
+        """Sources of which all ranks have read everything, bool ``[N]``."""
+        return np.asarray(self.exhausted.all(axis=1))
 
     def gather(self, wanted: IntArray) -> Table:
         """Read what is wanted of this rank; return what all ranks read, one of each in turn.
@@ -193,13 +203,44 @@ class Intake:
         ]
         self._layout = settled(self._layout, headers)
         self._count(headers)
+        if headers["marks"].any():
+            self._share_marks()
         return _in_turn(tables)
+
+    def _share_marks(self) -> None:
+        """Tell all ranks the states of shards that have one."""
+        own: dict[int, list[Mark]] = {}
+        for reader in self._open_readers:
+            own |= reader.marks
+            reader.marks = {}
+        for found in self._wire.objects(own):
+            for shard, marks in found.items():
+                self.marks.setdefault(shard, []).extend(marks)
+
+    def forget(self, number: int) -> None:
+        """Forget the states of a source whose round is over."""
+        for shard in range(self._sources[number].first, self._sources[number].stop):
+            self.marks.pop(shard, None)
+
+    def drop_marks(self, pending: Table, cursors: IntArray) -> None:
+        """Forget the states that lie before the last one from which all that is not used can be read."""
+        for shard, marks in self.marks.items():
+            rows = pending["row"][pending["shard"] == shard]
+            least = min(int(rows.min()) if len(rows) else int(cursors[shard]), int(cursors[shard]))
+            before = sum(mark[0] <= least for mark in marks)
+            self.marks[shard] = marks[max(0, before - 1) :]
 
     def _table(self, reads: list[Read]) -> Table:
         table = np.zeros(len(reads), META)
         for i, one in enumerate(reads):
             assert one.sample is not None
-            meta = {"offset": 0, **one.sample.meta, "shard": one.shard, "row": one.row, "round": one.round}
+            meta = {
+                "offset": max(0, one.offset) * self._keep_offsets,
+                **one.sample.meta,
+                "shard": one.shard,
+                "row": one.row,
+                "round": one.round,
+            }
             table[i] = tuple(meta[name] for name in META.names or ())
             self.held[one.round, one.shard, one.row] = one.sample
         return table[in_runs(table)]
@@ -207,6 +248,7 @@ class Intake:
     def _written_header(self, failed: bool) -> Table:
         header = np.zeros(1, self._header)
         header["failed"] = failed
+        header["marks"] = sum(len(reader.marks) for reader in self._open_readers)
         for number, reader in enumerate(self._readers):
             header["exhausted"][0, number] = reader is None or reader.exhausted
             header["bad"][0, number] = self._own_bad[number] + (0 if reader is None else len(reader.bad))
@@ -225,14 +267,14 @@ class Intake:
                 self._raise_bad(number, int(bad[number]))
 
     def _raise(self, failure: Exception | None) -> None:
-        texts = self._wire.texts("" if failure is None else f"{failure}")
+        texts = self._wire.objects("" if failure is None else f"{failure}")
         failed = [f"Rank {rank}: {text}" for rank, text in enumerate(texts) if text]
         raise ValueError(" ".join(failed) or "A rank could not read its shards.") from failure
 
     def _raise_bad(self, number: int, count: int) -> None:
         """End the job on every rank: too many records of a source could not be used."""
         reader, source = self._readers[number], self._sources[number]
-        texts = self._wire.texts("; ".join(reader.bad[-3:]) if reader is not None else "")
+        texts = self._wire.objects("; ".join(reader.bad[-3:]) if reader is not None else "")
         of = f" of {source.name!r}" if source.name else ""
         raise ValueError(
             f"{count} records{of} could not be used, more than max_errors={source.max_errors}. The last: "

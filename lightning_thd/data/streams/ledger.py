@@ -78,8 +78,8 @@ def begun(state: dict[str, Any]) -> Ledger:
     """
     if state.get("version") != _VERSION:
         raise ValueError(
-            f"The checkpoint holds version {state.get('version')} of a stream's state, and this release reads "
-            f"version {_VERSION}. Go on with the release that wrote it, or start the stream anew."
+            f"The checkpoint holds version {state.get('version')} of a stream's state, and this release "
+            f"reads version {_VERSION}. Go on with the release that wrote it, or start the stream anew."
         )
     return Ledger(
         cursors=state["cursors"].numpy().copy(),

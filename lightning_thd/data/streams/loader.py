@@ -6,8 +6,8 @@ import atexit
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,11 +15,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.streams.engine import Engine, Made, Settings
+from lightning_thd.data.streams.indexed.engine import PlannedEngine, PlannedSteps
+from lightning_thd.data.streams.indexed.lengths import LengthIndex
 from lightning_thd.data.streams.intake import Source
-from lightning_thd.data.streams.peers import Peers
+from lightning_thd.data.streams.ranks.peers import Peers
+from lightning_thd.data.streams.ranks.wire import Wire
 from lightning_thd.data.streams.schedule import IntArray
-from lightning_thd.data.streams.shards import Shard
-from lightning_thd.data.streams.wire import Wire
+from lightning_thd.data.streams.shards import Shard, refuse_split, traits
 from lightning_thd.packing.resume import fingerprint
 
 _AHEAD = 2  # steps that are made while one runs
@@ -35,11 +37,13 @@ class Opened:
         shards: source after source.
         sources: of which they are.
         replays: whether reading them again gives the same records for sure.
+        alone: objects that one rank reads for all, by the names of their shards.
     """
 
     shards: Sequence[Shard]
     sources: Sequence[Source]
     replays: bool
+    alone: Mapping[str, Any] = field(default_factory=dict)
 
 
 class StreamLoader:
@@ -54,11 +58,13 @@ class StreamLoader:
         kind: ``"pack"`` hands out one ``THDBatch`` after the other, ``"step"`` a ``THDStep``.
         parts: the parts that the source was taken apart in, which a checkpoint keeps.
         replays: whether reading the shards again gives the same records for sure.
+        alone: objects that one rank reads for all, which must not split themselves by rank.
         reopen: takes the stream apart anew where a checkpoint says in how many parts.
         steps_per_epoch: steps of an epoch; None ends it with the shards.
         consumed: number of batches the trainer is done with in this epoch; what was handed out if absent.
         on_load: told the batch of the epoch at which a restored loader goes on.
         pin_memory: page-lock batches.
+        planned: makes the steps of epochs whose lengths are known: index, epoch and data rank -> steps.
     """
 
     reads_for_peers = True  # a strategy need not hand the batches of one rank to others
@@ -71,19 +77,29 @@ class StreamLoader:
         kind: Literal["pack", "step"] = "pack",
         parts: int = 1,
         replays: bool = True,
+        alone: Mapping[str, Any] | None = None,
         reopen: Callable[[int], Opened] | None = None,
         steps_per_epoch: int | None = None,
         consumed: Callable[[], int] | None = None,
         on_load: Callable[[int], None] | None = None,
         pin_memory: bool = False,
+        planned: Callable[[LengthIndex, int, int], PlannedSteps] | None = None,
     ) -> None:
+        self._planned = planned
+        self._index = settings.log.open() if settings.log is not None else None
         self._settings, self._rank, self._kind = settings, rank, kind
         self._parts, self._replays, self._steps_per_epoch = parts, replays, steps_per_epoch
         self._reopen = reopen
         self._consumed, self._on_load, self._pin = consumed, on_load, pin_memory
         dp = settings.scheduling.dp
         self.per_step = settings.scheduling.step.n // dp if kind == "pack" else 1
-        self._peers = Peers.of_job(rank, dp, timeout_s=settings.timeout_s)
+        alone = alone or {}
+        tell = {name: traits(source) for name, source in alone.items()}, self._index is not None
+        self._peers = Peers.of_job(rank, dp, timeout_s=settings.timeout_s, tell=tell)
+        if dp > 1:
+            refuse_split(alone, [of for of, _ in self._peers.told])
+        if not all(has_index for _, has_index in self._peers.told):
+            self._index = None  # some ranks do not see it: all stream
         self.epoch = 0
         self._start = 0  # step of the epoch that comes first
         self._handed_out = 0
@@ -93,7 +109,7 @@ class StreamLoader:
         self._latest: dict[str, Any] | None = None  # of the stream, after the last step handed out
         self._base: dict[str, Any] = {"epoch": 0, "step": 0, "stream": None}
         self._same = False
-        self._engine: Engine | None = None
+        self._engine: Engine | PlannedEngine | None = None
         self._ahead: _Ahead | None = None
 
     def __len__(self) -> int:
@@ -137,6 +153,8 @@ class StreamLoader:
             self.epoch, self._start = (self._running + 1, 0) if ends else (self._running, number)
             self._states.append((number, {"epoch": self.epoch, "step": self._start, "stream": made.state}))
             step = made.step.pin_memory() if self._pin else made.step
+            if ends:
+                self._turn_to_plans()
             for batch in [step] if self._kind == "step" else step.microbatches:
                 self._handed_out += 1
                 yield batch
@@ -158,14 +176,32 @@ class StreamLoader:
         return made
 
     def _begin(self) -> None:
-        wire = Wire(
-            self._rank,
-            self._settings.scheduling.dp,
-            self._peers.readers,
-            timeout_s=self._settings.timeout_s,
-        )
-        self._engine = Engine(self._settings, wire, self._latest, same=self._same)
+        settings, latest = self._settings, self._latest
+        planned = latest is not None and "of_index" in latest
+        if planned and self._index is None:
+            raise ValueError(
+                "The checkpoint stands in an epoch that was planned from a length index, and cache_dir holds "
+                "none for these shards and settings. Restore cache_dir, or start the stream anew."
+            )
+        between = latest is None or (latest.get("steps") == 0 and not len(latest["pending"]))
+        if self._index is not None and self._planned is not None and (planned or between):
+            steps = self._planned(self._index, self.epoch, self._rank)
+            if planned and latest is not None:
+                steps.planner.resume(latest["of_index"])
+            self._engine = PlannedEngine(
+                steps, self._start, num_workers=settings.num_workers, timeout_s=settings.timeout_s
+            )
+        else:
+            wire = Wire(self._rank, settings.scheduling.dp, self._peers.readers, timeout_s=settings.timeout_s)
+            self._engine = Engine(settings, wire, latest, same=self._same)
         self._ahead = _Ahead(self._engine)
+
+    def _turn_to_plans(self) -> None:
+        """Plan the next epoch, once a pass over the stream has found all lengths."""
+        if isinstance(self._engine, Engine) and self._engine.index is not None and self._ahead is not None:
+            self._index = self._engine.index
+            self._ahead.stop()
+            self._ahead = self._engine = None
 
     def _plan_key(self) -> str:
         how = self._settings.scheduling
@@ -214,10 +250,10 @@ class StreamLoader:
         if state["names"] != self._names():
             raise ValueError(
                 f"The checkpoint was written with {state['shards']} shards, and the stream has "
-                f"{len(self._settings.shards)}, or others, or in other shares. Restore them in the same order, "
-                "or start anew."
+                f"{len(self._settings.shards)}, or others, or in other shares. Restore them in the same "
+                "order, or start anew."
             )
-        if not self._replays and state["stream"] is not None:
+        if not self._replays and state["stream"] is not None and not state["stream"].get("marks"):
             rank_zero_warn(
                 "The stream is a generator or a dataset without a position: it begins anew, and the records "
                 "that were used are passed over. That is exact where it gives the same records again."
@@ -238,7 +274,7 @@ class StreamLoader:
 class _Ahead:
     """Makes steps in a thread, always as many as were taken and two more: the same number on every rank."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | PlannedEngine) -> None:
         self._engine = engine
         self._changed = threading.Condition()
         self._allowed, self._number = _AHEAD, 0  # steps that may be made, and that were

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as worker_module
 
 from lightning_thd.data.streams.samples import Sample, Sampler
-from lightning_thd.data.streams.shards import Bad, Shard
+from lightning_thd.data.streams.shards import Bad, Mark, Shard
 
 OnError = Literal["raise", "skip"]
 
@@ -27,6 +28,8 @@ class Read:
         sample: None where a policy left it out or it is bad.
         bad: what is wrong with it; None otherwise.
         counts: what the policies count for it: 1 under ``dropped``, say.
+        offset: byte of the shard where it begins, where that is known; else -1.
+        mark: a state from which its shard goes on with the row after it; mostly None.
     """
 
     shard: int
@@ -35,6 +38,8 @@ class Read:
     sample: Sample | None
     bad: str | None = None
     counts: dict[str, int] = field(default_factory=dict)
+    offset: int = -1
+    mark: Mark | None = None
 
 
 def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int]]:
@@ -69,6 +74,7 @@ class Reading:
         sampler: makes samples.
         on_error: ``"raise"`` for the first record that cannot be used, or ``"skip"`` it.
         round: the pass over the source.
+        marks: of shards that have a state, a row and the state that gives it next.
     """
 
     shards: Sequence[Shard]
@@ -76,15 +82,18 @@ class Reading:
     sampler: Sampler
     on_error: OnError = "raise"
     round: int = 0
+    marks: Mapping[int, Mark] = field(default_factory=dict)
 
     def rows(self, number: int, start: int, *, only: Iterable[int] | None = None) -> Iterator[Read]:
         """Read one shard from a row on; with ``only`` these rows alone, up to the last of them."""
         wanted = None if only is None else set(only)
-        shard, row = self.shards[number], start - 1
+        shard, row, mark = self.shards[number], start - 1, self.marks.get(number)
         try:
-            for row, record in shard.read(start):
+            for row, record, place in shard.read(
+                start, mark if mark is not None and mark[0] <= start else None
+            ):
                 if wanted is None or row in wanted:
-                    yield self._read(number, row, record)
+                    yield self._read(number, row, record, place)
                 if wanted is not None:
                     wanted.discard(row)
                     if not wanted:
@@ -94,17 +103,18 @@ class Reading:
         except Exception as err:  # of a file system, a decoder or the user's iterator: no record comes after
             yield Read(shard=number, row=row + 1, sample=None, bad=f"reading stopped: {err}")
 
-    def _read(self, number: int, row: int, record: Any) -> Read:
+    def _read(self, number: int, row: int, record: Any, place: int | Mark | None) -> Read:
+        at: dict[str, Any] = {"offset": place} if isinstance(place, int) else {"mark": place}
         before = dict(self.sampler.counts)
         try:
             if isinstance(record, Bad):
                 raise ValueError(record.reason)
             sample = self.sampler(record, row)
         except (ValueError, TypeError) as err:
-            return Read(shard=number, row=row, round=self.round, sample=None, bad=str(err))
+            return Read(shard=number, row=row, round=self.round, sample=None, bad=str(err), **at)
         after = self.sampler.counts
         counts = {name: after[name] - before[name] for name in after if after[name] != before[name]}
-        return Read(shard=number, row=row, round=self.round, sample=sample, counts=counts)
+        return Read(shard=number, row=row, round=self.round, sample=sample, counts=counts, **at)
 
     def place(self, read: Read) -> str:
         """Say where a record stands."""
@@ -120,6 +130,9 @@ class _Rows(IterableDataset[Read]):
     def __iter__(self) -> Iterator[Read]:
         worker = get_worker_info()
         first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if worker is not None:
+            # A dataset that shares its records out among workers would leave some to those of other shards.
+            worker_module._worker_info = None
         for number in self._reading.own[first::every]:
             yield from self._reading.rows(number, self._starts[number])
 
@@ -140,6 +153,7 @@ class Reader:
         self._reading = reading
         self.exhausted = False
         self.bad: list[str] = []
+        self.marks: dict[int, list[Mark]] = {}  # that were met since they were asked for last
         self.counts = dict.fromkeys(reading.sampler.counts, 0)
         rows = _Rows(reading, starts)
         self._rows: Iterator[Read]
@@ -166,6 +180,8 @@ class Reader:
             if read is None:
                 self.exhausted = True
                 break
+            if read.mark is not None:
+                self.marks.setdefault(read.shard, []).append(read.mark)
             for name, more in read.counts.items():
                 self.counts[name] += more
             if read.bad is not None:

@@ -24,6 +24,9 @@ Table = npt.NDArray[np.void]
 # Sequences of one plan: from here on packs are dealt by work in place of the search for equal ones, which
 # takes 0.4 s for 8,192 sequences of 512 ranks and 12 s for 65,536 of 4,096, where dealing takes 6 and 20 ms.
 _MANY = 8192
+# Lengths are rounded up to so many classes there: best fit costs as many turns as there are distinct lengths,
+# 3 ms in place of 16 for 65,536 sequences, and 0.05 % more packs.
+_CLASSES = 1024
 IntArray = npt.NDArray[np.int64]
 
 
@@ -88,6 +91,12 @@ class Planned:
         return np.diff(sums[self.offsets]).reshape(self.dp, -1)
 
 
+def rows_of(table: Table, rows: IntArray) -> Table:
+    """Take rows of a table, as ``table[rows]``, which numpy does in 12 ms for 65,536 rows, in 0.3 ms."""
+    words = np.ascontiguousarray(table).view(np.uint32).reshape(len(table), table.itemsize // 4)
+    return np.take(words, rows, axis=0).view(table.dtype).reshape(len(rows))
+
+
 def plan_steps(pool: Table, how: Scheduling, *, ended: bool) -> tuple[list[Planned], Table]:
     """Plan as many steps as the sequences at hand are good for.
 
@@ -138,12 +147,17 @@ def _step(table: Table, how: Scheduling, num_microbatches: int | None) -> Planne
         order, offsets = balanced_bins(
             padded, how.cost(lengths), how.slots, dp=how.dp, num_microbatches=num_microbatches
         )
-    return Planned(table[order], offsets, how.dp)
+    return Planned(rows_of(table, order), offsets, how.dp)
 
 
 def _dealt_bins(padded: IntArray, how: Scheduling, num_microbatches: int | None) -> tuple[IntArray, IntArray]:
-    """Fill the fewest packs and seat them by work, without a search for equal ones."""
-    packs = best_fit(padded, how.slots)
+    """Fill few packs and seat them by work, without a search for equal ones."""
+    usable, multiple = how.slots.usable, how.slots.multiple
+    coarse = max(1, usable // (_CLASSES * multiple)) * multiple
+    sizes = np.where(padded <= usable, np.minimum(-(-padded // coarse) * coarse, usable), padded)
+    packs = best_fit(sizes, how.slots)
+    if num_microbatches is not None and len(packs) > how.dp * num_microbatches:
+        packs = best_fit(padded, how.slots)
     count = how.dp * (num_microbatches or -(-len(packs) // how.dp))
     offsets = np.concatenate([packs.offsets, np.full(count - len(packs), packs.offsets[-1])])
     sums = np.concatenate([[0.0], np.cumsum(how.cost(padded[packs.indices]))])
@@ -152,4 +166,4 @@ def _dealt_bins(padded: IntArray, how: Scheduling, num_microbatches: int | None)
 
 def _planned(table: Table, bins: Sequence[IntArray], dp: int) -> Planned:
     rows = np.concatenate([np.empty(0, np.int64), *bins])
-    return Planned(table[rows], np.cumsum([0, *map(len, bins)]), dp)
+    return Planned(rows_of(table, rows), np.cumsum([0, *map(len, bins)]), dp)

@@ -1,28 +1,19 @@
-"""A source that is read in order, and how -> a ``Stream``, which ``THDDataModule`` trains on."""
+"""A source that is read in order, and how -> a ``Stream``; several with weights -> a ``StreamMixture``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from lightning_thd._checks import whole_number
-from lightning_thd.batch import THDBatch
-from lightning_thd.data.read.encode import Tokenizer
-from lightning_thd.data.streams.engine import Settings
+from lightning_thd.data.streams.indexed.access import refuse_source
 from lightning_thd.data.streams.intake import Source
-from lightning_thd.data.streams.loader import Opened, StreamLoader
+from lightning_thd.data.streams.loader import Opened
+from lightning_thd.data.streams.order import whole_shares
 from lightning_thd.data.streams.reader import OnError
-from lightning_thd.data.streams.samples import Sampler
-from lightning_thd.data.streams.schedule import Scheduling
 from lightning_thd.data.streams.shards import Shard, open_shards
-from lightning_thd.data.streams.turns import whole_shares
-from lightning_thd.data.trainer_link import Host, model_cost, model_windows, vocab_size
-from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
-from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, check_weights
-from lightning_thd.packing.planner import Tail
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +36,10 @@ class Stream:
         on_error: ``"raise"`` for a record that cannot be used, or ``"skip"`` and count it.
         max_errors: most records that are skipped, of the whole job; None for no limit.
         timeout_s: seconds until a rank, or a worker, that gives nothing ends the job.
+        cache_lengths: write lengths down during the first epoch, in the data module's ``cache_dir`` under the
+            content of the shards, and plan the others exactly, as those of a dataset with a length: their
+            records are read by number, so that no sequence moves. For ``.jsonl``, ``.parquet`` and ``.arrow``
+            files and MosaicML datasets. A later run that finds the lengths plans its first epoch too.
     """
 
     source: Any = field(kw_only=False)
@@ -54,8 +49,16 @@ class Stream:
     on_error: OnError = "raise"
     max_errors: int | None = None
     timeout_s: float = 600.0
+    cache_lengths: bool = False
 
     def __post_init__(self) -> None:
+        if self.cache_lengths:
+            refuse_source(self.source)
+            if self.steps_per_epoch is not None:
+                raise ValueError(
+                    f"cache_lengths=True plans epochs that use every sequence once, and steps_per_epoch="
+                    f"{self.steps_per_epoch} cuts them. Leave one of them out."
+                )
         whole_number(self.window, "window", least=1, advice="It is the number of sequences a rank keeps.")
         whole_number(self.shuffle_buffer, "shuffle_buffer", advice="0 keeps the order of the shards.")
         if self.steps_per_epoch is not None:
@@ -91,6 +94,11 @@ class StreamMixture:
                 "stream's is not. Give weights, Mixing(dry=) for what happens when a source runs dry, and "
                 "Stream(steps_per_epoch=) for epochs of a given length."
             )
+        if any(one.cache_lengths for one in self.streams.values()):
+            raise ValueError(
+                "cache_lengths=True plans epochs of one stream; in a mixture its sources end at other times. "
+                "Leave it out, or mix the files themselves: {'name': ('shards/*.jsonl', weight)}."
+            )
         lengths = {one.steps_per_epoch for one in self.streams.values()} - {None}
         if len(lengths) > 1:
             raise ValueError(
@@ -111,7 +119,7 @@ class StreamMixture:
     @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps of an epoch."""
-        return max((one.steps_per_epoch or 0 for one in self.streams.values())) or None
+        return max(one.steps_per_epoch or 0 for one in self.streams.values()) or None
 
     def shares(self) -> dict[str, int]:
         """Whole numbers in the proportions of the weights, by temperature."""
@@ -136,6 +144,7 @@ def open_sources(stream: Stream | StreamMixture, parts: int) -> Opened:
     shards: list[Shard] = []
     sources: list[Source] = []
     replays = True
+    alone: dict[str, Any] = {}
     for name, one in streams.items():
         try:
             found = open_shards(one.source, parts=parts)
@@ -154,115 +163,5 @@ def open_sources(stream: Stream | StreamMixture, parts: int) -> Opened:
         )
         shards += found.shards
         replays &= found.replays
-    return Opened(shards=shards, sources=sources, replays=replays)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamPolicies:
-    """What a data module decides for its streams; the names are those of its arguments."""
-
-    capacity: int
-    global_batch: Packs | Sequences | None
-    tokenizer: Callable[[], Tokenizer]
-    text_key: str = "text"
-    append_eos: bool = True
-    oversize: str = "error"
-    drop_empty: bool = False
-    tail: Tail = "pad"
-    seed: int = 0
-    cost: Cost | None = None
-    scheduler: Scheduler | None = None
-    pad_to: int | None = None
-    vocab_size: int | None = None
-    num_workers: int = 0
-    pin_memory: bool | None = None
-
-
-def stream_loader(
-    stream: Stream | StreamMixture,
-    policies: StreamPolicies,
-    host: Host,
-    *,
-    kind: Literal["pack", "step"],
-    parts: int | None = None,
-    consumed: Callable[[], int] | None = None,
-    on_load: Callable[[int], None] | None = None,
-) -> StreamLoader:
-    """Make the loader of one rank. Collective over the job.
-
-    Args:
-        stream: what is read.
-        policies: of the data module.
-        host: who runs it.
-        kind: what the loader hands out.
-        parts: parts of sources that can be asked for any number; by default the data-parallel ranks.
-        consumed: batches of the epoch that the Trainer is done with.
-        on_load: told where a restored loader goes on.
-
-    Raises:
-        ValueError: for a source that is no stream, and policies that a stream cannot keep.
-    """
-    if host.sharing is not None:
-        raise ValueError(
-            "context_parallel_size='dynamic' plans a degree for every microbatch from all lengths, which a "
-            "stream does not know. Set a fixed context_parallel_size, or train on a dataset with a length."
-        )
-    if policies.oversize == "split":
-        raise ValueError(
-            "oversize='split' needs every length before the first step, which a stream does not know. Set "
-            "'truncate', 'drop' or 'own_pack', or cut the sequences while they are read."
-        )
-    step = policies.global_batch or Packs(host.ranks * host.accumulate)
-    if isinstance(step, Packs) and step.n % host.ranks:
-        raise ValueError(f"{step} cannot be shared by {host.ranks} data-parallel ranks. Use a multiple.")
-    if policies.scheduler is not None and isinstance(step, Packs):
-        raise ValueError(f"A scheduler cannot serve {step}. Pass global_batch=Sequences(n).")
-    slots = make_slots(policies.capacity, host.alignment)
-    parts = parts or host.ranks
-    found = open_sources(stream, parts)
-    tokenizer = policies.tokenizer()
-    settings = Settings(
-        shards=found.shards,
-        sources=found.sources,
-        dry=(stream.mixing.dry or "restart") if isinstance(stream, StreamMixture) else "rest",
-        make_sampler=partial(
-            Sampler,
-            capacity=slots.usable // slots.multiple * slots.multiple,
-            oversize=policies.oversize,  # type: ignore[arg-type]  # checked above
-            drop_empty=policies.drop_empty,
-            tokenizer=tokenizer,
-            text_key=policies.text_key,
-            append_eos=policies.append_eos,
-            vocab_size=policies.vocab_size or vocab_size(host.model),
-        ),
-        scheduling=Scheduling(
-            step=step,
-            slots=slots,
-            cost=policies.cost or model_cost(host.model, policies.capacity) or Cost(),
-            dp=host.ranks,
-            tail=policies.tail,
-            scheduler=policies.scheduler,
-        ),
-        collate=partial(
-            THDBatch.collate,
-            align=host.alignment,
-            pad_to=policies.pad_to,
-            windows=model_windows(host.model),
-        ),
-        window=max(stream.window, stream.shuffle_buffer) if isinstance(stream, Stream) else stream.window,
-        seed=policies.seed,
-        num_workers=policies.num_workers,
-        timeout_s=stream.timeout_s,
-    )
-    return StreamLoader(
-        settings,
-        rank=host.rank,
-        kind=kind,
-        parts=parts,
-        replays=found.replays,
-        reopen=partial(open_sources, stream),
-        steps_per_epoch=stream.steps_per_epoch,
-        consumed=consumed,
-        on_load=on_load,
-        pin_memory=host.on_gpu if policies.pin_memory is None else policies.pin_memory,
-    )
+        alone |= {f"{name}/{kind}" if name else kind: value for kind, value in found.alone.items()}
+    return Opened(shards=shards, sources=sources, replays=replays, alone=alone)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -74,12 +75,8 @@ def run(source: Any, *, steps: int | None = None, state: Any = None, epochs: int
     loader = module(source, **kwargs).train_steps()
     if state is not None:
         loader.load_state_dict(state)
-    seen: list[dict[str, Any]] = []
-    for _ in range(epochs):
-        for step in loader:
-            seen.append(describe(step))
-            if steps is not None and len(seen) == steps:
-                break
+    every = (step for _ in range(epochs) for step in loader)
+    seen = [describe(step) for step in itertools.islice(every, steps)]
     return seen, loader.state_dict(), loader._engine.moved_bytes if loader._engine else 0
 
 

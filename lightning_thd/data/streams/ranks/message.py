@@ -24,10 +24,10 @@ _INT32 = np.iinfo(np.int32).max
 
 
 def header_type(sources: int) -> np.dtype[np.void]:
-    """Describe the first bytes of a message: how a rank fares, 56 bytes and 12 for each source."""
+    """Describe the first bytes of a message: how a rank fares, 60 bytes and 12 for each source."""
     return np.dtype(
         [
-            *((name, "<i4") for name in ("failed", "count", "columns", "runs")),
+            *((name, "<i4") for name in ("failed", "count", "columns", "runs", "marks")),
             *((name, "<i8") for name in POLICIES),
             ("exhausted", "<i4", (sources,)),
             ("bad", "<i8", (sources,)),
@@ -59,7 +59,7 @@ class Layout:
 
 
 def in_runs(table: Table) -> npt.NDArray[np.int64]:
-    """Sort a table so that neighbouring rows of a shard follow each other; return the order, int64 ``[S]``."""
+    """Order a table so that neighbouring rows of a shard follow each other, int64 ``[S]``."""
     return np.lexsort((table["row"], table["round"], table["shard"]))
 
 

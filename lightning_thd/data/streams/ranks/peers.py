@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_thd.data.streams.wire import host_group
+from lightning_thd.data.streams.ranks.wire import host_group
 
 _HEADER = 8  # bytes: length of the message, little-endian
 
@@ -21,18 +21,33 @@ class Peers:
         own: global ranks with this data rank.
         rank: global rank of this process.
         timeout_s: seconds until a reader that gives nothing is given up.
+        told: what each rank that reads told the others, by data rank.
     """
 
-    def __init__(self, readers: list[int], own: list[int], rank: int, *, timeout_s: float) -> None:
-        self.readers, self._own = readers, own
+    def __init__(
+        self,
+        readers: list[int],
+        own: list[int],
+        rank: int,
+        *,
+        timeout_s: float,
+        told: list[Any] | None = None,
+    ) -> None:
+        self.readers, self._own, self.told = readers, own, told or []
         self.reads = own[0] == rank
         self._timeout_s = timeout_s
         self._group: Any = host_group(own, timeout_s) if len(own) > 1 else None
         self._buffer = torch.zeros(1 << 16, dtype=torch.uint8)
 
     @classmethod
-    def of_job(cls, data_rank: int, data_ranks: int, *, timeout_s: float) -> Peers:
+    def of_job(cls, data_rank: int, data_ranks: int, *, timeout_s: float, tell: Any = None) -> Peers:
         """Find which ranks share a data rank and receive the same packs; a collective over the job.
+
+        Args:
+            data_rank: of this process.
+            data_ranks: of the job.
+            timeout_s: seconds until a rank that gives nothing is given up.
+            tell: what the others are told of this rank.
 
         Raises:
             ValueError: when data ranks are missing: a job of several processes without a process group.
@@ -43,15 +58,18 @@ class Peers:
                     f"The stream is shared by {data_ranks} data-parallel ranks, but torch.distributed is not "
                     "initialised. Let the Trainer, Accelerate or Fabric start the job first."
                 )
-            return cls([0], [0], 0, timeout_s=timeout_s)
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, data_rank)
+            return cls([0], [0], 0, timeout_s=timeout_s, told=[tell])
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (data_rank, tell))
+        found = [of for of, _ in everyone]
         own = [[rank for rank, of in enumerate(found) if of == wanted] for wanted in range(data_ranks)]
         if not all(own):
             raise ValueError(
                 f"The ranks of the job have the data ranks {found}; wanted each of 0 to {data_ranks - 1}."
             )
-        return cls([ranks[0] for ranks in own], own[data_rank], dist.get_rank(), timeout_s=timeout_s)
+        readers = [ranks[0] for ranks in own]
+        told = [everyone[reader][1] for reader in readers]
+        return cls(readers, own[data_rank], dist.get_rank(), timeout_s=timeout_s, told=told)
 
     def send(self, value: Any) -> None:
         """Give the other ranks of this data rank a step, or the error that ended the stream."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from lightning_thd.data.streams.ranks.wire import Int32, Wire
 from lightning_thd.data.streams.samples import LABELS, Sample, unpacked
 from lightning_thd.data.streams.schedule import IntArray, Planned, Table
-from lightning_thd.data.streams.wire import Int32, Wire
 
 Held = dict[tuple[int, int, int], Sample]  # by round, shard and row
 

@@ -41,12 +41,12 @@ class Wire:
         self._call(dist.all_gather, found, own)
         return [one.numpy() for one in found]
 
-    def texts(self, text: str) -> list[str]:
-        """Give every rank the text of every rank."""
+    def objects(self, value: Any) -> list[Any]:
+        """Give every rank the text, or the numbers, of every rank."""
         if self._group is None:
-            return [text]
+            return [value]
         found: list[Any] = [None] * self.ranks
-        self._call(dist.all_gather_object, found, text)
+        self._call(dist.all_gather_object, found, value)
         return found
 
     def exchange(self, outgoing: list[Int32], sizes: list[int]) -> list[Int32]:

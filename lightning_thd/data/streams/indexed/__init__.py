@@ -1,0 +1,1 @@
+"""Lengths that a pass over the shards found -> epochs that are planned exactly and read at random."""

@@ -1,0 +1,196 @@
+"""A stream and what a data module decides for it -> the loader of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.data.read.encode import Tokenizer, tokenizer_fingerprint
+from lightning_thd.data.streams.engine import Settings
+from lightning_thd.data.streams.indexed.access import check_access
+from lightning_thd.data.streams.indexed.engine import PlannedSteps
+from lightning_thd.data.streams.indexed.lengths import LengthIndex, LengthLog, index_key
+from lightning_thd.data.streams.loader import Opened, StreamLoader
+from lightning_thd.data.streams.samples import Sampler
+from lightning_thd.data.streams.schedule import Scheduling
+from lightning_thd.data.streams.stream import Stream, StreamMixture, open_sources
+from lightning_thd.data.trainer_link import Host, model_cost, model_windows, vocab_size
+from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
+from lightning_thd.packing.lengths import make_slots
+from lightning_thd.packing.planner import Tail
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamPolicies:
+    """What a data module decides for its streams; the names are those of its arguments."""
+
+    capacity: int
+    global_batch: Packs | Sequences | None
+    tokenizer: Callable[[], Tokenizer]
+    text_key: str = "text"
+    append_eos: bool = True
+    oversize: str = "error"
+    drop_empty: bool = False
+    tail: Tail = "pad"
+    seed: int = 0
+    cost: Cost | None = None
+    scheduler: Scheduler | None = None
+    pad_to: int | None = None
+    vocab_size: int | None = None
+    num_workers: int = 0
+    pin_memory: bool | None = None
+    plan_window: int = 4096
+    cache_dir: str | Path | None = None
+
+
+def stream_loader(
+    stream: Stream | StreamMixture,
+    policies: StreamPolicies,
+    host: Host,
+    *,
+    kind: Literal["pack", "step"],
+    parts: int | None = None,
+    consumed: Callable[[], int] | None = None,
+    on_load: Callable[[int], None] | None = None,
+) -> StreamLoader:
+    """Make the loader of one rank. Collective over the job.
+
+    Args:
+        stream: what is read.
+        policies: of the data module.
+        host: who runs it.
+        kind: what the loader hands out.
+        parts: parts of sources that can be asked for any number; by default the data-parallel ranks.
+        consumed: batches of the epoch that the Trainer is done with.
+        on_load: told where a restored loader goes on.
+
+    Raises:
+        ValueError: for a source that is no stream, and policies that a stream cannot keep.
+    """
+    if host.sharing is not None:
+        raise ValueError(
+            "context_parallel_size='dynamic' plans a degree for every microbatch from all lengths, which a "
+            "stream does not know. Set a fixed context_parallel_size, or train on a dataset with a length."
+        )
+    if policies.oversize == "split":
+        raise ValueError(
+            "oversize='split' needs every length before the first step, which a stream does not know. Set "
+            "'truncate', 'drop' or 'own_pack', or cut the sequences while they are read."
+        )
+    step = policies.global_batch or Packs(host.ranks * host.accumulate)
+    if isinstance(step, Packs) and step.n % host.ranks:
+        raise ValueError(f"{step} cannot be shared by {host.ranks} data-parallel ranks. Use a multiple.")
+    if policies.scheduler is not None and isinstance(step, Packs):
+        raise ValueError(f"A scheduler cannot serve {step}. Pass global_batch=Sequences(n).")
+    parts = parts or host.ranks
+    found = open_sources(stream, parts)
+    settings = _settings(stream, policies, host, found, step)
+    return StreamLoader(
+        settings,
+        rank=host.rank,
+        kind=kind,
+        parts=parts,
+        replays=found.replays,
+        alone=found.alone,
+        reopen=partial(open_sources, stream),
+        steps_per_epoch=stream.steps_per_epoch,
+        consumed=consumed,
+        on_load=on_load,
+        pin_memory=host.on_gpu if policies.pin_memory is None else policies.pin_memory,
+        planned=partial(_planned, policies=policies, host=host, settings=settings),
+    )
+
+
+def _settings(
+    stream: Stream | StreamMixture,
+    policies: StreamPolicies,
+    host: Host,
+    found: Opened,
+    step: Packs | Sequences,
+) -> Settings:
+    """Put together how a stream is read and packed."""
+    slots = make_slots(policies.capacity, host.alignment)
+    one = stream if isinstance(stream, Stream) else None
+    sampling: dict[str, Any] = {
+        "capacity": slots.usable // slots.multiple * slots.multiple,
+        "oversize": policies.oversize,
+        "drop_empty": policies.drop_empty,
+        "text_key": policies.text_key,
+        "append_eos": policies.append_eos,
+        "vocab_size": policies.vocab_size or vocab_size(host.model),
+    }
+    tokenizer = policies.tokenizer()
+    log = None
+    if one is not None and one.cache_lengths:
+        check_access(found.shards)
+        key = {**sampling, "on_error": one.on_error, "tokenizer": _known(tokenizer)}
+        log = LengthLog(index_key(found.shards, key, policies.cache_dir), policies.cache_dir)
+    return Settings(
+        shards=found.shards,
+        sources=found.sources,
+        dry=(stream.mixing.dry or "restart") if isinstance(stream, StreamMixture) else "rest",
+        make_sampler=partial(Sampler, tokenizer=tokenizer, **sampling),
+        scheduling=Scheduling(
+            step=step,
+            slots=slots,
+            cost=policies.cost or model_cost(host.model, policies.capacity) or Cost(),
+            dp=host.ranks,
+            tail=policies.tail,
+            scheduler=policies.scheduler,
+        ),
+        collate=partial(
+            THDBatch.collate,
+            align=host.alignment,
+            pad_to=policies.pad_to,
+            windows=model_windows(host.model),
+        ),
+        window=stream.window if one is None else max(one.window, one.shuffle_buffer),
+        seed=policies.seed,
+        num_workers=policies.num_workers,
+        timeout_s=stream.timeout_s,
+        log=log,
+    )
+
+
+def _known(tokenizer: Tokenizer) -> str:
+    """Return what a tokenizer is known by, on which the lengths of text depend."""
+    found = tokenizer_fingerprint(tokenizer)
+    if found is None:
+        raise ValueError(
+            "cache_lengths=True keeps lengths for later runs, but the tokenizer is a function that does not "
+            "say when it changed. Give it an attribute fingerprint, or leave cache_lengths out."
+        )
+    return found
+
+
+def _planned(
+    index: LengthIndex, epoch: int, rank: int, *, policies: StreamPolicies, host: Host, settings: Settings
+) -> PlannedSteps:
+    """Plan the epochs of a stream whose lengths are known."""
+    how = settings.scheduling
+    planner = PackPlanner(
+        index.length,
+        policies.capacity,
+        global_batch=how.step,
+        align=host.alignment,
+        cost=how.cost,
+        window=policies.plan_window,
+        oversize="own_pack" if policies.oversize == "own_pack" else "error",
+        tail=how.tail,
+        seed=policies.seed,
+        scheduler=how.scheduler,
+    )
+    return PlannedSteps(
+        planner=planner,
+        index=index,
+        shards=settings.shards,
+        make_sampler=settings.make_sampler,
+        collate=settings.collate,
+        epoch=epoch,
+        rank=rank,
+        dp=how.dp,
+    )

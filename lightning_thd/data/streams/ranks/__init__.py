@@ -1,0 +1,1 @@
+"""What ranks of a stream tell each other: lengths, what moves, and steps for those that read nothing."""

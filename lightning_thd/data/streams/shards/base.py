@@ -1,0 +1,70 @@
+"""What a shard is: numbered records that can be read from any row on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+# The number of a row, and the state of a source that gives this row next.
+Mark = tuple[int, Any]
+Rows = Iterator[tuple[int, Any, "int | Mark | None"]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A record that cannot be read.
+
+    Attributes:
+        reason: what is wrong with it.
+    """
+
+    reason: str
+
+
+class Shard(Protocol):
+    """Records in an order that never changes, numbered from 0.
+
+    Attributes:
+        name: for messages.
+        size: bytes, or any number that compares shards; ranks share shards out by it.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return what the shard is called."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Return how large the shard is."""
+        ...
+
+    def read(self, start: int, mark: Mark | None = None) -> Rows:
+        """Yield row, record and place from row ``start`` on; a record that cannot be read is a ``Bad``.
+
+        Args:
+            start: the first row.
+            mark: a place at or before it, which a former reading gave.
+
+        Returns:
+            With each record the byte where it begins, where that is known; or now and then a mark, the state
+            from which the source goes on with the row after it; or None.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shards:
+    """The shards of a stream.
+
+    Attributes:
+        shards: in the order given.
+        replays: whether reading again gives the same records for sure, as files do.
+        alone: objects that one rank reads for all, by the name of their shard: they must not split themselves
+            by rank.
+    """
+
+    shards: Sequence[Shard]
+    replays: bool
+    alone: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,146 @@
+"""Iterable datasets, generators and functions that begin one -> shards."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from lightning_thd.data.streams.shards.adapters import has_state, is_mosaic, mosaic_shards, read_with_state
+from lightning_thd.data.streams.shards.base import Mark, Rows, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class IterableShard:
+    """What a function gives when it is called: an iterator over records.
+
+    Rows before ``start`` are drawn and thrown away, unless ``skip`` says how to pass over them, or the
+    source has a state: ``torchdata.nodes``, and iterables with ``state_dict`` and ``load_state_dict``.
+    """
+
+    name: str
+    size: int
+    begin: Callable[[], Iterable[Any]]
+    skip: Callable[[Any, int], Iterable[Any]] | None = None
+
+    def read(self, start: int, mark: Mark | None = None) -> Rows:
+        """Begin anew, or at the mark, and pass over what lies before row ``start``."""
+        records = self.begin()
+        if start and self.skip is not None:
+            for row, record in enumerate(self.skip(records, start), start):
+                yield row, record, None
+        elif has_state(records):
+            yield from read_with_state(records, start, mark)
+        else:
+            for row, record in islice(enumerate(records), start, None):
+                yield row, record, None
+
+
+def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, Any]) -> Sequence[Shard]:
+    """Take apart what is no path.
+
+    Args:
+        source: an iterable, a dataset, or a function that begins an iterator.
+        parts: that a source which can be asked for any number is asked for.
+        prefix: of the names of the shards.
+        alone: gets what one rank reads for all.
+
+    Raises:
+        ValueError: for what is no stream, and what was split by rank already.
+    """
+    kind = f"{prefix}{type(source).__name__}"
+    if is_mosaic(source):
+        return mosaic_shards(source, kind)
+    if is_hf(source):
+        if getattr(source, "_distributed", None) is not None:
+            raise ValueError(
+                f"{kind} was split by rank (split_dataset_by_node), and a stream gives every rank its share "
+                "itself. Pass the dataset before it was split."
+            )
+        count = int(source.num_shards)
+        return [
+            IterableShard(f"{kind} shard {i}", 1, _Part(source, i, count), lambda records, n: records.skip(n))
+            for i in range(count)
+        ]
+    if isinstance(source, IterableDataset) and hasattr(source, "data_rank") and hasattr(source, "data_size"):
+        return [IterableShard(f"{kind} part {i}", 1, _Rank(source, i, parts)) for i in range(parts)]
+    if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not callable(source)):
+        alone[kind] = source
+        return [IterableShard(kind, 1, _Once(source) if inspect.isgenerator(source) else lambda: source)]
+    if not callable(source):
+        raise ValueError(
+            f"{type(source).__name__} is no stream. Pass paths, an IterableDataset, or a function that "
+            "returns an iterator over {'input_ids': ...}."
+        )
+    name = prefix + getattr(source, "__name__", type(source).__name__)
+    if len(_positional(source)) == 2:
+        return [IterableShard(f"{name} part {i}", 1, partial(source, i, parts)) for i in range(parts)]
+    alone[name] = source
+    return [IterableShard(name, 1, source)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One shard of a Hugging Face IterableDataset."""
+
+    dataset: Any
+    index: int
+    count: int
+
+    def __call__(self) -> Any:
+        if self.count == 1:
+            return self.dataset
+        return self.dataset.shard(num_shards=self.count, index=self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A torch IterableDataset that is told which part to read."""
+
+    dataset: Any
+    part: int
+    parts: int
+
+    def __call__(self) -> Any:
+        own = copy.copy(self.dataset)
+        own.data_rank, own.data_size = self.part, self.parts
+        return own
+
+
+class _Once:
+    """A generator object, which can be read one time."""
+
+    def __init__(self, generator: Iterator[Any]) -> None:
+        self._generator: Iterator[Any] | None = generator
+
+    def __call__(self) -> Iterator[Any]:
+        generator, self._generator = self._generator, None
+        if generator is None:
+            raise ValueError(
+                "A generator object can be read one time, and it was. Pass the function that makes it in its "
+                "place: THDDataModule(train=make_records, ...)."
+            )
+        return generator
+
+
+def _positional(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # built-in functions have none
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
+
+
+def is_hf(source: object) -> bool:
+    """Say whether a source is a Hugging Face ``IterableDataset``, without importing datasets."""
+    return any(
+        base.__name__ == "IterableDataset" and base.__module__.startswith("datasets.")
+        for base in type(source).__mro__
+    )

@@ -1,0 +1,298 @@
+"""Mixtures of streams: shares of every prefix, ends of sources, resuming, logs, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_thd import Packs, Sequences, THDDataModule
+from lightning_thd.data.streams import Stream
+from lightning_thd.data.streams.order import take_turns, whole_shares
+from lightning_thd.packing.mixtures import Mixing
+from tests.data.streams.jobs import counted, describe, write_shards
+from tests.ranks import run_ranks
+from tests.tiny import TinyModule
+
+WEIGHTS = {"code": 0.3, "chat": 0.7}
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_every_prefix_has_the_shares_within_one_turn(shares: list[int]) -> None:
+    order, blocked = take_turns(dict(enumerate(shares)), [0] * len(shares), [300] * len(shares), 150)
+    assert blocked is None
+    used = [0] * len(shares)
+    for number, chosen in enumerate(order, 1):
+        used[chosen] += 1
+        for count, share in zip(used, shares, strict=True):
+            assert abs(count - Fraction(share * number, sum(shares))) < 1
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.integers(0, 60))
+@settings(max_examples=40, deadline=None)
+def test_turns_go_on_where_they_stood(shares: list[int], cut: int) -> None:
+    parts, room = dict(enumerate(shares)), [300] * len(shares)
+    whole, _ = take_turns(parts, [0] * len(shares), room, 100)
+    used = [whole[:cut].count(i) for i in parts]
+    assert take_turns(parts, used, room, 100 - cut)[0] == whole[cut:]
+
+
+def test_weights_become_whole_numbers() -> None:
+    assert whole_shares([0.3, 0.7]) == [3, 7]
+    assert whole_shares([1_234_567, 7_654_321]) == [1_234_567, 7_654_321]
+    assert whole_shares([1 / 3, 2 / 3]) == [1, 2]
+
+
+def write(folder: Path, sizes: dict[str, list[int]]) -> None:
+    for name, shards in sizes.items():
+        (folder / name).mkdir()
+        write_shards(folder / name, shards, seed=len(name))
+
+
+def loader(
+    folder: str,
+    weights: dict[str, float],
+    *,
+    n: int = 10,
+    packs: bool = False,
+    dry: Any = None,
+    **kwargs: Any,
+) -> Any:
+    stream = {k: kwargs.pop(k) for k in [*kwargs] if k in Stream.__dataclass_fields__}
+    data = THDDataModule(
+        {
+            name: (Stream(f"{folder}/{name}/*.jsonl", **({"window": 16} | stream)), w)
+            for name, w in weights.items()
+        },
+        capacity=64,
+        global_batch=Packs(n) if packs else Sequences(n),
+        mixing=Mixing(dry=dry),
+        **kwargs,
+    )
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    data.attach(rank=dist.get_rank() if ranks > 1 else 0, ranks=ranks, accumulate=n // ranks if packs else 1)
+    return data.train_steps()
+
+
+def run(
+    folder: str,
+    weights: dict[str, float],
+    *,
+    steps: int | None = None,
+    state: Any = None,
+    epochs: int = 1,
+    **kwargs: Any,
+) -> Any:
+    batches = loader(folder, weights, **kwargs)
+    if state is not None:
+        batches.load_state_dict(state)
+    every = (step for _ in range(epochs) for step in batches)
+    seen = [describe(step) for step in itertools.islice(every, steps)]
+    return seen, batches.state_dict(), 0
+
+
+def ids_of(ranks: list[Any]) -> list[list[int]]:
+    """List the sequences of every step over all ranks."""
+    return [
+        sorted(i for seen, *_ in ranks for batch in seen[k]["ids"] for i in batch)
+        for k in range(len(ranks[0][0]))
+    ]
+
+
+def check_shares(
+    steps: list[list[int]], first_shard: int, share: float, *, total: int = 0, of: int = 0
+) -> None:
+    """Assert after every step that the first source (shards below ``first_shard``) has its share."""
+    for ids in steps:
+        total, of = total + len(ids), of + sum(i >> 40 < first_shard for i in ids)
+        assert abs(of - share * total) < 1
+
+
+@pytest.mark.parametrize("shuffle_buffer", [0, 12])
+def test_every_step_keeps_the_shares_and_a_dry_source_begins_again(
+    tmp_path: Path, shuffle_buffer: int
+) -> None:
+    write(tmp_path, {"code": [9, 0, 4], "chat": [40, 31]})
+    run1 = run(str(tmp_path), WEIGHTS, shuffle_buffer=shuffle_buffer)
+    steps = ids_of([run1])
+    check_shares(steps, 3, 0.3)
+    used = counted([run1])
+    # The epoch ends with the step by which both were used whole: 71 of chat, 30 of the 13 of code.
+    assert {used[i] for i in used if i >> 40 >= 3} <= {1, 2}
+    assert sum(count for i, count in used.items() if i >> 40 >= 3) >= 71
+    assert len([i for i in used if i >> 40 >= 3]) == 71
+    assert {used[i] for i in used if i >> 40 < 3} <= {2, 3}
+    assert len(steps) == 11
+
+
+def test_an_epoch_that_stops_with_the_first_dry_source(tmp_path: Path) -> None:
+    write(tmp_path, {"code": [12], "chat": [100]})
+    first = run(str(tmp_path), WEIGHTS, dry="stop")
+    steps = ids_of([first])
+    check_shares(steps, 1, 0.3)
+    used = counted([first])
+    assert set(used.values()) == {1}
+    assert sum(i >> 40 == 0 for i in used) == 12
+    both = run(str(tmp_path), WEIGHTS, dry="stop", epochs=2)
+    used = counted([both])
+    assert {used[i] for i in used if not i >> 40} == {2}
+    assert {used[i] for i in used if i >> 40} == {1}  # chat went on where it stood
+
+
+def test_the_rest_goes_to_the_others(tmp_path: Path) -> None:
+    write(tmp_path, {"code": [12], "chat": [40], "talk": [30]})
+    weights = {"code": 0.5, "chat": 0.25, "talk": 0.25}
+    one = run(str(tmp_path), weights, dry="rest", epochs=2)
+    used = counted([one])
+    assert set(used.values()) == {2}
+    assert len(used) == 82
+    steps = ids_of([one])[:9]
+    of = Counter(i >> 40 for i in itertools.chain(*steps[2:7]))
+    assert abs(of[1] - of[2]) <= 2  # equal shares, once code is dry after 24
+    check_shares(steps[:2], 1, 0.5)
+
+
+def job(folder: str, kwargs: dict[str, Any]) -> Any:
+    return run(folder, WEIGHTS, **kwargs)
+
+
+@pytest.mark.parametrize("dry", ["restart", pytest.param("stop", marks=pytest.mark.slow), "rest"])
+def test_shares_hold_on_other_numbers_of_ranks(tmp_path: Path, dry: str) -> None:
+    write(tmp_path, {"code": [30, 3, 12], "chat": [60, 5, 31, 9]})
+    state, total, of = None, 0, 0
+    used: Counter[int] = Counter()
+    for ranks, steps in ((1, 3), (3, 2), (2, 4), (1, 3)):
+        kwargs = {"state": state, "steps": steps, "window": 6, "dry": dry}
+        found = run_ranks(job, ranks, str(tmp_path), kwargs, timeout_s=100)
+        now = ids_of(found)
+        if dry == "restart" or total < 80:
+            check_shares(now, 3, 0.3, total=total, of=of)
+        total, of = total + sum(map(len, now)), of + sum(i >> 40 < 3 for ids in now for i in ids)
+        used += counted(found)
+        state = found[0][1]
+        assert all(repr(other) == repr(state) for _, other, _ in found)
+    assert total == 120
+    assert set(used.values()) == {1}
+
+
+def test_shares_hold_on_other_numbers_of_workers(tmp_path: Path) -> None:
+    write(tmp_path, {"code": [30, 3, 12], "chat": [60, 5, 31, 9]})
+    state, total, of = None, 0, 0
+    used: Counter[int] = Counter()
+    for workers, steps in ((2, 3), (0, 4), (1, 5)):
+        found = run(str(tmp_path), WEIGHTS, state=state, steps=steps, num_workers=workers)
+        check_shares(ids_of([found]), 3, 0.3, total=total, of=of)
+        total, of = total + 10 * steps, of + sum(i >> 40 < 3 for ids in ids_of([found]) for i in ids)
+        used += counted([found])
+        state = found[1]
+    assert set(used.values()) == {1}
+
+
+def test_a_resumed_mixture_makes_the_same_steps(tmp_path: Path) -> None:
+    write(tmp_path, {"code": [7], "chat": [60, 31]})
+    for packs, n, dry in ((False, 10, "restart"), (True, 4, "restart"), (True, 4, "rest")):
+        kwargs = {"packs": packs, "n": n, "dry": dry, "shuffle_buffer": 9}
+        whole, *_ = run(str(tmp_path), WEIGHTS, steps=14, epochs=2, **kwargs)
+        for cut in (1, 4, 9):
+            first, state, _ = run(str(tmp_path), WEIGHTS, steps=cut, epochs=2, **kwargs)
+            rest, *_ = run(str(tmp_path), WEIGHTS, steps=14 - cut, epochs=2, state=state, **kwargs)
+            assert first + rest == whole, (packs, dry, cut)
+
+
+class Numbers(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: dict[str, float] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged |= metrics
+
+
+def test_shares_are_logged_as_those_of_other_mixtures(tmp_path: Path) -> None:
+    def records() -> Iterator[dict[str, Any]]:
+        while True:
+            yield {"input_ids": [1, 2, 3, 4]}
+
+    kept = Numbers()
+    trainer = L.Trainer(
+        max_steps=12,
+        accelerator="cpu",
+        strategy="thd",
+        logger=kept,
+        log_every_n_steps=2,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    data = THDDataModule(
+        {"code": (records, 1), "chat": (Stream(records), 3)}, capacity=64, global_batch=Sequences(8)
+    )
+    trainer.fit(TinyModule(), data)
+    logged = kept.logged
+    assert logged["data/code/share"] == pytest.approx(0.25)
+    assert logged["data/chat/tokens"] == 3 * logged["data/code/tokens"]
+    assert logged["data/code/tokens"] in (80.0, 88.0)
+
+
+def test_what_a_mixture_of_streams_refuses(tmp_path: Path) -> None:
+    write(tmp_path, {"code": [5], "chat": [5]})
+    stream = Stream(f"{tmp_path}/code/*.jsonl")
+
+    def make(train: Any, **kwargs: Any) -> THDDataModule:
+        return THDDataModule(train, capacity=64, global_batch=Sequences(4), **kwargs)
+
+    with pytest.raises(TypeError, match=r"train\['chat'\] is a Stream, wanted \(source, weight\)"):
+        make({"code": (stream, 1), "chat": stream})
+    with pytest.raises(ValueError, match="The weight of 'chat' is 0.0. Weights are finite numbers above 0"):
+        make({"code": (stream, 1), "chat": (stream, 0)})
+    with pytest.raises(ValueError, match="dry='never' is unknown. Choose 'restart', 'stop' or 'rest'"):
+        make({"code": (stream, 1)}, mixing=Mixing(dry="never"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="count sequences of sources whose sizes are known"):
+        make({"code": (stream, 1)}, mixing=Mixing(epoch="shortest"))
+    longer = {"code": (Stream("x", steps_per_epoch=3), 1), "chat": (Stream("x", steps_per_epoch=4), 1)}
+    with pytest.raises(ValueError, match="ask for epochs of .'3', '4'. steps. Set one"):
+        make(longer)
+    with pytest.raises(ValueError, match="The source 'gone' of the mixture: No file is found for"):
+        make({"code": (stream, 1), "gone": (Stream("nowhere/*.jsonl"), 1)}).train_steps()
+    with pytest.raises(ValueError, match="The source 'none' gave no sequence in a whole pass over it"):
+        next(iter(make({"code": (stream, 1), "none": (lambda: iter([]), 1)}).train_steps()))
+    data = make({"code": (f"{tmp_path}/code/000.jsonl", 1)}, mixing=Mixing(dry="stop"))
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"Mixing\(dry='stop'\) is for streams; no source here is one"):
+        data.train_steps()
+    state = loader(str(tmp_path), WEIGHTS).state_dict()
+    with pytest.raises(ValueError, match="or in other shares"):
+        loader(str(tmp_path), {"code": 0.4, "chat": 0.6}).load_state_dict(state)
+
+
+def test_paths_join_a_mixture_with_a_stream(tmp_path: Path) -> None:
+    write(tmp_path, {"code": [8], "chat": [8]})
+    data = THDDataModule(
+        {"code": (f"{tmp_path}/code/*.jsonl", 1), "chat": (Stream(f"{tmp_path}/chat/*.jsonl"), 1)},
+        capacity=64,
+        global_batch=Sequences(4),
+    )
+    used = [i for step in data.train_steps() for batch in step.microbatches for i in batch.sequence_ids]
+    assert Counter(i >> 40 for i in used) == {0: 8, 1: 8}
+
+
+def test_a_source_with_bad_records_names_itself(tmp_path: Path) -> None:
+    write(tmp_path, {"code": [8], "chat": [8]})
+    (tmp_path / "chat" / "000.jsonl").write_text("{\n" * 5)
+    with pytest.raises(
+        ValueError, match="3 records of 'chat' could not be used, more than max_errors=2|5 rec"
+    ):
+        run(str(tmp_path), WEIGHTS, on_error="skip", max_errors=2)

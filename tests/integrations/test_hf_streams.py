@@ -1,0 +1,129 @@
+"""Hugging Face's Trainer on a stream: the hand-written loop's losses, checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import TrainingArguments
+
+from lightning_thd.data.streams import Stream
+from lightning_thd.integrations import packed_trainer
+from lightning_thd.integrations.hf_streams import is_streamed, streamed_dataset
+from tests.integrations.test_hf_trainer import RecordsSteps
+from tests.ranks import run_ranks
+from tests.tiny import largest_error, nll, sequences, tiny_llama
+
+
+def write(folder: Path, shards: int = 3) -> list[dict[str, Any]]:
+    samples = sequences(60, labels=True)
+    for shard in range(shards):
+        lines = [
+            json.dumps({key: value.tolist() for key, value in sample.items()})
+            for sample in samples[shard::shards]
+        ]
+        (folder / f"{shard}.jsonl").write_text("\n".join(lines))
+    return samples
+
+
+def train(folder: str, accumulate: int, steps: int, total: int = 6, resume: bool = False) -> Any:
+    """Train up to ``steps`` of ``total``; return parameters and the sequences of every pack."""
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/out",
+        max_steps=steps,
+        gradient_accumulation_steps=accumulate,
+        max_grad_norm=0.5,
+        save_steps=3,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = type("Seen", (RecordsSteps, packed_trainer()), {})(
+        model=model,
+        args=arguments,
+        train_dataset=Stream(f"{folder}/*.jsonl", window=8, shuffle_buffer=10),
+        optimizers=(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 1.0)),
+        capacity=48,
+        peak=1e12,
+    )
+    trainer.seen = []
+    trainer.train(resume_from_checkpoint=resume or None)
+    return {name: p.detach() for name, p in model.named_parameters()}, trainer.seen
+
+
+def by_hand(samples: list[dict[str, Any]], steps: list[list[int]]) -> dict[str, torch.Tensor]:
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for ids in steps:
+        results = [nll(model, samples[(i >> 40) + 3 * (i & (1 << 40) - 1)]) for i in ids]
+        optimizer.zero_grad()
+        (sum(total for total, _ in results) / sum(count for _, count in results)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def job(folder: str, kwargs: dict[str, Any]) -> Any:
+    return train(folder, **kwargs)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_is_the_mean_over_its_tokens_and_resuming_reads_nothing_twice(
+    tmp_path: Path, ranks: int
+) -> None:
+    samples, accumulate = write(tmp_path), 2
+    runs = run_ranks(job, ranks, str(tmp_path), {"accumulate": accumulate, "steps": 3}, timeout_s=150)
+    more = run_ranks(
+        job, ranks, str(tmp_path), {"accumulate": accumulate, "steps": 6, "resume": True}, timeout_s=150
+    )
+    packs = [[*one[1], *other[1]] for one, other in zip(runs, more, strict=True)]
+    assert all(len(one) == 6 * accumulate for one in packs)
+    steps = [
+        [i for one in packs for pack in one[k * accumulate : (k + 1) * accumulate] for i in pack]
+        for k in range(6)
+    ]
+    first = [i for ids in steps for i in ids][:60]
+    assert len(set(first)) >= len(first) - 8  # a pass of 60 sequences, and the beginning of the next
+    wanted = by_hand(samples, steps)
+    for parameters, _ in more:
+        assert largest_error(parameters, wanted) < 1e-10
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        while True:
+            yield {"input_ids": [1, 2, 3]}
+
+
+def test_what_a_trainer_streams() -> None:
+    assert is_streamed(Stream("x"))
+    assert is_streamed(Endless())
+    assert is_streamed({"a": (Stream("x"), 1), "b": ([], 2)})
+    assert not is_streamed({"a": ("x.jsonl", 1)})
+    assert not is_streamed(sequences(2))
+    assert not is_streamed(None)
+    trl_like = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
+    with pytest.raises(ValueError, match=r"cannot prepare a Stream. Give it a datasets.IterableDataset"):
+        streamed_dataset(Stream("x"), trl_like)
+
+
+def test_masks_of_learned_tokens_become_labels() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}]
+    given = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    trl_like = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
+    (record,) = list(streamed_dataset(given, trl_like))
+    assert record["labels"] == [-100, 6, 7]
+
+
+def test_a_checkpoint_without_a_stream_is_refused(tmp_path: Path) -> None:
+    from lightning_thd.integrations.hf_streams import StreamedPacks
+
+    with pytest.raises(ValueError, match="has no thd_stream.pt: it was not written by packed_trainer"):
+        StreamedPacks(None, lambda: None).load(tmp_path)  # type: ignore[arg-type]
