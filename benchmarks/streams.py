@@ -4,26 +4,32 @@
 lengths (lognormal) and a heavy tail from skewed shards. It prints the work of the slowest rank of every
 microbatch, summed, of the mean, for our schedule and for Megatron-LM's default scheduler simulated on the
 same stream; the bytes that a token costs on the wire; the time of a plan for up to 4,096 ranks of 16
-sequences; how much of a step of a small model waits for its stream; and the memory over 2,000 steps.
+sequences; how much of a step of a small model waits for its stream, on one rank and on four; and the memory
+over 2,000 steps, on one rank and on two.
 """
 
 from __future__ import annotations
 
+import os
 import resource
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from benchmarks.balance import megatron
 from benchmarks.results import less
 from lightning_thd import Sequences, THDDataModule
+from lightning_thd.batch import THDStep
 from lightning_thd.data.streams import Stream
+from lightning_thd.data.streams.engine import Engine, Made
 from lightning_thd.data.streams.ranks.exchange import moved_bytes
-from lightning_thd.data.streams.samples import META
+from lightning_thd.data.streams.ranks.message import Layout, header_type
 from lightning_thd.data.streams.schedule import POOL, Scheduling, Table, plan_steps
 from lightning_thd.packing import Cost
 from lightning_thd.packing.lengths import make_slots
@@ -52,6 +58,11 @@ def pool_of(lengths: IntArray, dp: int) -> Table:
     return pool
 
 
+def gathered(each: int) -> int:
+    """Return the bytes that a rank tells all others of some sequences: 72, 24 a run, 8 a sequence."""
+    return header_type(1).itemsize + Layout().nbytes(each)
+
+
 def slowest(work: npt.NDArray[np.float64]) -> float:
     """Return the work of the slowest rank of every microbatch, summed, of the mean rank's."""
     return float(work.max(0).sum() * len(work) / work.sum())
@@ -69,7 +80,7 @@ def balance_of(dp: int, draw: Any) -> tuple[float, float, float]:
         ours.append(slowest(step.work(cost)))
         plan = megatron(lengths, CAPACITY, dp, cost)
         peer.append(slowest(np.array([[float(cost(lengths[ids]).sum()) for ids in rank] for rank in plan])))
-        moved += moved_bytes(step) + len(lengths) * META.itemsize * (dp > 1)
+        moved += moved_bytes(step) + dp * gathered(WINDOW) * (dp > 1)
         tokens += int(lengths.sum())
     return float(np.mean(ours)), float(np.mean(peer)), moved / tokens
 
@@ -86,42 +97,77 @@ def plan_ms(dp: int, each: int) -> float:
     return 1e3 * min(found)
 
 
-def endless() -> Iterator[dict[str, Any]]:
-    rng = np.random.default_rng(0)
+def endless(part: int, parts: int) -> Iterator[dict[str, Any]]:
+    rng = np.random.default_rng(part)
     while True:
         yield {"input_ids": rng.integers(0, 1000, int(rng.integers(16, 512)))}
 
 
-def module() -> THDDataModule:
-    return THDDataModule(Stream(source=endless, window=64), capacity=2048, global_batch=Sequences(16))
+def steps_of(rank: int, ranks: int, each: int) -> Iterator[THDStep]:
+    """Iterate over the steps of an endless stream that every rank reads a part of."""
+    data = THDDataModule(
+        Stream(source=endless, window=64), capacity=2048, global_batch=Sequences(each * ranks)
+    )
+    data.attach(rank=rank, ranks=ranks)
+    return iter(data.train_steps())
 
 
-def hidden() -> tuple[float, float]:
-    """Return the seconds of a step of a small model, and those of it that waited for the stream."""
+def train(rank: int, ranks: int, count: int) -> tuple[float, float, float, float]:
+    """Train a small model; return a step's seconds, those that waited, its CPU seconds, the stream's."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(256, 256) for _ in range(4)]
     model = torch.nn.Sequential(torch.nn.Embedding(1000, 256), *layers, torch.nn.Linear(256, 1000))
-    waited = spent = 0.0
-    steps = iter(module().train_steps())
-    for number in range(12):
+    stream_s, made = [0.0], Engine.make
+
+    def timed(engine: Engine) -> Made | None:
+        started = time.thread_time()
+        step = made(engine)
+        stream_s[0] += time.thread_time() - started
+        return step
+
+    Engine.make = timed  # type: ignore[method-assign]
+    steps, waited, spent, cpu = steps_of(rank, ranks, 16), 0.0, 0.0, 0.0
+    for number in range(count + 2):
+        if number == 2:
+            stream_s[0], cpu = 0.0, time.process_time()
         started = time.perf_counter()
         step = next(steps)
         got = time.perf_counter()
         for batch in step.microbatches:
             torch.nn.functional.cross_entropy(model(batch.input_ids), batch.targets).backward()
+        for parameter in model.parameters():
+            if ranks > 1:
+                dist.all_reduce(parameter.grad)
+            parameter.grad = None
         if number >= 2:
             waited, spent = waited + got - started, spent + time.perf_counter() - started
-    return spent / 10, waited / 10
+    return spent / count, waited / count, (time.process_time() - cpu) / count, stream_s[0] / count
 
 
-def grown_mib(count: int) -> float:
-    """Return by how much the largest memory of the process grows over steps, after a tenth of them."""
-    steps, before = iter(module().train_steps()), 0.0
+def grow(rank: int, ranks: int, count: int) -> float:
+    """Return by how many MiB the largest memory of the process grows over steps, after a tenth of them."""
+    steps, before = steps_of(rank, ranks, 16), 0.0
     for number in range(count):
         next(steps)
         if number == count // 10:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+
+
+def on_ranks(work: Callable[[int, int, int], Any], ranks: int, count: int) -> list[Any]:
+    """Run a measurement on gloo ranks of one thread each, and return what each found."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (ranks, folder, work, count), nprocs=ranks)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(ranks)]
+
+
+def _rank(rank: int, ranks: int, folder: str, work: Callable[[int, int, int], Any], count: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    found = work(rank, ranks, count)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.barrier()
+    os._exit(0)  # the thread that reads ahead waits in a collective
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -135,15 +181,21 @@ def main(argv: list[str] | None = None) -> None:
             less(f"bytes a token, {name}, dp {dp}", cost, "B", GOAL_BYTES)
     for dp in (64, 512, 4096):
         took = plan_ms(dp, 16)
-        gathered = dp * 16 * META.itemsize / 1e6
-        print(f"plan for {dp} ranks x 16 sequences: {took:.1f} ms, {gathered:.2f} MB of lengths")
+        told = dp * gathered(16) / 1e6
+        print(f"plan for {dp} ranks x 16 sequences: {took:.1f} ms, {told:.2f} MB of lengths")
         less(f"plan, {dp} ranks x 16", took, "ms", GOAL_MS)
-    spent, waited = hidden()
-    print(f"step {spent * 1e3:.1f} ms, of which {waited * 1e3:.2f} ms wait for the stream")
-    less("share of a step that waits for its stream", waited / spent, "", 0.02)
-    grown = grown_mib(2000)
-    print(f"memory grown over 2,000 steps: {grown:.1f} MiB")
-    less("memory grown over 2,000 steps", grown, "MiB", 20)
+    for dp in (1, 4):
+        spent, waited, cpu, stream = np.max(on_ranks(train, dp, 30), axis=0).tolist()
+        print(
+            f"dp {dp}: step {spent * 1e3:.0f} ms, {waited * 1e3:.1f} ms of it wait for the stream; "
+            f"CPU {cpu * 1e3:.0f} ms a step, {stream * 1e3:.1f} ms of it the stream's"
+        )
+        less(f"share of a step that waits for its stream, dp {dp}", waited / spent, "", 0.02)
+        less(f"share of a step's CPU seconds that its stream takes, dp {dp}", stream / cpu, "", 0.2)
+    for dp in (1, 2):
+        grown = max(on_ranks(grow, dp, 2000))
+        print(f"memory grown over 2,000 steps, dp {dp}: {grown:.1f} MiB")
+        less(f"memory grown over 2,000 steps, dp {dp}", grown, "MiB", 20)
 
 
 if __name__ == "__main__":

@@ -299,7 +299,7 @@ class _PackedTrainerMixin(StreamsMixin):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._paused():
-            super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+            super()._save_checkpoint(*args, **kwargs)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
