@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +11,7 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.data.streams.ahead import Ahead
 from lightning_thd.data.streams.engine import Engine, Made, Settings
 from lightning_thd.data.streams.indexed.engine import PlannedEngine, PlannedSteps
 from lightning_thd.data.streams.indexed.lengths import LengthIndex
@@ -24,8 +22,6 @@ from lightning_thd.data.streams.schedule import IntArray
 from lightning_thd.data.streams.shards import Shard, refuse_split, traits
 from lightning_thd.packing.resume import fingerprint
 
-_AHEAD = 2  # steps that are made while one runs
-_STOP_S = 30.0  # seconds that a process which ends waits for the steps other ranks wait for
 _REMEMBERED = 10_000  # steps whose tokens are known until they are asked for: a log interval has fewer
 
 
@@ -94,11 +90,13 @@ class StreamLoader:
         dp = settings.scheduling.dp
         self.per_step = settings.scheduling.step.n // dp if kind == "pack" else 1
         alone = alone or {}
-        tell = {name: traits(source) for name, source in alone.items()}, self._index is not None
+        shards = self._names(), len(settings.shards)
+        tell = {name: traits(source) for name, source in alone.items()}, self._index is not None, shards
         self._peers = Peers.of_job(rank, dp, timeout_s=settings.timeout_s, tell=tell)
         if dp > 1:
-            refuse_split(alone, [of for of, _ in self._peers.told])
-        if not all(has_index for _, has_index in self._peers.told):
+            refuse_split(alone, [of for of, _, _ in self._peers.told])
+            self._refuse_other_shards([shards for _, _, shards in self._peers.told])
+        if not all(has_index for _, has_index, _ in self._peers.told):
             self._index = None  # some ranks do not see it: all stream
         self.epoch = 0
         self._start = 0  # step of the epoch that comes first
@@ -110,7 +108,17 @@ class StreamLoader:
         self._base: dict[str, Any] = {"epoch": 0, "step": 0, "stream": None}
         self._same = False
         self._engine: Engine | PlannedEngine | None = None
-        self._ahead: _Ahead | None = None
+        self._ahead: Ahead | None = None
+
+    @staticmethod
+    def _refuse_other_shards(of_ranks: list[tuple[str, int]]) -> None:
+        other = next((rank for rank, shards in enumerate(of_ranks) if shards != of_ranks[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"The ranks list other shards: rank 0 has {of_ranks[0][1]}, rank {other} has "
+                f"{of_ranks[other][1]}, or other names. Give every rank all of them, in the same order: each "
+                "takes its share by itself."
+            )
 
     def __len__(self) -> int:
         if self._steps_per_epoch is None:
@@ -194,7 +202,7 @@ class StreamLoader:
         else:
             wire = Wire(self._rank, settings.scheduling.dp, self._peers.readers, timeout_s=settings.timeout_s)
             self._engine = Engine(settings, wire, latest, same=self._same)
-        self._ahead = _Ahead(self._engine)
+        self._ahead = Ahead(self._engine)
 
     def _turn_to_plans(self) -> None:
         """Plan the next epoch, once a pass over the stream has found all lengths."""
@@ -269,76 +277,3 @@ class StreamLoader:
         self._base = {"epoch": self.epoch, "step": self._start, "stream": self._latest}
         if self._on_load is not None and self._start:
             self._on_load(self._handed_out)
-
-
-class _Ahead:
-    """Makes steps in a thread, always as many as were taken and two more: the same number on every rank."""
-
-    def __init__(self, engine: Engine | PlannedEngine) -> None:
-        self._engine = engine
-        self._changed = threading.Condition()
-        self._allowed, self._number = _AHEAD, 0  # steps that may be made, and that were
-        self._open, self._stopped = True, False  # a pass is open; nobody will take another step
-        self._made: queue.SimpleQueue[Made | Exception | None] = queue.SimpleQueue()
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
-
-    def take(self) -> Made | None:
-        """Return the next step, and let one more be made."""
-        if self._error is not None:
-            raise self._error
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="thd-stream", daemon=True)
-            self._thread.start()
-            # An interpreter that ends while the thread is inside a collective aborts.
-            atexit.register(self.stop)
-        if self._waits:  # for the next pass, whose workers start in this thread
-            self._engine.open_pass()
-            with self._changed:
-                self._open = True
-                self._changed.notify()
-        made = self._wait()
-        if isinstance(made, Exception):
-            self._error = made
-            raise made
-        self._waits = made is None or made.last
-        with self._changed:
-            self._allowed += 1
-            self._changed.notify()
-        return made
-
-    _waits = False
-
-    def _wait(self) -> Made | Exception | None:
-        while True:
-            try:
-                return self._made.get()
-            except RuntimeError as err:  # torch interrupts this thread when a worker dies
-                # The thread that reads will say which shards the worker had, on every rank.
-                if "DataLoader worker" not in str(err):
-                    raise
-
-    def stop(self) -> None:
-        """Let the thread make what was allowed, which other ranks wait for, and end."""
-        atexit.unregister(self.stop)
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(_STOP_S)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopped or (self._open and self._number < self._allowed))
-                if not self._open or self._number >= self._allowed:
-                    return
-            try:
-                made = self._engine.make()
-            except Exception as err:
-                self._made.put(err)
-                return
-            with self._changed:
-                self._number += 1
-                self._open = made is not None and not made.last
-            self._made.put(made)

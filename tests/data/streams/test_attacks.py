@@ -1,0 +1,229 @@
+"""What people do to streams by mistake: each is right, or a clear error on every rank within its time-out."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from lightning_thd import Packs, Sequences, THDDataModule
+from lightning_thd.data.streams import Stream
+from tests.data.streams.jobs import counted, run, write_shards
+from tests.ranks import run_ranks
+from tests.tiny import TinyModule
+
+
+def of_part(kind: str, part: int, parts: int) -> Iterator[Any]:
+    """Begin a part of a source with one fault, on rank 1 alone where it is of one rank."""
+    ids = np.arange(4) + part
+    for row in range(30):
+        record: dict[str, Any] = {"input_ids": ids}
+        if kind == "labels on some" and part == 1:
+            record["labels"] = ids
+        elif kind == "a key on some" and part == 1:
+            record["token_type_ids"] = ids
+        elif kind == "dtypes" and part == 1:
+            record["pixel_values"] = np.ones((2, 3), np.float64)
+        elif kind == "dtypes":
+            record["pixel_values"] = np.ones((2, 3), np.float32)
+        elif kind == "shapes":
+            record["pixel_values"] = np.ones((2, 3 + part), np.float32)
+        elif kind == "raises" and part == 1 and row == 2:
+            raise RuntimeError("the third record")
+        elif kind == "stops" and part == 1 and row == 2:
+            raise StopIteration("inside a generator")
+        elif kind == "no sequence" and part == 1 and row == 2:
+            yield [1, 2, 3]
+            continue
+        elif kind == "nested" and part == 1 and row == 2:
+            record["input_ids"] = [[1, 2], [3]]
+        elif kind == "floats" and part == 1 and row == 2:
+            record["input_ids"] = [1.5, 2.0]
+        elif kind == "short labels" and part == 1 and row == 2:
+            record["labels"] = ids[:2]
+        yield record
+
+
+def attacked(kinds: list[str]) -> list[str]:
+    found = []
+    for kind in kinds:
+        try:
+            seen, *_ = run(partial(of_part, kind), n=8, window=6, timeout_s=20)
+            found.append(f"{len(seen)} steps")
+        except (ValueError, TypeError, RuntimeError) as err:
+            found.append(f"{type(err).__name__}: {err}")
+    return found
+
+
+WANTED = {
+    "a key on some": "carry 'token_type_ids' and some of shard .* do not",
+    "dtypes": "steps|pixel_values",
+    "shapes": "pixel_values",
+    "raises": "Rank 1: shard .* part 1, row 2: reading stopped: the third record",
+    "stops": "Rank 1: shard .*row 2: reading stopped: generator raised StopIteration",
+    "no sequence": "Rank 1: shard .*row 2: a list is no sequence",
+    "nested": "Rank 1: shard .*row 2: .*input_ids",
+    "floats": "Rank 1: shard .*row 2: .*input_ids",
+    "short labels": "Rank 1: shard .*row 2: .*labels",
+}
+
+
+def test_faults_of_one_rank_end_all_of_them_with_its_place() -> None:
+    ranks = run_ranks(attacked, 2, list(WANTED), timeout_s=120)
+    for found in ranks:
+        for (kind, wanted), message in zip(WANTED.items(), found, strict=True):
+            assert re.search(wanted, message, re.S), (kind, message)
+
+
+def test_labels_on_some_ranks_are_labels_of_all() -> None:
+    ((message,), (other,)) = run_ranks(attacked, 2, ["labels on some"], timeout_s=60)
+    # A sequence without labels learns every token, as it does beside one with labels in a dataset.
+    assert message == other == "8 steps"
+
+
+def endless() -> Iterator[Any]:
+    row = 0
+    while True:
+        yield {"input_ids": np.arange(row % 9 + 2)}
+        row += 1
+
+
+def test_an_endless_source_with_packs() -> None:
+    seen, *_ = run(endless, n=3, packs=True, steps=20, window=16)
+    assert [len(step["ids"]) for step in seen] == [3] * 20
+    used = counted([(seen, None)])
+    assert set(used.values()) == {1}
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("window", [1, 500])
+def test_windows_of_one_and_larger_than_the_source(tmp_path: Path, packs: bool, window: int) -> None:
+    write_shards(tmp_path, [23, 4])
+    seen, *_ = run(f"{tmp_path}/*.jsonl", packs=packs, n=2 if packs else 5, window=window)
+    used = counted([(seen, None)])
+    assert len(used) == 27
+    assert set(used.values()) == {1}
+
+
+@pytest.mark.parametrize("oversize", ["truncate", "drop", "own_pack", "error"])
+def test_a_capacity_below_the_median(oversize: str) -> None:
+    def source() -> Iterator[Any]:
+        for row in range(40):
+            yield {"input_ids": np.arange(row + 1)}
+
+    if oversize == "error":
+        with pytest.raises(ValueError, match="row 8: the sequence has 9 tokens but capacity=8"):
+            run(source, capacity=8, n=8)
+        return
+    seen, *_ = run(source, capacity=8, n=8, oversize=oversize)
+    lengths = sorted(len(row) for step in seen for batch in step["tokens"] for row in batch)
+    wanted = {"truncate": [min(8, n) for n in range(1, 41)], "drop": range(1, 9), "own_pack": range(1, 41)}
+    assert lengths == list(wanted[oversize])
+
+
+@pytest.mark.filterwarnings("ignore:.*forking the process")
+def test_workers_with_a_function_that_cannot_be_pickled() -> None:
+    held = iter([])  # no pickle of this
+
+    def source(part: int, parts: int) -> Iterator[Any]:
+        yield from held
+        for row in range(part, 40, parts):
+            yield {"input_ids": [row, row + 1]}
+
+    seen, *_ = run(source, n=8, num_workers=2)
+    rows = sorted(row[0] for step in seen for batch in step["tokens"] for row in batch)
+    assert rows == list(range(40))
+
+
+def trainer(**kwargs: Any) -> L.Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "strategy": "thd",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 1,
+    }
+    return L.Trainer(**{**defaults, **kwargs})
+
+
+class Seen(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[int] = []
+        self.validated = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.ids += batch.sequence_ids
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated += len(batch.sequence_ids)
+
+
+def test_a_stream_of_two_data_modules_a_module_fitted_twice_and_validation_between(tmp_path: Path) -> None:
+    warnings.simplefilter("ignore")
+    write_shards(tmp_path, [20, 11])
+    stream = Stream(f"{tmp_path}/*.jsonl", window=8)
+    modules = [
+        THDDataModule(stream, capacity=64, global_batch=Sequences(5), val=[{"input_ids": [1, 2, 3]}] * 4)
+        for _ in range(2)
+    ]
+    for data in modules:
+        module = Seen()
+        trainer(val_check_interval=2, check_val_every_n_epoch=None).fit(module, data)
+        assert len(module.ids) == len(set(module.ids)) == 31
+        assert module.validated >= 4 * 3
+    again = Seen()
+    trainer().fit(again, modules[0])  # a new Trainer begins anew
+    assert sorted(again.ids) == sorted(module.ids)
+    more = trainer(max_epochs=1)
+    other = Seen()
+    more.fit(other, modules[1])
+    more.fit_loop.max_epochs = 2
+    more.fit(other, modules[1])
+    assert len(other.ids) == 62
+    assert set(other.ids) == set(module.ids)
+
+
+def unequal(folder: str) -> str:
+    source = f"{folder}/{dist.get_rank()}/*.jsonl"
+    try:
+        run(source, n=4, window=4, timeout_s=10)
+    except (ValueError, RuntimeError) as err:
+        return str(err)
+    return "nothing"
+
+
+def test_ranks_that_list_other_shards(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        write_shards(tmp_path / str(rank), [5 + rank] * (1 + rank))
+    for message in run_ranks(unequal, 2, str(tmp_path), timeout_s=60):
+        assert "The ranks list other shards: rank 0 has 1, rank 1 has 2" in message
+
+
+def test_a_generator_object_serves_one_pass() -> None:
+    generator = ({"input_ids": [1, 2]} for _ in range(8))
+    data = THDDataModule(generator, capacity=8, global_batch=Packs(1))
+    assert sum(len(b) for step in data.train_steps() for b in step.microbatches) == 8
+    with pytest.raises(ValueError, match="can be read one time, and it was"):
+        list(data.train_steps())
+
+
+def test_json_of_other_kinds(tmp_path: Path) -> None:
+    lines = ["3", "null", json.dumps({"input_ids": None}), json.dumps({"input_ids": "abc"}), json.dumps({})]
+    for line in lines:
+        (tmp_path / "x.jsonl").write_text(line)
+        with pytest.raises((ValueError, TypeError), match=r"Rank 0: shard .*x.jsonl, row 0: "):
+            run(str(tmp_path / "x.jsonl"), n=1)
