@@ -345,7 +345,7 @@ class THDDataModule(L.LightningDataModule):
             policies,
             self._host,
             kind=kind,
-            consumed=progress.consumed if progress is not None else None,
+            consumed=progress.total if progress is not None else None,
             on_load=progress.match if progress is not None else None,
         )
 

@@ -236,6 +236,10 @@ class Progress:
         # are written; a batch that raised is not counted and comes again.
         return int(self._batches.current.processed)
 
+    def total(self) -> int:
+        """Batches that the Trainer is done with, of all epochs and fits."""
+        return int(self._batches.total.processed)
+
     def limit(self) -> int | None:
         """Most batches that the Trainer takes of an epoch."""
         batches = self._trainer.num_training_batches

@@ -57,7 +57,7 @@ class StreamLoader:
         alone: objects that one rank reads for all, which must not split themselves by rank.
         reopen: takes the stream apart anew where a checkpoint says in how many parts.
         steps_per_epoch: steps of an epoch; None ends it with the shards.
-        consumed: number of batches the trainer is done with in this epoch; what was handed out if absent.
+        consumed: number of batches the trainer is done with, ever; what was handed out if absent.
         on_load: told the batch of the epoch at which a restored loader goes on.
         pin_memory: page-lock batches.
         planned: makes the steps of epochs whose lengths are known: index, epoch and data rank -> steps.
@@ -101,6 +101,9 @@ class StreamLoader:
         self.epoch = 0
         self._start = 0  # step of the epoch that comes first
         self._handed_out = 0
+        self._begun_at = 0  # batches the trainer was done with when this iteration began
+        self._given: deque[tuple[int, dict[str, Any], Made]] = deque()  # not done with, and where before it
+        self._again: deque[Made] = deque()  # that were handed out and not run
         self._running = 0  # the epoch whose batches were asked for last
         self._states: deque[tuple[int, dict[str, Any]]] = deque()  # steps handed out -> what to save
         self._tokens: deque[IntArray] = deque(maxlen=_REMEMBERED)  # of each source, step after step
@@ -141,31 +144,59 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[THDBatch | THDStep]:
         # A generator starts at the first next(); until then the position is that of the epoch before.
-        number = self._start
-        self._running, self._handed_out = self.epoch, number * self.per_step
-        self._base = {"epoch": self.epoch, "step": number, "stream": self._latest}
+        self._take_back()
+        number, handed = self._start, 0
+        self._running, self._handed_out = self.epoch, 0
+        self._begun_at = self._consumed() if self._consumed is not None else 0
+        self._base = self._position()
         self._states.clear()
         ends = False
         while not ends:
-            made = self._next()
+            made = self._again.popleft() if self._again else self._next()
             if made is None:
                 raise ValueError(
                     "A pass over the stream gave no step: it has too few sequences for one step of "
                     f"{self._settings.scheduling.step}, or none. Set tail='pad', or ask for fewer to a step."
                 )
-            if self.source_names:
-                self._tokens.append(made.tokens)
-            number += 1
+            self._give(handed, made)
+            number, handed = number + 1, handed + 1
             ends = number == self._steps_per_epoch or (self._steps_per_epoch is None and made.last)
             self._latest = made.state
             self.epoch, self._start = (self._running + 1, 0) if ends else (self._running, number)
-            self._states.append((number, {"epoch": self.epoch, "step": self._start, "stream": made.state}))
+            self._states.append((handed, self._position()))
             step = made.step.pin_memory() if self._pin else made.step
             if ends:
                 self._turn_to_plans()
             for batch in [step] if self._kind == "step" else step.microbatches:
                 self._handed_out += 1
                 yield batch
+
+    def _position(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "step": self._start, "stream": self._latest}
+
+    def _done(self) -> int:
+        """Count the whole steps of this iteration that the trainer is done with."""
+        batches = self._handed_out if self._consumed is None else self._consumed() - self._begun_at
+        return batches // self.per_step
+
+    def _give(self, handed: int, made: Made) -> None:
+        """Remember a step until the trainer is done with it, and its tokens until they are logged."""
+        if self.source_names:
+            self._tokens.append(made.tokens)
+        if self._consumed is not None:
+            self._given.append((handed, self._position(), made))
+            while self._given[0][0] < self._done():
+                self._given.popleft()
+
+    def _take_back(self) -> None:
+        """Let steps come again that a Trainer fetched ahead and dropped, to begin another epoch or fit."""
+        done = self._done()
+        dropped = [(before, made) for handed, before, made in self._given if handed >= done]
+        self._given.clear()
+        if dropped:
+            before = dropped[0][0]
+            self.epoch, self._start, self._latest = before["epoch"], before["step"], before["stream"]
+            self._again.extendleft(reversed([made for _, made in dropped]))
 
     def _next(self) -> Made | None:
         """Take the next step: made by this rank, or received from the one that reads for it."""
@@ -225,10 +256,10 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last whole step that was consumed, the same on every rank."""
-        consumed = self._handed_out if self._consumed is None else self._consumed()
-        while len(self._states) > 1 and self._states[1][0] <= consumed // self.per_step:
+        done = self._done()
+        while len(self._states) > 1 and self._states[1][0] <= done:
             self._states.popleft()  # nobody asks for earlier steps again
-        found = [state for number, state in self._states if number == consumed // self.per_step]
+        found = [state for handed, state in self._states if handed == done]
         return {**(found[0] if found else self._base), **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
@@ -272,8 +303,11 @@ class StreamLoader:
         self._latest, self._same = state["stream"], state["plan"] == self._plan_key()
         self._running = self.epoch = int(state["epoch"])
         self._start = int(state["step"])
-        self._handed_out = self._start * self.per_step
-        self._states.clear()
-        self._base = {"epoch": self.epoch, "step": self._start, "stream": self._latest}
+        self._handed_out = self._begun_at = 0
+        for kept in (self._states, self._given, self._again):
+            kept.clear()  # type: ignore[attr-defined]
+        self._base = self._position()
         if self._on_load is not None and self._start:
-            self._on_load(self._handed_out)
+            self._on_load(self._start * self.per_step)
+        if self._consumed is not None:
+            self._begun_at = self._consumed()

@@ -65,7 +65,7 @@ def stream_loader(
         host: who runs it.
         kind: what the loader hands out.
         parts: parts of sources that can be asked for any number; by default the data-parallel ranks.
-        consumed: batches of the epoch that the Trainer is done with.
+        consumed: batches that the Trainer is done with, ever.
         on_load: told where a restored loader goes on.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -116,12 +116,12 @@ class _Rank:
 class _Once:
     """A generator object, which can be read one time."""
 
-    def __init__(self, generator: Iterator[Any]) -> None:
-        self._generator: Iterator[Any] | None = generator
+    def __init__(self, generator: Generator[Any, None, None]) -> None:
+        self._generator: Generator[Any, None, None] | None = generator
 
     def __call__(self) -> Iterator[Any]:
         generator, self._generator = self._generator, None
-        if generator is None:
+        if generator is None or inspect.getgeneratorstate(generator) != inspect.GEN_CREATED:
             raise ValueError(
                 "A generator object can be read one time, and it was. Pass the function that makes it in its "
                 "place: THDDataModule(train=make_records, ...)."
