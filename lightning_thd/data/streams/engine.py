@@ -164,7 +164,13 @@ class Engine:
             self._end_pass()
             return None
         self.moved_bytes += moved_bytes(planned)
-        step = self._collated(planned, exchange(planned, self._intake.held, self._wire))
+        microbatches = exchange(planned, self._intake.held, self._wire)
+        try:
+            step = self._collated(planned, microbatches)
+        except Exception as err:
+            self._intake.failure = err
+            self._plan()  # tells the other ranks, which wait, and raises
+            raise
         self.ledger.steps += 1
         last = self._has_gone_round()
         if last:

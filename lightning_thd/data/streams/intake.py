@@ -84,6 +84,7 @@ class Intake:
         self._shards, self._sources, self._make_sampler, self._wire = shards, sources, make_sampler, wire
         self._seed, self._num_workers, self._timeout_s = seed, num_workers, timeout_s
         self.held: Held = {}
+        self.failure: Exception | None = None  # of this rank, which the others are to be told
         self.exhausted = np.zeros((len(sources), wire.ranks), bool)
         self.marks: dict[int, list[Mark]] = {}  # of shards that have a state, in order
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
@@ -180,10 +181,9 @@ class Intake:
 
     def _shared(self, most: int, read: Callable[[], list[Read]]) -> Table:
         """Read on every rank, and give each the ``POOL`` of what every other read."""
-        failure: Exception | None = None
-        reads: list[Read] = []
+        failure, reads = self.failure, list[Read]()
         try:
-            reads = read()
+            reads = read() if failure is None else reads
         except Exception as err:  # told to the other ranks, which wait
             failure = err
         table = self._table(reads)
