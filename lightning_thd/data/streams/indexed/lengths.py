@@ -83,8 +83,9 @@ def _content(shard: Shard, cache_dir: str | Path | None) -> str:
         fsspec = require("fsspec", feature=f"reading {shard.name}")
         system, path = fsspec.core.url_to_fs(shard.name)
         return str(system.ukey(path))
-    path = Path(shard.name)
-    return content_of(path, cache_dir) if path.is_file() else f"{shard.name} {shard.size}"
+    if hasattr(shard, "content"):
+        return f"{shard.name} {shard.content}"
+    return content_of(Path(shard.name), cache_dir)
 
 
 class LengthLog:

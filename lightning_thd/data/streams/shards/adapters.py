@@ -18,6 +18,8 @@ _MARK_EVERY = 64  # rows between two states that are kept: a resumed source pass
 class MosaicShard:
     """One shard of a MosaicML ``StreamingDataset``, read by the numbers of its samples.
 
+    ``content`` is what it is known by: where it is from, its files, their sizes and hashes.
+
     The dataset's own iterator splits its samples by rank and worker, for as many of them as there are now;
     asked for samples by number it does not, and downloads the shard it needs.
     """
@@ -26,6 +28,7 @@ class MosaicShard:
     size: int
     dataset: Any
     first: int
+    content: str = ""
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
         """Read the samples from row ``start`` on."""
@@ -53,17 +56,35 @@ def mosaic_shards(dataset: Any, name: str) -> list[MosaicShard]:
     """
     counts = [int(count) for count in dataset.samples_per_shard]
     chosen = [int(stream.choose) for stream in dataset.streams]
-    if chosen != [int(count) for count in dataset.samples_per_stream]:
+    held = [int(count) for count in dataset.samples_per_stream]
+    if chosen != held:
         raise ValueError(
-            f"{name} draws {chosen} samples of its streams, which hold {list(dataset.samples_per_stream)} "
+            f"{name} draws {chosen} samples of its streams, which hold {held} "
             "(proportion=, repeat=, choose= or epoch_size=). Leave these out, and mix with "
             "THDDataModule({'name': (dataset, weight), ...})."
         )
     shards, first = [], 0
     for number, count in enumerate(counts):
-        shards.append(MosaicShard(f"{name} shard {number}", count, dataset, first))
+        content = _content(dataset, number)
+        shards.append(MosaicShard(f"{name} shard {number}", count, dataset, first, content))
         first += count
     return shards
+
+
+def _content(dataset: Any, number: int) -> str:
+    """Say what a shard is known by without downloading it."""
+    shards = getattr(dataset, "shards", None)
+    if shards is None:
+        return ""
+    shard = shards[number]
+    files = [
+        (file.basename, file.bytes, sorted((file.hashes or {}).items()))
+        for pair in shard.file_pairs
+        for file in pair
+        if file is not None
+    ]
+    places = [(stream.remote, stream.local, stream.split) for stream in dataset.streams]
+    return repr((places, files, shard.samples))
 
 
 def is_node(source: object) -> bool:
