@@ -305,7 +305,7 @@ class StreamLoader:
         self._start = int(state["step"])
         self._handed_out = self._begun_at = 0
         for kept in (self._states, self._given, self._again):
-            kept.clear()  # type: ignore[attr-defined]
+            kept.clear()
         self._base = self._position()
         if self._on_load is not None and self._start:
             self._on_load(self._start * self.per_step)

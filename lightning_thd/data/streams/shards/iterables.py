@@ -116,8 +116,8 @@ class _Rank:
 class _Once:
     """A generator object, which can be read one time."""
 
-    def __init__(self, generator: Generator[Any, None, None]) -> None:
-        self._generator: Generator[Any, None, None] | None = generator
+    def __init__(self, generator: Generator[Any, Any, Any]) -> None:
+        self._generator: Generator[Any, Any, Any] | None = generator
 
     def __call__(self) -> Iterator[Any]:
         generator, self._generator = self._generator, None
