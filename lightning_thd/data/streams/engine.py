@@ -67,7 +67,7 @@ class Settings:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the sources of a mixture; empty where nothing is mixed."""
-        return tuple(source.name for source in self.sources) if len(self.sources) > 1 else ()
+        return tuple(source.name for source in self.sources) if self.sources[0].name else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,7 +226,6 @@ class Engine:
             ledger.drawn[:], ledger.out[:] = 0, False
             self._intake.held.clear()
         self._to_open = dry.tolist()
-        self._told.clear()
         found = {name: count for name, count in self.counts.items() if count != self._before[name]}
         if found:
             counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in found.items())

@@ -296,3 +296,14 @@ def test_a_source_with_bad_records_names_itself(tmp_path: Path) -> None:
         ValueError, match="3 records of 'chat' could not be used, more than max_errors=2|5 rec"
     ):
         run(str(tmp_path), WEIGHTS, on_error="skip", max_errors=2)
+
+
+def test_a_mixture_of_one_begins_again_as_others_do(tmp_path: Path, caplog: Any) -> None:
+    write(tmp_path, {"code": [13]})
+    with caplog.at_level("INFO"):
+        seen, *_ = run(str(tmp_path), {"code": 1.0}, epochs=3)
+    assert all(len(ids) == 10 for ids in ids_of([(seen, None)]))
+    used = counted([(seen, None)])
+    assert sum(used.values()) == 40
+    assert set(used.values()) == {3, 4}
+    assert caplog.text.count("The source 'code' of the mixture ran dry: it begins again") == 1
