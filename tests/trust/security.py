@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 # Every place that turns bytes into objects, and why it is safe.
 LOADS = {
     "strategies/loading.py pickle.loads": "a batch of this job's own reader, from rank to rank",
-    "data/streams/peers.py pickle.loads": "a batch of this job's own reader, from rank to rank",
+    "data/streams/ranks/peers.py pickle.loads": "a batch of this job's own reader, from rank to rank",
     "data/streams/samples.py pickle.loads": "extras of a sample, from rank to rank",
     "data/store/arrays.py np.load": "allow_pickle=False",
     "data/streams/shards.py np.load": "allow_pickle=False",
