@@ -22,7 +22,8 @@ LOADS = {
     "data/streams/ranks/peers.py pickle.loads": "a batch of this job's own reader, from rank to rank",
     "data/streams/samples.py pickle.loads": "extras of a sample, from rank to rank",
     "data/store/arrays.py np.load": "allow_pickle=False",
-    "data/streams/shards.py np.load": "allow_pickle=False",
+    "data/streams/shards/files.py np.load": "allow_pickle=False",
+    "integrations/hf_streams.py torch.load": "weights_only=True",
     "strategies/checkpoints.py torch.load": "weights_only as Lightning's Trainer asks",
     "strategies/pipeline/checkpoint.py torch.load": "weights_only as Lightning's Trainer asks",
 }
