@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -73,12 +74,41 @@ def check_model(module: nn.Module, recipe: Recipe) -> None:
             f"{type(module).__name__} has Transformer Engine layers already ({_few(layers)}). Build it with "
             "torch.nn.Linear, or keep your layers and enter transformer_engine.pytorch.autocast yourself."
         )
+    check_whole(module, recipe)
+
+
+def check_whole(module: nn.Module, recipe: Recipe) -> None:
+    """Refuse weights that are sharded (DTensor) with Transformer Engine, before or after conversion.
+
+    Raises:
+        MisconfigurationException: naming some of them.
+    """
     sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
     if recipe.engine == "te" and sharded:
         raise MisconfigurationException(
             f"engine='te' with weights sharded by FSDP2 or tensor parallelism ({_few(sharded)}) is not "
-            "tested. Use engine='torchao', or THDDDPStrategy, which keeps weights whole."
+            f"tested. {_WHOLE}"
         )
+
+
+def check_strategy(strategy: object, recipe: Recipe) -> None:
+    """Refuse a strategy that will shard the weights of Transformer Engine's layers.
+
+    Args:
+        strategy: of a Trainer; None for none.
+        recipe: resolved.
+
+    Raises:
+        MisconfigurationException: for strategies of FSDP and tensor parallelism.
+    """
+    if recipe.engine == "te" and isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):
+        raise MisconfigurationException(
+            f"engine='te' with {type(strategy).__name__}, which shards the weights by FSDP or tensor "
+            f"parallelism, is not tested. {_WHOLE}"
+        )
+
+
+_WHOLE = "Use engine='torchao', or THDDDPStrategy, which keeps weights whole."
 
 
 def check_dtype(dtype: torch.dtype) -> None:

@@ -18,13 +18,14 @@ from torch import nn
 
 from lightning_thd.flops.backward.passes import checkpointing
 from lightning_thd.precision import te, torchao
-from lightning_thd.precision.checks import check_device, check_model, check_selection
+from lightning_thd.precision.checks import check_device, check_model, check_selection, check_whole
 from lightning_thd.precision.recipes import Recipe, resolve
 
 KEEP = ("lm_head", "*router*", "*gate", "visual.*", "vision_tower.*", "vision_model.*", "*lora_*")
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
     *("_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"),
+    "_is_full_backward_hook",  # without it, hooks of the backward pass are there and never called
     *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 _MARK = "_thd_fp8"
@@ -163,12 +164,14 @@ def in_low_precision(
     Statistics are shared over ``group`` where gradients are taken, and kept out of evaluation.
 
     Raises:
+        MisconfigurationException: for Transformer Engine with sharded weights.
         ValueError: for Transformer Engine with activation checkpointing, whose second forward would leave the
             region.
     """
     recipe = recipe_of(model)
     if recipe is None or recipe.engine != "te":
         return loss_fn
+    check_whole(model, recipe)
     if checkpointing(model)[0] != "none":
         raise ValueError(
             "A model in Transformer Engine's FP8 with activation checkpointing would run again in bf16 in "

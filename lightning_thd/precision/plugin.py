@@ -19,7 +19,13 @@ from lightning_thd.batch import THDStep
 from lightning_thd.flops.backward.passes import checkpointing
 from lightning_thd.parallel.shard import THDShard
 from lightning_thd.precision import te
-from lightning_thd.precision.checks import check_device, check_dtype, check_selection, check_weights
+from lightning_thd.precision.checks import (
+    check_device,
+    check_dtype,
+    check_selection,
+    check_strategy,
+    check_weights,
+)
 from lightning_thd.precision.convert import KEEP, Converted, is_converted, patterns, recipe_of, replace_layers
 from lightning_thd.precision.layout import ParallelLayout, layout_of
 from lightning_thd.precision.recipes import resolve
@@ -91,9 +97,10 @@ class FP8Precision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Replace layers in place, once, and give the module its dtype."""
+        strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
+        check_strategy(strategy, self.recipe)
         if self._is_converted(module):
             return module
-        strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
         self._layout = layout_of(strategy)
         device = _device(strategy, module)
         check_device(self.recipe, device)

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_thd import causal_lm_loss
 from lightning_thd.precision import FP8Precision, convert_linear, fp8_context, fp8_report
 from lightning_thd.precision import plugin as plugin_module
-from lightning_thd.precision.checks import check_device
+from lightning_thd.precision.checks import check_device, check_strategy
 from lightning_thd.precision.recipes import Recipe, resolve
 from tests.precision import standins
 from tests.precision.runs import DATA, Module, fit, llama
@@ -285,6 +285,40 @@ def test_sharded_weights_are_refused(te: State, tmp_path: Path) -> None:
             convert_linear(nn.Sequential(layer), recipe="current")
     finally:
         dist.destroy_process_group()
+
+
+def test_strategies_that_shard_are_refused_before_they_do(te: State) -> None:
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    from lightning_thd import THDDDPStrategy, THDModelParallelStrategy
+
+    recipe = FP8Precision("current").recipe
+    for strategy in (THDModelParallelStrategy(tensor_parallel_size=2), FSDPStrategy()):
+        with pytest.raises(Exception, match=r"engine='te' with .*Strategy, which shards .* engine='torchao'"):
+            check_strategy(strategy, recipe)
+    for fine in (THDDDPStrategy(), None):
+        check_strategy(fine, recipe)
+
+
+def sharded_fit(tensor_parallel_size: int) -> str:
+    from lightning_thd import THDModelParallelStrategy
+
+    with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(plugin_module, "check_device", lambda recipe, device: None)
+        state, module = standins.install(monkeypatch), Module(llama())
+        strategy = THDModelParallelStrategy(tensor_parallel_size=tensor_parallel_size)
+        with pytest.raises(Exception, match="engine='te' with THDModelParallelStrategy") as refused:
+            fit(Path(folder), module, FP8Precision("current"), steps=1, strategy=strategy, devices=2)
+        assert not module.losses
+        assert not state.regions
+    return str(refused.value)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_a_sharded_fit_is_refused_before_the_first_step(tensor_parallel_size: int) -> None:
+    assert all("not tested" in message for message in run_ranks(sharded_fit, 2, tensor_parallel_size))
 
 
 @pytest.mark.parametrize(

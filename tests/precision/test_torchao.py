@@ -97,6 +97,27 @@ def test_conversion_shares_everything() -> None:
     assert len(converted.names) == 14
 
 
+def test_every_kind_of_hook_goes_on() -> None:
+    plain, model = llama(), llama()
+    found: dict[bool, list[str]] = {}
+    for low, one in ((False, plain), (True, model)):
+        seen = found[low] = []
+        layer = one.model.layers[0].mlp.up_proj
+        layer.register_forward_pre_hook(lambda *_, seen=seen: seen.append("before"), with_kwargs=True)
+        layer.register_forward_hook(lambda *_, seen=seen: seen.append("after"), always_call=True)
+        layer.register_full_backward_pre_hook(lambda *_, seen=seen: seen.append("backward before"))
+        layer.register_full_backward_hook(lambda *_, seen=seen: seen.append("backward"))
+        layer.register_state_dict_pre_hook(lambda *_, seen=seen: seen.append("saved"))
+        layer.register_load_state_dict_pre_hook(lambda *_, seen=seen: seen.append("loading"))
+        layer.register_load_state_dict_post_hook(lambda *_, seen=seen: seen.append("loaded"))
+        if low:
+            convert_linear(one, engine="torchao", emulate=True)
+        one(torch.arange(16)[None], use_cache=False).logits.sum().backward()
+        one.load_state_dict(one.state_dict())
+    assert len(found[False]) == 7
+    assert found[True] == found[False]
+
+
 def test_one_layer_under_two_names_stays_one() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
