@@ -62,7 +62,7 @@ def ppo_clip_loss(
         ValueError: for shapes or settings that do not fit.
     """
     low, high = _bounds(clip, clip_high)
-    given = _given(rollouts, logp=logp, old_logp=old_logp)
+    given = _given(rollouts, weights, logp=logp, old_logp=old_logp)
     of_slot = _advantages(advantages, rollouts)
     ratio = _ratio(given["logp"] - given["old_logp"].detach())
     losses = -torch.minimum(ratio * of_slot, ratio.clamp(low, high) * of_slot)
@@ -125,7 +125,7 @@ def grpo_loss(
     if kind not in get_args(GRPOKind):
         raise ValueError(f"kind is {kind!r}, wanted one of {', '.join(get_args(GRPOKind))}.")
     low, high = _bounds(clip, clip_high)
-    given = _given(rollouts, logp=logp, old_logp=old_logp)
+    given = _given(rollouts, weights, logp=logp, old_logp=old_logp)
     of_slot = _advantages(advantages, rollouts)
     ratio = _ratio(given["logp"] - given["old_logp"].detach())
     clipped = ratio.clamp(low, high)
@@ -133,7 +133,7 @@ def grpo_loss(
         check_number("largest_ratio", largest_ratio, above=1.0)
         ratio = ratio.clamp(max=largest_ratio)
     losses = -torch.minimum(ratio * of_slot, clipped * of_slot)
-    losses = losses + _divergence(given["logp"], reference_logp, beta, rollouts)
+    losses = losses + _divergence(given["logp"], reference_logp, beta, rollouts, weights)
     return _reduced(losses, rollouts, kind, max_tokens, weights, scale, group)
 
 
@@ -249,12 +249,14 @@ def _ratio(distance: Tensor) -> Tensor:
     return distance.clamp(max=math.log(torch.finfo(distance.dtype).max) - 1.0).exp()
 
 
-def _given(rollouts: PackedRollouts, **values: Tensor) -> dict[str, Tensor]:
-    """Check values of slots and blank them where no response token is predicted."""
+def _given(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Tensor) -> dict[str, Tensor]:
+    """Check values of slots and blank them where no response token is predicted, or its factor is 0."""
     if not isinstance(rollouts, PackedRollouts):
         raise TypeError(f"rollouts is a {type(rollouts).__name__}, wanted PackedRollouts.")
     check_tensors(**values)
     counts = rollouts.batch.targets != IGNORE_INDEX
+    if isinstance(factors, Tensor) and factors.shape == counts.shape:
+        counts = counts & (factors != 0)
     for name, value in values.items():
         if value.shape != counts.shape:
             raise ValueError(
@@ -278,7 +280,13 @@ def _advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
     return _given(rollouts, advantages=advantages)["advantages"].detach()
 
 
-def _divergence(logp: Tensor, reference_logp: Tensor | None, beta: float, rollouts: PackedRollouts) -> Tensor:
+def _divergence(
+    logp: Tensor,
+    reference_logp: Tensor | None,
+    beta: float,
+    rollouts: PackedRollouts,
+    weights: Tensor | None = None,
+) -> Tensor:
     """``beta`` times the estimate of the divergence of arXiv:2402.03300, equation 4, ``[T]``."""
     check_number("beta", beta, least=0.0)
     if (reference_logp is None) != (beta == 0):
@@ -288,7 +296,8 @@ def _divergence(logp: Tensor, reference_logp: Tensor | None, beta: float, rollou
         )
     if reference_logp is None:
         return torch.zeros_like(logp)
-    distance = _given(rollouts, reference_logp=reference_logp)["reference_logp"].detach() - logp
+    given = _given(rollouts, weights, reference_logp=reference_logp)
+    distance = given["reference_logp"].detach() - logp
     return beta * (distance.exp() - distance - 1.0)
 
 

@@ -293,11 +293,15 @@ def test_a_token_of_weight_zero_touches_nothing(kind: Any) -> None:
     at = int((rollouts.batch.targets != -100).nonzero()[0])
     weights = torch.ones_like(logp)
     weights[at] = 0.0
+    penalty: dict[str, Any] = {"reference_logp": rollouts.pack(values[2]).nan_to_num(0.0), "beta": 0.1}
     found = []
-    for poison in (logp[at].item(), math.inf):
+    for poison in (logp[at].item(), math.inf, -math.inf, math.nan):
         leaf = logp.clone()
         leaf[at] = poison
         leaf.requires_grad_()
-        loss = policy.grpo_loss(leaf, old, values[3], rollouts, kind=kind, max_tokens=20, weights=weights)
+        loss = policy.grpo_loss(
+            leaf, old, values[3], rollouts, kind=kind, max_tokens=20, weights=weights, **penalty
+        )
         found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
-    torch.testing.assert_close(found[0], found[1])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])

@@ -14,6 +14,7 @@ from lightning_thd import causal_lm_loss
 from lightning_thd.precision import FP8Precision, convert_linear, fp8_context, fp8_report
 from lightning_thd.precision import plugin as plugin_module
 from lightning_thd.precision.checks import check_device, check_strategy
+from lightning_thd.precision.convert import in_low_precision
 from lightning_thd.precision.recipes import Recipe, resolve
 from tests.precision import standins
 from tests.precision.runs import DATA, Module, fit, llama
@@ -153,8 +154,6 @@ def test_checkpointed_layers_run_again_in_the_region(tmp_path: Path, te: State) 
         fit(tmp_path, Module(_checkpointed()), FP8Precision("delayed"))
     converted = _checkpointed()
     convert_linear(converted, recipe="current")
-    from lightning_thd.precision.convert import in_low_precision
-
     with pytest.raises(ValueError, match=r"would run again in bf16 in this loop"):
         in_low_precision(causal_lm_loss, converted)
 
@@ -283,6 +282,11 @@ def test_sharded_weights_are_refused(te: State, tmp_path: Path) -> None:
         layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh))
         with pytest.raises(Exception, match=r"sharded by FSDP2 or tensor.*\(0.weight\) is not"):
             convert_linear(nn.Sequential(layer), recipe="current")
+        later = nn.Sequential(nn.Linear(32, 32))  # sharded once it is converted, as by prepare()
+        convert_linear(later, recipe="current")
+        later[0].weight = nn.Parameter(distribute_tensor(later[0].weight.detach(), mesh))
+        with pytest.raises(Exception, match=r"sharded by FSDP2 or tensor.*\(0.weight\) is not"):
+            in_low_precision(causal_lm_loss, later)
     finally:
         dist.destroy_process_group()
 

@@ -106,6 +106,8 @@ def reward_pair_loss(
         check_number("margin", margin)
     check_number("centre", centre, least=0.0)
     chosen, rejected = counted(weights, chosen, rejected)
+    if isinstance(margin, Tensor):
+        (margin,) = counted(weights, margin)
     losses = -logsigmoid(chosen - rejected - margin)
     if centre:
         losses = losses + centre * (chosen + rejected).square()
