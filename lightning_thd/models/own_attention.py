@@ -10,7 +10,7 @@ from typing import Any
 from lightning_thd.models.mixers import MIXERS
 
 # Older modeling files keep a dictionary of attention classes instead of asking for a function.
-_TABLE = re.compile(r"(\w+_CLASSES)\[\s*(?:self\.)?config\._attn_implementation\s*\]")
+_TABLE = re.compile(r"(\w+_CLASSES)\[\s*(?:(?:self\.)?config\._)?attn_implementation\s*\]")
 _ATTENTION = re.compile(r"^class (\w*Attention\w*)\(nn\.Module\):", re.MULTILINE)
 
 
