@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import signal
 import sys
 import traceback
 import warnings
@@ -21,6 +22,15 @@ import numpy as np
 import torch
 
 _JUNK_SHARE = 0.35  # of the arguments of a call, at most; at least one call in four gets good ones alone
+_LONGEST_S = 60  # of a call; the longest good ones take 2 s on an idle machine
+
+
+class Hung(Exception):
+    """A call took so long that nobody would have waited for it."""
+
+
+def _hung(signum: int, frame: Any) -> None:
+    raise Hung(f"more than {_LONGEST_S} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +41,13 @@ class Entry:
         call: takes the arguments by name.
         good: makes arguments that it must answer.
         check: raises AssertionError for a wrong answer to good arguments; by default any answer is right.
+        also: other exceptions that are right for this function, as ``SystemExit`` for the command line.
     """
 
     call: Callable[..., Any]
     good: Callable[[random.Random], dict[str, Any]]
     check: Callable[[dict[str, Any], Any], None] | None = None
+    also: tuple[type[BaseException], ...] = ()
 
 
 def junk(rng: random.Random) -> Any:
@@ -104,6 +116,8 @@ def fuzz(calls: int, seed: int = 0, *, only: str = "") -> tuple[Counter[str], li
         for key in arguments:
             if not clean and rng.random() < _JUNK_SHARE:
                 arguments[key] = junk(rng)
+        before = signal.signal(signal.SIGALRM, _hung)
+        signal.setitimer(signal.ITIMER_REAL, _LONGEST_S)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -111,7 +125,7 @@ def fuzz(calls: int, seed: int = 0, *, only: str = "") -> tuple[Counter[str], li
                 if clean and entry.check is not None:
                     entry.check(arguments, answer)
             outcomes["answered"] += 1
-        except (ValueError, TypeError) as err:
+        except (ValueError, TypeError, *entry.also) as err:
             outcomes[type(err).__name__] += 1
             if clean:
                 failures.append(f"{name} refused good arguments {arguments!r:.300}: {err}")
@@ -121,6 +135,9 @@ def fuzz(calls: int, seed: int = 0, *, only: str = "") -> tuple[Counter[str], li
             outcomes[type(err).__name__] += 1
             where = traceback.extract_tb(err.__traceback__)[-1]
             failures.append(f"{name}({arguments!r:.300}): {err!r:.200} at {where.filename}:{where.lineno}")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
     return outcomes, failures
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd.packing.entries import OpenLengths, make_entries, read_lengths, summarize
-from lightning_thd.packing.lengths import check_count, make_slots
+from lightning_thd.packing.lengths import as_lengths, check_count, check_type, make_slots
 from lightning_thd.packing.permutation import derive_key, permute
 from lightning_thd.packing.plan import StepPlan
 from lightning_thd.packing.planner import PackPlanner
@@ -59,7 +59,9 @@ class Mixing:
             raise ValueError(
                 f"temperature={self.temperature!r}: wanted a number above 0; 1 keeps the weights."
             )
-        if self.epoch not in ("longest", "shortest"):
+        if self.passes is not None:
+            check_type("passes", self.passes, Mapping, "Pass {name: passes over it}, or None.")
+        if not isinstance(self.epoch, str) or self.epoch not in ("longest", "shortest"):
             check_count("epoch", self.epoch, "Pass 'longest', 'shortest' or a number of sequences.")
 
 
@@ -82,9 +84,11 @@ def share_out(
         weights and ``epoch="longest"`` give ``{"a": 30, "b": 30}``, with ``"shortest"`` 10 each.
 
     Raises:
+        TypeError: for sizes and weights that are no dicts, and another mixing.
         ValueError: for weights that are none, a source without sequences, or one that would get none.
     """
     mixing = Mixing() if mixing is None else mixing
+    check_type("mixing", mixing, Mixing, "Pass Mixing(temperature=..., epoch=..., passes=...), or None.")
     if mixing.dry is not None:
         raise ValueError(
             f"Mixing(dry={mixing.dry!r}) is for streams; no source here is one. Mixing(epoch=) says how many "
@@ -111,6 +115,9 @@ def share_out(
 
 
 def _check_sizes(sizes: Mapping[str, int], weights: Mapping[str, float]) -> None:
+    advice = "Pass one number a source, by its name."
+    check_type("sizes", sizes, Mapping, advice)
+    check_type("weights", weights, Mapping, advice)
     if not sizes or set(sizes) != set(weights):
         raise ValueError(
             f"A mixture got sizes of {sorted(sizes)} and weights of {sorted(weights)}. Give both of each."
@@ -227,10 +234,16 @@ def make_mixture(
         most: tokens beyond which a sequence takes no part (``oversize="drop"``); None lets all.
 
     Raises:
+        TypeError: for lengths that are no dict, or hold no numbers.
         ValueError: as :func:`share_out`.
     """
     usable: dict[str, IntArray | None] = {}
-    for name, values in lengths.items():
+    check_type("lengths", lengths, Mapping, "Pass the lengths of each source, by its name.")
+    check_count("seed", seed, "It decides every shuffle.", least=-(2**255), most=2**255)
+    if most is not None:
+        check_count("most", most, "None lets sequences of any length take part.")
+    for name, given in lengths.items():
+        values = as_lengths(given, name=f"lengths[{name!r}]", least=0)
         out = (values < 1) | (values > most) if most is not None else values < 1
         usable[name] = np.flatnonzero(~out) if out.any() else None
     sizes = {name: len(values) for name, values in lengths.items()}

@@ -84,6 +84,7 @@ def check_tiling(ranks: int, max_degree: int) -> None:
         ValueError: saying which degrees do.
     """
     check_count("ranks", ranks, "It is the number of data-parallel ranks.")
+    check_count("max_degree", max_degree, "It is the most ranks that share a sequence.")
     if ranks % max_degree:
         fits = max(d for d in (1 << i for i in range(max_degree.bit_length())) if ranks % d == 0)
         raise ValueError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.lengths import check_count
+from lightning_thd.packing.lengths import as_lengths, check_count, check_type
 from lightning_thd.packing.sharing.degrees import Sharing, check_tiling
 from lightning_thd.packing.sharing.seats import Seats
 from lightning_thd.packing.sharing.tables import BoolArray, FloatArray, IntArray, Tables
@@ -81,8 +81,9 @@ def share_out(
         ValueError: for a sequence that fits at no degree, or ranks that groups do not tile.
     """
     check_count("capacity", capacity, "It is the most slots of one rank.")
+    check_type("sharing", sharing, Sharing, "Pass Sharing(max_degree=...).")
     check_tiling(ranks, sharing.max_degree)
-    values = np.asarray(lengths, dtype=np.int64)
+    values = as_lengths(lengths)
     tables = Tables.of(values, capacity, sharing, cost)
     needed = int(tables.slots[tables.least, np.arange(len(values))].sum())
     fewest = max(1, math.ceil(needed / (ranks * capacity * _FULL)))

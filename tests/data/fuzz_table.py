@@ -1,0 +1,224 @@
+"""Public functions of data, for ``tests.fuzz``."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.data import (
+    ByteTokenizer,
+    StdlibText,
+    THDDataModule,
+    TokenStore,
+    read_documents,
+    stdlib_documents,
+)
+from lightning_thd.data.store import Rows, cached_store, count_targets, write_store
+from lightning_thd.data.streams import Stream, StreamPolicies, is_stream, stream_loader
+from lightning_thd.data.trainer_link import Host
+from lightning_thd.packing import Packs
+from lightning_thd.packing.mixtures import Mixing
+from tests.fuzz import Entry
+
+_KEPT = tempfile.TemporaryDirectory()  # goes with the process
+HERE = Path(_KEPT.name)
+_NUMBERS = count()
+(HERE / "a.jsonl").write_text("".join(json.dumps({"text": "word " * k}) + "\n" for k in range(1, 6)))
+(HERE / "module.py").write_text("def f():\n    return 1\n")
+TokenStore.from_rows([[1, 2], [3]]).save(HERE / "store")
+TOKENIZE = ByteTokenizer()
+
+
+def _new() -> Path:
+    return HERE / f"new{next(_NUMBERS)}"
+
+
+def _rows(rng: random.Random) -> list[dict[str, Any]]:
+    made = []
+    for _ in range(rng.randint(1, 9)):
+        ids = [rng.randint(0, 99) for _ in range(rng.randint(1, 20))]
+        made.append({"input_ids": rng.choice([list, np.array])(ids)})
+    return made
+
+
+def _module(rng: random.Random) -> dict[str, Any]:
+    source: Any = rng.choice([_rows(rng), str(HERE / "a.jsonl"), [HERE / "a.jsonl"], HERE / "store"])
+    if rng.random() < 0.3:
+        source = {"a": (source, 0.5), "b": (_rows(rng), 0.5)}
+    given = {
+        "train": source,
+        "capacity": 32,
+        "global_batch": rng.choice([None, Packs(2)]),
+        "val": rng.choice([None, _rows(rng), {"a": _rows(rng), "b": str(HERE / "a.jsonl")}]),
+        "tokenizer": rng.choice([None, TOKENIZE]),
+        "oversize": rng.choice(["drop", "truncate", "split", "own_pack"]),
+        "cache_dir": HERE / "cache",
+    }
+    more = {
+        "text_key": "text",
+        "append_eos": True,
+        "records": "auto",
+        "packed": "off",
+        "empty": "drop",
+        "on_error": "skip",
+        "max_errors": 10,
+        "tail": "pad",
+        "window": 16,
+        "seed": 3,
+        "schedule": None,
+        "scheduler": None,
+        "cost": None,
+        "pad_to": 64,
+        "mixing": Mixing(),
+        "vocab_size": 300,
+        "num_workers": 0,
+        "prefetch_factor": None,
+        "pin_memory": False,
+        "engine": "local",
+        "test": _rows(rng),
+        "predict": _rows(rng),
+    }
+    return given | {name: more[name] for name in rng.sample(list(more), 3)}
+
+
+def _run_module(**given: Any) -> list[THDBatch]:
+    module = THDDataModule(**given)
+    if module._plans.step(Host()).n > 1:
+        module.attach(accumulate=2)
+    module.prepare_data()
+    batches = []
+    for stage in ("fit", "test", "predict"):
+        module.setup(stage)
+    for name in ("train", "val", "test", "predict"):
+        if given.get(name) is not None:
+            loaders = getattr(module, f"{name}_dataloader")()
+            for loader in loaders if isinstance(loaders, list) else [loaders]:
+                batches += [next(iter(loader))]
+    return batches
+
+
+def _stream(rng: random.Random) -> dict[str, Any]:
+    return {
+        "source": str(HERE / "a.jsonl"),
+        "window": 4,
+        "shuffle_buffer": rng.choice([0, 3]),
+        "steps_per_epoch": rng.choice([None, 2]),
+        "on_error": "raise",
+        "max_errors": None,
+        "timeout_s": 60.0,
+    }
+
+
+_POLICIES: dict[str, Any] = {
+    "capacity": 64,
+    "global_batch": None,
+    "tokenizer": ByteTokenizer,
+    "text_key": "text",
+    "append_eos": True,
+    "oversize": "truncate",
+    "drop_empty": False,
+    "tail": "pad",
+    "seed": 0,
+    "pad_to": None,
+    "vocab_size": None,
+    "num_workers": 0,
+    "pin_memory": False,
+}
+
+
+def _run_stream(**given: Any) -> THDBatch | THDStep:
+    return next(iter(stream_loader(**given)))
+
+
+def _loader(rng: random.Random) -> dict[str, Any]:
+    return {
+        "stream": Stream(**_stream(rng)),
+        "policies": StreamPolicies(**_POLICIES),
+        "host": Host(),
+        "kind": rng.choice(["pack", "step"]),
+        "parts": None,
+        "consumed": None,
+        "on_load": None,
+    }
+
+
+def _stdlib(call: Any, max_bytes: Any) -> Any:
+    with mock.patch("sysconfig.get_path", return_value=str(HERE)):  # the whole library takes seconds
+        return call(max_bytes=max_bytes)
+
+
+TABLE = {
+    "data.THDDataModule": Entry(_run_module, _module),
+    "data.ByteTokenizer()": Entry(TOKENIZE, lambda _: {"text": "hi \u00e4", "add_special_tokens": True}),
+    "data.ByteTokenizer.decode": Entry(
+        lambda ids: TOKENIZE.decode(ids), lambda rng: {"ids": rng.choice([list, np.array])([104, 105, 257])}
+    ),
+    "data.TokenStore": Entry(
+        TokenStore,
+        lambda rng: {
+            "tokens": np.arange(5),
+            "offsets": np.array([0, 2, 5]),
+            "labels": rng.choice([None, np.arange(5)]),
+            "loss_tokens": rng.choice([None, [1, 2]]),
+        },
+    ),
+    "data.TokenStore.from_rows": Entry(
+        lambda rows: TokenStore.from_rows(rows), lambda rng: {"rows": [[1, 2], np.array([3])]}
+    ),
+    "data.TokenStore.from_rows of one": Entry(
+        lambda row: TokenStore.from_rows([[1], row]), lambda rng: {"row": [1, 2]}
+    ),
+    "data.TokenStore.open": Entry(lambda folder: TokenStore.open(folder), lambda _: {"folder": HERE / "store"}),
+    "data.TokenStore[]": Entry(TokenStore.from_rows([[1, 2], [3]]).__getitem__, lambda _: {"i": 1}),
+    "data.TokenStore.save": Entry(
+        lambda folder: TokenStore.from_rows([[1]]).save(folder), lambda _: {"folder": _new()}
+    ),
+    "data.read_documents": Entry(
+        lambda path, text_key: list(read_documents(path, text_key=text_key)),
+        lambda _: {"path": HERE / "a.jsonl", "text_key": "text"},
+    ),
+    "data.stdlib_documents": Entry(partial(_stdlib, stdlib_documents), lambda _: {"max_bytes": 10}),
+    "data.StdlibText": Entry(partial(_stdlib, StdlibText), lambda _: {"max_bytes": 10}),
+    "data.store.count_targets": Entry(
+        count_targets, lambda _: {"labels": np.array([-100, 7, 8]), "lengths": [2, 1]}
+    ),
+    "data.store.Rows": Entry(
+        lambda **given: write_store(_new(), [Rows(**given)]),
+        lambda rng: {
+            "tokens": np.array([1, 2, 3]),
+            "lengths": np.array([1, 2]),
+            "labels": rng.choice([None, np.array([-100, 2, 3])]),
+        },
+    ),
+    "data.store.write_store": Entry(
+        write_store, lambda _: {"folder": _new(), "parts": [Rows(np.array([1]), np.array([1]))]}
+    ),
+    "data.store.cached_store": Entry(
+        cached_store,
+        lambda rng: {
+            "key": rng.choice([None, {"a": rng.random()}]),
+            "parts": lambda first: [Rows(np.array([1]), np.array([1]))][first:],
+            "cache_dir": HERE / "stores",
+            "max_errors": None,
+        },
+    ),
+    "data.streams.Stream": Entry(Stream, _stream),
+    "data.streams.Stream read": Entry(
+        lambda **given: _run_stream(
+            stream=Stream(**given), policies=StreamPolicies(**_POLICIES), host=Host(), kind="pack"
+        ),
+        _stream,
+    ),
+    "data.streams.is_stream": Entry(is_stream, lambda _: {"source": iter([1])}),
+    "data.streams.StreamPolicies": Entry(StreamPolicies, lambda _: dict(_POLICIES)),
+    "data.streams.stream_loader": Entry(_run_stream, _loader),
+}

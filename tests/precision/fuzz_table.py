@@ -1,0 +1,43 @@
+"""Public functions of precision, for ``tests.fuzz``."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_thd.precision import Converted, FP8Precision, convert_linear, fp8_context, fp8_report
+from tests.fuzz import Entry
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16)).to(torch.bfloat16)
+
+
+def _options(rng: random.Random) -> dict[str, Any]:
+    return {
+        "recipe": rng.choice(["tensorwise", "rowwise"]),
+        "engine": "torchao",
+        "keep": rng.choice([(), ["0"]]),
+        "convert": rng.choice([None, lambda name, layer: True]),
+        "min_features": rng.choice([0, 16]),
+        "emulate": True,
+    }
+
+
+def _context(model: Any) -> None:
+    with fp8_context(model):
+        pass
+
+
+TABLE = {
+    "precision.convert_linear": Entry(convert_linear, lambda rng: {"model": _model(), **_options(rng)}),
+    "precision.FP8Precision": Entry(
+        FP8Precision, lambda rng: {**_options(rng), "weights_dtype": torch.bfloat16}
+    ),
+    "precision.fp8_context": Entry(_context, lambda _: {"model": _model()}),
+    "precision.fp8_report": Entry(fp8_report, lambda _: {"model": _model(), "kept": {"0": "small"}}),
+    "precision.Converted": Entry(Converted, lambda _: {"names": ("0",), "kept": {"1": "small"}}),
+}
