@@ -127,3 +127,24 @@ def described(value: object) -> str:
     if isinstance(value, Tensor | np.ndarray):
         return f"a {type(value).__name__} of {value.dtype} {list(value.shape)}"
     return f"a {type(value).__name__}, {value!r:.40}" if value is not None else "None"
+
+
+def instance(value: Any, name: str, *wanted: type, advice: str = "") -> None:
+    """Refuse a value that is of none of the wanted classes.
+
+    Raises:
+        TypeError: saying what came and what was wanted.
+    """
+    if not isinstance(value, wanted):
+        names = " or ".join(kind.__name__ for kind in wanted)
+        raise TypeError(f"{name} is {described(value)}; wanted {names}. {advice}".rstrip())
+
+
+def choice(value: Any, name: str, *wanted: str) -> None:
+    """Refuse a value that is none of the wanted words.
+
+    Raises:
+        ValueError: naming them.
+    """
+    if not isinstance(value, str) or value not in wanted:
+        raise ValueError(f"{name} is {described(value)}; wanted one of {', '.join(wanted)}.")

@@ -144,7 +144,8 @@ def fuzz(calls: int, seed: int = 0, *, only: str = "") -> tuple[Counter[str], li
 def main() -> None:
     calls, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     outcomes, failures = fuzz(calls, seed, only=sys.argv[3] if len(sys.argv) > 3 else "")
-    sys.stdout.write("\n".join([*failures[:40], f"{dict(outcomes)}, {len(failures)} wrong", ""]))
+    first = {failure.rpartition(" at ")[2]: failure for failure in reversed(failures)}  # of each place
+    sys.stdout.write("\n".join([*first.values(), f"{dict(outcomes)}, {len(failures)} wrong", ""]))
     sys.exit(bool(failures))
 
 

@@ -2,9 +2,65 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
+import re
+import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
 import pytest
 
-from tests.fuzz import fuzz
+import lightning_thd
+import tests.fuzz
+from tests.fuzz import Entry, fuzz, tables
+
+# Public names without an entry, and why.
+_ANSWER = "what a function answers: nobody makes one"
+_BASE = "a base class whose arguments are Lightning's"
+EXCEPTIONS = {
+    "LogProbs": _ANSWER,
+    "LossParts": _ANSWER,
+    "TopTokens": _ANSWER,
+    "LengthSummary": _ANSWER,
+    "SharedBins": _ANSWER,
+    "PackingReport": _ANSWER,
+    "LintReport": _ANSWER,
+    "Op": _ANSWER,
+    "StreamLoader": "what stream_loader answers",
+    "THDShard": "what shard_batch answers",
+    "THDStrategyMixin": _BASE,
+    "PipelineMixin": _BASE,
+}
+
+
+def _public(module: ModuleType) -> Iterator[str]:
+    """Name the functions and classes a module gives out, and those of modules it gives out."""
+    for name in module.__all__:
+        found: Any = getattr(module, name)
+        if inspect.ismodule(found):
+            mine = [n for n, value in vars(found).items() if inspect.isfunction(value)]
+            yield from (
+                n for n in mine if not n.startswith("_") and getattr(found, n).__module__ == found.__name__
+            )
+        elif inspect.isfunction(found) or inspect.isclass(found):
+            no_arguments = inspect.isclass(found) and issubclass(found, BaseException)
+            if not no_arguments and not getattr(found, "_is_protocol", False):
+                yield name
+
+
+def test_every_public_function_has_an_entry() -> None:
+    names: set[str] = set()
+    for found in pkgutil.walk_packages(lightning_thd.__path__, "lightning_thd."):
+        if not any(part.startswith("_") for part in found.name.split(".")):
+            module = importlib.import_module(found.name)
+            names |= set(_public(module)) if hasattr(module, "__all__") else set()
+    tried = {word for name in tables() for word in re.split(r"[^\w]+", name)}
+    assert len(names) > 90
+    assert sorted(names - tried - set(EXCEPTIONS)) == []
+    assert sorted(set(EXCEPTIONS) - names | set(EXCEPTIONS) & tried) == []
 
 
 def test_five_hundred_calls() -> None:
@@ -12,6 +68,15 @@ def test_five_hundred_calls() -> None:
     assert failures == []
     assert outcomes["answered"] > 100
     assert outcomes["ValueError"] + outcomes["TypeError"] > 100
+
+
+def test_a_call_that_hangs_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tests.fuzz, "_LONGEST_S", 0.05)
+    slow = Entry(lambda seconds: time.sleep(seconds), lambda _: {"seconds": 5})
+    monkeypatch.setattr(tests.fuzz, "tables", lambda: {"sleep": slow})
+    outcomes, failures = fuzz(4)
+    assert outcomes["Hung"] >= 1
+    assert "more than 0.05 s" in failures[0]
 
 
 @pytest.mark.slow

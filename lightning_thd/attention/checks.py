@@ -11,6 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lightning_thd._checks import instance
+
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> None:
     """Check what can be known without reading a value.
@@ -21,8 +23,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seql
         v: ``[Tkv, G, E]``.
         cu_seqlens_q: int32 ``[S + 1]``.
         cu_seqlens_kv: int32 ``[S + 1]``.
+
+    Raises:
+        TypeError: for what is no tensor.
+        ValueError: for other shapes, dtypes and devices.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
+        instance(x, name, Tensor, advice="Pass a tensor [slots, heads, head size].")
         if x.dim() != 3:
             raise ValueError(
                 f"{name} has shape {list(x.shape)}; want three dimensions, [slots, heads, head size]. "
@@ -61,6 +68,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seql
 def check_offsets_tensor(cu_seqlens: Tensor, device: torch.device, side: str) -> None:
     """Check the form of ``cu_seqlens_q`` or ``cu_seqlens_kv``."""
     name = f"cu_seqlens_{side}"
+    instance(cu_seqlens, name, Tensor, advice="Make it with seqlens.cu_seqlens_from_lengths.")
     if cu_seqlens.device != device:
         raise ValueError(
             f"{name} is on {cu_seqlens.device} but q is on {device}; move it once a batch, not once a "
@@ -80,6 +88,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """Check the form of the sinks."""
     if sinks is None:
         return
+    instance(sinks, "sinks", Tensor, advice="Pass one float a query head, or None.")
     if sinks.shape != (q.shape[1],) or sinks.device != q.device or not sinks.is_floating_point():
         raise ValueError(
             f"sinks is {sinks.dtype} {list(sinks.shape)} on {sinks.device}; want one float for each of the "

@@ -62,7 +62,8 @@ def varlen_attention(
     Returns:
         ``[Tq, H, E]`` in the dtype of q; 0 for a query that sees no key. One sequence of one token returns v.
     """
-    q_THD, k_THD, v_THD = _autocast(q_THD, k_THD, v_THD)
+    if isinstance(q_THD, Tensor) and isinstance(k_THD, Tensor) and isinstance(v_THD, Tensor):
+        q_THD, k_THD, v_THD = _autocast(q_THD, k_THD, v_THD)
     check_tensors(q_THD, k_THD, v_THD, cu_seqlens_q, cu_seqlens_kv)
     check_sinks(sinks, q_THD)
     spec = make_spec(q_THD.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+
+from lightning_thd._checks import instance
+
 Window = int | tuple[int, int] | None
 
 
@@ -59,6 +64,10 @@ def make_spec(
     Returns:
         The specification. ``make_spec(64, window=512)`` has left 511, right 0, scale 0.125.
     """
+    instance(causal, "causal", bool, np.bool_, advice="Pass True or False.")
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None:  # a size that is being traced may be symbolic
+            instance(value, name, int, float, np.number, torch.SymFloat, advice="Pass a number, or None.")
     left, right = _window_sides(window, causal=causal)
     if causal:
         right = 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_thd._checks import choice, instance
 from lightning_thd.callbacks.measuring.across_ranks import gather_ints
 from lightning_thd.flops.breakdown import COLUMNS, FlopsBreakdown
 from lightning_thd.flops.model import FlopsModel
@@ -41,6 +42,8 @@ class THDFlops(Metric):
         process_group: Any = None,
     ) -> None:
         super().__init__(process_group=process_group, dist_sync_fn=_gather)
+        instance(model, "model", FlopsModel, advice="Pass FlopsModel.from_config(config).")
+        choice(work, "work", *get_args(Work))
         self.model = model
         self.work = work
         self.totals = dict.fromkeys(COLUMNS, 0.0)

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_thd._checks import described, instance
 from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.capture.backend import Backend, CudaBackend
 from lightning_thd.cuda_graph.capture.captured import CapturedStep
@@ -68,10 +69,16 @@ class GraphedStep:
                 f"scope={scope!r} with layers={tuple(layers)}: scope='layers' needs names of the layers to "
                 "capture, for example layers=('self_attn',), and scope='step' takes none."
             )
+        instance(buckets, "buckets", list, tuple, advice="See make_buckets((24, 80), slots=...).")
         if not buckets:
             raise ValueError(
                 "GraphedStep got no buckets; wanted at least one, see make_buckets((24, 80), slots=...)."
             )
+        instance(module, "module", nn.Module, advice="Pass the module that is trained.")
+        for bucket in buckets:
+            instance(bucket, "A bucket", Bucket, advice="See make_buckets((24, 80), slots=...).")
+        if not callable(function):
+            raise TypeError(f"function is {described(function)}; wanted step(module, batch).")
         bare: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
         refuse_sharded(bare)
         self.wrapped, self.require = module, require

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as L
 from torch import nn
 
+from lightning_thd._checks import instance
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.capture.recording import Recorder
@@ -77,6 +78,7 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
     Raises:
         ValueError: for a batch of another type, or a shard of one.
     """
+    instance(module, "module", nn.Module, advice="Pass the module that is trained.")
     if not isinstance(batch, THDBatch):
         raise ValueError(
             f"lint_capture got a {type(batch).__name__}; wanted a THDBatch, see THDBatch.collate."

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_thd._checks import instance, real_number
+
 # rows, inner, columns; the best of three, since no one shape is best on every device
 _GPU_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 4096, 16384))
 _CPU_SHAPES = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 1024))
@@ -33,8 +35,12 @@ def measure_flops(
     Raises:
         ValueError: when ``seconds`` is not positive.
     """
-    if seconds <= 0:
+    if real_number(seconds, "seconds", advice="Give each shape about 0.2.") <= 0:
         raise ValueError(f"seconds={seconds} leaves no time to measure in. Give each shape about 0.2.")
+    instance(dtype, "dtype", torch.dtype, advice="Pass torch.bfloat16 or the like.")
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype}: peaks are of floating products. Pass torch.bfloat16 or the like.")
+    instance(device, "device", torch.device, str, advice="Pass 'cuda' or 'cpu'.")
     device = torch.device(device)
     shapes = _CPU_SHAPES if device.type == "cpu" else _GPU_SHAPES
     return max(_rate(device, dtype, shape, seconds, clock) for shape in shapes)

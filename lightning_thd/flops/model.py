@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from lightning_thd._checks import described, instance
 from lightning_thd.flops.backward.passes import layers_of_module
 from lightning_thd.flops.breakdown import FlopsBreakdown
 from lightning_thd.flops.families.registry import read_config, register
@@ -72,6 +73,8 @@ class FlopsModel:
 
     def __post_init__(self) -> None:
         check_conventions(**{name: getattr(self, name) for name in _CHOICES})
+        if not isinstance(self.layers, tuple) or not all(isinstance(layer, Layer) for layer in self.layers):
+            raise TypeError(f"layers is {described(self.layers)}; wanted a tuple of Layer.")
         training, forward = _sum_terms(self, _training), _sum_terms(self, _forward)
         tables = {"training": training, "forward": forward}
         for policy, again in _RUN_AGAIN.items():
@@ -212,6 +215,7 @@ class FlopsModel:
         return columns
 
     def _check(self, stats: SeqStats) -> None:
+        instance(stats, "stats", SeqStats, advice="Pass batch.stats, or SeqStats.from_lengths(lengths).")
         if stats.slots and (missing := [w for w in self.windows if w not in stats.windows]):
             raise ValueError(
                 f"The model {self.name!r} has attention windows {missing}, which the stats do not count "

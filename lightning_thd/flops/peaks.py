@@ -6,6 +6,7 @@ import re
 
 import torch
 
+from lightning_thd._checks import instance
 from lightning_thd.flops.peak_table import PEAKS, Peak
 
 # what callers may say -> column of the table
@@ -38,6 +39,8 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
     Raises:
         ValueError: for a dtype that no row could have.
     """
+    instance(device_name, "device_name", str, advice="Pass torch.cuda.get_device_name().")
+    instance(dtype, "dtype", str, torch.dtype, advice="Pass torch.bfloat16, or 'fp8'.")
     if dtype not in _COLUMNS:
         if isinstance(dtype, torch.dtype):
             return None

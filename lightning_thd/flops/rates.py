@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
+from lightning_thd._checks import choice, instance, real_number, whole_number
 from lightning_thd.flops.breakdown import FlopsBreakdown
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.terms import Recompute
@@ -45,6 +46,14 @@ def throughput(
     Raises:
         ValueError: for no time, no device, or a peak that is not positive.
     """
+    instance(stats, "stats", SeqStats, advice="Pass batch.stats, or SeqStats.from_lengths(lengths).")
+    seconds = real_number(seconds, "seconds", advice="Read the clock before and after.")
+    if model is not None:
+        instance(model, "model", FlopsModel, advice="Pass FlopsModel.from_config(config), or None.")
+    choice(work, "work", *get_args(Work))
+    devices = whole_number(devices, "devices", least=1, advice="It is the number that did the work.")
+    if microbatches is not None:
+        microbatches = whole_number(microbatches, "microbatches", advice="None leaves their rate out.")
     flops = None if model is None else count(model, stats, work=work, recompute=recompute)
     return rates(
         stats, flops, seconds=seconds, microbatches=microbatches, devices=devices, peak=peak

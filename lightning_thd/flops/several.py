@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lightning_thd._checks import instance
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.terms import Layer, Recompute, Term
 
@@ -42,6 +43,9 @@ def join(members: Sequence[Member]) -> FlopsModel:
     Raises:
         ValueError: for no member, or members that count pairs or tokens differently.
     """
+    instance(members, "members", list, tuple, advice="Pass a list of Member.")
+    for one in members:
+        instance(one, "A member", Member, advice="Pass Member(name=..., model=...).")
     if not members:
         raise ValueError("No model was given to count. Give one or more members.")
     first = members[0]

@@ -15,6 +15,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_thd._checks import described, instance
 from lightning_thd.flops.operators import formulas, unknown_product
 from lightning_thd.flops.terms import Layer, Term
 from lightning_thd.stats import SeqStats
@@ -64,6 +65,9 @@ def count_layers(run: Callable[[], object], stats: SeqStats, *, name: str) -> tu
     Raises:
         ValueError: when nothing was counted, or the batch is empty.
     """
+    instance(stats, "stats", SeqStats, advice="Pass batch.stats, or SeqStats.from_lengths(lengths).")
+    if not callable(run):
+        raise TypeError(f"run is {described(run)}; wanted a function that runs a training step.")
     rank_zero_info(
         f"FLOPs of {name} are those of one step under torch's FlopCounterMode, scaled by its size."
     )

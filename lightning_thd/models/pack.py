@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._checks import instance
 from lightning_thd.batch import THDBatch
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
@@ -65,6 +66,7 @@ class Pack:
     @classmethod
     def from_batch(cls, batch: THDBatch) -> Pack:
         """Take over what the batch knows on the host, so that nothing is ever read from a device."""
+        instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")
         padded = batch.lengths != batch.padded_lengths[: len(batch.lengths)]
         return cls(
             cu_seqlens_q=batch.cu_seqlens_padded,

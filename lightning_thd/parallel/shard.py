@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_thd._checks import described, instance
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.context import traffic
@@ -139,9 +140,13 @@ def shard_batch(
         costs: what ``auto`` compares the ways by.
 
     Raises:
+        TypeError: for another batch or group.
         ValueError: when lengths do not divide, or the batch holds what cannot be cut (images).
     """
+    instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")
     if cp is None or rank is None:
+        if not hasattr(group, "size") or not hasattr(group, "rank"):
+            raise TypeError(f"group is {described(group)}; wanted a process group, or cp= and rank=.")
         assert group is not None
         cp, rank = group.size(), group.rank()
     at = ShardLayout(
@@ -211,6 +216,7 @@ class _PackValue(torch.autograd.Function):
 
 def shard_step(step: THDStep, **how: Any) -> THDStep:
     """Cut every microbatch of a step; see ``shard_batch``."""
+    instance(step, "step", THDStep, advice="Pass THDStep(microbatches).")
     return THDStep([shard_batch(batch, **how) for batch in step.microbatches])
 
 

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_thd._checks import instance
 from lightning_thd.flops.backward.passes import checkpointing
 from lightning_thd.precision import te, torchao
 from lightning_thd.precision.checks import check_device, check_model, check_selection, check_whole
@@ -152,6 +153,7 @@ def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManage
         model: that ``convert_linear`` converted, or what wraps it.
         group: the ranks that share the statistics of delayed scaling; None for this rank alone.
     """
+    instance(model, "model", nn.Module, advice="Pass the model that convert_linear converted.")
     recipe = recipe_of(model)
     return te.autocast(recipe, group) if recipe is not None and recipe.engine == "te" else nullcontext()
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from lightning_thd._checks import instance
 from lightning_thd._imports import require
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.alignment import Recipe as Rules
@@ -114,7 +115,8 @@ def resolve(recipe: Any, engine: str, *, emulate: bool = False) -> Recipe:
         ValueError: for an engine, or a name, that does not exist; for ``emulate`` with Transformer Engine.
         ModuleNotFoundError: when the engine is not installed.
     """
-    if engine not in ("te", "torchao"):
+    instance(emulate, "emulate", bool, advice="Pass True or False.")
+    if not isinstance(engine, str) or engine not in ("te", "torchao"):
         raise ValueError(f"engine={engine!r} is not 'te' (Transformer Engine) or 'torchao'.")
     if emulate and engine == "te":
         raise ValueError("emulate=True: Transformer Engine cannot emulate FP8. Use engine='torchao' with it.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from lightning_thd._checks import instance
 from lightning_thd.flops.backward.weights import weights_by_layer
 from lightning_thd.flops.families.experts import active_share
 from lightning_thd.flops.families.sizes import Sizes
@@ -60,6 +61,7 @@ def fp8_report(model: nn.Module, kept: Mapping[str, str] | None = None) -> FP8Re
     Returns:
         The report: ``str`` gives the table.
     """
+    instance(model, "model", nn.Module, advice="Pass the model, converted or not.")
     recipe = recipe_of(model)
     converted: dict[str, tuple[int, int]] = {}
     linear: dict[str, tuple[int, int]] = {}

@@ -13,6 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from lightning_thd._checks import instance
 from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
 from lightning_thd.report.rows import ROWS, Series, number
 from lightning_thd.report.waterfall import draw_waterfall, step_times
@@ -63,6 +64,7 @@ def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path
     Raises:
         ModuleNotFoundError: without matplotlib.
     """
+    instance(series, "series", dict, advice="Pass read_metrics(folder).")
     path = Path(file)
     figure = _figure(series, theme)
     figure.savefig(path, dpi=120, facecolor=figure.get_facecolor())
@@ -80,6 +82,7 @@ def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
     Returns:
         The file.
     """
+    instance(series, "series", dict, advice="Pass read_metrics(folder).")
     look, path = look_of(theme), Path(file)
     buffer = io.BytesIO()
     figure = _figure(series, theme, top=False)

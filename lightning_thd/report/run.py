@@ -7,6 +7,7 @@ import math
 import sys
 from pathlib import Path
 
+from lightning_thd._checks import instance
 from lightning_thd._imports import installed
 from lightning_thd.report.look import Theme
 from lightning_thd.report.page import page, picture
@@ -42,6 +43,7 @@ def read_metrics(folder: str | Path) -> Series:
 
 def table(series: Series) -> Table:
     """Lay out first, median and last value of what a training run logs."""
+    instance(series, "series", dict, advice="Pass read_metrics(folder).")
     rows = []
     for name, (title, unit, factor) in ROWS.items():
         values = [value * factor for _, value in series.get(name, []) if math.isfinite(value)]

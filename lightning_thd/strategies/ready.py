@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_thd._checks import instance
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel.context.costs import CommCosts
 from lightning_thd.parallel.context.layout import Communication
@@ -29,6 +30,8 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
     strategy_name = "thd"
 
     def __init__(self, device: torch.device | str | None = None, **kwargs: Any) -> None:
+        if device is not None:
+            instance(device, "device", torch.device, str, advice="Pass 'cpu' or 'cuda:0'.")
         super().__init__(device=device or "cpu", **kwargs)
         self._chosen = [torch.device(device)] if device is not None else []
 

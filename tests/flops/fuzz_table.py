@@ -58,7 +58,10 @@ TABLE = {
         FLOPS.training_flops, lambda rng: {"stats": STATS, "recompute": rng.choice([None, "full"])}, _counted
     ),
     "flops.FlopsModel.forward_flops": Entry(FLOPS.forward_flops, lambda _: {"stats": STATS}, _counted),
-    "flops.FlopsModel.from_module": Entry(FlopsModel.from_module, lambda _: {"module": MODEL}),
+    "flops.FlopsModel.from_module": Entry(
+        FlopsModel.from_module,
+        lambda _: {"module": LINEAR, "run": lambda: LINEAR(torch.ones(7, 4)), "stats": STATS},
+    ),
     "flops.from_module": Entry(
         from_module,
         lambda _: {"module": LINEAR, "run": lambda: LINEAR(torch.ones(7, 4)), "stats": STATS},

@@ -10,14 +10,21 @@ import torch
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss import (
     PackedRollouts,
+    causal_lm_logprobs,
+    causal_lm_loss,
     fused_linear_cross_entropy,
     fused_linear_distillation,
     fused_linear_logprobs,
     mtp_targets,
     policy,
     preference,
+    static_shapes,
 )
+from tests.batch.fuzz_table import BATCH
 from tests.fuzz import Entry
+from tests.tiny import tiny_llama
+
+MODEL = tiny_llama(torch.float32)
 
 
 def _linear(rng: random.Random) -> dict[str, Any]:
@@ -125,6 +132,9 @@ def _rollouts() -> PackedRollouts:
     return PackedRollouts.from_padded(torch.arange(8).view(2, 4), torch.ones(2, 4))
 
 
+ROLLOUTS = _rollouts()
+
+
 def _ppo(rng: random.Random) -> dict[str, Any]:
     return {
         "logp": -torch.rand(8),
@@ -181,7 +191,36 @@ def _mtp(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _model_loss(rng: random.Random) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "batch": BATCH,
+        "reduction": rng.choice(["tokens", "sequences"]),
+        "weights": rng.choice([None, torch.rand(3)]),
+        "class_weights": rng.choice([None, torch.rand(64)]),
+        "label_smoothing": rng.choice([0.0, 0.1]),
+        "z_loss": rng.choice([None, 1e-4]),
+        "mtp_weight": 0.3,
+        "return_parts": rng.random() < 0.5,
+    }
+
+
+def _static() -> None:
+    with static_shapes():
+        pass
+
+
 TABLE = {
+    "loss.static_shapes": Entry(_static, lambda _: {}),
+    "loss.causal_lm_loss": Entry(causal_lm_loss, _model_loss),
+    "loss.causal_lm_logprobs": Entry(
+        causal_lm_logprobs,
+        lambda rng: {"model": MODEL, "batch": BATCH, "temperature": 0.5, "entropy": True, "top_k": 2},
+    ),
+    "loss.PackedRollouts": Entry(
+        PackedRollouts,
+        lambda _: {n: getattr(ROLLOUTS, n) for n in PackedRollouts.__dataclass_fields__},
+    ),
     "loss.fused_linear_logprobs": Entry(fused_linear_logprobs, _logprobs),
     "loss.fused_linear_cross_entropy": Entry(fused_linear_cross_entropy, _cross_entropy),
     "loss.fused_linear_distillation": Entry(fused_linear_distillation, _distillation),

@@ -22,7 +22,6 @@ from tests.fuzz import Entry
 BATCH = THDBatch.collate(
     [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}], align=Alignment.for_(cp=2, layout="dual_chunk")
 )
-SHARD = shard_batch(BATCH, group=None, cp=2, rank=0)
 SCHEDULE = make_schedule(2, 4)
 SPLIT = split_layers([LayerCost(flops=1.0)] * 4, ranks=2)
 
@@ -61,10 +60,6 @@ def _layers(rng: random.Random) -> dict[str, Any]:
 TABLE = {
     "parallel.shard_batch": Entry(shard_batch, _cut, _half),
     "parallel.shard_step": Entry(shard_step, _steps),
-    "parallel.THDShard": Entry(
-        THDShard,
-        lambda _: {name: getattr(BATCH, name) for name in BATCH.__slots__ if name != "max_seqlen"},
-    ),
     "parallel.pipeline.LayerCost": Entry(LayerCost, lambda rng: {"flops": rng.random(), "parameters": 3}),
     "parallel.pipeline.Schedule": Entry(
         Schedule, lambda _: {name: getattr(SCHEDULE, name) for name in Schedule.__dataclass_fields__}

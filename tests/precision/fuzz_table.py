@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_thd.precision import Converted, FP8Precision, convert_linear, fp8_context, fp8_report
@@ -33,7 +34,9 @@ def _context(model: Any) -> None:
 
 
 TABLE = {
-    "precision.convert_linear": Entry(convert_linear, lambda rng: {"model": _model(), **_options(rng)}),
+    "precision.convert_linear": Entry(
+        convert_linear, lambda rng: {"model": _model(), **_options(rng)}, also=(MisconfigurationException,)
+    ),
     "precision.FP8Precision": Entry(
         FP8Precision, lambda rng: {**_options(rng), "weights_dtype": torch.bfloat16}
     ),

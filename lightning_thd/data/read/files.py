@@ -106,11 +106,14 @@ def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[So
         cache_dir: where fetched and unpacked files are kept.
 
     Raises:
+        TypeError: for what is no path.
         ValueError: for what does not exist, a folder without data, or one with files of several kinds or
             several splits; the message says which.
     """
     if isinstance(source, str | Path):
         return [_local(name, cache_dir) for name in _expand(source)]
+    if not isinstance(source, list | tuple):
+        raise TypeError(f"A {type(source).__name__} names no file. Give a path, a glob, or a list of them.")
     return [file for entry in source for file in find_files(entry, cache_dir=cache_dir)]
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_thd.data.read.records import Bad, Record, file_chunks
 from lightning_thd.data.store.tokens import TokenStore
-from lightning_thd.packing.lengths import as_integers
+from lightning_thd.packing.lengths import as_integers, check_count
 
 
 class ByteTokenizer:
@@ -34,6 +34,10 @@ class ByteTokenizer:
         """Return uint16 ids ``[bytes + 1]``, or ``[bytes]`` without special tokens."""
         if not isinstance(text, str):
             raise TypeError(f"ByteTokenizer got a {type(text).__name__}. Pass a string.")
+        if not isinstance(add_special_tokens, bool):
+            raise TypeError(
+                f"add_special_tokens is a {type(add_special_tokens).__name__}. Pass True or False."
+            )
         ids = np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8).astype(np.uint16)
         return np.append(ids, np.uint16(self.eos_token_id)) if add_special_tokens else ids
 
@@ -94,7 +98,12 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
 
     Args:
         max_bytes: cut every document at this many bytes of UTF-8.
+
+    Raises:
+        ValueError: for what is no number of bytes.
     """
+    if max_bytes is not None:
+        check_count("max_bytes", max_bytes, "None leaves documents whole.")
     documents: list[str] = []
     with _no_collections():
         for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):

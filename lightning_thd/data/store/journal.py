@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_thd.data.store.arrays import ArrayWriter, load_array
-from lightning_thd.packing.lengths import as_array, as_integers
+from lightning_thd.packing.lengths import as_array, as_integers, check_type
 
 SKIPPED = "skipped.jsonl"
 _IGNORE = -100
@@ -86,6 +86,7 @@ class _Journal:
 
     def add(self, rows: Rows, max_errors: int | None) -> None:
         """Write a piece, and then that it is there."""
+        rows = _checked(rows)
         tokens, sequences = self._writers["tokens"].flush(), self._writers["lengths"].flush()
         refuse_negative(rows.tokens)
         if rows.labels is not None and "labels" not in self._writers:
@@ -169,6 +170,32 @@ class _Journal:
             writer.close()
         self._list.close()
         self._lines.close()
+
+
+def _checked(rows: Rows) -> Rows:
+    """Refuse a piece that is none, or whose arrays do not belong together."""
+    check_type("A piece of a store", rows, Rows, "Pass Rows(tokens, lengths[, labels]).")
+    tokens, lengths = flat_integers(rows.tokens, "tokens"), as_integers(rows.lengths, "lengths")
+    labels = None if rows.labels is None else flat_integers(rows.labels, "labels")
+    given = [len(tokens)] if labels is None else [len(tokens), len(labels)]
+    if any(n != lengths.sum() for n in given) or (lengths.size and lengths.min() < 0):
+        raise ValueError(
+            f"A piece of a store has {given} tokens and labels, but lengths that add up to {lengths.sum()}. "
+            "Give the length of every sequence, and one label a token or no labels."
+        )
+    return rows._replace(tokens=tokens, lengths=lengths, labels=labels)
+
+
+def flat_integers(values: Any, name: str) -> NDArray[np.integer]:
+    """Leave an array of one axis of integers as it is, a memory map too, and refuse what is none.
+
+    Raises:
+        TypeError: for what holds no numbers.
+        ValueError: for other shapes and types.
+    """
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
+        return as_integers(values, name)
+    return values
 
 
 def _last_line(file: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from lightning_thd.data.store.journal import (
     Rows,
     count_targets,
     fill_store,
+    flat_integers,
     largest_id,
     refuse_negative,
 )
@@ -61,9 +62,10 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         loss_tokens: NDArray[np.integer] | None = None,
         largest: NDArray[np.integer] | None = None,
     ) -> None:
-        tokens, offsets = _flat(tokens, "tokens"), _flat(offsets, "offsets").astype(np.int64, copy=False)
-        labels = None if labels is None else _flat(labels, "labels")
-        loss_tokens = None if loss_tokens is None else _flat(loss_tokens, "loss_tokens")
+        tokens = flat_integers(tokens, "tokens")
+        offsets = flat_integers(offsets, "offsets").astype(np.int64, copy=False)
+        labels = None if labels is None else flat_integers(labels, "labels")
+        loss_tokens = None if loss_tokens is None else flat_integers(loss_tokens, "loss_tokens")
         if loss_tokens is not None and len(loss_tokens) != len(offsets) - 1:
             raise ValueError(
                 f"TokenStore got {len(offsets) - 1} sequences but {len(loss_tokens)} loss_tokens. "
@@ -182,13 +184,6 @@ def _count_targets(labels: NDArray[np.integer], offsets: NDArray[np.int64]) -> N
         )
         first = last
     return counts
-
-
-def _flat(values: Any, name: str) -> NDArray[np.integer]:
-    """Leave an array of one axis of integers as it is, a memory map too, and refuse what is none."""
-    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
-        return as_integers(values, name)
-    return values
 
 
 def write_store(folder: str | Path, parts: Iterable[Rows]) -> None:

@@ -67,6 +67,8 @@ class Stream:
             whole_number(self.max_errors, "max_errors", advice="None has no limit.")
         if self.on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={self.on_error!r} is unknown. Choose 'raise' or 'skip'.")
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
+            raise TypeError(f"timeout_s is a {type(self.timeout_s).__name__}; wanted seconds.")
         if not self.timeout_s > 0:
             raise ValueError(f"timeout_s={self.timeout_s}; wanted seconds above 0.")
 

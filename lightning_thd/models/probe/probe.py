@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._checks import host_ints, instance, real_number, whole_number
 from lightning_thd.batch import THDBatch
 from lightning_thd.models.probe.inputs import (
     LENGTHS,
@@ -82,6 +83,15 @@ def check_packing(
         PackingLeakError: naming the first module that leaks.
         ValueError: for fewer than two lengths, or an unknown vocabulary.
     """
+    instance(model, "model", nn.Module, advice="Pass the model itself.")
+    lengths = host_ints(lengths, "lengths", advice="Pass at least two lengths.").tolist()
+    if vocab_size is not None:
+        whole_number(vocab_size, "vocab_size", least=8, advice="It is the number of tokens.")
+    if tolerance is not None:
+        tolerance = real_number(tolerance, "tolerance", advice="None chooses by the dtype.")
+    whole_number(seed, "seed", most=2**63 - 1)
+    for name, flag in (("grad", grad), ("raise_on_leak", raise_on_leak), ("thorough", thorough)):
+        instance(flag, name, bool, advice="Pass True or False.")
     beyond, far = lengths_to_reach(model, max(lengths, default=0)) if thorough else ([], [])
     if tuple(lengths) == LENGTHS:
         lengths = (*lengths, *beyond)

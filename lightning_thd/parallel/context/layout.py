@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_thd._checks import instance, whole_number
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel.context import partition
 from lightning_thd.parallel.context.costs import CommCosts
@@ -65,6 +66,10 @@ class ShardLayout:
             raise ValueError(
                 f"communication={communication!r}; wanted one of {', '.join(get_args(Communication))}."
             )
+        whole_number(cp, "cp", least=1, advice="It is the number of context-parallel ranks.")
+        whole_number(rank, "rank", most=cp - 1, advice=f"Ranks of cp={cp} count from 0.")
+        if costs is not None:
+            instance(costs, "costs", CommCosts, advice="Pass CommCosts(...), or None.")
         self.padded_lengths = tuple(int(length) for length in padded_lengths)
         self.cp, self.rank, self.group = cp, rank, group
         self.layout: Layout = layout

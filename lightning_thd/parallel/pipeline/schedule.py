@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
+from lightning_thd._checks import described, instance, real_number, whole_number
+
+_MOST_PASSES = 1 << 24  # of all ranks in a step: planned in minutes
 ScheduleName: TypeAlias = Literal["1f1b", "interleaved"]
 # (stage, microbatch) -> time of the forward pass; the backward pass takes twice as long
 Work: TypeAlias = Callable[[int, int], float]
@@ -72,11 +75,10 @@ def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule
         The schedule. For p=2, n=2, v=1 rank 0 runs F0 F1 B0 B1 and rank 1 F0 B0 F1 B1.
 
     Raises:
-        ValueError: for a number below 1.
+        TypeError: for what is no whole number.
+        ValueError: for a number below 1, and more passes than a step can have.
     """
-    for name, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
-        if number < 1:
-            raise ValueError(f"{name}={number}; wanted 1 or more.")
+    _check_sizes(ranks, microbatches, chunks)
     forwards = _visits(ranks, microbatches, range(chunks))
     backwards = _visits(ranks, microbatches, range(chunks)[::-1])
     total = len(forwards)
@@ -89,6 +91,16 @@ def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule
         if timeline(schedule, lambda stage, microbatch: 1.0) is not None:
             return schedule
     raise AssertionError("all forward passes first always works")
+
+
+def _check_sizes(ranks: int, microbatches: int, chunks: int) -> None:
+    for name, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+        whole_number(number, name, least=1)
+    if (passes := 2 * ranks * microbatches * chunks) > _MOST_PASSES:
+        raise ValueError(
+            f"ranks={ranks} x microbatches={microbatches} x chunks={chunks} are {passes} passes a step; "
+            f"wanted at most {_MOST_PASSES}."
+        )
 
 
 def _visits(ranks: int, microbatches: int, chunks: Sequence[int]) -> list[tuple[int, int]]:
@@ -184,6 +196,10 @@ def bubble_fraction(schedule: Schedule, work: Work, *, transfer: float = 0.0) ->
     Returns:
         0 to 1. Four ranks, eight microbatches of equal work: 3 / 11 = 0.273.
     """
+    instance(schedule, "schedule", Schedule, advice="Pass make_schedule(ranks, microbatches).")
+    if not callable(work):
+        raise TypeError(f"work is {described(work)}; wanted a function of (stage, microbatch).")
+    transfer = real_number(transfer, "transfer", advice="It is the time between ranks.")
     lines = timeline(schedule, work, transfer=transfer)
     assert lines is not None
     busy = sum(timed.end - timed.start for line in lines for timed in line)
@@ -198,7 +214,13 @@ def expected_bubble(ranks: int, microbatches: int, *, chunks: int = 1) -> float:
 
     Returns:
         ``expected_bubble(4, 8)`` is 3 / 11.
+
+    Raises:
+        TypeError: for what is no whole number.
+        ValueError: for a number below 1.
     """
+    for name, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+        whole_number(number, name, least=1)
     return (ranks - 1) / (chunks * microbatches + ranks - 1)
 
 

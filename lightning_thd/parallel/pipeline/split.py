@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+from lightning_thd._checks import host_ints, instance, real_number, whole_number
 from lightning_thd.flops import FlopsModel
 from lightning_thd.stats import SeqStats
 
@@ -26,6 +27,10 @@ class LayerCost:
 
     flops: float
     parameters: int = 0
+
+    def __post_init__(self) -> None:
+        real_number(self.flops, "flops")
+        whole_number(self.parameters, "parameters")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,10 +102,15 @@ def split_layers(
         The split; four equal layers over 2 ranks give bounds (0, 2, 4).
 
     Raises:
+        TypeError: for costs that are none, and numbers that are none.
         ValueError: for more stages than layers, or a ``split`` that does not fit.
     """
-    stages = ranks * stages_per_rank
-    if split == "auto":
+    ranks = whole_number(ranks, "ranks", least=1)
+    stages = ranks * whole_number(stages_per_rank, "stages_per_rank", least=1)
+    instance(layers, "layers", list, tuple, advice="Pass a LayerCost a layer.")
+    for cost in (*layers, *(x for x in (embedding, head) if x is not None)):
+        instance(cost, "A cost", LayerCost, advice="Pass LayerCost(flops=..., parameters=...).")
+    if isinstance(split, str) and split == "auto":
         if stages > len(layers):
             raise ValueError(
                 f"pipeline_parallel_size={ranks} x stages_per_rank={stages_per_rank} makes {stages} stages, "
@@ -119,6 +129,7 @@ def split_layers(
 
 
 def _given_bounds(split: Sequence[int], stages: int, layers: int) -> list[int]:
+    split = host_ints(split, "split", advice="Pass the layers of each stage, or 'auto'.").tolist()
     if len(split) != stages or any(n < 1 for n in split) or sum(split) != layers:
         raise ValueError(
             f"pipeline_split={list(split)} gives {len(split)} stages {sum(split)} layers; wanted {stages} "

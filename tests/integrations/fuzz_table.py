@@ -1,0 +1,71 @@
+"""Public functions of integrations, for ``tests.fuzz``."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import accelerate
+import lightning as L
+import torch
+import transformers
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_thd import THDDataModule, causal_lm_loss
+from lightning_thd.integrations import PackedLoop, packed_trainer, prepare_fabric, prepare_thd
+from tests.fuzz import Entry
+from tests.tiny import sequences, tiny_llama
+
+MODEL = tiny_llama(torch.float32)
+
+
+@cache
+def _accelerator() -> accelerate.Accelerator:
+    return accelerate.Accelerator(cpu=True)
+
+
+@cache
+def _fabric() -> L.Fabric:
+    return L.Fabric(accelerator="cpu", devices=1)
+
+
+def _sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+def _prepared(rng: random.Random) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "data": THDDataModule(sequences(9), capacity=48),
+        "optimizer": _sgd(),
+        "loss_fn": causal_lm_loss,
+        "peak": 1e9,
+        "log_every_n_steps": 5,
+        "context_parallel_size": 1,
+        "context_parallel_layout": rng.choice(["dual_chunk", "contiguous"]),
+        "context_parallel_communication": "auto",
+    }
+
+
+def _loop(**given: Any) -> PackedLoop:
+    return prepare_fabric(_fabric(), MODEL, THDDataModule(sequences(9), capacity=48), _sgd(), **given)
+
+
+_CLASH = (MisconfigurationException,)
+TABLE = {
+    "integrations.prepare_thd": Entry(
+        prepare_thd,
+        lambda rng: {"accelerator": _accelerator(), "scheduler": None, **_prepared(rng)},
+        also=_CLASH,
+    ),
+    "integrations.prepare_fabric": Entry(
+        prepare_fabric, lambda rng: {"fabric": _fabric(), "accumulate": 1, **_prepared(rng)}, also=_CLASH
+    ),
+    "integrations.PackedLoop": Entry(
+        _loop, lambda _: {"peak": 1e9, "log_every_n_steps": 5, "accumulate": 1}, also=_CLASH
+    ),
+    "integrations.packed_trainer": Entry(
+        packed_trainer, lambda rng: {"trainer_class": rng.choice([None, transformers.Trainer])}
+    ),
+}
