@@ -7,6 +7,7 @@ adds its functions by a module ``fuzz_table.py`` in its folder of tests: a dict 
 from __future__ import annotations
 
 import importlib
+import logging
 import random
 import signal
 import sys
@@ -20,6 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from tests.trust.record import record
 
 _JUNK_SHARE = 0.35  # of the arguments of a call, at most; at least one call in four gets good ones alone
 _LONGEST_S = 60  # of a call; the longest good ones take 2 s on an idle machine
@@ -143,9 +146,19 @@ def fuzz(calls: int, seed: int = 0, *, only: str = "") -> tuple[Counter[str], li
 
 def main() -> None:
     calls, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    outcomes, failures = fuzz(calls, seed, only=sys.argv[3] if len(sys.argv) > 3 else "")
+    only = sys.argv[3] if len(sys.argv) > 3 else ""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    outcomes, failures = fuzz(calls, seed, only=only)
     first = {failure.rpartition(" at ")[2]: failure for failure in reversed(failures)}  # of each place
     sys.stdout.write("\n".join([*first.values(), f"{dict(outcomes)}, {len(failures)} wrong", ""]))
+    if not only:
+        refused = outcomes.total() - outcomes["answered"]
+        rows = {
+            "public functions and methods": len(tables()),
+            "calls": calls,
+            "answered": outcomes["answered"],
+        }
+        record("fuzz", rows | {"refused with ValueError or TypeError": refused, "wrong": len(failures)})
     sys.exit(bool(failures))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import warnings
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,47 +22,11 @@ from lightning_thd.data.store import Rows, TokenStore, cached_store
 from lightning_thd.data.store import lock as lock_module
 from lightning_thd.data.store.content import content_of
 from lightning_thd.data.store.lock import CacheError, build_once
-
-
-def _build(folder: str, barrier: Any, queue: Any) -> None:
-    built = []
-
-    def build(place: Path) -> None:
-        built.append(1)
-        for name in "abc":
-            (place / name).write_text(name * 1000)
-
-    barrier.wait()
-    try:
-        mine = build_once(Path(folder), build)
-        whole = all((Path(folder) / name).read_text() == name * 1000 for name in "abc")
-        queue.put((mine, len(built), whole))
-    except BaseException as err:
-        queue.put(repr(err))
-
-
-def _starts(tmp_path: Path, rounds: int) -> None:
-    fork = get_context("fork")
-    for k in range(rounds):
-        barrier, queue = fork.Barrier(6), fork.Queue()
-        arguments = (str(tmp_path / f"{k}" / "cache"), barrier, queue)
-        processes = [fork.Process(target=_build, args=arguments) for _ in range(6)]
-        for process in processes:
-            process.start()
-        found = [queue.get(timeout=60) for _ in processes]
-        for process in processes:
-            process.join()
-        assert sorted(found) == [(False, 0, True)] * 5 + [(True, 1, True)]
-        assert os.listdir(tmp_path / f"{k}") == ["cache"]
+from tests.trust.caches import cold_starts, kills
 
 
 def test_of_six_processes_one_builds(tmp_path: Path) -> None:
-    _starts(tmp_path, 8)
-
-
-@pytest.mark.slow
-def test_of_six_processes_one_builds_three_hundred_times(tmp_path: Path) -> None:
-    _starts(tmp_path, 300)
+    assert cold_starts(8, tmp_path)["builds"] == 8
 
 
 def test_a_lock_left_behind_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +119,7 @@ def _build_until(cache: Path, kill_at: int) -> None:
 def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
     whole = cached_store({"a": 1}, rows_from, cache_dir=tmp_path / "whole")
     fork = get_context("fork")
-    for round_, kills in enumerate(([0, 3, 21, 22], [39], [20, 21, 30])):
+    for round_, places in enumerate(([0, 3, 21, 22], [39], [20, 21, 30])):
         cache = tmp_path / str(round_)
         firsts: list[int] = []
 
@@ -165,7 +127,7 @@ def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
             seen.append(first)
             return rows_from(first)
 
-        for kill_at in kills:
+        for kill_at in places:
             process = fork.Process(target=_build_until, args=(cache, kill_at))
             process.start()
             process.join()
@@ -177,43 +139,15 @@ def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
                 tokens.write(b"beyond the last line")
         with pytest.warns(UserWarning, match="its work is taken up"):
             store = cached_store({"a": 1}, parts, cache_dir=cache)
-        assert firsts == [max(kills)]
+        assert firsts == [max(places)]
         assert _same(store, whole)
         assert [path.name.startswith("tokens-") for path in cache.iterdir()] == [True]
 
 
-_JOB = """
-import sys
-from lightning_thd.data.read.sources import open_source
-store = open_source(sys.argv[1], cache_dir=sys.argv[2], num_workers=1)
-print(len(store), store.fingerprint)
-"""
-
-
 @pytest.mark.slow
-def test_twenty_kills_while_tokenising_lose_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "d.jsonl"
-    line = json.dumps({"text": "x" * 2_000})
-    file.write_text("".join(f"{line}\n" for _ in range(20_000)))  # ten chunks
-    command = [sys.executable, "-c", _JOB, str(file)]
-    wanted = subprocess.run(
-        [*command, str(tmp_path / "w")], capture_output=True, text=True, check=True
-    ).stdout
-    for k in range(20):
-        cache = tmp_path / f"c{k % 4}"
-        job = subprocess.Popen([*command, str(cache)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 60
-        while job.poll() is None and not list(cache.glob(".tokens-*.unfinished")):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        time.sleep(random.Random(k).random() * 0.3)
-        job.kill()
-        job.wait()
-    for k in range(4):
-        found = subprocess.run(
-            [*command, str(tmp_path / f"c{k}")], capture_output=True, text=True, check=True
-        )
-        assert found.stdout == wanted
+def test_two_kills_while_tokenising_lose_nothing(tmp_path: Path) -> None:
+    found = kills(2, tmp_path, lines=4_000)
+    assert found["killed while it tokenised"] + found["killed before or after"] == 2
 
 
 def test_contents_are_known_whatever_the_name(tmp_path: Path) -> None:
