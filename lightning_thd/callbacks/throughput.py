@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_thd._checks import described, instance, whole_number
 from lightning_thd.callbacks.measuring.across_ranks import (
     communication_device,
     data_parallel_group,
@@ -84,8 +85,11 @@ class THDThroughputMonitor(EvaluationHooks):
             check_conventions(recompute=recompute)
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: log every 1 or more steps, or None.")
-        if warmup_steps < 0:
-            raise ValueError(f"warmup_steps={warmup_steps}: leave 0 or more steps out of the rates.")
+        whole_number(warmup_steps, "warmup_steps", advice="It is the number of steps left out of the rates.")
+        for name, flag in (("progress_bar", progress_bar), ("pictures", pictures)):
+            instance(flag, name, bool, advice="Pass True or False.")
+        if clock is not None and not callable(clock):
+            raise TypeError(f"clock is {described(clock)}; wanted a function that gives seconds.")
         self.peak = peak
         self.flops_model = flops_model
         self.causal: Causal = causal

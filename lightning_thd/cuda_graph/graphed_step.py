@@ -62,8 +62,10 @@ class GraphedStep:
         require: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if scope not in ("step", "layers"):
+        if not isinstance(scope, str) or scope not in ("step", "layers"):
             raise ValueError(f"scope={scope!r}: wanted 'step' or 'layers'.")
+        instance(require, "require", bool, advice="Pass True or False.")
+        instance(layers, "layers", list, tuple, advice="Pass names of layers.")
         if (scope == "layers") != bool(layers):
             raise ValueError(
                 f"scope={scope!r} with layers={tuple(layers)}: scope='layers' needs names of the layers to "

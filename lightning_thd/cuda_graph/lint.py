@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as L
 from torch import nn
 
-from lightning_thd._checks import instance
+from lightning_thd._checks import described, instance
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.capture.recording import Recorder
@@ -88,6 +88,8 @@ def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | Non
             "lint_capture got a THDShard, whose attention needs the other ranks; wanted the whole THDBatch "
             "it was cut from. What a step reads is the same."
         )
+    if step is not None and not callable(step):
+        raise TypeError(f"step is {described(step)}; wanted step(module, batch), or None.")
     found: dict[str, Finding] = {}
 
     def report(message: str, where: str | None) -> None:

@@ -41,7 +41,10 @@ def measure_flops(
     if not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype}: peaks are of floating products. Pass torch.bfloat16 or the like.")
     instance(device, "device", torch.device, str, advice="Pass 'cuda' or 'cpu'.")
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError as err:
+        raise ValueError(f"device={device!r} is none that torch knows. Pass 'cuda' or 'cpu'.") from err
     shapes = _CPU_SHAPES if device.type == "cpu" else _GPU_SHAPES
     return max(_rate(device, dtype, shape, seconds, clock) for shape in shapes)
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from lightning_thd._checks import described
 from lightning_thd._imports import require
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
@@ -136,6 +137,8 @@ class _StepScheduler:
 
 
 def _refuse_parallelism(accelerator: Any) -> None:
+    if not hasattr(accelerator, "parallelism_config"):
+        raise TypeError(f"accelerator is {described(accelerator)}; wanted an accelerate.Accelerator.")
     config = accelerator.parallelism_config
     if config is None:
         return

@@ -9,6 +9,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from torch import nn
 
+from lightning_thd._checks import instance
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
@@ -58,8 +59,10 @@ def prepare_fabric(
         "loop": loop}`` with ``fabric.save`` and give the same to ``fabric.load`` to resume.
 
     Raises:
+        TypeError: for what is no Fabric.
         ValueError: for data of another kind, and for an optimizer of parameters that were replaced.
     """
+    instance(fabric, "fabric", Fabric, advice="Pass a lightning Fabric that was launched.")
     rank, ranks, group = _data_rank(fabric)
     shared = share_packs(
         model,

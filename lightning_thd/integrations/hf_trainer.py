@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_thd._checks import described
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.measuring.across_ranks import communication_device
@@ -54,7 +55,11 @@ def packed_trainer(trainer_class: type | None = None) -> type:
         loss of a step is the mean over its loss tokens, whatever ``average_tokens_across_devices`` says.
     """
     transformers = require("transformers", feature="packed_trainer")
-    base = trainer_class or transformers.Trainer
+    base = transformers.Trainer if trainer_class is None else trainer_class
+    if not isinstance(base, type) or not issubclass(base, transformers.Trainer):
+        raise TypeError(
+            f"trainer_class is {described(base)}; wanted transformers.Trainer or a subclass of it."
+        )
     trl: Any = sys.modules.get("trl")  # imported by whoever passes one of its classes
     for name in ROW_TRAINERS if trl is not None else ():
         if issubclass(base, getattr(trl, name)):

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._checks import whole_number
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.measuring.across_ranks import communication_device
 from lightning_thd.callbacks.measuring.device_peak import compute_dtype, low_precision, resolve_peak
@@ -84,8 +85,8 @@ class PackedLoop:
         warmup_steps: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if log_every_n_steps < 1:
-            raise ValueError(f"log_every_n_steps={log_every_n_steps}: log every 1 or more steps.")
+        whole_number(log_every_n_steps, "log_every_n_steps", least=1, advice="Log every 1 or more steps.")
+        whole_number(warmup_steps, "warmup_steps", advice="It is the number of steps left out of the rates.")
         self.model, self.loader, self.optimizer, self.scheduler = model, loader, optimizer, scheduler
         self.global_step = 0
         self.latest: dict[str, float] = {}

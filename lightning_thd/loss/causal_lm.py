@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._checks import instance, whole_number
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
@@ -229,6 +230,10 @@ def causal_lm_logprobs(
         NotImplementedError: for a model that does to its logits what cannot be followed.
     """
     LogitMap(temperature=temperature)  # checked before the model runs
+    instance(model, "model", nn.Module, advice="Pass the model itself.")
+    instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")
+    instance(entropy, "entropy", bool, advice="Pass True or False.")
+    whole_number(top_k, "top_k", advice="0 keeps no tokens.")
     wide = 3 + 2 * top_k if entropy else 2 + 2 * top_k
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:

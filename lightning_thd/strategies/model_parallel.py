@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_thd._checks import whole_number
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel import fsdp
 from lightning_thd.parallel.context.costs import CommCosts
@@ -158,6 +159,7 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
 
 def _refuse_other_axes(**sizes: int) -> None:
     for axis, size in sizes.items():
+        whole_number(size, f"{axis}_parallel_size", advice="1 makes no such axis.")
         if size != 1:
             raise MisconfigurationException(
                 f"{axis}_parallel_size={size}: there is no {axis} axis. Supported are data_parallel_size, "

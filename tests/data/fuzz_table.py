@@ -184,7 +184,7 @@ TABLE = {
         TokenStore.from_rows([[1, 2], [3]]).__getitem__, lambda _: {"i": 1}, also=(IndexError,)
     ),
     "data.TokenStore.save": Entry(
-        lambda folder: TokenStore.from_rows([[1]]).save(folder), lambda _: {"folder": _new()}
+        lambda folder: TokenStore.from_rows([[1]]).save(folder), lambda _: {"folder": _new()}, also=(OSError,)
     ),
     "data.read_documents": Entry(
         lambda path, text_key: list(read_documents(path, text_key=text_key)),
@@ -204,7 +204,9 @@ TABLE = {
         },
     ),
     "data.store.write_store": Entry(
-        write_store, lambda _: {"folder": _new(), "parts": [Rows(np.array([1]), np.array([1]))]}
+        write_store,
+        lambda _: {"folder": _new(), "parts": [Rows(np.array([1]), np.array([1]))]},
+        also=(OSError,),
     ),
     "data.store.cached_store": Entry(
         cached_store,

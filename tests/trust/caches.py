@@ -1,4 +1,4 @@
-"""Cold caches under many processes, and kills while they are filled -> what was built, and whether it is whole.
+"""Cold caches under many processes, and kills while they are filled -> what was built and is whole.
 
 ``python -m tests.trust.caches [--starts 300] [--kills 20]`` ends in a table of ``benchmarks/TRUST.md``.
 """

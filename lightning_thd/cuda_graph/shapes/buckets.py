@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from lightning_thd._checks import host_ints, whole_number
 from lightning_thd.batch import THDBatch
 
 Reason = Literal["num_sequences", "tokens", "max_seqlen", "extras"]
@@ -117,7 +118,9 @@ def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | 
     Raises:
         ValueError: for an empty list or numbers below 1.
     """
-    counts = sorted(set(max_sequences))
+    counts = sorted(set(host_ints(max_sequences, "max_sequences", advice="Pass (24, 80), say.").tolist()))
+    if max_seqlen is not None:
+        whole_number(max_seqlen, "max_seqlen", least=1, advice="None means all slots.")
     if not counts:
         raise ValueError("max_sequences is empty; wanted at least one number, for example 64, or 'auto'.")
     return [Bucket(slots=slots, sequences=s, max_seqlen=max_seqlen or slots) for s in counts]
