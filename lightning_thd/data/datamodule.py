@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, get_args
@@ -17,7 +16,7 @@ from lightning_thd._checks import whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
-from lightning_thd.data.mixing import ShareLog, planned_tokens
+from lightning_thd.data.mixing import ShareLog
 from lightning_thd.data.planning import (
     Planner,
     PlanSettings,
@@ -31,6 +30,7 @@ from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
 from lightning_thd.data.read.tokenize import Engine
 from lightning_thd.data.sets import DataSet, is_mixture, named_sources, open_mixture, open_set, weighted
+from lightning_thd.data.source_log import SourceLog
 from lightning_thd.data.store.index import Empty, OnError
 from lightning_thd.data.stream_link import as_stream, refuse_repeats, stream_policies
 from lightning_thd.data.streams import Stream, StreamLoader, StreamMixture, is_stream, stream_loader
@@ -198,7 +198,8 @@ class THDDataModule(L.LightningDataModule):
                 setattr(self, hook, MethodType(getattr(L.LightningDataModule, hook), self))
         self._attached = link.Host()
         self._sets: dict[str, DataSet] = {}
-        self._shares: ShareLog | None = None
+        self._shares: ShareLog | None = None  # of a mixture of streams
+        self._source_log: SourceLog | None = None  # of one that is planned
         self._planners: dict[tuple[object, ...], Planner] = {}
 
     def attach(
@@ -288,11 +289,9 @@ class THDDataModule(L.LightningDataModule):
         planner = self._planner("train") if "train" in self._sets else None
         if isinstance(planner, MixturePlanner):
             whole = self._train_kind == "step"
-            self._shares = ShareLog(
-                names=planner.mixture.names,
-                tokens_of=partial(planned_tokens, planner),
-                per_step=1 if whole else planner.global_batch.n // self._host.ranks,
-            )
+            per_step = 1 if whole else planner.global_batch.n // self._host.ranks
+            if self._source_log is None or self._source_log.planner is not planner:
+                self._source_log = SourceLog(planner, per_step)
         return self._loader(
             "train",
             kind=self._train_kind,
@@ -312,10 +311,18 @@ class THDDataModule(L.LightningDataModule):
         return self._loader("train", kind="step", fixed_order=False)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Log the share of each source of a mixture; Lightning calls this with every batch."""
-        if self._shares is not None and self.trainer is not None and self.trainer.training:
-            self._shares.update(self.trainer, self.trainer.current_epoch, self._host.ranks)
+        """Log what each source of a mixture gave and lost; Lightning calls this with every batch."""
+        if self.trainer is not None and self.trainer.training:
+            if self._shares is not None:
+                self._shares.update(self.trainer, self.trainer.current_epoch, self._host.ranks)
+            if self._source_log is not None:
+                self._source_log.begin(self.trainer, batch, self._host.ranks)
         return batch
+
+    def teardown(self, stage: str) -> None:
+        """Log the last steps of a mixture; Lightning calls this when it is done."""
+        if self._source_log is not None and self.trainer is not None and stage == "fit":
+            self._source_log.flush(self.trainer, self._host.ranks)
 
     def val_dataloader(self) -> THDLoader | list[THDLoader]:
         """Return this rank's validation batches; a loader for each source where ``val`` names several."""

@@ -24,6 +24,7 @@ from lightning_thd.loss.tiles.logit_map import LogitMap
 from lightning_thd.loss.tiles.nll import Penalties
 from lightning_thd.loss.tiles.top import TopTokens
 from lightning_thd.loss.token_weights import Factors, Reduction, loss_weights
+from lightning_thd.loss.watch import SlotLosses, watcher_of
 from lightning_thd.parallel.shard import pack_value
 
 # DeepSeek-V3 (arXiv:2412.19437, section 2.2): the mean loss of the further predictions times 0.3 at first.
@@ -121,7 +122,8 @@ def causal_lm_loss(
     """
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(model, z_loss))
     factors = loss_weights(batch, reduction, weights, class_weights, smoothed=label_smoothing > 0)
-    parts, _ = _loss(model, batch, penalties, factors, mtp_weight=mtp_weight, watched=False)
+    scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
+    parts, _ = _loss(model, batch, penalties, factors, scale, mtp_weight=mtp_weight, watched=False)
     return parts if return_parts else parts.loss
 
 
@@ -157,7 +159,8 @@ def causal_lm_loss_and_stats(
     """
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(model, None))
     factors = loss_weights(batch, "tokens", None, None, smoothed=label_smoothing > 0)
-    parts, stats = _loss(model, batch, penalties, factors, mtp_weight=_MTP_WEIGHT, watched=True)
+    scale = batch.loss_scale
+    parts, stats = _loss(model, batch, penalties, factors, scale, mtp_weight=_MTP_WEIGHT, watched=True)
     assert stats is not None
     return parts.loss, stats
 
@@ -174,19 +177,25 @@ def _loss(
     batch: THDBatch,
     penalties: Penalties,
     factors: Factors,
+    scale: float | None,
     *,
     mtp_weight: float,
     watched: bool,
 ) -> tuple[LossParts, TokenStats | None]:
+    watcher, slots = watcher_of(batch), list[SlotLosses]()
+
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
         targets, weight = factors(targets_after(batch, depth), depth, operands.vocabulary)
         call = operands.call(targets, logit_map)
-        found = torch.stack([*linear_nll(call, penalties, token_weights=weight)])
+        see = slots.append if watcher is not None and not depth else None
+        found = torch.stack([*linear_nll(call, penalties, token_weights=weight, see=see)])
         return torch.cat([found, _watch(call)]) if watched else found
 
     inner = language_model(model)
     size = 5 if watched else 2
     found = HeadCall.of(inner).run(model, lambda: Job(batch, values, size=size))
+    if watcher is not None and slots:
+        watcher.see(batch, slots[-1], scale or 0.0)  # the last: a model may be called twice
     loss, z_part, *sums = found["values"].unbind()
     further = [value[0] for name, value in found.items() if name.startswith("value_")]
     if further:

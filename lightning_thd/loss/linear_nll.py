@@ -7,6 +7,7 @@ loss is put together from ``linear_logprobs``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -24,6 +25,7 @@ from lightning_thd.loss.tiles.gradient_sums import HeadGradients
 from lightning_thd.loss.tiles.logit_map import LogitMap
 from lightning_thd.loss.tiles.logits import Head
 from lightning_thd.loss.tiles.nll import Penalties, nll_and_gradients
+from lightning_thd.loss.watch import SlotLosses
 
 
 def fused_linear_cross_entropy(
@@ -118,8 +120,12 @@ def linear_nll(
     token_weights: Tensor | float | None,
     mean: bool = False,
     backend: str = "auto",
+    see: Callable[[SlotLosses], None] | None = None,
 ) -> NLL:
-    """Compute ``fused_linear_cross_entropy`` from the arguments as one ``Call``."""
+    """Compute ``fused_linear_cross_entropy`` from the arguments as one ``Call``.
+
+    ``see`` is told the losses of single rows, detached.
+    """
     given, call = call.targets, without_weightless(call, token_weights)
     prepared = prepare(call)
     settings = prepared.settings
@@ -133,12 +139,19 @@ def linear_nll(
     operands = prepared.operands
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
     if wants_gradient and settings.tp_group is None and settings.compute != torch.float16:
-        job = _NLLJob(weights, penalties)
-        return NLL(*scalar_loss(operands, prepared.targets, settings, call.chunk, job))
+        seen = None if see is None else torch.zeros_like(weights)
+        found_now = NLL(
+            *scalar_loss(operands, prepared.targets, settings, call.chunk, _NLLJob(weights, penalties, seen))
+        )
+        if see is not None and seen is not None:
+            see(SlotLosses(seen, weights, prepared.kept))
+        return found_now
     found = row_logprobs(operands, prepared.targets, settings, mean=penalties.label_smoothing > 0)
     losses = weights * penalties.loss(found.logp, found.lse, found.mean_logit)
     if prepared.counts is not None:
         losses = torch.where(prepared.counts, losses, 0.0)
+    if see is not None:
+        see(SlotLosses(losses.detach(), weights, prepared.kept))
     z_part = (
         penalties.z_part(weights, found.lse.detach()) if penalties.z_loss else torch.zeros_like(losses.sum())
     )
@@ -177,9 +190,10 @@ def row_weights(token_weights: Tensor | float | None, prepared: Prepared) -> Ten
 class _NLLJob:
     name = "fused_linear_cross_entropy"
 
-    def __init__(self, weights: Tensor, penalties: Penalties) -> None:
+    def __init__(self, weights: Tensor, penalties: Penalties, seen: Tensor | None) -> None:
         self.further: tuple[Tensor, ...] = (weights,)
-        self.penalties = penalties
+        self.penalties, self.seen = penalties, seen
 
     def run(self, head: Head, targets: Tensor, *, needs: Needs) -> tuple[Tensor, Tensor, HeadGradients]:
-        return nll_and_gradients(head, targets, self.further[0], self.penalties, needs=needs)
+        weights = self.further[0]
+        return nll_and_gradients(head, targets, weights, self.penalties, needs=needs, seen=self.seen)

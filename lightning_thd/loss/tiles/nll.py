@@ -79,6 +79,7 @@ def nll_and_gradients(
     penalties: Penalties,
     *,
     needs: tuple[bool, bool, bool, bool],
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, HeadGradients]:
     """Sum ``weights * loss`` over the rows and differentiate it.
 
@@ -88,6 +89,7 @@ def nll_and_gradients(
         weights: ``[R]`` in the accumulator's dtype; 0 for rows that do not count.
         penalties: label smoothing and z-loss.
         needs: whether hidden, weight, bias and the LoRA need gradients.
+        seen: ``[R]`` in the accumulator's dtype, filled with the losses of the rows, or None.
 
     Returns:
         The loss ``[]``, the part of it that ``z_loss`` adds, and the gradients.
@@ -104,6 +106,8 @@ def nll_and_gradients(
         if head.counts is not None:
             row_losses = torch.where(head.counts[rows], row_losses, 0.0)
         loss += row_losses.sum()
+        if seen is not None:
+            seen[rows] = row_losses
         if penalties.z_loss:
             z_part += penalties.z_part(weights[rows], lse)
         wanted = penalties.gradients(weights[rows], lse, head.columns)

@@ -1,0 +1,112 @@
+"""The steps of a mixture that were trained -> tokens, share and loss of each source, in the loggers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.data.mixing import planned_tokens
+from lightning_thd.loss.watch import SlotLosses, watch
+from lightning_thd.packing.mixtures import MixturePlanner
+from lightning_thd.parallel.shard import THDShard
+
+
+class SourceLog:
+    """Logs how much of what was trained on came from each source, and its loss, for the whole job.
+
+    Tokens and shares come from the plan, on the first process. Losses are those that ``causal_lm_loss`` sums
+    anyway: added up on the device by source, and over the ranks once a log interval, when they are read.
+    A step that is replayed from a graph, and a loss of another kind, show none; their keys are left out.
+
+    Args:
+        planner: of the mixture.
+        per_step: batches of a rank to a step of the plan.
+    """
+
+    def __init__(self, planner: MixturePlanner, per_step: int) -> None:
+        self.planner, self._per_step = planner, per_step
+        self._steps: list[tuple[int, int]] = []  # (epoch, step) begun since the last log
+        self._tokens = np.zeros(len(planner.mixture.names), np.int64)
+        self._own: tuple[tuple[int, ...], ...] = ()
+        self._sums: Tensor | None = None  # loss and weight of each source since the last log, fp64 [2, K + 1]
+        watch(self)
+
+    def begin(self, trainer: L.Trainer, batch: THDBatch | THDStep, dp: int) -> None:
+        """Note what is trained next, and log if it is due; called before each batch, on every rank."""
+        batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        step = trainer.current_epoch, batches // self._per_step
+        if not self._steps or self._steps[-1] != step:
+            if len(self._steps) >= max(1, trainer.log_every_n_steps):  # type: ignore[attr-defined]
+                self.flush(trainer, dp)
+            self._steps.append(step)
+        microbatches = batch.microbatches if isinstance(batch, THDStep) else (batch,)
+        self._own = tuple(part.sequence_ids for part in microbatches)
+
+    def wants(self, batch: THDBatch) -> bool:
+        """Say whether a batch is one of those that were announced."""
+        return batch.sequence_ids in self._own
+
+    def see(self, batch: THDBatch, slots: SlotLosses, scale: float) -> None:
+        """Add the losses of a batch to those of their sources, on the device."""
+        if not scale:
+            return  # no loss token
+        where = self._source_of_slots(batch)
+        where = where if slots.kept is None else where.index_select(0, slots.kept)
+        if self._sums is None:
+            wide = torch.float32 if where.device.type == "mps" else torch.float64
+            columns = len(self.planner.mixture.names) + 1
+            self._sums = torch.zeros((2, columns), dtype=wide, device=where.device)
+        found = torch.stack([slots.losses.flatten(), slots.weights.flatten()]).to(self._sums.dtype)
+        self._sums.index_add_(1, where, found / scale)
+
+    def _source_of_slots(self, batch: THDBatch) -> Tensor:
+        """Number the source of each slot, int64 ``[T]``; padding has a number of its own, the last."""
+        mixture = self.planner.mixture
+        padding = len(mixture.names)
+        sources = mixture.source_of(batch.sequence_ids)
+        trailing = np.full(len(batch.padded_lengths) - len(sources), padding)
+        on_host = torch.from_numpy(np.repeat(np.concatenate([sources, trailing]), batch.padded_lengths))
+        device = batch.targets.device
+        if device.type == "cuda":
+            on_host = on_host.pin_memory()
+        found = on_host.to(device, non_blocking=True)
+        return found.index_select(0, batch.layout.own) if isinstance(batch, THDShard) else found
+
+    def flush(self, trainer: L.Trainer, dp: int) -> None:
+        """Log the steps since the last time; every rank calls this."""
+        if not self._steps:
+            return
+        steps, self._steps = self._steps, []
+        mixture = self.planner.mixture
+        losses = self._losses(trainer)
+        if not trainer.is_global_zero:
+            return
+        tokens = np.zeros(len(mixture.names), np.int64)
+        for epoch, step in steps:
+            tokens += planned_tokens(self.planner, epoch, step, dp)
+        self._tokens += tokens
+        logged: dict[str, Any] = {}
+        for k, name in enumerate(mixture.names):
+            logged[f"data/{name}/tokens"] = float(self._tokens[k])
+            logged[f"data/{name}/share"] = float(tokens[k]) / max(1, int(tokens.sum()))
+            if losses[k] is not None:
+                logged[f"data/{name}/loss"] = losses[k]
+        for logger in trainer.loggers:
+            logger.log_metrics(logged, step=trainer.global_step)
+
+    def _losses(self, trainer: L.Trainer) -> list[float | None]:
+        """Add the losses of all ranks and read each source's mean: one message and one read."""
+        columns = len(self.planner.mixture.names) + 1
+        sums, self._sums = self._sums, None
+        if sums is None:  # of a pipeline the last stage alone has losses
+            wide = torch.float32 if trainer.strategy.root_device.type == "mps" else torch.float64
+            sums = torch.zeros((2, columns), dtype=wide, device=trainer.strategy.root_device)
+        summed = trainer.strategy.reduce(sums, reduce_op="sum")
+        assert isinstance(summed, Tensor)
+        total, weight = summed.tolist()
+        return [a / b if b else None for a, b in zip(total[:-1], weight[:-1], strict=True)]
