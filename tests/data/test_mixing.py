@@ -8,14 +8,17 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_thd import Packs, Sequences, THDDataModule
+from lightning_thd import Packs, Sequences, THDDataModule, causal_lm_loss
 from lightning_thd.module import CausalLMModule
 from lightning_thd.packing.mixtures import Mixing
 from tests.data.test_datamodule import CAPACITY, flat, make_trainer
-from tests.tiny import TinyModule, sequences, tiny_llama
+from tests.ranks import run_ranks
+from tests.tiny import TinyModule, nll, sequences, tiny_llama
 
 
 def mixture(**options: Any) -> THDDataModule:
@@ -117,3 +120,81 @@ def test_an_error_in_a_mixture_names_the_source() -> None:
     data.setup("fit")
     with pytest.raises(ValueError, match="Sequence 4 has 3 tokens, but 2 were counted.* It is row 1 of 'b'"):
         list(data.train_dataloader())
+
+
+def source_losses(folder: Path, *, devices: int = 1, reduction: str = "tokens", **options: Any) -> Path:
+    """Train for two epochs at a rate of zero, logging every third step to TensorBoard."""
+
+    class Still(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return causal_lm_loss(self.model, batch, reduction=reduction)  # type: ignore[call-overload]
+
+    torch.manual_seed(0)
+    logger = TensorBoardLogger(folder, name="", version="")
+    trainer = L.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=devices,
+        strategy="thd" if devices == 1 else "thd_ddp",
+        log_every_n_steps=3,
+        logger=logger,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Still(lr=0.0), mixture(global_batch=Sequences(5), **options))
+    return folder
+
+
+def logged_losses(folder: Path) -> dict[str, list[float]]:
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    names = ("data/a/loss", "data/b/loss", "data/a/tokens", "data/b/tokens")
+    return {name: [event.value for event in reader.Scalars(name)] for name in names}
+
+
+def losses_by_hand(*, weigh_sequences: bool = False) -> dict[str, list[float]]:
+    """Run every sequence of the plan alone and average by source over three steps at a time."""
+    rows = [*sequences(8), *sequences(14, labels=True, seed=1)]
+    data = mixture(global_batch=Sequences(5))
+    data.setup("fit")
+    planner: Any = data.train_steps().planner
+    model = TinyModule(lr=0.0).model
+    alone = [nll(model, row) for row in rows]
+    plans = [planner.step(epoch, k, 1) for epoch in range(2) for k in range(planner.num_steps(epoch))]
+    found: dict[str, list[float]] = {f"data/{n}/{what}": [] for n in "ab" for what in ("loss", "tokens")}
+    tokens = Counter[str]()
+    for at in range(0, len(plans), 3):
+        sums = Counter[tuple[str, str]]()
+        for plan in plans[at : at + 3]:
+            for i in plan.spans.index.tolist():
+                name, (loss, count) = "a" if i < 8 else "b", alone[i]
+                tokens[name] += len(rows[i]["input_ids"])
+                if count:
+                    share = 1 / count if weigh_sequences else 1
+                    sums[name, "loss"] += float(loss.detach()) * share
+                    sums[name, "weight"] += count * share
+        for name in "ab":
+            found[f"data/{name}/loss"].append(sums[name, "loss"] / sums[name, "weight"])
+            found[f"data/{name}/tokens"].append(tokens[name])
+    return found
+
+
+def on_two_ranks(folder: Path) -> None:
+    source_losses(folder, devices=2)
+
+
+@pytest.mark.parametrize("reduction", ["tokens", "sequences"])
+def test_the_loss_of_each_source_is_that_of_its_sequences_alone(tmp_path: Path, reduction: str) -> None:
+    found = logged_losses(source_losses(tmp_path, reduction=reduction))
+    wanted = losses_by_hand(weigh_sequences=reduction == "sequences")
+    assert len(wanted["data/a/loss"]) > 2
+    for name, values in wanted.items():  # the tail of the last epoch too
+        assert found[name] == pytest.approx(values, rel=1e-6), name  # TensorBoard keeps fp32
+
+
+def test_two_ranks_log_the_same_losses_of_sources(tmp_path: Path) -> None:
+    run_ranks(on_two_ranks, 2, tmp_path)
+    found = logged_losses(tmp_path)
+    for name, values in losses_by_hand().items():
+        assert found[name] == pytest.approx(values, rel=1e-6), name
