@@ -31,9 +31,10 @@ from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
 from lightning_thd.data.read.tokenize import Engine
 from lightning_thd.data.sets import DataSet, is_mixture, named_sources, open_mixture, open_set, weighted
 from lightning_thd.data.source_log import SourceLog
-from lightning_thd.data.store.index import Empty, OnError
-from lightning_thd.data.stream_link import as_stream, refuse_repeats, stream_policies
-from lightning_thd.data.streams import Stream, StreamLoader, StreamMixture, is_stream, stream_loader
+from lightning_thd.data.store.index import Empty
+from lightning_thd.data.store.measure import OnError
+from lightning_thd.data.stream_link import as_stream, refuse_repeats, refuse_streams, stream_policies
+from lightning_thd.data.streams import Stream, StreamLoader, StreamMixture, stream_loader
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner
@@ -182,18 +183,14 @@ class THDDataModule(L.LightningDataModule):
         self._stream = as_stream(train, on_error, max_errors, mixing)
         if self._stream is not None:
             train = None
-        for stage, source in {"val": val, "test": test, "predict": predict}.items():
-            if isinstance(source, Stream) or (source is not None and is_stream(source)):
-                raise ValueError(
-                    f"{stage} is a stream ({type(source).__name__}), but evaluation uses each sequence once, "
-                    "in a known order. Pass a dataset with a length, a list or a path; train may be a stream."
-                )
-        given = {"train": train, "val": val, "test": test, "predict": predict}
+        evaluated = {"val": val, "test": test, "predict": predict}
+        refuse_streams(evaluated)
+        given = {"train": train, **evaluated}
         self._sources = named_sources(
             {stage: source for stage, source in given.items() if source is not None}
         )
-        for stage in ("val", "test", "predict"):
-            if given[stage] is None:  # a loader that is there makes Lightning ask for its step
+        for stage, source in evaluated.items():
+            if source is None:  # a loader that is there makes Lightning ask for its step
                 hook = f"{stage}_dataloader"
                 setattr(self, hook, MethodType(getattr(L.LightningDataModule, hook), self))
         self._attached = link.Host()

@@ -17,7 +17,8 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.mixing import MixedRows
 from lightning_thd.data.plans_ahead import Planner, PlansAhead
 from lightning_thd.data.shared import make_shared_step
-from lightning_thd.data.store.index import MapDataset, SequenceIndex
+from lightning_thd.data.store.index import SequenceIndex
+from lightning_thd.data.store.measure import MapDataset
 from lightning_thd.packing import Spans
 from lightning_thd.packing.sharing.planner import SharedPlanner, SharedStepPlan
 from lightning_thd.stats import Window

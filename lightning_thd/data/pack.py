@@ -29,7 +29,8 @@ from lightning_thd.data.read.tokenize import Engine
 from lightning_thd.data.sets import DataSet, open_set
 from lightning_thd.data.shards import write_shards
 from lightning_thd.data.store.columns import MOST_ID
-from lightning_thd.data.store.index import Empty, OnError, media_names
+from lightning_thd.data.store.index import Empty
+from lightning_thd.data.store.measure import OnError, media_names
 from lightning_thd.packing import PackPlanner, Packs, Spans
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.lengths import check_count

@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 from lightning_thd.data.sets import DataSet
 from lightning_thd.data.store.arrays import cached_arrays
 from lightning_thd.data.store.columns import ColumnRows
-from lightning_thd.data.store.index import MapDataset, refuse_cuts
+from lightning_thd.data.store.index import refuse_cuts
+from lightning_thd.data.store.measure import MapDataset
 from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.data.trainer_link import Host, model_cost
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from lightning_thd.data.mixing import MixedRows, join_indices
 from lightning_thd.data.read.sources import Opener, Source
-from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index
+from lightning_thd.data.store.index import Empty, SequenceIndex, build_index
+from lightning_thd.data.store.measure import MapDataset
 
 _BAR_FROM = 10_000  # sequences: below it counting takes less than a second
 

@@ -12,7 +12,7 @@ from lightning_thd.data.planning import PlanSettings
 from lightning_thd.data.read.encode import load_tokenizer
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import is_mixture, weighted
-from lightning_thd.data.store.index import OnError
+from lightning_thd.data.store.measure import OnError
 from lightning_thd.data.streams import Stream, StreamMixture, StreamPolicies, is_stream
 from lightning_thd.packing.mixtures import Mixing
 
@@ -52,6 +52,20 @@ def _is_streamed(given: object) -> bool:
     """Say whether a source of a mixture, with its weight, can only be iterated."""
     source = given[0] if isinstance(given, tuple | list) and len(given) == 2 else given
     return isinstance(source, Stream) or is_stream(source)
+
+
+def refuse_streams(sources: Mapping[str, object]) -> None:
+    """Refuse streams where every sequence is used once, in a known order.
+
+    Raises:
+        ValueError: naming the stage.
+    """
+    for stage, source in sources.items():
+        if isinstance(source, Stream) or (source is not None and is_stream(source)):
+            raise ValueError(
+                f"{stage} is a stream ({type(source).__name__}), but evaluation uses each sequence once, "
+                "in a known order. Pass a dataset with a length, a list or a path; train may be a stream."
+            )
 
 
 def refuse_repeats(trainer: L.Trainer | None, plans: PlanSettings) -> None:

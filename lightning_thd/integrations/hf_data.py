@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.data.store.index import MapDataset
+from lightning_thd.data.store.measure import MapDataset
 
 _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 where a token is to be learned
 

@@ -16,8 +16,8 @@ from lightning_thd.data.read.files import SourceFile
 from lightning_thd.data.read.records import open_arrow, part_sizes, read_part
 from lightning_thd.data.store.arrays import cache_folder
 from lightning_thd.data.store.columns import ColumnRows, arrow_table, is_list
-from lightning_thd.data.store.index import MapDataset
 from lightning_thd.data.store.lock import build_once
+from lightning_thd.data.store.measure import MapDataset
 
 # What is read of files and datasets of ids: one value a token, and what tells the sequences of packs apart.
 _READ = (

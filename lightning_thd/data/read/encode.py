@@ -20,8 +20,8 @@ from lightning_thd.data.read.conversations import KEYS, Kind, alpaca_prompt, kin
 from lightning_thd.data.read.long_text import encode_long, is_long
 from lightning_thd.data.read.records import Bad, Place, Record
 from lightning_thd.data.read.text import ByteTokenizer, text_of
-from lightning_thd.data.store.index import OnError
 from lightning_thd.data.store.journal import Rows, Skipped
+from lightning_thd.data.store.measure import OnError
 
 Tokenizer = Callable[[str], Sequence[int] | NDArray[np.integer]]
 Placed = tuple[Place, Record]

@@ -23,8 +23,8 @@ from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
 from lightning_thd.data.store.arrays import cached_arrays
-from lightning_thd.data.store.index import MapDataset
 from lightning_thd.data.store.journal import count_targets
+from lightning_thd.data.store.measure import MapDataset
 
 IntArray = NDArray[np.int64]
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from lightning_thd._imports import require
 from lightning_thd.data.read.files import COLUMNS, LINES, TABLES, SourceFile, find_files
-from lightning_thd.data.store.index import MapDataset
+from lightning_thd.data.store.measure import MapDataset
 
 CHUNK_BYTES = 1 << 22  # of text in a chunk: some 4 s of a tokenizer at 1 MB/s
 _CHUNK_ROWS = 1024

@@ -19,8 +19,8 @@ from lightning_thd.data.read.files import COLUMNS, Paths, find_files, is_paths
 from lightning_thd.data.read.prepacked import holds_packs, open_packed
 from lightning_thd.data.read.records import Chunk, file_chunks, row_chunks
 from lightning_thd.data.read.tokenize import Engine, find_kind, tokenize
-from lightning_thd.data.store.index import MapDataset, OnError, check_sample
 from lightning_thd.data.store.journal import Rows
+from lightning_thd.data.store.measure import MapDataset, OnError, check_sample
 from lightning_thd.data.store.tokens import TokenStore, cached_store
 from lightning_thd.packing.lengths import check_count, check_type
 

@@ -18,8 +18,8 @@ from lightning_thd.data.read.conversations import Kind, Records, kind_of
 from lightning_thd.data.read.encode import Encoder
 from lightning_thd.data.read.records import Bad, Chunk
 from lightning_thd.data.read.text import text_of
-from lightning_thd.data.store.index import OnError
 from lightning_thd.data.store.journal import Rows, Skipped
+from lightning_thd.data.store.measure import OnError
 
 Engine = Literal["local", "ray"]
 
