@@ -15,7 +15,7 @@ from lightning_thd.data.read.conversations import kind_of
 from lightning_thd.data.read.files import SourceFile
 from lightning_thd.data.read.records import open_arrow, part_sizes, read_part
 from lightning_thd.data.store.arrays import cache_folder
-from lightning_thd.data.store.columns import ColumnRows, arrow_table, is_list
+from lightning_thd.data.store.columns import ColumnRows, arrow_table, is_list, visible_columns
 from lightning_thd.data.store.lock import build_once
 from lightning_thd.data.store.measure import MapDataset
 
@@ -36,8 +36,10 @@ def as_rows(dataset: MapDataset) -> MapDataset:
     table = arrow_table(dataset)
     if table is None or isinstance(dataset, ColumnRows):
         return dataset
-    columns = cast("Any", dataset).column_names
-    if not all(is_list(table, name, floats=name == "weights") for name in columns if name in _READ):
+    columns = visible_columns(dataset, table)
+    if "next_label" in columns or not all(
+        is_list(table, name, floats=name == "weights") for name in columns if name in _READ
+    ):
         return dataset
     known = [name for name in columns if name in _READ]
     media = [name for name in columns if name in _MEDIA]
@@ -60,6 +62,7 @@ def open_columns(
     """
     pa = require("pyarrow", feature=f"reading {files[0].suffix} files")
     arrow: list[SourceFile] = []
+    keep: list[str] = []
     for file in files:
         names = _names(file)
         if "input_ids" not in names:
@@ -69,7 +72,18 @@ def open_columns(
                 f"{file.name} has the columns {names} but no 'input_ids'. Rename the column of token ids, or "
                 "name that of text with text_key."
             )
-        keep = [name for name in names if name in _READ]
+        if lost := [name for name in names if name in (*_MEDIA, "next_label")]:
+            raise ValueError(
+                f"{file.name} has the column {lost[0]!r} beside its ids, which files of columns cannot give "
+                "to a model. Open it with datasets.load_dataset and pass that."
+            )
+        kept = [name for name in names if name in _READ]
+        keep = keep or kept
+        if set(kept) != set(keep):
+            raise ValueError(
+                f"{files[0].name} and others have different columns: {keep}, and {file.name} {kept}. "
+                "Write them alike."
+            )
         arrow.append(file if file.suffix == ".arrow" else _unpacked(file, keep, cache_dir))
     read = partial(_concatenated, tuple(arrow), tuple(keep))
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from lightning_thd.data.read.records import Bad, parse_json
+from lightning_thd.data.read.decode import Bad, parse_json
 
 Kind = Literal["text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
 Records = Literal["auto", "text", "ids", "prompt", "messages", "sharegpt", "alpaca"]

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from lightning_thd._imports import require
 from lightning_thd.data.read.chat import encode_chat
 from lightning_thd.data.read.conversations import KEYS, Kind, alpaca_prompt, kind_of, messages_of
+from lightning_thd.data.read.decode import Bad
 from lightning_thd.data.read.long_text import encode_long, is_long
-from lightning_thd.data.read.records import Bad, Place, Record
+from lightning_thd.data.read.records import Place, Record
 from lightning_thd.data.read.text import ByteTokenizer, text_of
+from lightning_thd.data.store.columns import holds_bools
 from lightning_thd.data.store.journal import Rows, Skipped
 from lightning_thd.data.store.measure import OnError
 
@@ -29,6 +31,11 @@ Ids = NDArray[np.integer]
 
 _IGNORE = -100
 _MEDIA = ("images", "image", "videos", "video", "audio", "audios", "pixel_values")
+# Keys of samples that say what counts, where sequences begin, or what else a model sees.
+_UNREAD = (
+    *("weights", "next_label", "lengths", "seq_lengths", "cu_seqlens", "cu_seqlens_padded", "position_ids"),
+    *("token_type_ids", "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"),
+)
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
 _NO_IMAGES = (
     "images and video go through the model's processor: give a dataset of your own whose samples carry "
@@ -157,7 +164,13 @@ class Encoder:
         rows: list[tuple[Ids, Ids | None]] = []
         for place, record in given:
             try:
-                rows.append(self._one(record))
+                row = self._one(record)
+                if rows and (row[1] is None) != (rows[0][1] is None):
+                    has, had = ("none", "some") if row[1] is None else ("labels", "none")
+                    raise ValueError(
+                        f"it has {has}, but the records before had {had}. Give all, or none, labels."
+                    )
+                rows.append(row)
             except Exception as err:  # templates and tokenizers raise in words of their own
                 self._leave_out(place, err, skipped)
         return rows
@@ -233,6 +246,7 @@ def _fits(record: dict[str, Any], kind: Kind) -> bool:
 
 def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
     """Take the ids, and the labels if there are any, of a record that was tokenised elsewhere."""
+    _refuse_unread(record)
     ids = as_ids(record["input_ids"], "input_ids")
     if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
         worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
@@ -248,6 +262,18 @@ def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
     return ids, labels
 
 
+def _refuse_unread(record: dict[str, Any]) -> None:
+    """Refuse keys that would change what is learned, and that a store of ids does not keep."""
+    found = [name for name in _UNREAD if record.get(name) is not None]
+    if "attention_mask" in record and not np.all(np.asarray(record["attention_mask"]) == 1):
+        raise ValueError("attention_mask is not all ones. Cut the padding off input_ids and labels.")
+    if found:
+        raise ValueError(
+            f"{', '.join(found)} beside input_ids: files of lines keep ids and labels alone. Write "
+            "Parquet, or pass a datasets.Dataset or a list of samples, which keep them."
+        )
+
+
 def is_hugging_face(tokenizer: object) -> bool:
     """Say whether a tokenizer has the interface of transformers."""
     return hasattr(tokenizer, "apply_chat_template") and hasattr(tokenizer, "convert_ids_to_tokens")
@@ -255,8 +281,11 @@ def is_hugging_face(tokenizer: object) -> bool:
 
 def as_ids(encoded: Any, name: str = "The tokenizer's answer") -> Ids:
     """Check what a tokenizer gave for a string, or a record holds: one row of integers."""
+    encoded = encoded["input_ids"] if hasattr(encoded, "keys") and "input_ids" in encoded else encoded
+    if holds_bools(encoded):
+        raise ValueError(f"{name} holds true or false among its ids. Give integers.")
     try:
-        ids = np.asarray(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
+        ids = np.asarray(encoded)
     except (TypeError, ValueError, RuntimeError, KeyError) as err:
         raise ValueError(f"{name} is no row of integers ({err}). Give a list of ids.") from err
     if ids.ndim == 1 and not ids.size:

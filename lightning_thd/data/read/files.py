@@ -8,12 +8,15 @@ import gzip
 import hashlib
 import json
 import lzma
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_thd._imports import require
 from lightning_thd.data.store.arrays import cache_folder
@@ -111,10 +114,24 @@ def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[So
             several splits; the message says which.
     """
     if isinstance(source, str | Path):
-        return [_local(name, cache_dir) for name in _expand(source)]
+        return _each_once([_local(name, cache_dir) for name in _expand(source)])
     if not isinstance(source, list | tuple):
         raise TypeError(f"A {type(source).__name__} names no file. Give a path, a glob, or a list of them.")
-    return [file for entry in source for file in find_files(entry, cache_dir=cache_dir)]
+    return _each_once([_local(name, cache_dir) for entry in source for name in _expand(entry)])
+
+
+def _each_once(files: list[SourceFile]) -> list[SourceFile]:
+    """Warn of a file that is named twice, by overlapping globs or a link: its records would count twice."""
+    seen: dict[str, str] = {}
+    for file in files:
+        real = file.name if "://" in file.name else os.path.realpath(file.name)
+        if real in seen:
+            rank_zero_warn(
+                f"{file.name} is the same file as {seen[real]}, so its records are used twice. Name it once, "
+                "or give a mixture with weights."
+            )
+        seen[real] = file.name
+    return files
 
 
 def _expand(source: str | Path) -> list[str]:

@@ -6,7 +6,7 @@ A record that cannot be read comes as ``Bad``, so that whoever asks may skip it 
 from __future__ import annotations
 
 import csv
-import json
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,18 +15,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_thd._imports import require
+from lightning_thd.data.read.decode import Bad, decode, parse_json
 from lightning_thd.data.read.files import COLUMNS, LINES, TABLES, SourceFile, find_files
 from lightning_thd.data.store.measure import MapDataset
 
 CHUNK_BYTES = 1 << 22  # of text in a chunk: some 4 s of a tokenizer at 1 MB/s
 _CHUNK_ROWS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Bad:
-    """A record that cannot be read, and why."""
-
-    reason: str
+# Keys that a record has, and a file that wraps records has not.
+_OF_RECORDS = ("text", "input_ids", "messages", "conversations", "conversation", "prompt", "instruction")
 
 
 Record = str | dict[str, Any] | Bad
@@ -61,16 +57,6 @@ class Line:
                 number += block.count(b"\n")
                 left -= len(block)
         return f"{self.name}, line {number}"
-
-
-def parse_json(text: str | bytes) -> Any | Bad:
-    """Parse JSON; what Python refuses, also for its depth or the size of a number, is ``Bad``."""
-    try:
-        return json.loads(text.decode(errors="replace") if isinstance(text, bytes) else text)
-    except json.JSONDecodeError as err:
-        return Bad(f"not JSON ({err.msg} at column {err.colno}). Mend or remove it.")
-    except (RecursionError, ValueError) as err:
-        return Bad(f"JSON that cannot be read ({err}). Remove it.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +103,20 @@ class JsonChunk:
 @lru_cache(maxsize=1)
 def _json_entries(file: SourceFile) -> list[Any]:
     found = parse_json(file.path.read_bytes())
-    if isinstance(found, dict):  # {"data": [...]}, as some exports have it
-        lists = [value for value in found.values() if isinstance(value, list)]
-        found = lists[0] if len(lists) == 1 else [found]
+    if isinstance(found, dict):
+        found = _wrapped(found) or [found]
     if isinstance(found, Bad):
         raise ValueError(f"{file.name}: {found.reason}")
     return found if isinstance(found, list) else [found]
+
+
+def _wrapped(found: dict[str, Any]) -> list[Any] | None:
+    """Take the list out of ``{"version": 1, "data": [...]}``; None for a record, whose lists are its own."""
+    lists = [value for value in found.values() if isinstance(value, list)]
+    if len(lists) != 1 or any(name in found for name in _OF_RECORDS):
+        return None
+    objects = all(isinstance(entry, dict) for entry in lists[0])
+    return lists[0] if objects or len(found) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +133,21 @@ class TableChunk:
         """Read the rows as dicts of the column names."""
         with self.file.path.open("rb") as file:
             file.seek(self.start)
-            text = file.read(self.stop - self.start).decode("utf-8", errors="replace")
-        lines = text.splitlines(keepends=True)
+            # What is no UTF-8 stays recognisable, so that the row it is in can be told.
+            text = file.read(self.stop - self.start).decode(errors="surrogateescape")
+        lines = list(io.StringIO(text, newline=""))  # ends of lines alone, no other separators of Unicode
         reader = csv.reader(lines, delimiter=self.separator)
         offset, done = self.start, 0
         for row in reader:
             place = Line(self.file.name, self.file.path, offset)
-            offset += sum(len(line.encode()) for line in lines[done : reader.line_num])
+            read = "".join(lines[done : reader.line_num]).encode(errors="surrogateescape")
+            offset += len(read)
             done = reader.line_num
             if not row:
                 continue
-            if len(row) != len(self.names):
+            if isinstance(as_text := decode(read), Bad):
+                yield place, as_text
+            elif len(row) != len(self.names):
                 yield place, Bad(f"{len(row)} cells, but {len(self.names)} columns {list(self.names)}.")
             else:
                 yield place, dict(zip(self.names, row, strict=True))
@@ -164,7 +162,7 @@ class FileChunk:
     def records(self) -> Iterator[tuple[Place, Record]]:
         """Read the files whole."""
         for file in self.files:
-            yield file.name, file.path.read_text(encoding="utf-8", errors="replace")
+            yield file.name, decode(file.path.read_bytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +252,7 @@ def file_chunks(
     for file in files:
         cut = _CUT.get(file.suffix)
         if cut is None:
+            _refuse_unnamed_records(file)
             texts.append(file)
         else:
             chunks += cut(file, chunk_bytes)
@@ -263,6 +262,16 @@ def file_chunks(
             "one kind."
         )
     return chunks or list(_grouped(texts, chunk_bytes))
+
+
+def _refuse_unnamed_records(file: SourceFile) -> None:
+    """Refuse a file of JSON objects whose name does not say so: it would be one document of braces."""
+    with file.path.open("rb") as opened:
+        line = opened.readline(1 << 20)
+    if not file.suffix and line.startswith(b"{") and isinstance(parse_json(line), dict):
+        raise ValueError(
+            f"{file.name} holds JSON objects, a line each. Name it .jsonl, or .txt for one document."
+        )
 
 
 def _cut_lines(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
@@ -297,8 +306,10 @@ def _cut_table(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
         raise ValueError(f"{file.name}: a quote is opened and never closed. Mend the file.")
     if edges[-1] != at:
         edges.append(at)
-    text = b"".join(head).decode("utf-8", errors="replace").removeprefix("\ufeff")
-    names = tuple(next(csv.reader(text.splitlines(keepends=True), delimiter=separator), []))
+    text = decode(b"".join(head))
+    if isinstance(text, Bad):
+        raise ValueError(f"{file.name}, line 1: {text.reason}")
+    names = tuple(next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), []))
     if not names or len(set(names)) != len(names):
         raise ValueError(
             f"{file.name}: its first line {text[:80]!r} gives no column names, each once. Put one there."

@@ -27,6 +27,7 @@ from lightning_thd.packing.lengths import check_count, check_type
 Source = MapDataset | Dataset | str | Path | list[str | Path]  # type: ignore[type-arg]  # jsonargparse wants it bare
 Packed = Literal["auto", "sequences", "packs", "off"]
 
+_READER = 2  # of records: 1 put other signs in the place of what is no UTF-8
 _SHOW_FROM = 2  # chunks: a bar for less is noise
 
 
@@ -102,7 +103,7 @@ class Opener:
             store = TokenStore.open(source)
             return Opened(dataset=store, key={"store": store.fingerprint})
         files = find_files(source, cache_dir=self.cache_dir)
-        key = {"files": [file.content for file in files], "suffixes": sorted({file.suffix for file in files})}
+        key = {"files": [file.content for file in files], "suffixes": [file.suffix for file in files]}
         name = str(source) if isinstance(source, str | Path) else f"{len(files)} files"
         if self.records in ("auto", "ids") and all(file.suffix in COLUMNS for file in files):
             rows = open_columns(files, text_key=self.text_key, cache_dir=self.cache_dir)
@@ -128,7 +129,7 @@ class Opener:
         tokenizer = load_tokenizer(self.tokenizer)
         known = tokenizer_fingerprint(tokenizer)
         how = {"tokenizer": known, "text_key": self.text_key, "append_eos": self.append_eos}
-        how |= {"records": self.records, "on_error": self.on_error}
+        how |= {"records": self.records, "on_error": self.on_error, "reader": _READER}
 
         def parts(first: int) -> Iterator[Rows]:
             kind = find_kind(chunks, records=self.records, text_key=self.text_key, on_error=self.on_error)

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_thd.data.read.records import Bad, Record, file_chunks
+from lightning_thd.data.read.decode import Bad
+from lightning_thd.data.read.records import Record, file_chunks
 from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.packing.lengths import as_integers, check_count
 
@@ -31,14 +32,19 @@ class ByteTokenizer:
         return "ByteTokenizer()"
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> NDArray[np.uint16]:
-        """Return uint16 ids ``[bytes + 1]``, or ``[bytes]`` without special tokens."""
+        """Return uint16 ids ``[bytes + 1]``, or ``[bytes]`` without special tokens.
+
+        Raises:
+            TypeError: for what is no string.
+            ValueError: for half of a surrogate pair, which no byte stands for.
+        """
         if not isinstance(text, str):
             raise TypeError(f"ByteTokenizer got a {type(text).__name__}. Pass a string.")
         if not isinstance(add_special_tokens, bool):
             raise TypeError(
                 f"add_special_tokens is a {type(add_special_tokens).__name__}. Pass True or False."
             )
-        ids = np.frombuffer(text.encode("utf-8", errors="replace"), np.uint8).astype(np.uint16)
+        ids = np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
         return np.append(ids, np.uint16(self.eos_token_id)) if add_special_tokens else ids
 
     def decode(self, ids: NDArray[np.integer]) -> str:
@@ -82,6 +88,10 @@ def text_of(record: Record, text_key: str) -> str:
         ValueError: when there is none under the key.
     """
     text = record.get(text_key) if isinstance(record, dict) else record
+    if isinstance(record, dict) and text_key in record and not isinstance(text, str):
+        raise ValueError(
+            f"the key {text_key!r} holds a {type(text).__name__}, wanted a string. Mend or remove it."
+        )
     if not isinstance(text, str):
         found = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise ValueError(

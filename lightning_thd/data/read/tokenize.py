@@ -15,8 +15,9 @@ from tqdm import tqdm
 
 from lightning_thd._imports import require
 from lightning_thd.data.read.conversations import Kind, Records, kind_of
+from lightning_thd.data.read.decode import Bad
 from lightning_thd.data.read.encode import Encoder
-from lightning_thd.data.read.records import Bad, Chunk
+from lightning_thd.data.read.records import Chunk
 from lightning_thd.data.read.text import text_of
 from lightning_thd.data.store.journal import Rows, Skipped
 from lightning_thd.data.store.measure import OnError

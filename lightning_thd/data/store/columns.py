@@ -26,7 +26,7 @@ class ColumnRows(Dataset[dict[str, NDArray[Any]]]):
     """
 
     def __init__(self, source: Any, names: list[str]) -> None:
-        self._source, self._names = source, names
+        self._source, self.names = source, names
         found = arrow_table(source)
         self.table = source() if found is None else found
         self._indices = None if found is None else getattr(source, "_indices", None)
@@ -44,7 +44,7 @@ class ColumnRows(Dataset[dict[str, NDArray[Any]]]):
         return {name: column.row(at) for name, column in self._columns.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ColumnRows, (self._source, self._names)
+        return ColumnRows, (self._source, self.names)
 
 
 class _Column:
@@ -90,6 +90,15 @@ def arrow_table(dataset: object) -> Any | None:
     if table is None or (getattr(dataset, "format", None) or {}).get("type") == "custom":
         return None
     return table
+
+
+def visible_columns(dataset: object, table: Any) -> list[str]:
+    """Name the columns that samples show: a dataset's ``with_format(columns=...)`` hides the others."""
+    if isinstance(dataset, ColumnRows):
+        return dataset.names
+    shown = (getattr(dataset, "format", None) or {}).get("columns")
+    names: list[str] = table.column_names
+    return names if shown is None else [name for name in names if name in shown]
 
 
 def visible(dataset: object, values: NDArray[Any]) -> NDArray[Any]:
@@ -152,7 +161,10 @@ def count_columns(dataset: object) -> Counted | None:
         columns.
     """
     table = arrow_table(dataset)
-    if table is None or not is_list(table, "input_ids"):
+    if table is None:
+        return None
+    table = table.select(visible_columns(dataset, table))
+    if not is_list(table, "input_ids"):
         return None
     if "labels" in table.column_names and not is_list(table, "labels"):
         return None
@@ -215,12 +227,19 @@ def _why(dataset: object, i: int) -> str:
     return why_bad(row) or "ids that cannot be read"
 
 
+def holds_bools(values: object) -> bool:
+    """Say whether a list has bools among its entries, which numpy would turn into 0 and 1."""
+    return isinstance(values, list | tuple) and bool in set(map(type, values))
+
+
 def why_bad(sample: dict[str, Any]) -> str | None:
     """Say what is wrong with the ids and labels of a sample; None where they are as they should be."""
     arrays: dict[str, NDArray[Any]] = {}
     for name, least in (("input_ids", 0), ("labels", -100)):
         if name not in sample:
             continue
+        if holds_bools(sample[name]):
+            return f"{name} holds True or False among its numbers. Give integers."
         try:
             values = np.asarray(sample[name])
         except (TypeError, ValueError, RuntimeError) as err:

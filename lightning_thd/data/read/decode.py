@@ -1,0 +1,42 @@
+"""Bytes of a record -> text or JSON, or why they are neither."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A record that cannot be read, and why."""
+
+    reason: str
+
+
+def parse_json(text: str | bytes) -> Any | Bad:
+    """Parse JSON; what Python refuses, also for its depth or the size of a number, is ``Bad``."""
+    try:
+        return json.loads(text.decode() if isinstance(text, bytes) else text)
+    except UnicodeDecodeError as err:
+        return Bad(_not_text(err))
+    except json.JSONDecodeError as err:
+        return Bad(f"not JSON ({err.msg} at column {err.colno}). Mend or remove it.")
+    except (RecursionError, ValueError) as err:
+        return Bad(f"JSON that cannot be read ({err}). Remove it.")
+
+
+def decode(data: bytes) -> str | Bad:
+    """Decode UTF-8, with or without a byte-order mark; what is no text is ``Bad``."""
+    try:
+        text = data.removeprefix(b"\xef\xbb\xbf").decode()
+    except UnicodeDecodeError as err:
+        return Bad(_not_text(err))
+    if "\0" in text:
+        return Bad(f"holds a null byte at {text.index(chr(0))}, so it is no text. Leave it out.")
+    return text
+
+
+def _not_text(err: UnicodeDecodeError) -> str:
+    byte = err.object[err.start]
+    return f"not UTF-8 (byte 0x{byte:02x} at {err.start}). Write it anew in UTF-8, or leave it out."

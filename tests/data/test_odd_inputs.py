@@ -1,0 +1,246 @@
+"""Inputs that people have, and that trained on wrong tokens without a word: read right now, or refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_thd import THDDataModule
+from lightning_thd.data import ByteTokenizer
+
+Read = list[tuple[list[int], list[int]]]
+
+
+def read(source: Any, cache: Path, **options: Any) -> Read:
+    """Ids and targets of every sequence of an epoch, in the order of the data."""
+    data = THDDataModule(source, capacity=512, cache_dir=cache / ".cache", **options)
+    data.setup("fit")
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for step in data.train_steps():
+        for batch in step.microbatches:
+            columns = batch.unpack(batch.input_ids), batch.unpack(batch.targets)
+            for i, ids, targets in zip(batch.sequence_ids, *columns, strict=True):
+                found[i] = ids.tolist(), targets.tolist()
+    return [found[i] for i in sorted(found)]
+
+
+def texts(source: Any, cache: Path, **options: Any) -> list[str]:
+    return [ByteTokenizer().decode(np.array(ids)) for ids, _ in read(source, cache, **options)]
+
+
+def lines(*records: Any) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+UTF16 = "hello".encode("utf-16")
+TEXTS: dict[str, tuple[str, str | bytes, list[str]]] = {
+    "byte-order mark of text": ("a.txt", b"\xef\xbb\xbfhello", ["hello"]),
+    "byte-order mark of lines": ("a.jsonl", b"\xef\xbb\xbf" + lines({"text": "a"}).encode(), ["a"]),
+    "byte-order mark of a table": ("a.csv", b"\xef\xbb\xbftext,x\nhello,1\n", ["hello"]),
+    "carriage returns": ("a.jsonl", '{"text": "a"}\r\n{"text": "b"}\r\n', ["a", "b"]),
+    "quoted line ends": ("a.csv", 'text,x\r\n"a\r\nb",1\r\nc,2\r\n', ["a\r\nb", "c"]),
+    "line separators of Unicode": (
+        "a.csv",
+        "text\na\u2028b\nc\x0cd\ne\x0bf\ng\x85h\n",
+        ["a\u2028b", "c\x0cd", "e\x0bf", "g\x85h"],
+    ),
+    "inch marks": ("a.csv", 'text,x\n5" pipe,1\n6" pipe,2\n', ['5" pipe', '6" pipe']),
+    "lists of one record": ("a.json", json.dumps({"text": "a", "tags": ["x", "y"]}), ["a"]),
+    "wrapped records": ("a.json", json.dumps({"version": 1, "data": [{"text": "a"}]}), ["a"]),
+    "strings": ("a.json", '["a", "b"]', ["a", "b"]),
+    "several members": ("a.jsonl.gz", gzip.compress(lines({"text": "a"}).encode()) * 2, ["a", "a"]),
+    "capital suffix": ("A.JSONL", lines({"text": "a"}), ["a"]),
+    "brackets in the name": ("a[1].jsonl", lines({"text": "a"}), ["a"]),
+    "blank lines": ("a.jsonl", "\n\n" + lines({"text": "a"}) + "\n", ["a"]),
+}
+IDS = {"input_ids": [1, 2, 3]}
+REFUSED: dict[str, tuple[str, str | bytes, str]] = {
+    "Latin-1 text": ("a.txt", b"caf\xe9", r"a.txt: not UTF-8 \(byte 0xe9 at 3\). Write it anew"),
+    "Latin-1 lines": ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2: not UTF-8"),
+    "Latin-1 cells": ("a.csv", b"text\na\ncaf\xe9\n", "line 3: not UTF-8"),
+    "Latin-1 names of columns": ("a.csv", b"t\xe9xt\na\n", "line 1: not UTF-8"),
+    "UTF-16": ("a.txt", UTF16, "not UTF-8"),
+    "UTF-16 without a mark": ("a.txt", UTF16[2:], "a null byte at 1, so it is no text"),
+    "half a pair": ("a.jsonl", '{"text": "a\\ud800"}\n', "line 1: .*surrogates not allowed"),
+    "lines without a suffix": (
+        "lines",
+        lines({"text": "a"}),
+        "holds JSON objects, a line each. Name it .jsonl",
+    ),
+    "trailing comma": ("a.jsonl", '{"text": "a"},\n', "line 1: not JSON"),
+    "array among lines": ("a.jsonl", lines([{"text": "a"}]), "line 1: a list, wanted one JSON object"),
+    "text that is null": (
+        "a.jsonl",
+        lines({"text": None}),
+        "the key 'text' holds a NoneType, wanted a string",
+    ),
+    "packed by another name": ("a.jsonl.gz", lines({"text": "a"}), "damaged, it cannot be unpacked"),
+    "damaged": ("a.jsonl.gz", gzip.compress(b"x" * 999)[:-9], "damaged, it cannot be unpacked"),
+    "padding": (
+        "a.jsonl",
+        lines({**IDS, "attention_mask": [1, 1, 0]}),
+        "attention_mask is not all ones. Cut",
+    ),
+    "weights": (
+        "a.jsonl",
+        lines({**IDS, "weights": [1, 1, 0]}),
+        "weights beside input_ids: .* Write Parquet",
+    ),
+    "packs": ("a.jsonl", lines({**IDS, "position_ids": [0, 1, 0]}), "position_ids beside input_ids"),
+    "lengths": ("a.jsonl", lines({**IDS, "lengths": [1, 2]}), "lengths beside input_ids"),
+    "labels later": (
+        "a.jsonl",
+        lines(IDS, {**IDS, "labels": [1, 2, 3]}),
+        "line 2: it has labels, .* Give all, or none",
+    ),
+    "labels first": (
+        "a.jsonl",
+        lines({**IDS, "labels": [1, 2, 3]}, IDS),
+        "line 2: it has none, .* Give all, or none",
+    ),
+    "bools": ("a.jsonl", '{"input_ids": [true, 7]}\n', "input_ids holds true or false among its ids"),
+}
+
+
+def write(folder: Path, name: str, content: str | bytes) -> Path:
+    file = folder / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return file
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_text_is_read_as_it_is_meant(case: str, tmp_path: Path) -> None:
+    name, content, wanted = TEXTS[case]
+    assert texts(write(tmp_path, name, content), tmp_path) == wanted
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_train_on_something_else_is_refused(case: str, tmp_path: Path) -> None:
+    name, content, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        read(write(tmp_path, name, content), tmp_path)
+
+
+def test_bad_bytes_are_skipped_row_by_row(tmp_path: Path) -> None:
+    table = write(tmp_path, "a.csv", b"text,x\na,1\ncaf\xe9,2\nb,3\n")
+    data = write(tmp_path, "a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n{"text": "b"}\n')
+    for file in (table, data):
+        assert texts(file, tmp_path, on_error="skip") == ["a", "b"]
+
+
+def test_a_file_that_is_named_twice_is_said(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.jsonl", lines({"text": "a"}))
+    (tmp_path / "b.jsonl").symlink_to(file)
+    for source in ([file, file], [str(tmp_path / "a*.jsonl"), str(file)], tmp_path):
+        with pytest.warns(UserWarning, match="is the same file as .*so its records are used twice"):
+            assert texts(source, tmp_path) == ["a", "a"]
+
+
+def test_files_of_one_name_in_several_folders_are_several(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, "x.jsonl", lines({"text": name}))
+        write(tmp_path / name, "._x.jsonl", b"\x00\x05")  # what a Mac leaves behind
+    assert texts(tmp_path, tmp_path) == ["a", "b"]
+
+
+def _parquet(folder: Path, **columns: Any) -> Path:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = folder / f"{len(list(folder.glob('*.parquet')))}.parquet"
+    pq.write_table(pa.table(columns), file)
+    return file
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_files_of_which_some_have_labels_are_refused(tmp_path: Path, order: int) -> None:
+    tables: list[dict[str, Any]] = [{"input_ids": [[1, 2]], "labels": [[-100, 2]]}, {"input_ids": [[3, 4]]}]
+    for columns in tables[::order]:
+        _parquet(tmp_path, **columns)
+    with pytest.raises(ValueError, match=r"different columns: .*'labels'.* Write them alike"):
+        read(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "next_label"])
+def test_columns_that_a_file_cannot_give_are_refused(tmp_path: Path, name: str) -> None:
+    file = _parquet(tmp_path, input_ids=[[1, 2]], **{name: [1.0]})
+    with pytest.raises(ValueError, match=f"has the column '{name}' beside its ids.*load_dataset"):
+        read(file, tmp_path)
+
+
+def test_lists_of_every_kind_of_arrow(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    kinds = [pa.large_list(pa.int64()), pa.list_(pa.int32(), 2), pa.list_(pa.int8()), pa.list_(pa.uint64())]
+    for k, kind in enumerate(kinds):
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        file = _parquet(folder, input_ids=pa.array([[1, 2], [3, 4]], kind))
+        assert [ids for ids, _ in read(file, tmp_path)] == [[1, 2], [3, 4]]
+
+
+def _datasets() -> dict[str, Callable[[], Any]]:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict(
+        {"input_ids": [[1, 2], [3, 4, 5], [6]], "labels": [[-100, 2], [3, -100, 5], [6]]}
+    )
+    return {
+        "selection": lambda: table.select([2, 0]),
+        "slice": lambda: table.select(range(1, 3)),
+        "filter": lambda: table.filter(lambda row: len(row["input_ids"]) > 1),
+        "shuffle": lambda: table.shuffle(seed=3),
+        "joined": lambda: datasets.concatenate_datasets([table.select([2]), table.select(range(2))]),
+        "torch": lambda: table.with_format("torch"),
+        "hidden labels": lambda: table.with_format("numpy", columns=["input_ids"]),
+        "next label": lambda: table.add_column("next_label", [7, 8, 9]),
+        "transform": lambda: table.with_transform(
+            lambda rows: {"input_ids": [[9, 8] for _ in rows["input_ids"]]}
+        ),
+        "subset": lambda: torch.utils.data.Subset(table, [2, 1]),
+        "concatenated": lambda: torch.utils.data.ConcatDataset([table.select([1]), table.select([0])]),
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("selection", "slice", "filter", "shuffle", "joined", "torch", "hidden labels"),
+        *("next label", "transform", "subset", "concatenated"),
+    ],
+)
+def test_views_of_datasets_give_what_their_samples_show(tmp_path: Path, name: str) -> None:
+    view = _datasets()[name]()
+    rows = []
+    for i in range(len(view)):  # sample by sample, as a list would give them
+        row = view[i]
+        rows.append({key: value if np.ndim(value) == 0 else np.asarray(value) for key, value in row.items()})
+    assert read(view, tmp_path) == read(rows, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"input_ids": [True, 7]}], "input_ids holds True or False among its numbers"),
+        ([{"input_ids": [1, 2], "labels": [True, 2]}], "labels holds True or False"),
+        ([{"input_ids": np.array([1, 2], object)}], "dtype object"),
+        (np.ones((3, 4), int), "Row 0 of the dataset is a ndarray, wanted a dict"),
+        ([[1, 2, 3]], "Row 0 of the dataset is a list, wanted a dict"),
+        (torch.utils.data.TensorDataset(torch.ones(3)), "Row 0 of the dataset is a tuple, wanted a dict"),
+    ],
+)
+def test_rows_that_are_none_are_refused(tmp_path: Path, rows: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        read(rows, tmp_path)
+
+
+def test_a_frame_of_pandas_says_how_to_pass_it(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"input_ids": [[1, 2], [3]]})
+    with pytest.raises(TypeError, match=r"DataFrame\[0\] raised KeyError"):
+        read(frame, tmp_path)
+    assert [ids for ids, _ in read(frame.to_dict("records"), tmp_path)] == [[1, 2], [3]]
