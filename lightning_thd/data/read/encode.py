@@ -225,7 +225,8 @@ class Encoder:
         eos = self._eos
         if eos is None or not self.append_eos or (len(row) and row[-1] == eos):
             return row
-        return np.append(row.astype(np.int64), eos)
+        fits = row.dtype.kind in "iu" and eos <= np.iinfo(row.dtype).max
+        return np.append(row if fits else row.astype(np.int64), np.array([eos], row.dtype if fits else None))
 
     @property
     def _eos(self) -> int | None:
