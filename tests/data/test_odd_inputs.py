@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
     "text that is null": (
         "a.jsonl",
         lines({"text": None}),
-        "the key 'text' holds a NoneType, wanted a string",
+        "no string under the key 'text' but a NoneType",
     ),
     "packed by another name": ("a.jsonl.gz", lines({"text": "a"}), "damaged, it cannot be unpacked"),
     "damaged": ("a.jsonl.gz", gzip.compress(b"x" * 999)[:-9], "damaged, it cannot be unpacked"),

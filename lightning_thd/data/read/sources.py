@@ -129,7 +129,7 @@ class Opener:
         tokenizer = load_tokenizer(self.tokenizer)
         known = tokenizer_fingerprint(tokenizer)
         how = {"tokenizer": known, "text_key": self.text_key, "append_eos": self.append_eos}
-        how |= {"records": self.records, "on_error": self.on_error, "reader": _READER}
+        how |= {"records": self.records, "on_error": self.on_error, "reader": str(_READER)}
 
         def parts(first: int) -> Iterator[Rows]:
             kind = find_kind(chunks, records=self.records, text_key=self.text_key, on_error=self.on_error)

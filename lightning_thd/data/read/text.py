@@ -90,7 +90,7 @@ def text_of(record: Record, text_key: str) -> str:
     text = record.get(text_key) if isinstance(record, dict) else record
     if isinstance(record, dict) and text_key in record and not isinstance(text, str):
         raise ValueError(
-            f"the key {text_key!r} holds a {type(text).__name__}, wanted a string. Mend or remove it."
+            f"no string under the key {text_key!r} but a {type(text).__name__}. Mend or remove the record."
         )
     if not isinstance(text, str):
         found = sorted(record) if isinstance(record, dict) else type(record).__name__
