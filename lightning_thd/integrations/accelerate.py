@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lightning_thd._checks import described
+from lightning_thd._checks import described, instance
 from lightning_thd._imports import require
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
@@ -67,6 +67,7 @@ def prepare_thd(
     """
     require("accelerate", feature="prepare_thd")
     _refuse_parallelism(accelerator)
+    instance(model, "model", nn.Module, advice="Pass the model itself.")
     rank, ranks, group = _data_rank(accelerator)
     shared = share_packs(
         model,

@@ -63,6 +63,7 @@ def prepare_fabric(
         ValueError: for data of another kind, and for an optimizer of parameters that were replaced.
     """
     instance(fabric, "fabric", Fabric, advice="Pass a lightning Fabric that was launched.")
+    instance(model, "model", nn.Module, advice="Pass the model itself.")
     rank, ranks, group = _data_rank(fabric)
     shared = share_packs(
         model,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 import tempfile
 from pathlib import Path
@@ -21,10 +23,15 @@ def _written(rng: random.Random) -> dict[str, Any]:
     return {"series": dict(SERIES), "file": HERE / "x.png", "theme": rng.choice(["light", "dark"])}
 
 
+def _show_quietly(**given: Any) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        show(**given)
+
+
 TABLE = {
     "report.picture": Entry(picture, _written),
     "report.page": Entry(page, lambda rng: {**_written(rng), "file": HERE / "x.html"}),
     "report.table": Entry(table, lambda _: {"series": dict(SERIES)}),
     "report.read_metrics": Entry(read_metrics, lambda _: {"folder": HERE / "run"}),
-    "report.show": Entry(show, lambda _: {"folder": HERE / "run", "theme": "light"}),
+    "report.show": Entry(_show_quietly, lambda _: {"folder": HERE / "run", "theme": "light"}),
 }

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_thd.data.read.decode import Bad
+from lightning_thd.data.read.files import find_files
 from lightning_thd.data.read.records import Record, file_chunks
 from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.packing.lengths import as_integers, check_count
@@ -64,10 +65,11 @@ def read_documents(path: str | Path, *, text_key: str = "text") -> Iterator[str]
         text_key: the key of the text in a record.
 
     Raises:
+        TypeError: for what is no path.
         ValueError: for a path that does not exist, a folder without data, and a record that cannot be read
             or lacks the key; the message names file and line.
     """
-    for chunk in file_chunks(path):
+    for chunk in file_chunks(find_files(path)):
         for place, record in chunk.records():
             try:
                 if isinstance(record, Bad):
