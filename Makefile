@@ -48,9 +48,11 @@ soak: .venv/.installed
 
 chaos: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.chaos --kills $(KILLS) --minutes $(MINUTES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.caches
 
 fuzz: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(CALLS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.mixtures --planner $(CALLS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.combinations $(COMBINATIONS) --minutes $(MINUTES)
 
 determinism security: .venv/.installed

@@ -21,6 +21,14 @@ ROWS = st.lists(st.lists(st.integers(0, 70_000), max_size=9), max_size=12)
 
 
 @given(rows=ROWS)
+def test_documents_of_a_list_of_files(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
+    assert list(read_documents([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])) == ["a", "b"]
+    with pytest.raises(TypeError, match="A int names no file. Give a path, a glob, or a list"):
+        list(read_documents(3))  # type: ignore[arg-type]
+
+
 def test_store_gives_every_row_back(rows: list[list[int]]) -> None:
     store = TokenStore.from_rows(rows)
     assert [store[i]["input_ids"].tolist() for i in range(len(store))] == rows

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_thd.data.read.decode import Bad
-from lightning_thd.data.read.files import find_files
+from lightning_thd.data.read.files import Paths, find_files
 from lightning_thd.data.read.records import Record, file_chunks
 from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.packing.lengths import as_integers, check_count
@@ -56,7 +56,7 @@ class ByteTokenizer:
         return bytes(values[values < 256].astype(np.uint8)).decode("utf-8", errors="replace")
 
 
-def read_documents(path: str | Path, *, text_key: str = "text") -> Iterator[str]:
+def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
     """Yield the documents of files of text, or of records with text under a key.
 
     Args:
