@@ -32,7 +32,8 @@ def read(source: Any, cache: Path, **options: Any) -> Read:
 
 
 def texts(source: Any, cache: Path, **options: Any) -> list[str]:
-    return [ByteTokenizer().decode(np.array(ids)) for ids, _ in read(source, cache, **options)]
+    whole = {"oversize": "own_pack", **options}
+    return [ByteTokenizer().decode(np.array(ids)) for ids, _ in read(source, cache, **whole)]
 
 
 def lines(*records: Any) -> str:
@@ -51,6 +52,7 @@ TEXTS: dict[str, tuple[str, str | bytes, list[str]]] = {
         "text\na\u2028b\nc\x0cd\ne\x0bf\ng\x85h\n",
         ["a\u2028b", "c\x0cd", "e\x0bf", "g\x85h"],
     ),
+    "a cell of 200,000 signs": ("a.csv", f'text\n"{"x" * 200_000}"\n', ["x" * 200_000]),
     "inch marks": ("a.csv", 'text,x\n5" pipe,1\n6" pipe,2\n', ['5" pipe', '6" pipe']),
     "lists of one record": ("a.json", json.dumps({"text": "a", "tags": ["x", "y"]}), ["a"]),
     "wrapped records": ("a.json", json.dumps({"version": 1, "data": [{"text": "a"}]}), ["a"]),

@@ -136,13 +136,12 @@ class TableChunk:
             # What is no UTF-8 stays recognisable, so that the row it is in can be told.
             text = file.read(self.stop - self.start).decode(errors="surrogateescape")
         lines = list(io.StringIO(text, newline=""))  # ends of lines alone, no other separators of Unicode
-        reader = csv.reader(lines, delimiter=self.separator)
         offset, done = self.start, 0
-        for row in reader:
+        for row, line in _rows(lines, self.separator):
             place = Line(self.file.name, self.file.path, offset)
-            read = "".join(lines[done : reader.line_num]).encode(errors="surrogateescape")
+            read = "".join(lines[done:line]).encode(errors="surrogateescape")
             offset += len(read)
-            done = reader.line_num
+            done = line
             if not row:
                 continue
             if isinstance(as_text := decode(read), Bad):
@@ -151,6 +150,16 @@ class TableChunk:
                 yield place, Bad(f"{len(row)} cells, but {len(self.names)} columns {list(self.names)}.")
             else:
                 yield place, dict(zip(self.names, row, strict=True))
+
+
+def _rows(lines: list[str], separator: str) -> list[tuple[list[str], int]]:
+    """Parse a table: its rows, and the number of lines up to the end of each. Cells may be of any length."""
+    limit = csv.field_size_limit(2**31 - 1)  # of the process; documents are longer than its 128 KiB
+    try:
+        reader = csv.reader(lines, delimiter=separator)
+        return [(row, reader.line_num) for row in reader]
+    finally:
+        csv.field_size_limit(limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +275,11 @@ def file_chunks(
 
 def _refuse_unnamed_records(file: SourceFile) -> None:
     """Refuse a file of JSON objects whose name does not say so: it would be one document of braces."""
+    if file.suffix:
+        return
     with file.path.open("rb") as opened:
         line = opened.readline(1 << 20)
-    if not file.suffix and line.startswith(b"{") and isinstance(parse_json(line), dict):
+    if line.startswith(b"{") and isinstance(parse_json(line), dict):
         raise ValueError(
             f"{file.name} holds JSON objects, a line each. Name it .jsonl, or .txt for one document."
         )
