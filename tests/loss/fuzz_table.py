@@ -12,6 +12,7 @@ from lightning_thd.loss import (
     PackedRollouts,
     causal_lm_logprobs,
     causal_lm_loss,
+    causal_lm_loss_and_stats,
     fused_linear_cross_entropy,
     fused_linear_distillation,
     fused_linear_logprobs,
@@ -213,6 +214,10 @@ def _static() -> None:
 TABLE = {
     "loss.static_shapes": Entry(_static, lambda _: {}),
     "loss.causal_lm_loss": Entry(causal_lm_loss, _model_loss),
+    "loss.causal_lm_loss_and_stats": Entry(
+        causal_lm_loss_and_stats,
+        lambda rng: {"model": MODEL, "batch": BATCH, "label_smoothing": rng.choice([0.0, 0.1])},
+    ),
     "loss.causal_lm_logprobs": Entry(
         causal_lm_logprobs,
         lambda rng: {"model": MODEL, "batch": BATCH, "temperature": 0.5, "entropy": True, "top_k": 2},
