@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from lightning_thd._checks import instance
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.loss.checks import check_tensors
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
@@ -41,9 +42,11 @@ def loss_weights(
         of zero leaves nothing to do, and factors: ``[T]``, or one number for all.
 
     Raises:
+        TypeError: for another batch.
         ValueError: for what does not fit the batch.
     """
-    if reduction not in get_args(Reduction):
+    instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")
+    if not isinstance(reduction, str) or reduction not in get_args(Reduction):
         raise ValueError(f"reduction is {reduction!r}, wanted 'tokens' or 'sequences'.")
     check_tensors(**{"weights": weights} if weights is not None else {})
     check_tensors(**{"class_weights": class_weights} if class_weights is not None else {})

@@ -193,13 +193,14 @@ def _mtp(rng: random.Random) -> dict[str, Any]:
 
 
 def _model_loss(rng: random.Random) -> dict[str, Any]:
+    smoothed = rng.random() < 0.5
     return {
         "model": MODEL,
         "batch": BATCH,
         "reduction": rng.choice(["tokens", "sequences"]),
         "weights": rng.choice([None, torch.rand(3)]),
-        "class_weights": rng.choice([None, torch.rand(64)]),
-        "label_smoothing": rng.choice([0.0, 0.1]),
+        "class_weights": None if smoothed else torch.rand(64),
+        "label_smoothing": 0.1 if smoothed else 0.0,
         "z_loss": rng.choice([None, 1e-4]),
         "mtp_weight": 0.3,
         "return_parts": rng.random() < 0.5,
