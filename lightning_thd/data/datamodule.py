@@ -33,7 +33,13 @@ from lightning_thd.data.sets import DataSet, is_mixture, named_sources, open_mix
 from lightning_thd.data.source_log import SourceLog
 from lightning_thd.data.store.index import Empty
 from lightning_thd.data.store.measure import OnError
-from lightning_thd.data.stream_link import as_stream, refuse_repeats, refuse_streams, stream_policies
+from lightning_thd.data.stream_link import (
+    as_stream,
+    refuse_repeats,
+    refuse_streams,
+    stream_policies,
+    stream_shares,
+)
 from lightning_thd.data.streams import Stream, StreamLoader, StreamMixture, stream_loader
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
@@ -276,12 +282,7 @@ class THDDataModule(L.LightningDataModule):
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
         if self._stream is not None:
             loader = self._streamed(self._stream, self._train_kind)
-            if loader.source_names:
-                self._shares = ShareLog(
-                    names=loader.source_names,
-                    tokens_of=lambda epoch, step, dp: loader.next_tokens(),
-                    per_step=loader.per_step,
-                )
+            self._shares = stream_shares(loader)
             return loader
         planner = self._planner("train") if "train" in self._sets else None
         if isinstance(planner, MixturePlanner):
@@ -309,11 +310,11 @@ class THDDataModule(L.LightningDataModule):
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Log what each source of a mixture gave and lost; Lightning calls this with every batch."""
-        if self.trainer is not None and self.trainer.training:
-            if self._shares is not None:
-                self._shares.update(self.trainer, self.trainer.current_epoch, self._host.ranks)
-            if self._source_log is not None:
-                self._source_log.begin(self.trainer, batch, self._host.ranks)
+        trainer = self.trainer if self.trainer is not None and self.trainer.training else None
+        if trainer is not None and self._shares is not None:
+            self._shares.update(trainer, trainer.current_epoch, self._host.ranks)
+        if trainer is not None and self._source_log is not None:
+            self._source_log.begin(trainer, batch, self._host.ranks)
         return batch
 
     def teardown(self, stage: str) -> None:

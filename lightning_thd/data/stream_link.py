@@ -8,12 +8,13 @@ from functools import partial
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_thd.data.mixing import ShareLog
 from lightning_thd.data.planning import PlanSettings
 from lightning_thd.data.read.encode import load_tokenizer
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import is_mixture, weighted
 from lightning_thd.data.store.measure import OnError
-from lightning_thd.data.streams import Stream, StreamMixture, StreamPolicies, is_stream
+from lightning_thd.data.streams import Stream, StreamLoader, StreamMixture, StreamPolicies, is_stream
 from lightning_thd.packing.mixtures import Mixing
 
 
@@ -52,6 +53,17 @@ def _is_streamed(given: object) -> bool:
     """Say whether a source of a mixture, with its weight, can only be iterated."""
     source = given[0] if isinstance(given, tuple | list) and len(given) == 2 else given
     return isinstance(source, Stream) or is_stream(source)
+
+
+def stream_shares(loader: StreamLoader) -> ShareLog | None:
+    """Make the log of what the sources of a mixture of streams gave; None for a single stream."""
+    if not loader.source_names:
+        return None
+    return ShareLog(
+        names=loader.source_names,
+        tokens_of=lambda epoch, step, dp: loader.next_tokens(),
+        per_step=loader.per_step,
+    )
 
 
 def refuse_streams(sources: Mapping[str, object]) -> None:
