@@ -154,7 +154,8 @@ def _leave(model: Any, args: tuple[Any, ...], output: Any) -> Any:
     if scope.pack is None or output is None:
         return None
     pooled = a_row_a_sequence(model, scope.pack, output) if may_pool(model) else None
-    if scope.outer is None or scope.outer.module is None:
+    outermost = scope.outer is None or scope.outer.module is None
+    if outermost and not torch.compiler.is_compiling():  # a trace would take outputs for inputs of a graph
         refuse_one_row(model, scope.pack, output)
     return pooled
 
