@@ -43,7 +43,6 @@ MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
     "Qwen3NextGatedDeltaNet": _DELTA,
     "Qwen3_5GatedDeltaNet": _DELTA,
     "Qwen3_5MoeGatedDeltaNet": _DELTA,
-    "Qwen4ExpTextGatedDeltaNet": _DELTA,
     "OlmoHybridGatedDeltaNet": _DELTA,
     "KimiLinearDeltaAttention": _DELTA,
     "BailingHybridDeltaAttention": _DELTA,
