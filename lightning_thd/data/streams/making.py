@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_thd._checks import choice, instance, whole_number
 from lightning_thd.batch import THDBatch
 from lightning_thd.data.read.encode import Tokenizer, tokenizer_fingerprint
 from lightning_thd.data.streams.engine import Settings
@@ -71,6 +72,12 @@ def stream_loader(
     Raises:
         ValueError: for a source that is no stream, and policies that a stream cannot keep.
     """
+    instance(stream, "stream", Stream, StreamMixture, advice="Pass Stream(source).")
+    instance(policies, "policies", StreamPolicies, advice="Pass StreamPolicies(capacity=..., ...).")
+    instance(host, "host", Host, advice="Pass Host(rank=..., ranks=...).")
+    choice(kind, "kind", "pack", "step")
+    if parts is not None:
+        whole_number(parts, "parts", least=1, advice="It is the number of parts of the sources.")
     if host.sharing is not None:
         raise ValueError(
             "context_parallel_size='dynamic' plans a degree for every microbatch from all lengths, which a "
