@@ -14,6 +14,9 @@ from torch import Tensor
 
 Starts = tuple[int, ...]
 
+# Calls whose index arrays are kept: those of a pack or two; every layer asks again, forward and backward.
+_KEPT = 128
+
 
 def take(x: Tensor, starts: Starts, length: int, lengths: Starts | None = None) -> Tensor:
     """Read ``length`` rows from every start.
@@ -78,7 +81,7 @@ def _spacing(starts: Starts) -> int | None:
     return step if even else None
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_KEPT)
 def _indices(starts: Starts, length: int, lengths: Starts | None) -> Tensor:
     grid = np.arange(length)[None, :]
     if lengths is not None:
@@ -86,7 +89,7 @@ def _indices(starts: Starts, length: int, lengths: Starts | None) -> Tensor:
     return torch.from_numpy((np.array(starts)[:, None] + grid).ravel())
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_KEPT)
 def _indices_of_real(starts: Starts, length: int, lengths: Starts | None) -> Tensor:
     if lengths is None:
         return _indices(starts, length, None)
@@ -95,12 +98,12 @@ def _indices_of_real(starts: Starts, length: int, lengths: Starts | None) -> Ten
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_KEPT)
 def _real_rows(length: int, lengths: Starts) -> Tensor:
     return torch.from_numpy(np.flatnonzero(_is_real(length, lengths)))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_KEPT)
 def _padded_rows(length: int, lengths: Starts) -> Tensor:
     return torch.from_numpy(np.flatnonzero(~_is_real(length, lengths)))
 
