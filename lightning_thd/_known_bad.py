@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownBad:
-    """One combination.
+    """One combination of installed versions and device that is known to fail, and what to do about it.
 
     Attributes:
         feature: import name of the package, or ``"graphs"``, that the combination breaks.
@@ -109,7 +109,7 @@ def known_problems(
 
 
 def _within(version: str | None, wanted: str) -> bool:
-    """Whether a version is one of those concerned; pre-releases and local builds count as their base."""
+    """Return whether a version is among those given; pre-releases and local builds count as their base."""
     if version is None:
         return False
     try:

@@ -106,7 +106,7 @@ MOVED = {
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules that stood at an old path."""
+    """Import finder for the modules that stood at an old path."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -116,7 +116,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads the module at the new path, which is then known under the old one too."""
+    """Import loader that gives the module at the new path under its old name too."""
 
     def __init__(self, new: str) -> None:
         self.new = new

@@ -134,7 +134,7 @@ class Requirement:
 
     @property
     def multiple(self) -> int:
-        """What the slots of the whole pack must be a multiple of."""
+        """Return what the number of slots of the whole pack must be a multiple of."""
         return self.rule.multiple * self.ranks
 
 
@@ -199,7 +199,7 @@ class Alignment:
         )
 
     def joined_with(self, other: Alignment) -> Alignment:
-        """Ask for both: multiples of 16 and of 24 together are multiples of 48."""
+        """Return the alignment that meets both: multiples of 16 and of 24 together are multiples of 48."""
         sequence = math.lcm(self.sequence_multiple, other.sequence_multiple)
         return Alignment(
             sequence_multiple=sequence,
@@ -238,7 +238,7 @@ class Alignment:
         return -(-total // self.total_multiple) * self.total_multiple
 
     def check(self, slots: int, *, padded_lengths: npt.ArrayLike | Tensor = ()) -> None:
-        """Raise what a kernel would raise later, with its name and what to do.
+        """Raise ValueError for lengths that break a kernel's or collective's rule, naming it and the remedy.
 
         Args:
             slots: slots T of the pack.

@@ -1,4 +1,4 @@
-"""Attention on packed sequences: one call, the fastest kernel that means exactly that, and a table."""
+"""Attention on packed sequences: ``varlen_attention``, its kernels, and the table of what each supports."""
 
 from lightning_thd.attention.frontdoor import varlen_attention
 from lightning_thd.attention.support import SUPPORT, support_table

@@ -1,4 +1,4 @@
-"""A batch's layout and a layer's sizes and window -> the way its keys travel, said once and counted.
+"""A batch's layout, a layer's sizes and window -> how its keys reach other context-parallel ranks.
 
 ``auto`` costs every way that can run the layer (``parallel.costs``) and takes the cheapest, batch by batch
 and for every kind of layer by itself.
@@ -22,7 +22,7 @@ _said: set[tuple[object, ...]] = set()
 
 
 def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
-    """Decide what a layer exchanges; the same on every rank of the group.
+    """Choose how a layer's keys reach other context-parallel ranks; all ranks of the group choose alike.
 
     Args:
         layout: of the shard.
@@ -101,7 +101,7 @@ def _compare(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec, *, div
 
 
 def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
-    """Count query-key pairs of the rank with most, and of all: by causality alone, which bounds a window."""
+    """Count the query-key pairs of the busiest rank and of all ranks; for windows an upper bound."""
     lengths = np.asarray(layout.padded_lengths, dtype=np.float64)
     if not spec.causal:
         held = [partition.held_lengths(layout.padded_lengths, **layout.cut, rank=r) for r in range(layout.cp)]
@@ -115,7 +115,7 @@ def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
 
 
 def _say(choice: Choice, layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> None:
-    """Print a choice the first time a kind of layer makes it."""
+    """Print a chosen way of communicating the first time that a kind of layer uses it."""
     key = (choice.name, layout.cp, layout.layout, sizes, spec.causal, spec.left)
     if key in _said:
         return

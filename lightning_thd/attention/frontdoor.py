@@ -1,4 +1,4 @@
-"""varlen_attention: packed q, k, v and offsets -> packed output, on the fastest kernel that means just that.
+"""varlen_attention: packed q, k, v and offsets -> packed output, on the fastest kernel that supports a call.
 
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -85,7 +85,7 @@ def _attend(
 def _attend_shard(
     q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None, backend: Backend
 ) -> Tensor:
-    """Attend across ranks where the offsets are those of a shard, else as ever."""
+    """Attend across context-parallel ranks if the offsets are a shard's, else on this rank alone."""
     shard = layout.layout_of(at.cu_q)
     if shard is None:
         layout.refuse_unknown_offsets(at.cu_q, q.shape[0])
@@ -98,7 +98,7 @@ def _attend_shard(
 def _raw_kernel(
     q: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None, backend: Backend
 ) -> kernel.RawKernel:
-    """Choose the kernel whose partial results context parallelism can merge."""
+    """Choose a kernel that returns the log-sum-exp, so that context parallelism can merge its results."""
     name = choose(backend, describe(q, v, spec, sinks, needs_lse=True))
     if name == "cpu":
         return CpuKernel()
@@ -125,7 +125,7 @@ def describe(
 def run(
     name: Kernel, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
-    """Run the kernel that ``choose`` picked on tensors that were checked; what context parallelism wraps.
+    """Run a given kernel on checked tensors, without context parallelism.
 
     Returns:
         ``[Tq, H, E]``.
@@ -156,7 +156,7 @@ def run(
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast as torch's own attention does: q and k leave rotary embeddings in fp32 where v is already bf16."""
+    """Cast q, k and v under autocast as torch's attention does: rotary embeddings leave q and k in fp32."""
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
         return q, k, v
@@ -165,7 +165,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _device_type(x: Tensor) -> str:
-    """Meta tensors go the way of the CPU kernel, which knows its shapes."""
+    """Return the device type whose kernel is chosen: meta tensors use the CPU kernel, which infers shapes."""
     return "cpu" if x.is_meta else x.device.type
 
 

@@ -26,31 +26,31 @@ from lightning_thd.parallel.context.calls import BlockCall, RingStep
 
 
 class KeySource(Protocol):
-    """Where the keys of one call after the other come from, and where their gradients go."""
+    """A source of keys for successive kernel calls, which also takes the gradients of those keys."""
 
     calls: list[BlockCall | None]
 
     def begin(self, rows: Tensor) -> None:
-        """Take this rank's ``[M, W]`` key-value rows, and start what brings others."""
+        """Receive this rank's key-value rows ``[M, W]`` and start the transfer of other ranks' rows."""
 
     def rows(self, step: int) -> Tensor:
-        """Return the rows that call number ``step`` indexes."""
+        """Return the key-value rows that kernel call number ``step`` indexes."""
 
     def gradient(self, step: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor like ``rows(step)`` to which the gradient of the call is to be added."""
+        """Return a tensor like ``rows(step)`` to which the backward call adds its gradient."""
 
     def give(self, step: int) -> None:
-        """Send that gradient where it belongs."""
+        """Send the gradient of call number ``step`` to the rank whose keys it belongs to."""
 
     def total(self) -> Tensor:
-        """Return the gradient to the rows given to ``begin``."""
+        """Return the gradient of the rows given to ``begin``, summed over all ranks."""
 
     def release(self) -> None:
-        """Let go of all rows until ``begin`` is called again."""
+        """Drop all references to rows until ``begin`` is called again."""
 
 
 class AtHand:
-    """Keys that lie in one tensor, which every call indexes."""
+    """A key source whose keys all lie in one tensor of this rank, which every call indexes."""
 
     _rows: Tensor | None
     _grad: Tensor | None
@@ -60,35 +60,35 @@ class AtHand:
         self.release()
 
     def begin(self, rows: Tensor) -> None:
-        """Keep the rows."""
+        """Store the key-value rows and forget the gradient of earlier ones."""
         self._rows, self._grad = rows, None
 
     def rows(self, step: int) -> Tensor:
-        """Return all of them."""
+        """Return all rows, whatever the number of the call."""
         assert self._rows is not None
         return self._rows
 
     def gradient(self, step: int, dtype: torch.dtype) -> Tensor:
-        """Return one tensor for all calls."""
+        """Return the one gradient tensor that all kernel calls add to."""
         if self._grad is None:
             self._grad = torch.zeros_like(self.rows(step), dtype=dtype)
         return self._grad
 
     def give(self, step: int) -> None:
-        """Leave the gradient where it is."""
+        """Do nothing: the gradient stays on this rank."""
 
     def total(self) -> Tensor:
-        """Return the sum."""
+        """Return the gradient of all rows, zeros where no call added to it."""
         assert self._rows is not None
         return torch.zeros_like(self._rows) if self._grad is None else self._grad
 
     def release(self) -> None:
-        """Forget rows and gradients."""
+        """Drop the rows and their gradient."""
         self._rows = self._grad = None
 
 
 class Ring:
-    """Keys of one rank after the other; the next ones travel while a kernel works on those at hand.
+    """A key source that gets the keys of one rank after the other, the next ones while a kernel runs.
 
     Args:
         steps: what travels when.
@@ -106,14 +106,14 @@ class Ring:
         self.release()
 
     def begin(self, rows: Tensor) -> None:
-        """Send the first neighbour what it needs."""
+        """Store this rank's rows and start sending the first neighbour the keys it needs."""
         _meet(self.group, rows.device)
         self.release()
         self._own = rows
         self._send(1)
 
     def rows(self, step: int) -> Tensor:
-        """Wait for the keys of a step and set those of the next on their way."""
+        """Wait for the keys of a step and start the transfer of those of the next step."""
         if step:
             received, works, _ = self._arriving.pop(step)
             _wait(works)
@@ -125,7 +125,7 @@ class Ring:
         return self._at_hand
 
     def gradient(self, step: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor for the keys at hand."""
+        """Return a zero tensor that takes the gradient of the keys of this step."""
         assert self._at_hand is not None
         self._partial = torch.zeros_like(self._at_hand, dtype=dtype)
         if step == 0:
@@ -133,7 +133,7 @@ class Ring:
         return self._partial
 
     def give(self, step: int) -> None:
-        """Send the gradient of another rank's keys home, and take what comes for own ones."""
+        """Send the gradient of another rank's keys back, and start to receive that of this rank's keys."""
         at, own = self.steps[step], self._own
         assert own is not None
         if step:
@@ -154,7 +154,7 @@ class Ring:
         return total
 
     def release(self) -> None:
-        """Forget rows and gradients."""
+        """Drop the rows and their gradients."""
         self._own = self._at_hand = self._partial = self._grad = None
         self._arriving: dict[int, tuple[Tensor, list[dist.Work], Tensor]] = {}
         self._returning: list[tuple[Tensor, list[dist.Work], Tensor, Tensor]] = []
@@ -276,7 +276,7 @@ class _Merged(torch.autograd.Function):
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, call: BlockCall) -> None:
-    """Add a part to out and lse in place; a query that has seen no key so far weighs nothing."""
+    """Merge the result of a further part of the keys into out and lse, in place."""
     part_lse = part_lse.masked_fill(part_lse == torch.inf, -torch.inf).to(lse.dtype)
     old_out, old_lse = _take(out, call), _take(lse, call)
     new_lse = torch.logaddexp(old_lse, part_lse)

@@ -33,12 +33,12 @@ class AttentionSpec:
 
     @property
     def causal(self) -> bool:
-        """Whether no query sees a key after its own position."""
+        """Return whether no query sees a key after its own position."""
         return self.right == 0
 
     @property
     def windowed(self) -> bool:
-        """Whether keys are hidden beyond what causality hides."""
+        """Return whether keys are hidden beyond those that causality hides."""
         return self.left >= 0 or self.right > 0
 
 

@@ -26,7 +26,7 @@ _ANY = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Support:
-    """What one kernel runs.
+    """One kernel and the features of a call it can run: dtypes, head sizes, softcap, sinks, devices.
 
     Attributes:
         backend: the name that asks for it.
@@ -216,7 +216,7 @@ def choose(backend: Backend, request: Request) -> Kernel:
 
 
 def why_not(kernel: Kernel, request: Request) -> str | None:
-    """Say what a kernel lacks for a call, and what to change, or None."""
+    """Return what a kernel lacks for a call and what to change, or None if it can run the call."""
     row = SUPPORT[kernel]
     if request.device != row.device:
         return (
@@ -247,7 +247,7 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def missing(kernel: Kernel) -> str | None:
-    """Say what to install for a kernel, or None when it imports."""
+    """Return what to install for a kernel, or None when its package imports."""
     row = SUPPORT[kernel]
     if row.probe is None or available(row.probe):
         return None

@@ -147,7 +147,7 @@ def mean_scale(weight: float) -> float:
 
 
 def cumulative(lengths: Sequence[int]) -> Tensor:
-    """Add lengths up to int32 offsets on the CPU: ``[3, 2]`` becomes ``[0, 3, 5]``."""
+    """Sum lengths to int32 offsets on the CPU: ``[3, 2]`` becomes ``[0, 3, 5]``."""
     return torch.from_numpy(np.array([0, *accumulate(lengths)], np.int32))
 
 

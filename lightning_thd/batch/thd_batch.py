@@ -298,7 +298,7 @@ class THDBatch(Immutable):
 
     @property
     def loss_tokens(self) -> int:
-        """Number of slots with a target."""
+        """Return the number of slots with a target."""
         return self.stats.loss_tokens
 
     def __len__(self) -> int:

@@ -41,7 +41,7 @@ class THDStep(Immutable):
 
     @property
     def stats(self) -> SeqStats:
-        """The sum over the microbatches."""
+        """Return the ``SeqStats`` of all microbatches added up."""
         first, *rest = (batch.stats for batch in self.microbatches)
         return sum(rest, start=first)
 

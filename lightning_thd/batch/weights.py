@@ -1,4 +1,4 @@
-"""Samples' ``weights`` -> a weight a slot, and what every sequence's loss counts.
+"""Samples' ``weights`` -> one loss weight a slot, and the total weight of every sequence.
 
 T slots in a pack, S sequences. A sample's ``weights`` is one number for the sequence, or one number a token,
 aligned with its labels: ``weights[i]`` belongs to token i as a target.
@@ -73,7 +73,7 @@ def whole_weight(sample: dict[str, Any], i: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackWeights:
-    """What the loss tokens of a pack count.
+    """The loss weights of a pack: one a slot, their sum, and each sequence's share.
 
     Attributes:
         slots: fp32 ``[T]``, the weight of each slot's target, 0 without one; None where no sample has

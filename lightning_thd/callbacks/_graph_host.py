@@ -1,4 +1,4 @@
-"""A Trainer and its module -> whether graphs can serve them, what data is to come, and whom to tell."""
+"""A Trainer and its module -> whether CUDA graphs can run there, its planner, its throughput callbacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_thd.packing import PackPlanner
 
 
 def unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend) -> str | None:
-    """Say why a fit can have no graphs, or None."""
+    """Return why a fit can have no CUDA graphs, or None."""
     missing = backend.unavailable(trainer.strategy.root_device)
     if missing is not None:
         return missing
@@ -35,14 +35,14 @@ def unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend)
 
 
 def leave_out_of_rates(trainer: L.Trainer) -> None:
-    """Have throughput callbacks leave this step out, which captured graphs as well as trained."""
+    """Tell throughput callbacks to leave this step, which also captured graphs, out of their rates."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set outside __init__
         if isinstance(callback, THDThroughputMonitor):
             callback.exclude_step()
 
 
 def planner_of(trainer: L.Trainer) -> tuple[PackPlanner, int] | None:
-    """Find the planner of the training data, and how many ranks read different data."""
+    """Return the planner of the training data and the number of ranks that read different data."""
     planner = getattr(trainer.train_dataloader, "_planner", None)
     if not isinstance(planner, PackPlanner):
         return None

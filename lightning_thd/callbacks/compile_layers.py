@@ -1,4 +1,4 @@
-"""A module that trains eagerly -> its layers compiled after some steps, and when that pays off."""
+"""A module that trains eagerly -> its layers compiled after some steps, and after how many that pays off."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CompileLayers(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Take the time."""
+        """Read the clock as a batch begins, once the device has finished earlier work."""
         if self._running():
             synchronize(pl_module.device)
             self._began = self._clock()
@@ -78,7 +78,7 @@ class CompileLayers(Callback):
 
 
 def break_even(eager: list[float], compiled: list[float]) -> str:
-    """Say what compiling took and after how many batches it is won back.
+    """Return a message of what compiling took and after how many batches that time is won back.
 
     Args:
         eager: seconds of the eager batches; the first warmed up.

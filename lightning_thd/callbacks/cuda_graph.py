@@ -121,12 +121,12 @@ class CUDAGraphCallback(L.Callback):
 
     @property
     def stats(self) -> GraphStats:
-        """Counts of replayed and eager batches so far."""
+        """Return the counts of replayed and eager batches so far."""
         return GraphStats() if self.step is None else self.step.stats
 
     @property
     def spent_s(self) -> float:
-        """Seconds spent on capturing and on measuring what it is worth."""
+        """Return the seconds spent on capturing graphs and on measuring their speed-up."""
         return self._measuring_s + self.stats.capture_s
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

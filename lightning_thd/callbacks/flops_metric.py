@@ -50,7 +50,7 @@ class THDFlops(Metric):
         self.add_state("counts", torch.zeros(num_ints(model), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, stats: SeqStats) -> None:
-        """Count a microbatch, or the sum of several.
+        """Count one microbatch, or the sum of several, given as ``SeqStats``.
 
         Args:
             stats: counted with ``model.windows``.
@@ -59,16 +59,16 @@ class THDFlops(Metric):
         self.counts += torch.tensor(to_ints(stats, self.model), dtype=torch.int64, device=self.counts.device)
 
     def compute(self) -> Tensor:
-        """FLOPs of the model, float64."""
+        """Return the model's FLOPs of all counted sequences, float64."""
         return torch.tensor(float(self.breakdown().model), dtype=torch.float64)
 
     def breakdown(self) -> FlopsBreakdown:
-        """The same by part; outside ``compute`` of this rank's counts and everybody's folded totals."""
+        """Return the FLOPs by part: this rank's counts (in ``compute`` all ranks') plus folded totals."""
         return self._counted() + _breakdown(self.totals)
 
     @property
     def folded(self) -> float:
-        """Model FLOPs that were folded, over all ranks."""
+        """Return the model FLOPs in the folded totals, over all ranks."""
         return sum(self.totals.values()) - self.totals["recompute"]
 
     def fold(self) -> None:
@@ -78,21 +78,21 @@ class THDFlops(Metric):
         self.counts.zero_()
 
     def add_total(self, flops: FlopsBreakdown) -> None:
-        """Add what was already summed over the ranks, the same on each of them."""
+        """Add FLOPs that are summed over the ranks already, the same on each of them."""
         self.totals = {name: total + getattr(flops, name) for name, total in self.totals.items()}
         self._computed = None
 
     def reset(self) -> None:
-        """Forget counts and totals."""
+        """Set counts and totals to zero."""
         super().reset()
         self.totals = dict.fromkeys(COLUMNS, 0.0)
 
     def get_extra_state(self) -> dict[str, float]:
-        """The totals, for a checkpoint; fold first, or what is not folded is not in it."""
+        """Return the totals for a checkpoint; call ``fold`` first to include the latest counts."""
         return dict(self.totals)
 
     def set_extra_state(self, state: dict[str, float]) -> None:
-        """Take the totals of a checkpoint."""
+        """Restore the totals from a checkpoint."""
         self.totals = {name: float(state[name]) for name in COLUMNS}
         self._update_count = max(self._update_count, 1)  # or compute warns that nothing was counted
 

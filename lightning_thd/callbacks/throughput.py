@@ -112,18 +112,18 @@ class THDThroughputMonitor(EvaluationHooks):
         self._graphs = 0
 
     def exclude_step(self) -> None:
-        """Leave the running step out of the rates, as when it captures a graph; its FLOPs still count."""
+        """Exclude the running step from the rates but not from the FLOPs, as in a capture."""
         self._exclude = True
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what happens inside out of the training rates, as checkpoints are."""
+        """Exclude the time inside this context from the training rates, as for a checkpoint."""
         with self._left_out(None):
             yield
 
     @contextmanager
     def _left_out(self, part: str | None) -> Iterator[None]:
-        """Leave what happens inside out of the rates; its time counts for a part of the step, or none."""
+        """Exclude the time inside this context from the rates, and count it for a part of the step."""
         was_running = self._run is not None and self._run.pause("train")
         try:
             with self._marks.apart(part):
@@ -133,7 +133,7 @@ class THDThroughputMonitor(EvaluationHooks):
                 self._run.resume("train")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find out what is counted and against which peak."""
+        """Find the FLOPs model and the device's peak, and start measuring."""
         run = self._ensure(trainer, pl_module)
         self._failing, self._steps, self._graphs = False, 0, _compiled_graphs()
         self._marks = StepMarks(self._clock)
@@ -147,17 +147,17 @@ class THDThroughputMonitor(EvaluationHooks):
         self._await_packs(trainer)  # no epoch starts where one is resumed
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Wait for the epoch's first packs, to draw them."""
+        """Start collecting the epoch's first packs for a picture."""
         self._await_packs(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw the packs of an epoch that is shorter than its pictures."""
+        """Draw the collected packs of an epoch too short to fill the picture."""
         self._draw(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Let time count, from the first batch on and after whatever paused it."""
+        """Start the clock at the first batch, and after whatever paused it."""
         self._ensure(trainer, pl_module).begin_batch(pl_module, batch)
         self._marks.waited(trainer.train_dataloader)
         self._marks.mark("other")
@@ -200,32 +200,32 @@ class THDThroughputMonitor(EvaluationHooks):
             self._report(trainer, pl_module, "train", last=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop talking to other ranks: they may not be there."""
+        """Skip further collectives after an error: other ranks may not join them."""
         self._failing = True
         self._let_go()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the Trainer as it was."""
+        """Restore the Trainer's own methods and remove all hooks."""
         self._last = self.state_dict()
         self._let_go()
         self._run = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Totals of training so far, over all ranks."""
+        """Return the totals of training so far, over all ranks."""
         stage = self._run.stage("train") if self._run is not None else None
         return stage.state() if stage is not None else self._restored or self._last
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the totals of a checkpoint."""
+        """Restore the totals from a checkpoint."""
         self._restored = state_dict
 
     def evaluation_start(self, name: str, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the training clock and start one of the evaluation's own."""
+        """Stop the training clock and start that of the evaluation."""
         self._marks.pause()
         self._ensure(trainer, pl_module).begin_evaluation(name, pl_module)
 
     def evaluation_batch(self, name: str, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        """Count the batch."""
+        """Count a batch of an evaluation."""
         self._ensure(trainer, pl_module).add(name, pl_module, batch)
 
     def evaluation_end(self, name: str, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -283,7 +283,7 @@ class THDThroughputMonitor(EvaluationHooks):
 
     @contextmanager
     def _saved(self) -> Iterator[None]:
-        """Save what all ranks counted, and leave the saving out of the rates."""
+        """Reduce the counts before a checkpoint is saved, and exclude the saving from the rates."""
         with self._left_out("checkpoint"):
             if self._run is not None and not self._failing:
                 self._run.reduce()
@@ -302,6 +302,6 @@ def _log_every(trainer: Trainer) -> int:
 
 
 def _compiled_graphs() -> int:
-    """Graphs torch.compile has made so far; 0 where it was never imported."""
+    """Return how many graphs torch.compile has made; 0 where it was never imported."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0

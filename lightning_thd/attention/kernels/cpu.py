@@ -127,7 +127,7 @@ def backward(
 def _forward_at_once(
     call: Tiles, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """Attend in equal sequences by one call on views, whose own outputs are returned: nothing is copied."""
+    """Attend in sequences of equal length by one kernel call on views, without copying rows."""
     q_BRHD = rows.take(q, call.q_starts, call.rows)
     k_BKGD, v_BKGD = (rows.take(x, call.k_starts, call.keys) for x in (k, v))
     causal = call.is_top_left(spec.left, spec.right)
@@ -138,7 +138,7 @@ def _forward_at_once(
 def _backward_at_once(
     call: Tiles, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...], spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients as ``_forward_at_once`` attends.
+    """Compute the gradients of ``_forward_at_once`` by one kernel call on views.
 
     Half precision goes the other way, a few sequences at a time: widened whole, it would leave the cache.
     So does the forward in fp16, which is widened too.
@@ -152,22 +152,22 @@ def _backward_at_once(
 
 
 class CpuKernel:
-    """The kernel as a raw one, for results that are merged with those on other keys."""
+    """The CPU kernel as a ``RawKernel``, for results that are merged with those on other keys."""
 
     def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
-        """Any two sizes."""
+        """Return both head sizes unchanged: the CPU kernel runs any."""
         return head_size, value_size
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
-        """Attend; lse is fp64 for fp64."""
+        """Return attention output and log-sum-exp of packed sequences, the latter in fp64 for fp64 inputs."""
         return forward(q, k, v, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
 
     def backward(
         self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gradients from what the forward saved."""
+        """Return dq, dk and dv from the output's gradient and what the forward pass saved."""
         return backward(grad, *saved, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
 
 
@@ -180,7 +180,7 @@ def _piece_backward(
     *,
     accumulate: bool,
 ) -> None:
-    """Run calls and write their gradients, or add them where rows lie in several tiles."""
+    """Run the backward of kernel calls and write their gradients, adding where rows lie in several tiles."""
     (_, q, _, _), (k, _) = by_q, by_k
     for call in calls:
         for heads, kv_heads in _head_slices(call, q, k, at_least=torch.get_num_threads()):
@@ -201,7 +201,7 @@ def _piece_backward(
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """Either kernel behind one face; widens heads to the one size flash knows, and cuts results back."""
+    """Runs a tile's forward or backward by the flash kernel or, with a softcap, by matrix products."""
 
     spec: AttentionSpec
     masks: Masks
@@ -255,7 +255,7 @@ def _slice(rows_of_piece: tuple[int, int] | None) -> slice:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """The kernels read any strides but the last, which must be 1; expanded rows and heads are fine."""
+    """Return a copy where the last stride is not 1, which the kernels need; other strides may be anything."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

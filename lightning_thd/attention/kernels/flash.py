@@ -116,7 +116,7 @@ class Flash3:
 
 
 def _flash3_options(function: Any, at: Offsets, spec: AttentionSpec) -> dict[str, Any]:
-    """Say offsets and mask in the keywords of this build, by names, as their order moved as well.
+    """Return offsets and mask as keywords of the installed flash-attn 3, whose arguments were renamed.
 
     The tag has ``window_size`` and ``causal`` and no defaults before them; main has ``window_size_left`` and
     ``window_size_right``, and ``is_causal`` in the backward.
@@ -160,7 +160,7 @@ class Flash4:
     """flash-attn 4: ``flash_attn.cute``, which names an open window side None."""
 
     def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
-        """Two sizes up to 128, or DeepSeek's (192, 128), or (256, 256)."""
+        """Return the kernel's head sizes: two up to 128, (192, 128) or (256, 256); None if larger."""
         if max(head_size, value_size) <= 128:
             return -(-head_size // 8) * 8, -(-value_size // 8) * 8
         if head_size <= 192 and value_size <= 128:

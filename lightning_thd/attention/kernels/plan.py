@@ -156,7 +156,7 @@ def make_plan(
 
 
 def _one_call(cu_q: tuple[int, ...], cu_kv: tuple[int, ...]) -> Tiles | None:
-    """Make the one call of sequences of equal lengths; None where they differ, or are empty."""
+    """Return a single kernel call for sequences of equal length; None where they differ or are empty."""
     count = len(cu_q) - 1
     rows, keys = cu_q[-1] // max(1, count), cu_kv[-1] // max(1, count)
     if not rows or not keys or len(cu_kv) != len(cu_q):
@@ -181,7 +181,7 @@ class _Cutter:
         return min(rows, max(0, rows - keys - self.right)) if self.right >= 0 else 0
 
     def takes_whole(self, whole: Tiles) -> bool:
-        """Whether a sequence needs no cutting."""
+        """Return whether a sequence is computed as one tile, uncut."""
         if self.max_cells is not None:
             return whole.rows * whole.keys <= min(self.max_cells, SHORT * SHORT)
         if self.right == 0 and whole.is_top_left(self.left, self.right):
@@ -241,7 +241,7 @@ class _Cutter:
 
 
 def _may_extend(group: Tiles, shape: tuple[int, int, int]) -> bool:
-    """Whether a tile has its neighbours' shape and may share their call (windows far from both ends)."""
+    """Return whether a tile has its neighbours' shape and may share their kernel call."""
     same = (group.rows, group.keys, group.shift) == shape
     return same and (len(group.q_starts) + 1) * max(group.keys, group.rows) <= CALL_ROWS
 

@@ -91,7 +91,7 @@ def mask_type(spec: AttentionSpec, *, self_attention: bool) -> str:
 
 
 def window_of(spec: AttentionSpec, at: Offsets) -> tuple[int, int]:
-    """Say a window as Transformer Engine takes it: with causality, both sides open, or both closed.
+    """Return a window in Transformer Engine's form: with causality, both sides open, or both closed.
 
     Returns:
         The sides. ``(-1, 2)`` with keys up to 40 long becomes ``(40, 2)``, which hides no more keys.
@@ -104,7 +104,7 @@ def window_of(spec: AttentionSpec, at: Offsets) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _remembered_choice(call: tuple[Any, ...]) -> Iterator[None]:
-    """Give Transformer Engine back what it chose for a call like this, in place of choosing anew.
+    """Restore the backend that Transformer Engine chose for an equal call, instead of choosing anew.
 
     It remembers one choice of a kernel, and forgets it as soon as a layer has another window or length. What
     is put back is compared with the call once more there, so that a wrong memory costs time only.
@@ -131,7 +131,7 @@ def _module(
     self_attention: bool,
     deterministic: bool,
 ) -> Any:
-    """Build the module once a shape: it has no parameters; ``deterministic`` is read when it is built."""
+    """Build Transformer Engine's attention module once a shape; it holds no parameters."""
     te = require("transformer_engine.pytorch", feature="backend='te'")
     return te.DotProductAttention(
         heads,

@@ -72,7 +72,7 @@ class AtenFlash:
 
 
 def is_plain_causal(spec: AttentionSpec) -> bool:
-    """Whether the mask is causality and no more; windows go by their two sides."""
+    """Return whether the mask is causal without a window; windows are given by their two sides instead."""
     return spec.left < 0 and spec.right == 0
 
 
@@ -102,7 +102,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, si
 
 
 def public_options(spec: AttentionSpec, *, shared_heads: bool) -> dict[str, Any] | None:
-    """Say ``spec`` in the keywords of this torch's ``varlen_attn``; None where it has no words for it.
+    """Translate ``spec`` to keywords of torch's ``varlen_attn``; None where this torch lacks one of them.
 
     Args:
         spec: window and scale.

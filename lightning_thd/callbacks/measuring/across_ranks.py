@@ -35,12 +35,12 @@ def gather_ints(
 
 
 def group_size(group: Any) -> int:
-    """Ranks in ``group``, None being the world; 1 where nothing is distributed."""
+    """Return the number of ranks in ``group``, None being the world; 1 where nothing is distributed."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def data_parallel_group(strategy: Any) -> Any:
-    """The ranks that hold different sequences: context-, tensor- and pipeline-parallel peers hold the same.
+    """Return the group of ranks with different sequences: not context, tensor or pipeline peers.
 
     Args:
         strategy: of the Trainer; ``data_parallel_group`` of our own strategies, the ``data_parallel`` axis

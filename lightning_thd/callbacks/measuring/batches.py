@@ -14,7 +14,7 @@ Seen: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
 
 
 def microbatches(batch: Any) -> list[Seen]:
-    """Find every pack in a batch, and what it tells about its sequences.
+    """Find every pack in a batch, with its ``SeqStats`` and, where known, its lengths.
 
     Args:
         batch: a ``THDStep`` (each of its microbatches), a ``THDBatch``, bare ``SeqStats``, or rows of padded
@@ -39,7 +39,7 @@ def microbatches(batch: Any) -> list[Seen]:
 
 
 def _inside(values: list[Any] | tuple[Any, ...]) -> list[Seen]:
-    """Packs among the members of a container; a bare tensor there may be anything."""
+    """Yield the packs among the members of a container; a bare tensor there may be anything."""
     return [seen for value in values if not isinstance(value, Tensor) for seen in microbatches(value)]
 
 

@@ -22,7 +22,7 @@ _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """How often a token goes through a model in a step.
+    """How often each token goes through a model in one step, with and without gradients.
 
     Attributes:
         training: forward and backward.
@@ -35,7 +35,7 @@ class Passes:
 
 @dataclass(slots=True)
 class _Calls:
-    """Calls of one module, by the grad mode they ran in: numbers, and slots where their shape tells them."""
+    """Counts of one module's calls, by grad mode, and of their slots where the inputs' shape tells them."""
 
     number: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     slots: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
@@ -44,7 +44,7 @@ class _Calls:
 
 
 class CallWatch:
-    """Hooks on every model until ``stop``.
+    """Counts the calls of every model of a step by forward hooks, until ``stop``.
 
     A model called as a whole tells by its own calls. One that is called below its outermost module tells by
     the calls of its first layer.
@@ -67,13 +67,13 @@ class CallWatch:
                 self._watch(layers[0][0], self._layer[name])
 
     def stop(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def passes(self, step: Sequence[Seen], *, sharded: bool) -> dict[str, Passes]:
-        """Compare what went through each model with what the step held.
+        """Return how often a token went through each model: its slots over those of the step.
 
         Args:
             step: the step's microbatches on this rank.
@@ -138,7 +138,7 @@ def _slots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 
 def _share(calls: int, slots: int, microbatches: int, total: int) -> float:
-    """Passes of a token: whole where every microbatch was called equally often, else the share of slots."""
+    """Return passes per token: calls a microbatch where that is whole, else the share of slots."""
     if not calls:
         return 0.0
     if not microbatches or not total:

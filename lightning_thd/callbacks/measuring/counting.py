@@ -22,7 +22,7 @@ _MAX_WATCHED = 3  # steps that may pass before calls are taken as unknown
 
 
 class Counting:
-    """Decides what counts the FLOPs of each stage.
+    """Finds the ``FlopsModel`` of each stage, from configs or by counting its first step.
 
     Args:
         given: the user's own; None reads the configs of the models in the module.
@@ -49,18 +49,18 @@ class Counting:
         self._shapes: set[int] = set()
 
     def find(self, module: nn.Module) -> None:
-        """Read the configs in ``module``."""
+        """Build the FLOPs model from the configs of the models in ``module``."""
         self._signature = training_signature(module)
         self._models[""] = self._find(module, {}) if self._given is None else self._given
 
     def model(self, stage: str) -> FlopsModel | None:
-        """What counts the FLOPs of a stage; None where they are not known."""
+        """Return the model that counts the FLOPs of a stage; None where none is known."""
         if stage in self._models:
             return self._models[stage]
         return self._models.get("train") if self._shapes else self._models[""]
 
     def begin(self, stage: str, module: nn.Module, batch: Any = None) -> None:
-        """Watch what the step will run: the calls of known models, or every operator where none is known.
+        """Watch what the step will run: calls of known models, or all operators where none is known.
 
         Args:
             stage: "train" or a kind of evaluation.
@@ -78,7 +78,7 @@ class Counting:
             self._count(batch)
 
     def end(self, stage: str, module: nn.Module, step: Sequence[Seen], *, discard: bool = False) -> bool:
-        """Learn from the step that ran, which was the first of its stage.
+        """Update the FLOPs model of a stage from its first step, which has just run.
 
         Args:
             stage: "train" or a kind of evaluation.
@@ -106,7 +106,7 @@ class Counting:
         return False
 
     def follow(self, module: nn.Module) -> None:
-        """Read the models again when weights were frozen or thawed since the last time."""
+        """Rebuild the FLOPs models when weights were frozen or unfrozen since the last call."""
         signature = training_signature(module)
         if signature != self._signature and self._given is None and self._models[""] is not None:
             self.find(module)
@@ -115,7 +115,7 @@ class Counting:
         self._signature = signature
 
     def stop(self) -> None:
-        """Take hooks and counters away, whatever happened."""
+        """Remove all hooks and counters, even after an error."""
         self._stop_watch()
         self._stop_counter()
 

@@ -24,7 +24,7 @@ _BY_PRECISION: dict[str, torch.dtype] = {
 
 
 def compute_dtype(plugin: Any, module: torch.nn.Module) -> torch.dtype | str:
-    """The dtype of the training matmuls.
+    """Return the dtype of the training matmuls.
 
     Args:
         plugin: the Trainer's precision plugin.
@@ -49,7 +49,7 @@ def compute_dtype(plugin: Any, module: torch.nn.Module) -> torch.dtype | str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowPrecision:
-    """What of a step runs in FP8 or FP4, and how much faster that is at most.
+    """The share of a step's FLOPs that runs in FP8 or FP4, and how much faster that is at most.
 
     Attributes:
         share: of the linear FLOPs.
@@ -60,7 +60,7 @@ class LowPrecision:
     ratio: float
 
     def peak(self, peak: float, flops: FlopsBreakdown) -> float:
-        """The peak of a mixture: all FLOPs over the least time that their two parts take.
+        """Return the peak of mixed precision: all FLOPs over the least time of both parts.
 
         Args:
             peak: in bf16.
@@ -71,7 +71,7 @@ class LowPrecision:
 
 
 def low_precision(module: torch.nn.Module, device: torch.device, peak: str | float) -> LowPrecision | None:
-    """Read which share of a model's FLOPs runs in low precision; None where none does.
+    """Return which share of a model's FLOPs runs in low precision; None where none does.
 
     Emulation runs in bf16, and a peak that is given as a number holds for everything.
 
@@ -93,7 +93,7 @@ def resolve_peak(
     device: torch.device,
     dtype: torch.dtype | str,
 ) -> float | None:
-    """The dense FLOP/s of ``device``: given, looked up, or measured once; None with one warning if unknown.
+    """Return a device's dense FLOP/s: given, looked up or measured; None, with a warning, if unknown.
 
     Args:
         peak: a number, "auto" or "measure".
@@ -121,7 +121,7 @@ def resolve_peak(
 
 
 def _device_dtype(device: torch.device, dtype: torch.dtype | str) -> torch.dtype | str:
-    """float32 where "tf32" is allowed but the device has no such unit, as before Ampere."""
+    """Return float32 where "tf32" is allowed but the device has no such unit, as before Ampere."""
     if dtype == "tf32" and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
         return torch.float32
     return dtype

@@ -28,7 +28,7 @@ _BINS = 32  # steps whose imbalance is told apart; more in an interval are joine
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """What all ranks did between two reductions.
+    """The counts and seconds of all ranks between two reductions.
 
     Attributes:
         measured: what ran while the clock did.
@@ -65,7 +65,7 @@ class Interval:
 
 
 class Meter:
-    """Collects microbatches and running time between two reductions.
+    """Collects the microbatches and running time of one rank between two reductions.
 
     Args:
         clock: returns seconds.
@@ -82,38 +82,38 @@ class Meter:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was counted since the last flush."""
+        """Return whether no microbatch was counted since the last flush."""
         return not self.left_out and not any(self.steps)
 
     @property
     def running(self) -> bool:
-        """Whether time counts at the moment."""
+        """Return whether the clock is running."""
         return self._since is not None
 
     def start(self) -> None:
-        """Let time count."""
+        """Start the clock; time counts from now on."""
         if self._since is None:
             self._since = self.clock()
 
     def stop(self) -> None:
-        """Let time pass uncounted."""
+        """Stop the clock; time passes uncounted until ``start``."""
         if self._since is not None:
             self.seconds += self.clock() - self._since
             self._since = None
 
     def elapsed(self) -> float:
-        """Seconds counted since the last lap."""
+        """Return the seconds counted since the last lap."""
         return self.seconds + (self.clock() - self._since if self._since is not None else 0.0)
 
     def lap(self) -> float:
-        """Seconds counted since the last lap; counting goes on if it was."""
+        """Return the seconds counted since the last lap and start a new one; a running clock runs on."""
         seconds, self.seconds = self.elapsed(), 0.0
         if self._since is not None:
             self._since = self.clock()
         return seconds
 
     def add(self, batch: Any) -> int:
-        """Count the microbatches of a batch into the step that is running; 0 when it tells nothing.
+        """Add a batch's microbatches to the running step and return how many it held.
 
         What is kept are host integers: the batch itself, and the device memory it holds, is let go.
         """
@@ -122,11 +122,11 @@ class Meter:
         return len(found)
 
     def end_step(self) -> None:
-        """The optimizer has stepped; what follows belongs to the next step."""
+        """Close the running step and begin the next one, as the optimizer has stepped."""
         self.steps.append([])
 
     def leave_out(self) -> None:
-        """Take what ran since the last lap out of the rates, but not out of the totals."""
+        """Exclude what ran since the last lap from the rates, but not from the totals."""
         self.left_out.extend(chain.from_iterable(self.steps))
         self.steps = [[]]
         self.left_out_seconds += self.lap()
@@ -134,7 +134,7 @@ class Meter:
     def flush(
         self, model: FlopsModel | None, *, work: Work, peak: float | None, per_step: bool = True
     ) -> list[int]:
-        """Turn what was counted into integers of a length that is the same on all ranks, and forget it.
+        """Return the counts as a list of integers, equally long on all ranks, and reset them.
 
         Args:
             model: counts FLOPs and names the windows.
@@ -165,7 +165,7 @@ class Meter:
 
 
 def interval(rows: list[list[int]], model: FlopsModel | None) -> Interval:
-    """Sum the flushed integers of all ranks.
+    """Sum the integers that ``Meter.flush`` gave over all ranks.
 
     Args:
         rows: one list of ``Meter.flush`` per rank.
@@ -199,7 +199,7 @@ def _own_seconds(rows: list[list[int]], counts: int) -> float | None:
 
 
 def count_table(seen: list[Seen], model: FlopsModel | None) -> IntArray:
-    """Counts of microbatches, with the model's windows counted where the collator did not.
+    """Return the counts of each microbatch, counting the model's windows where the collator did not.
 
     Args:
         seen: stats and lengths of each microbatch.
@@ -220,7 +220,7 @@ def count_table(seen: list[Seen], model: FlopsModel | None) -> IntArray:
 
 
 def work_weights(model: FlopsModel | None, work: Work) -> npt.NDArray[np.float64]:
-    """What one of each count costs, for the imbalance: FLOPs, or slots where FLOPs are not known.
+    """Return the work of one unit of each count, in FLOPs, or in slots where FLOPs are unknown.
 
     FLOPs are linear in the counts, so the cost of a step is a product with these.
 
@@ -264,7 +264,7 @@ def _group_columns(seen: list[Seen], windows: tuple[Window, ...]) -> IntArray:
 
 
 def _binned(values: npt.NDArray[np.float64]) -> list[int]:
-    """Join neighbours until there are at most ``_BINS``: ranks take the same number of steps.
+    """Sum neighbouring values to at most ``_BINS`` floats and return their bits as integers.
 
     FLOPs of some steps can pass int64, so every sum crosses ranks as the 64 bits of a float.
     """

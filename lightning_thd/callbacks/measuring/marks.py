@@ -30,14 +30,14 @@ class StepMarks:
         self._waited: tuple[Any, float] | None = None
 
     def mark(self, part: str) -> None:
-        """Add the time since the last mark to a part."""
+        """Add the host time since the last mark to a named part of the step."""
         now = self._clock()
         if self._since is not None:
             self._seconds[part] += now - self._since - self._apart
         self._since, self._apart = now, 0.0
 
     def waited(self, loader: Any) -> None:
-        """Count what a loader has waited for data since the last call, where it has a ``waited_s``."""
+        """Count a loader's wait for data since the last call, if it has a ``waited_s``."""
         total = getattr(loader, "waited_s", None)
         if total is None:
             return
@@ -48,12 +48,12 @@ class StepMarks:
         self._waited = (loader, total)
 
     def end_step(self) -> None:
-        """Count a step."""
+        """Increment the number of steps."""
         self._steps += 1
 
     @contextmanager
     def apart(self, part: str | None) -> Iterator[None]:
-        """Count what happens inside for a part, or for none, and not for the part around it."""
+        """Count the time inside this context for another part, or none, not for the part around it."""
         began = self._clock()
         try:
             yield
@@ -64,11 +64,11 @@ class StepMarks:
             self._apart += took
 
     def pause(self) -> None:
-        """Leave out what happens until the next mark."""
+        """Leave the time until the next mark uncounted."""
         self._since = None
 
     def close(self) -> dict[str, float]:
-        """Return the seconds of each part of a mean step since the last call; {} without a step."""
+        """Return the seconds of each part of a mean step since the last call, or {} without steps."""
         if not self._steps:
             return {}
         found = {f"train/step_time/{part}": seconds / self._steps for part, seconds in self._seconds.items()}

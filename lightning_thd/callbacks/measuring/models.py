@@ -46,7 +46,7 @@ def find_model(
     recompute: Policy,
     passes: Mapping[str, Passes] | None = None,
 ) -> FlopsModel | None:
-    """Count every transformers model in ``module``, with what of it is trained.
+    """Count every transformers model in ``module``, and which of its weights are trained.
 
     Args:
         module: the LightningModule.
@@ -80,14 +80,14 @@ def find_model(
 
 
 def follow(model: FlopsModel, module: nn.Module, *, recompute: Policy) -> FlopsModel:
-    """``model.for_module(module)`` of the whole module, with a recompute policy that was given kept."""
+    """Update ``model`` to what of ``module`` is trained; a given recompute policy is kept."""
     stage = next(stages_in(module), None)
     found = model.for_module(module if stage is None or stage.whole is None else stage.whole)
     return found if recompute == "auto" else replace(found, recompute=recompute)
 
 
 def training_signature(module: nn.Module) -> int:
-    """A number that changes when weights are frozen, unfrozen or added."""
+    """Return a number that changes when weights are frozen, unfrozen or added."""
     return hash(tuple(parameter.requires_grad for parameter in module.parameters()))
 
 
@@ -96,7 +96,7 @@ def _given(recompute: Policy) -> Recompute:
 
 
 def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> FlopsModel:
-    """Replace the logits of a model that has no language head by the head it has: a reward, a class, a value.
+    """Replace the logits of a model without a language head by its own head: reward, class or value.
 
     A model without any head keeps its logits where a layer of that size stands beside it in ``module``.
     """
@@ -121,7 +121,7 @@ def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> Fl
 
 
 def _tell_what_is_left_out(module: nn.Module, models: Mapping[str, nn.Module]) -> None:
-    """Warn where a good part of the weights belongs to no model that is counted."""
+    """Warn where many of the weights belong to no model whose FLOPs are counted."""
     counted = {id(parameter) for model in models.values() for parameter in model.parameters()}
     rest = {
         name: parameter.numel()

@@ -1,4 +1,4 @@
-"""A Trainer -> the same Trainer, whose checkpoints are saved inside a context of ours.
+"""A Trainer -> the same Trainer, which saves checkpoints inside a given context.
 
 Lightning has a hook in the middle of saving, but none before and none after.
 """
@@ -35,7 +35,7 @@ class PausedSaving:
         trainer.__dict__["save_checkpoint"] = save
 
     def restore(self) -> None:
-        """Put back what was there; nothing when someone else has wrapped the method since."""
+        """Restore the Trainer's own ``save_checkpoint``, unless someone has wrapped it again."""
         if self._trainer.__dict__.get("save_checkpoint") is not self._save:
             return
         del self._trainer.__dict__["save_checkpoint"]

@@ -33,7 +33,7 @@ class Pictures:
         self._waiting = False
 
     def begin(self, capacity: int | None) -> None:
-        """Wait for the packs of an epoch.
+        """Start collecting the packs of a new epoch.
 
         Args:
             capacity: slots of a pack; None takes the largest that comes.
@@ -41,7 +41,7 @@ class Pictures:
         self._packs, self._capacity, self._waiting = [], capacity or 0, True
 
     def add(self, batch: Any) -> bool:
-        """Keep the lengths in a batch while pictures wait for some; whether there are enough now."""
+        """Store the lengths in a batch, and return whether there are enough packs to draw."""
         if not self._waiting:
             return False
         for stats, lengths in microbatches(batch):
@@ -51,7 +51,7 @@ class Pictures:
         return len(self._packs) >= _PACKS
 
     def show(self, loggers: Iterable[Logger], step: int) -> None:
-        """Give what was kept to the loggers that take pictures, and wait for the next epoch.
+        """Draw the stored packs into loggers that take pictures, then wait for the next epoch.
 
         Args:
             loggers: of the Trainer, on the rank that logs.
@@ -74,7 +74,7 @@ class Pictures:
 
 
 def warn_without_loggers(loggers: Sequence[Logger]) -> None:
-    """Say that pictures have nowhere to go."""
+    """Warn that no logger takes pictures."""
     if not any(isinstance(logger, (TensorBoardLogger, WandbLogger)) for logger in loggers):
         names = ", ".join(type(logger).__name__ for logger in loggers) or "none"
         rank_zero_warn(

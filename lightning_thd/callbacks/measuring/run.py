@@ -20,7 +20,7 @@ _WAYS_OUT = (
 
 
 class RunMeter:
-    """The stages of one run, what counts their FLOPs, and when their time counts.
+    """Measures one run: its stages, the FLOPs models of each, and when time counts.
 
     Args:
         setting: what every stage runs on; its model is chosen by ``counting``.
@@ -36,35 +36,35 @@ class RunMeter:
         self._warned = False
 
     def setting(self, name: str) -> Setting:
-        """What the stage runs on, with the model that counts its FLOPs."""
+        """Return the settings of a stage, with the model that counts its FLOPs."""
         model = self._counting.model(name)
         if self._setting.model is not model:
             self._setting = replace(self._setting, model=model)
         return self._setting
 
     def open(self, name: str, work: Work) -> Stage:
-        """Begin a stage anew."""
+        """Create the meter of a stage, in place of an earlier one."""
         stage = self._stages[name] = Stage(name, work, self._clock)
         return stage
 
     def stage(self, name: str) -> Stage | None:
-        """The stage that runs under this name, None when there is none."""
+        """Return the running stage of this name, None when there is none."""
         return self._stages.get(name)
 
     def begin_evaluation(self, name: str, module: nn.Module) -> None:
-        """Stop the training clock and start one of the evaluation's own."""
+        """Stop the training clock and start that of an evaluation stage."""
         self.pause("train")
         stage = self.open(name, "forward")
         self._counting.begin(name, module)
         stage.resume(self.setting(name))
 
     def begin_batch(self, module: nn.Module, batch: Any) -> None:
-        """Let training time count, and watch what the step runs where that is not known yet."""
+        """Start the training clock, and count the step's operators where its FLOPs are unknown."""
         self._stages["train"].resume(self.setting("train"))
         self._counting.begin("train", module, batch)
 
     def add(self, name: str, module: nn.Module, batch: Any) -> None:
-        """Count a batch; one that tells nothing is named in a warning, once."""
+        """Count a batch; warn once of one whose lengths are unknown."""
         meter = self._stages[name].meter
         if not meter.add(batch) and not self._warned:
             self._warned = True
@@ -76,7 +76,7 @@ class RunMeter:
             self._counting.end(name, module, meter.steps[-1])
 
     def end_step(self, module: nn.Module, *, leave_out: bool, discard: bool) -> None:
-        """The optimizer has stepped.
+        """Close a step after the optimizer's update, and decide whether its time counts in the rates.
 
         Args:
             module: the LightningModule.
@@ -90,7 +90,7 @@ class RunMeter:
             stage.leave_out(self._setting)
 
     def close(self, name: str, module: nn.Module, *, last: bool = False) -> dict[str, float]:
-        """Reduce over the ranks and report the interval; see ``Stage.close``."""
+        """Reduce a stage's interval over the ranks and return its metrics; a collective."""
         stage, setting = self._stages[name], self.setting(name)
         if stage.work == "forward":
             stage.pause(setting)
@@ -100,20 +100,20 @@ class RunMeter:
         return metrics
 
     def reduce(self) -> None:
-        """Add up what all ranks trained on since the last time, without a report."""
+        """Add up what all ranks trained on since the last reduction, without a report; a collective."""
         if (stage := self._stages.get("train")) is not None:
             stage.reduce(self.setting("train"))
 
     def pause(self, name: str) -> bool:
-        """Let time pass uncounted; whether it was counting."""
+        """Stop a stage's clock, and return whether it was running."""
         stage = self._stages.get(name)
         return stage is not None and stage.pause(self._setting)
 
     def resume(self, name: str) -> None:
-        """Let time count again."""
+        """Start a stage's clock again."""
         if (stage := self._stages.get(name)) is not None:
             stage.resume(self._setting)
 
     def stop(self) -> None:
-        """Take every hook and counter away."""
+        """Remove every hook and counter."""
         self._counting.stop()

@@ -22,7 +22,7 @@ _NOTHING = FlopsBreakdown()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a stage runs on.
+    """The device, process group, peak and FLOPs model that a stage is measured with.
 
     Attributes:
         model: counts FLOPs; None when they are not known.
@@ -46,7 +46,7 @@ class Setting:
 
 
 class Stage:
-    """Counts a stage and turns every interval into metrics.
+    """Counts the work of one stage and turns every interval into metrics.
 
     Args:
         name: prefix of the keys.
@@ -66,13 +66,13 @@ class Stage:
         self._seconds = 0.0
 
     def resume(self, setting: Setting) -> None:
-        """Let time count from now on."""
+        """Start the clock of this stage."""
         if not self.meter.running:
             synchronize(setting.device)
             self.meter.start()
 
     def pause(self, setting: Setting) -> bool:
-        """Let time pass uncounted, once the device has done what it was asked; whether it was counting."""
+        """Stop the clock once the device is idle, and return whether it was running."""
         running = self.meter.running
         if running:
             synchronize(setting.device)
@@ -80,12 +80,12 @@ class Stage:
         return running
 
     def leave_out(self, setting: Setting) -> None:
-        """Take the steps of the running interval out of the rates."""
+        """Exclude the steps of the running interval from the rates."""
         synchronize(setting.device)
         self.meter.leave_out()
 
     def reduce(self, setting: Setting) -> None:
-        """Add up what all ranks counted since the last time: one collective, one read."""
+        """Add up the counts of all ranks since the last reduction: one collective, one read."""
         vector = self.meter.flush(
             setting.model, work=self.work, peak=setting.peak, per_step=setting.ranks > 1
         )
@@ -111,7 +111,7 @@ class Stage:
             self._total_of(setting.model).add_total(total)
 
     def close(self, setting: Setting, *, last: bool = False) -> dict[str, float]:
-        """Reduce, and report the interval.
+        """Reduce the running interval over the ranks and return its metrics; a collective.
 
         Args:
             setting: what the stage runs on.
@@ -150,11 +150,11 @@ class Stage:
         return {f"{self.name}/{key}": value for key, value in metrics.items()}
 
     def state(self) -> dict[str, Any]:
-        """Totals, for a checkpoint."""
+        """Return the totals for a checkpoint."""
         return {"totals": dict(self.totals), "flops": self.metric.get_extra_state() if self.metric else None}
 
     def load(self, state: dict[str, Any], model: FlopsModel | None) -> None:
-        """Take the totals of a checkpoint."""
+        """Restore the totals from a checkpoint."""
         self.totals = {name: float(value) for name, value in state["totals"].items()}
         if model is not None and state["flops"] is not None:
             self._total_of(model).set_extra_state(state["flops"])
