@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the report; exit with 1 where sequences see each other."""
+    """Print the leak probe's report; exit with 1 where sequences of a pack see each other."""
     parser = make_parser()
     given = parser.parse_args(list(arguments))
     try:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def load_model(name: str, attention: str, *, layers: int | None = None, weights: bool = False) -> Any:
-    """Build a causal language model from a config, or load it.
+    """Build a causal language model from a config, or load it with its weights.
 
     Args:
         name: a ``config.json``, a folder that holds one, or what ``from_pretrained`` takes.

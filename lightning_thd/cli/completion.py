@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def all_commands() -> argparse.ArgumentParser:
-    """Join the parsers of all tools; training commands, whose options LightningCLI makes, go by name."""
+    """Build one parser of all commands; the training commands get no options, as LightningCLI makes them."""
     from lightning_thd.cli.main import TOOLS, TRAINING
 
     joined = argparse.ArgumentParser("lightning-thd")

@@ -20,7 +20,7 @@ _PARTS = ("linear", "attention", "logits", "vision", "model", "recompute", "hard
 
 
 def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> Table:
-    """What training on ``lengths`` costs, and what a counter that takes the pack for one sequence would say.
+    """Build a table of a training step's FLOPs by part, beside those of one sequence as long as all.
 
     Args:
         model: counts the FLOPs.
@@ -51,7 +51,7 @@ def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> Table:
 
 
 def load_config(path: str) -> Any:
-    """A config from a ``config.json``, a folder that holds one, or a name that transformers can resolve.
+    """Load a config from a ``config.json``, a folder that holds one, or a name transformers can resolve.
 
     Args:
         path: file, folder, or model name.
@@ -92,7 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line: ``lightning-thd flops CONFIG --lengths 512 1024 2048``.
+    """Run ``lightning-thd flops CONFIG --lengths 512 1024 2048``.
 
     Args:
         arguments: what follows the command's name; None takes them from the shell.

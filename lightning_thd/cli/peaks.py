@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line: ``lightning-thd peaks [DEVICE] [--json]``.
+    """Run ``lightning-thd peaks [DEVICE] [--json]``.
 
     Args:
         arguments: what follows the command's name; None takes them from the shell.

@@ -22,7 +22,7 @@ from lightning_thd.report.terminal import Table, show_table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What training on a data set will look like.
+    """What ``lightning-thd plan`` expects of training on a data set: steps, fill, balance and speed.
 
     Attributes:
         steps: optimizer steps an epoch.
@@ -47,7 +47,7 @@ class Expected:
     lost: dict[str, int]
 
     def table(self) -> Table:
-        """Lay out what to expect."""
+        """Build the table that ``lightning-thd plan`` prints."""
         rows = [
             ("optimizer steps an epoch", f"{self.steps:,}"),
             ("packs looked at", f"{self.packs:,}"),
@@ -65,7 +65,7 @@ class Expected:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print what to expect; with ``--plot``, draw it."""
+    """Print what to expect of training on a data set; with ``--plot``, draw it too."""
     given = make_parser().parse_args(list(arguments))
     try:
         expected, packs = plan_data(given)
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
-    """Plan an epoch's first steps.
+    """Plan an epoch's first steps and measure their packs.
 
     Args:
         given: the parsed arguments.
@@ -141,7 +141,7 @@ def _work(lengths: Sequence[int], model: FlopsModel | None) -> float:
 
 
 def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
-    """Fill batches of 8 sequences in the order of the plan, padded to the longest of each."""
+    """Return the share of real tokens if batches of 8 sequences were padded to their longest."""
     flat = [length for pack in packs for length in pack]
     batches = [flat[at : at + rows] for at in range(0, len(flat), rows)]
     slots = sum(len(batch) * max(batch) for batch in batches)

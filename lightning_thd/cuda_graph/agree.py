@@ -1,4 +1,4 @@
-"""A yes or no of every rank -> whether all said yes."""
+"""A yes or no of every rank -> whether all ranks said yes."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _REPORT: ContextVar[Report | None] = ContextVar("lightning_thd_capture_report", 
 
 
 def refuse(message: str) -> None:
-    """Raise a :class:`CaptureError` that names the calling line; in :func:`reporting_to` tell and go on."""
+    """Raise a :class:`CaptureError` naming the calling line, or only report it in :func:`reporting_to`."""
     report = _REPORT.get()
     if report is None:
         raise CaptureError(message, calling_line())
@@ -54,7 +54,7 @@ def refuse(message: str) -> None:
 
 @contextlib.contextmanager
 def reporting_to(report: Report) -> Iterator[None]:
-    """Send every problem in the body to ``report``, in place of raising at the first."""
+    """Send every problem found in this context to ``report`` instead of raising at the first."""
     token = _REPORT.set(report)
     try:
         yield
@@ -63,7 +63,7 @@ def reporting_to(report: Report) -> Iterator[None]:
 
 
 def calling_line() -> str | None:
-    """Find the innermost running line that is no machinery of torch, Lightning or this package.
+    """Find the innermost running line of the user's code, outside torch, Lightning and this package.
 
     Returns:
         ``"/path/model.py:12 in training_step"``, or None where there is only machinery.
@@ -77,7 +77,7 @@ def calling_line() -> str | None:
 
 
 def raising_line(error: BaseException) -> str | None:
-    """Find the innermost line of a traceback that is no machinery, as :func:`calling_line` does."""
+    """Find the innermost line of the user's code in a traceback, as :func:`calling_line` does."""
     found: str | None = None
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
@@ -88,7 +88,7 @@ def raising_line(error: BaseException) -> str | None:
 
 
 def as_capture_error(error: Exception) -> CaptureError:
-    """Return the error as a :class:`CaptureError` that names its line."""
+    """Convert an error to a :class:`CaptureError` that names its line."""
     if isinstance(error, CaptureError):
         return error
     first_line = (str(error).strip() or "no message").splitlines()[0]

@@ -49,15 +49,15 @@ class GraphSet:
 
     @property
     def pending(self) -> bool:
-        """Whether the backward of a replay is outstanding, whose memory another replay would overwrite."""
+        """Return whether a replay's backward is outstanding, whose memory another replay would overwrite."""
         return self._shared.turn.pending or (self._layers is not None and self._layers.pending)
 
     def change(self) -> str | None:
-        """Name what has changed about the module since its graphs were captured, or give None."""
+        """Return what has changed about the module since its graphs were captured, or None."""
         return None if self._fingerprint is None else self._fingerprint.change()
 
     def find(self, example: Example) -> Graphs | None:
-        """Give the graphs of the present autocast state; None when there are none yet."""
+        """Return the graphs captured under the present autocast state, or None."""
         return self._captured.get(_context(example))
 
     def capture(self, example: Example) -> Graphs:

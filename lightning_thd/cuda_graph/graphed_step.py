@@ -93,7 +93,7 @@ class GraphedStep:
 
     @property
     def pending(self) -> bool:
-        """Whether the backward of a replayed step is outstanding; the next step would run eagerly."""
+        """Return whether a replayed step's backward is outstanding; the next step would run eagerly."""
         return self._graphs.pending
 
     def __call__(self, batch: Any, *rest: Any) -> Any:

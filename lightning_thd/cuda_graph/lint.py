@@ -51,7 +51,7 @@ class LintReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the step can be captured as far as can be seen without a GPU."""
+        """Return whether the step can be captured, as far as that shows without a GPU."""
         return not self.findings
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class GraphStats:
-    """Counts of replayed and eager batches so far.
+    """Counts of the batches that a graphed step replayed and of those that ran eagerly.
 
     Attributes:
         replays: batches that ran from a graph.
@@ -24,7 +24,7 @@ class GraphStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of batches that were replayed; 0 before the first."""
+        """Return the share of batches that were replayed; 0 before the first."""
         total = self.replays + self.fallbacks.total()
         return self.replays / total if total else 0.0
 

@@ -214,7 +214,7 @@ class THDDataModule(L.LightningDataModule):
         model: nn.Module | None = None,
         alignment: Alignment | None = None,
     ) -> None:
-        """Say who loads, in a loop without a Lightning Trainer; call it before ``setup``.
+        """Set ranks, accumulation and model for a loop without a Trainer; call it before ``setup``.
 
         Args:
             rank: data-parallel rank of this process.
@@ -266,7 +266,7 @@ class THDDataModule(L.LightningDataModule):
 
     @property
     def set_names(self) -> dict[str, tuple[str, ...]]:
-        """Of the stages with several sets, their names, in the order of their loaders."""
+        """Return the names of the sets of each stage that has several, in the order of its loaders."""
         stages = dict.fromkeys(name.partition("/")[0] for name in self._sources if "/" in name)
         return {
             stage: tuple(name.partition("/")[2] for name in self._sources if name.startswith(f"{stage}/"))
@@ -275,7 +275,7 @@ class THDDataModule(L.LightningDataModule):
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Of every set, the sequences skipped, empty, dropped, truncated, split, and the tokens lost."""
+        """Return for every set how many sequences were skipped, dropped, cut or split, and tokens lost."""
         return {name: counts_of(data, self._planner(name)) for name, data in self._sets.items()}
 
     def train_dataloader(self) -> THDLoader | StreamLoader:
@@ -299,7 +299,7 @@ class THDDataModule(L.LightningDataModule):
 
     @property
     def _train_kind(self) -> Literal["pack", "step"]:
-        """Say whether a training batch is a pack or all of a rank's packs of a step, as a pipeline needs."""
+        """Return whether a training batch is one pack or all of a rank's packs of a step."""
         return "step" if isinstance(self.global_batch, Sequences) or self._host.whole_steps else "pack"
 
     def train_steps(self) -> THDLoader | StreamLoader:
@@ -396,7 +396,7 @@ class THDDataModule(L.LightningDataModule):
         )
 
     def _planner(self, name: str) -> Planner:
-        """Plan a set when it is first asked for: by then a model built in ``configure_model`` is there."""
+        """Return the planner of a set, made at first use, when ``configure_model`` has built the model."""
         # The same data module may serve Trainers of other ranks or accumulation, one after the other.
         host = self._host
         key = (name, self._plans.step(host), host.ranks, host.alignment, host.sharing)

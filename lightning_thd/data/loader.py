@@ -1,4 +1,4 @@
-"""A plan and a dataset -> batches of one rank, and a position that survives any crash and any rank count."""
+"""A plan and a dataset -> batches of one rank, and a position to resume from on any number of ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Kind = Literal["pack", "step", "eval"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchMaker:
-    """Spans of a dataset -> a collated batch, in the main process or in a worker."""
+    """Reads the sequences of spans and collates them, in the main process or in a worker."""
 
     dataset: MapDataset
     index: SequenceIndex
@@ -73,7 +73,7 @@ class BatchMaker:
             raise ValueError(f"{err} It is {self.dataset.place(i)}.") from err
 
     def _name_row(self, collate: Callable[..., object], i: int, sample: dict[str, Any]) -> None:
-        """Collate a sample alone, and say which row of the dataset it is if it cannot be."""
+        """Collate a sample alone, and raise an error naming its row if that fails."""
         try:
             collate([sample])
         except (ValueError, TypeError, RuntimeError) as err:
@@ -84,7 +84,7 @@ class BatchMaker:
             ) from err
 
     def loss_weights(self, spans: Spans) -> tuple[float, float]:
-        """Add up what the loss tokens and the sequences of a pack count."""
+        """Return the summed weights of a pack's loss tokens and of its sequences."""
         return self.index.loss_weights(self.dataset, spans)
 
     def _refuse(self, batch: THDBatch) -> None:
@@ -97,7 +97,7 @@ class BatchMaker:
 
 
 class _Steps(TorchDataset[THDBatch | THDStep]):
-    """Key -> batch of one rank; a pure function, so any worker can make any batch."""
+    """Maps a key to a batch of one rank; a pure function, so any worker can make any batch."""
 
     def __init__(self, planner: Planner, maker: BatchMaker, rank: int, dp: int, kind: Kind) -> None:
         self._planner, self._maker, self._rank, self._dp, self._kind = planner, maker, rank, dp, kind
@@ -130,7 +130,7 @@ class _Steps(TorchDataset[THDBatch | THDStep]):
 
 
 class _Cursor(Sampler[Key]):
-    """Where an epoch stands: hands out keys from the next batch that was not consumed."""
+    """The position in an epoch: yields the keys of batches from the next unconsumed one on."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class _Cursor(Sampler[Key]):
             yield (epoch, step, micro, counted)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; the one that is under way goes on where it stands."""
+        """Begin an epoch from its start, unless it is the one under way."""
         if epoch != self.epoch:
             self.epoch, self.start = epoch, 0
         if self._on_epoch is not None:
@@ -169,7 +169,7 @@ class _Cursor(Sampler[Key]):
 
 @dataclass(frozen=True, slots=True)
 class _EpochTarget:
-    """Where Lightning looks for ``set_epoch`` without taking the loader for one whose sampler it may swap."""
+    """Offers ``set_epoch`` where Lightning looks for it, without a sampler that Lightning may replace."""
 
     sampler: _Cursor
 
@@ -232,12 +232,12 @@ class THDLoader:
 
     @property
     def planner(self) -> Planner:
-        """What decides which sequences make which batch."""
+        """Return the planner that decides which sequences make which batch."""
         return self._planner
 
     @property
     def epoch(self) -> int:
-        """The epoch that is under way, or comes next."""
+        """Return the number of the epoch that is under way, or comes next."""
         return self._cursor.epoch
 
     def __len__(self) -> int:

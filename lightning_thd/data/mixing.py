@@ -1,4 +1,4 @@
-"""Several sources with weights -> one dataset, which source each sequence is from, and logs of that."""
+"""Several sources with weights -> one dataset, the source of each sequence, and logs of their shares."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MixedRows(Dataset[dict[str, Any]]):
         return self._datasets[source][row]  # type: ignore[no-any-return]
 
     def place(self, i: int) -> str:
-        """Say which row of which source a sequence is."""
+        """Return the source and row of a sequence as text, for messages."""
         source, row = self._find(i)
         return f"row {row} of {self.names[source]!r}"
 
@@ -98,7 +98,7 @@ class ShareLog:
     tokens: IntArray | None = None
 
     def update(self, trainer: L.Trainer, epoch: int, dp: int) -> None:
-        """Log if a step of logging is due; called before each batch."""
+        """Log the shares at steps at which the Trainer logs; called before each batch."""
         batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         step = batches // self.per_step
         if self.done is None or self.done[0] != epoch:

@@ -126,7 +126,7 @@ class MockDataset:
 
     @property
     def lengths(self) -> IntArray:
-        """int64 ``[N]``, tokens of every sequence, so that nobody has to read the tokens to count them."""
+        """Return the tokens of every sequence, int64 ``[N]``, without making the tokens."""
         return self._lengths
 
     def __len__(self) -> int:
@@ -249,7 +249,7 @@ def _is_int(cell: str) -> bool:
 
 
 def _uniform(positions: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.float64]:
-    """Numbers in (0, 1), one a position: the middles of 2**53 equal steps, so never 0 or 1."""
+    """Return numbers in (0, 1), one a position: the middles of 2**53 equal steps, so never 0 or 1."""
     return ((keyed_hashes(positions, key) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
@@ -258,7 +258,7 @@ def _normal(x: float) -> float:
 
 
 def _log_mean(mean: float, sigma: float, low: float, high: float) -> float:
-    """Find the mean of the logarithm for which the bounded distribution has the mean asked for.
+    """Find the mean of the logarithm for which the bounded distribution has the wanted mean.
 
     The mean of a lognormal cut at both ends grows with mu, from one bound to the other, so halving finds it.
     """
@@ -273,7 +273,7 @@ def _log_mean(mean: float, sigma: float, low: float, high: float) -> float:
 
 
 def _bounded_mean(mu: float, sigma: float, low: float, high: float) -> float:
-    """Mean of exp(N(mu, sigma)) given that it lies in [exp(low), exp(high)]: a ratio of integrals."""
+    """Return the mean of exp(N(mu, sigma)) within [exp(low), exp(high)], a ratio of integrals."""
     inside = _between((low - mu) / sigma, (high - mu) / sigma)
     if inside == 0.0:  # all of it so far out that a float64 cannot tell it from the nearer bound
         return math.exp(low if mu < low else high)
@@ -282,7 +282,7 @@ def _bounded_mean(mu: float, sigma: float, low: float, high: float) -> float:
 
 
 def _between(first: float, last: float) -> float:
-    """Normal probability of [first, last], taken from the tail nearer to it to keep its digits."""
+    """Return the normal probability of [first, last], from the nearer tail to keep its digits."""
     if first > 0:
         return _normal(-first) - _normal(-last)
     return _normal(last) - _normal(first)

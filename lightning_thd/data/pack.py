@@ -157,7 +157,7 @@ def _refuse_media(data: DataSet) -> None:
 
 
 def _has_labels(data: DataSet) -> bool:
-    """Say whether any sequence has labels: all packs get the column then, or none does."""
+    """Return whether any sequence has labels: all packs then get the column."""
     loss, lengths = np.asarray(data.index.loss_tokens), np.asarray(data.index.lengths)
     if (loss != np.maximum(lengths - 1, 0)).any():
         return True
@@ -166,7 +166,7 @@ def _has_labels(data: DataSet) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Packer:
-    """A plan and its data -> rows that are packs, in files.
+    """Writes the packs of a plan as rows of a Parquet or Arrow file.
 
     Attributes:
         planner: of one pack a step.
@@ -288,7 +288,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line: ``lightning-thd pack data.jsonl packs.parquet --capacity 8192``.
+    """Run ``lightning-thd pack data.jsonl packs.parquet --capacity 8192``.
 
     Args:
         arguments: what follows the command's name; None takes them from the shell.

@@ -1,4 +1,4 @@
-"""A counted set, how to pack it, and who runs it -> its planner, windows counted once for all runs."""
+"""A counted set, how to pack it, and the ranks -> its planner, with windows counted once for all runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _COUNTS_FROM = 100_000  # sequences: below it counting windows takes less than o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """How sets become packs; every attribute is described by ``THDDataModule``."""
+    """How sets are packed; every attribute is described by ``THDDataModule``."""
 
     capacity: int
     global_batch: Packs | Sequences | None = None
@@ -79,7 +79,7 @@ class PlanSettings:
 def make_planner(
     data: DataSet, settings: PlanSettings, host: Host, *, training: bool, cache_dir: str | Path | None
 ) -> Planner:
-    """Plan a set: training as asked for, evaluation one pack a rank, with nothing lost.
+    """Make the planner of a set; evaluation takes one pack a rank and drops nothing.
 
     Args:
         data: the set, counted.
@@ -143,14 +143,14 @@ def _mixture_planner(
 
 
 def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:
-    """Count what the policies left out or changed; ``skipped`` are bad records, if there are any."""
+    """Return how many sequences the policies left out or changed, bad records as ``skipped``."""
     counts = dict(planner.entries.counts)
     counts["empty"] -= len(data.index.bad)  # a bad row has length 0, too
     return {**counts, "skipped": data.skipped} if data.skipped else counts
 
 
 def keep_long_rows(dataset: MapDataset, planner: Planner) -> MapDataset:
-    """Let a dataset keep the sequences that are split while their pieces are read, unless reading is free."""
+    """Wrap a dataset so that a split sequence is read once for all its pieces, unless reading is free."""
     split = planner.entries.counts["split"]
     return (
         dataset
@@ -160,7 +160,7 @@ def keep_long_rows(dataset: MapDataset, planner: Planner) -> MapDataset:
 
 
 class RecentRows(Dataset[dict[str, Any]]):
-    """A dataset that keeps the last of its long rows, as arrays, for those who read them piece by piece.
+    """A dataset that caches the last long rows, so that reading one piece by piece reads it once.
 
     Args:
         dataset: gives rows.
@@ -230,7 +230,7 @@ def _shared_planner(data: DataSet, settings: PlanSettings, host: Host, sharing: 
 def plan_counted_once(
     plan: partial[PackPlanner], key: Mapping[str, Any], cache_dir: str | Path | None
 ) -> PackPlanner:
-    """Make a planner, with the packs of every window from the cache if another run counted them.
+    """Make a planner whose number of packs in each window comes from the cache if counted before.
 
     The planner compares each window that it packs with its count, so that counts of other data cannot pass.
 
@@ -261,7 +261,7 @@ def plan_counted_once(
 
 
 def announce(data: DataSet, planner: Planner, host: Host) -> None:
-    """Say, and log, how large a set is and what its policies leave out or change."""
+    """Print and log how large a set is and what its policies leave out or change."""
     lengths, name = data.index.lengths, data.name
     changed = {key: count for key, count in counts_of(data, planner).items() if count}
     rank_zero_info(

@@ -26,16 +26,16 @@ class Planner(Protocol):
         ...
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Describe a position."""
+        """Return the state of a position, for a checkpoint."""
         ...
 
     def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Check a position and return its epoch and step."""
+        """Check a state and return its epoch and step."""
         ...
 
 
 class PlansAhead:
-    """Plans of one number of ranks, the next one made in a thread as soon as one is asked for.
+    """Plans steps, each one ahead of its use in a thread, as soon as the step before it is asked for.
 
     A plan is a pure function of its epoch and step, so making it early changes nothing. Workers of a
     DataLoader make no plan ahead: their batches are ahead already, and the next step is another worker's.
@@ -53,7 +53,7 @@ class PlansAhead:
         self._process = os.getpid()
 
     def step(self, epoch: int, k: int) -> StepPlan:
-        """Return the plan of a step; what the planner raises for it is raised here."""
+        """Return the plan of a step; raises whatever the planner raised for it."""
         if self._last is None or self._last[0] != (epoch, k):
             self._last = (epoch, k), self._made(epoch, k)
             self._begin(epoch, k + 1)
@@ -77,5 +77,5 @@ class PlansAhead:
         self._next = (epoch, k), self._thread.submit(self._planner.step, epoch, k, self._dp)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the thread and its plan behind: a worker is a process of its own."""
+        """Leave the thread and its plan out of a pickle: a worker is a process of its own."""
         return self.__dict__ | {"_thread": None, "_next": None}

@@ -41,7 +41,7 @@ class DataSet:
 
     @property
     def skipped(self) -> int:
-        """Records and rows that were left out because they are bad."""
+        """Return how many bad records and rows were left out."""
         return len(self.index.bad) + int(getattr(self.dataset, "skipped", 0))
 
 
@@ -78,7 +78,7 @@ def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, *, empty
 
 
 def is_mixture(source: object) -> bool:
-    """Say whether a source is a dict of named sources, and no dataset of columns or splits."""
+    """Return whether a source is a dict of named sources, not a dataset of columns or splits."""
     if not isinstance(source, Mapping) or not source:
         return False
     columns = any(name in source for name in ("input_ids", "labels", "text", "messages"))
@@ -88,7 +88,7 @@ def is_mixture(source: object) -> bool:
 
 
 def weighted(name: str, given: object) -> tuple[Any, float]:
-    """Take a source and its weight apart.
+    """Check a ``(source, weight)`` pair and return its two values.
 
     Raises:
         TypeError: for anything but a pair of a source and a number.
@@ -136,7 +136,7 @@ def open_set(name: str, source: Source, opener: Opener, *, empty: Empty) -> Data
 
 
 def named_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Give each source of an evaluation stage that has several a name of its own: ``val/code``."""
+    """Name each source of an evaluation stage that has several, as in ``val/code``."""
     named: dict[str, Any] = {}
     for stage, source in sources.items():
         if stage != "train" and is_mixture(source):

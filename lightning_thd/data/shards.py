@@ -18,16 +18,16 @@ _VERSION = 1
 
 
 class Writer(Protocol):
-    """What writes packs of a plan into a file: ``pack.Packer``."""
+    """The interface of ``pack.Packer``: writes packs of a plan into a file."""
 
     @property
     def planner(self) -> PackPlanner:
-        """The plan."""
+        """Return the planner whose packs are written."""
         ...
 
     @property
     def boundaries(self) -> str:
-        """The column that tells sequences apart."""
+        """Return the name of the column that holds the boundaries of sequences."""
         ...
 
     def write(self, out: Path, first: int, last: int, *, progress: bool = False) -> dict[str, int]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_shared_step(plan: SharedStepPlan, maker: BatchMaker, sharing: Sharing, rank: int) -> SharedStep:
-    """Read and collate one rank's packs, those that it shares with others whole.
+    """Read and collate one rank's packs of a step; packs shared with other ranks are read whole.
 
     Args:
         plan: of the step.

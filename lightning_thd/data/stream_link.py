@@ -1,4 +1,4 @@
-"""Training data that can only be iterated, and a data module's settings -> what a stream's loader is told."""
+"""Training data that can only be iterated, a data module's settings -> the settings of a stream loader."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def refuse_streams(sources: Mapping[str, object]) -> None:
 
 
 def refuse_repeats(trainer: L.Trainer | None, plans: PlanSettings) -> None:
-    """Refuse settings that ask a stream for a batch by its number.
+    """Refuse settings that need a batch by its number, which a stream cannot give.
 
     Raises:
         MisconfigurationException: for ``overfit_batches`` and for a ready-made schedule.
@@ -100,7 +100,7 @@ def refuse_repeats(trainer: L.Trainer | None, plans: PlanSettings) -> None:
 def stream_policies(
     plans: PlanSettings, opener: Opener, *, drop_empty: bool, vocab_size: int | None, pin_memory: bool | None
 ) -> StreamPolicies:
-    """Collect what a data module decides for its streams.
+    """Collect the settings of a data module that apply to its streams.
 
     Args:
         plans: how steps are planned.

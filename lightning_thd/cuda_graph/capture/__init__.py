@@ -1,1 +1,1 @@
-"""A step or a layer -> a graph of its forward and one of its backward."""
+"""A step or a layer -> a CUDA graph of its forward and one of its backward."""

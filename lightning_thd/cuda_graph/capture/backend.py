@@ -17,16 +17,16 @@ _WARM_UPS = 2
 
 
 class Graph(Protocol):
-    """Work that was captured and can run again on the same tensors."""
+    """Captured work that can run again on the same tensors."""
 
     def replay(self) -> None:
-        """Run all of it, before whatever the caller does next."""
+        """Run the whole graph before any later work of the caller."""
 
     def start(self) -> None:
-        """Start to run it in parallel with the caller, who waits for parts of it by ``reach``."""
+        """Start a replay in parallel with the caller, who waits for parts of it by ``reach``."""
 
     def reach(self, number: int) -> None:
-        """Make the caller's next work wait for a mark of the capture; beyond the last mark, for all of it."""
+        """Make the caller's later work wait until the replay passes a mark, or ends if past the last mark."""
 
 
 class Backend(Protocol):
@@ -41,22 +41,22 @@ class Backend(Protocol):
     warm_ups: int
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Say why nothing can be captured on a device, or None."""
+        """Return why nothing can be captured on a device, or None."""
 
     def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
-        """Run the function once as a capture will; the last run may refuse what a capture would."""
+        """Run the function once before its capture; the last such run may refuse what a capture would."""
 
     def capture(self, function: Callable[[], R]) -> tuple[Graph, R]:
-        """Run the function once and keep its work; every replay refills the tensors of the result."""
+        """Run the function once and record its work as a graph; a replay refills the result's tensors."""
 
     def mark(self) -> None:
         """Put a numbered mark into the capture; ``Graph.reach`` waits for the work before it."""
 
     def time_s(self, function: Callable[[], object]) -> float | None:
-        """Measure seconds of a run, or give None where times mean nothing."""
+        """Measure the seconds of a run, or return None where times mean nothing."""
 
     def separate(self) -> Backend:
-        """Give a backend whose graphs share no memory with those of this one."""
+        """Return a backend whose graphs share no memory with those of this one."""
 
     def release(self) -> None:
         """Free the memory that graphs shared, once all of them have been dropped."""
@@ -99,7 +99,7 @@ class CudaBackend:
         self._marks: list[Any] = []
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Say why nothing can be captured on a device, or None."""
+        """Return why nothing can be captured on a device, or None."""
         if not torch.cuda.is_available():
             return "there is no CUDA device"
         return None if device.type == "cuda" else f"the module is on {device.type}, not on a CUDA device"
@@ -204,7 +204,7 @@ def _event() -> Any:
 
 @contextlib.contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Make every call raise that would wait for the device."""
+    """Make every call that would wait for the device raise inside this context."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the mode is a prototype

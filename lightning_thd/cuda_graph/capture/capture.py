@@ -38,7 +38,7 @@ from lightning_thd.cuda_graph.shapes.static_shard import Cut, refuse_cut
 
 
 class Shared:
-    """What the graphs of one memory pool share: whose turn it is, and where gradients lie."""
+    """State that graphs of one memory pool share: the turn to use it, and the gradient buffers."""
 
     def __init__(self) -> None:
         self.turn = Turn()
@@ -160,7 +160,7 @@ def _forward_backward(run: Callable[[StaticBatch], Any], batch: StaticBatch, lea
 
 
 def _checked(output: Any) -> Any:
-    """Raise for outputs that a replay could not return again."""
+    """Raise for outputs that a replay could not return: None, and what is no tensor."""
     if output is None:
         raise CaptureError("the step returned None, which skips a batch; a replay cannot decide that again.")
     others = [x for x in tree_leaves(output) if x is not None and not isinstance(x, Tensor)]

@@ -1,4 +1,4 @@
-"""One bucket of a step, ready to replay."""
+"""Graphs and static buffers of one bucket -> a callable that runs a batch through them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PIECE_BYTES = 25 << 20
 
 
 class GradientBuffers:
-    """Memory for the gradients of a module's parameters; each is made when its gradient first comes.
+    """Buffers for the gradients of a module's parameters, each allocated with its first gradient.
 
     Args:
         count: of the parameters.
@@ -50,7 +50,7 @@ class GradientBuffers:
 
 
 class ReadyOrder:
-    """The order in which a backward finishes gradients, cut into pieces of a size.
+    """Records the order in which a backward finishes gradients, cut into pieces of a given size.
 
     Args:
         mark: called at the end of a piece.
@@ -65,7 +65,7 @@ class ReadyOrder:
         self._mark, self._piece_bytes, self._size = mark, piece_bytes, 0
 
     def ready(self, index: int, gradient: Tensor) -> None:
-        """Note a gradient whose last value has been written."""
+        """Append a gradient that is complete to the current piece, and begin a new one when it is full."""
         if self._piece_bytes is not None and self._size >= self._piece_bytes:
             self._mark()
             self.pieces.append([])
@@ -78,7 +78,7 @@ class ReadyOrder:
 def caught(
     leaves: Sequence[Tensor], first: int, buffers: GradientBuffers, order: ReadyOrder | None = None
 ) -> Iterator[None]:
-    """Move every gradient of a backward into its buffer as soon as it is there, so that its memory is free.
+    """Move every gradient of a backward into its buffer once it is complete, so that its memory is freed.
 
     Args:
         leaves: that are differentiated; those from ``first`` on have buffers.
@@ -108,7 +108,7 @@ def caught(
 
 
 def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy all at once: hundreds of parameters in a few launches."""
+    """Return copies of tensors, made in a few kernel launches even for hundreds of parameters."""
     made: list[Tensor] = [torch.empty_like(x) if is_plain(x) else x.clone() for x in tensors]
     plain = [i for i, x in enumerate(tensors) if is_plain(x)]
     if plain:
@@ -117,5 +117,5 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is no subclass, such as a DTensor, whose memory lies in others."""
+    """Return whether a tensor is no subclass, such as DTensor, which holds its memory in other tensors."""
     return type(tensor) in (Tensor, nn.Parameter)

@@ -86,7 +86,7 @@ class GraphedLayers:
 
     @property
     def pending(self) -> bool:
-        """Whether a layer's backward is outstanding: eager operators have saved the static offsets, too."""
+        """Return whether a backward of a replayed layer is outstanding, which still reads static offsets."""
         return any(turn.pending for _, turn, _ in self._own.values())
 
     @contextlib.contextmanager
@@ -133,7 +133,7 @@ class GraphedLayers:
 
 
 def _outermost(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Find the submodules with one of the names, but none inside of another."""
+    """Find the submodules with one of the names, leaving out those inside another one found."""
     found: dict[str, nn.Module] = {}
     for path, layer in module.named_modules():
         parts = path.split(".")

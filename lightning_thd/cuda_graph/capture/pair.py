@@ -21,18 +21,18 @@ from lightning_thd.cuda_graph.errors import CaptureError
 
 
 class _Token:
-    """A mark that lives as long as autograd may still ask a replay for its gradients."""
+    """A token that lives as long as autograd may still ask a replay for its gradients."""
 
 
 class Turn:
-    """The right to use memory that graphs share: a forward takes it, its own backward gives it back."""
+    """The right to use memory that graphs share, from a forward replay until its own backward."""
 
     def __init__(self) -> None:
         self._holder: weakref.ref[_Token] | None = None
 
     @property
     def pending(self) -> bool:
-        """Whether a forward was replayed whose backward has neither run nor become impossible."""
+        """Return whether a forward was replayed whose backward may still run."""
         return self._holder is not None and self._holder() is not None
 
     def take(self) -> _Token:
@@ -121,7 +121,7 @@ class GraphPair:
         return tree_unflatten(flat, self._spec)
 
     def take(self, number: int) -> list[Tensor]:
-        """Wait for a piece of the backward and return copies of its gradients."""
+        """Wait for a piece of the backward graph and return copies of its gradients."""
         if len(self.pieces) > 1:
             self.backward.reach(number)
         found = [self.gradients[i] for i in self.pieces[number]]
@@ -178,7 +178,7 @@ class _LaterPiece(torch.autograd.Function):
 
 
 def _refuse_foreign_leaves(outputs: list[Tensor], leaves: Sequence[Tensor]) -> None:
-    """Refuse a step that trains what it was not given: a replay would leave it without gradients."""
+    """Refuse a step that trains tensors other than its parameters: a replay gives them no gradient."""
     known = {id(leaf) for leaf in leaves}
     stack: list[Any] = [x.grad_fn for x in outputs]
     seen: set[Any] = set()

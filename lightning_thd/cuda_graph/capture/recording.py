@@ -44,7 +44,7 @@ class _Call:
                     target.copy_(source)
 
     def poison(self) -> None:
-        """Fill what the call gives with NaN."""
+        """Fill the tensors that the recorded operator returns with NaN."""
         for kept in self.results:
             if kept is not None and kept.is_floating_point():
                 for x in plain_tensors(kept):
@@ -52,7 +52,7 @@ class _Call:
 
 
 def _finish(function: Any, results: list[Any]) -> None:
-    """Wait for collectives, whose results are not there yet."""
+    """Wait for a replayed collective, if the operator is one, so that its results are complete."""
     if function.namespace == "_c10d_functional":
         for x in results:
             if isinstance(x, Tensor):
@@ -64,7 +64,7 @@ def _finish(function: Any, results: list[Any]) -> None:
 
 
 def _finished(result: Any) -> Any:
-    """Wait for a collective here, and give its caller something that is done already.
+    """Wait for a recorded collective, and return a work handle that is complete.
 
     Some of gloo's copy their result when they are waited for, an operator that would be kept as the caller's.
     """
@@ -96,12 +96,12 @@ class Recording:
         self._started = False
 
     def replay(self) -> None:
-        """Run everything again; random operators draw from the generator's present state."""
+        """Run every operator again; random ones draw from the generator's present state."""
         self.start()
         self.reach(len(self.marks))
 
     def start(self) -> None:
-        """Begin a replay; nothing runs before ``reach``."""
+        """Begin a replay, of which nothing runs before ``reach``."""
         self.position, self._started = 0, True
         if self.poison:
             with torch.no_grad():
@@ -153,7 +153,7 @@ class RecordingBackend:
         self._tape = Recording()
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Say that only CPU steps can be recorded, or give None."""
+        """Return why a step cannot be recorded (it runs on no CPU), or None."""
         return (
             None if device.type == "cpu" else f"the recording backend runs on the CPU, not on {device.type}"
         )
@@ -175,7 +175,7 @@ class RecordingBackend:
         self._tape.marks.append(len(self._tape.calls))
 
     def time_s(self, function: Callable[[], object]) -> float | None:
-        """Give None: a recording is always slower."""
+        """Return None: a recording replays on the CPU, so its times mean nothing."""
         return None
 
     def separate(self) -> RecordingBackend:
@@ -191,7 +191,7 @@ def _stop(problem: str, where: str | None) -> None:
 
 
 class _Busy:
-    """A count of operators under way: what a kernel does in Python is not recorded."""
+    """Counts the operators that are running: what a kernel calls in Python is not recorded."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -237,7 +237,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> _Call | None:
-    """Return what has to be kept of an operator; None for a view, which shows new values by itself."""
+    """Return the record of an operator for replays, or None for a view, which needs none."""
     given = {s for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) for s in _storages(x)}
     results = tuple(
         x if isinstance(x, Tensor) and x.numel() and not given & _storages(x) else None

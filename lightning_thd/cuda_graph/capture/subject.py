@@ -36,7 +36,7 @@ class Subject:
 
 
 class Example(NamedTuple):
-    """A real call of the step, looked at for its device, its layout and how many arguments it has.
+    """An example call of the step, which tells its device, its layout and its number of arguments.
 
     Attributes:
         batch: of the call.
@@ -48,19 +48,19 @@ class Example(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Device that the step runs on."""
+        """Return the device that the step runs on."""
         return self.batch.input_ids.device
 
 
 def differentiable(output: Any) -> list[Tensor]:
-    """List the tensors in a step's output that gradients can start from."""
+    """List the tensors in a step's output that require gradients."""
     return [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
 
 
 def differentiate(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], grad_outputs: Sequence[Tensor] | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Differentiate outputs outside of autocast, where trainers call ``backward()``.
+    """Compute the gradients of outputs with autocast off, as trainers call ``backward()``.
 
     Inside of autocast the backward of an operator that ran in fp32 would be cast again, and its gradient
     would differ from that of an eager step.

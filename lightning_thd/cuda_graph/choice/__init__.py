@@ -1,1 +1,1 @@
-"""Which shapes to capture, and what that is worth."""
+"""Which bucket shapes to capture as CUDA graphs, and the speed-up to expect."""

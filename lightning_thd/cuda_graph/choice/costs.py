@@ -45,7 +45,7 @@ class GraphCosts:
                 raise ValueError(f"GraphCosts({name}={value}): wanted a positive time, in any one unit.")
 
     def replay(self, sequences: int) -> float:
-        """Cost of a replay of a bucket of S sequences. ``GraphCosts().replay(100)`` is 0.7067."""
+        """Return the cost of replaying a bucket of S sequences; ``GraphCosts().replay(100)`` is 0.7067."""
         return self.graph + self.per_sequence * sequences
 
     @classmethod
@@ -84,7 +84,7 @@ def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) 
 
 
 def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tuple[int, ...]:
-    """Choose up to so many buckets of the least expected cost, exactly, by dynamic programming.
+    """Choose at most ``num_buckets`` buckets of least expected cost, exactly, by dynamic programming.
 
     Args:
         needs: int64 ``[N]``, see :func:`expected_cost`.
@@ -119,7 +119,7 @@ def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tupl
 
 
 def lengths_from_quantiles(quantiles: Mapping[float, int], largest: int, *, count: int = 10_000) -> IntArray:
-    """Make a sample with given quantiles, log-normal between them.
+    """Make a sample of lengths with given quantiles, log-normal between them.
 
     Numbers of sequences in a pack are near log-normal; straight lines through the logarithms over the normal
     quantiles hit what is published exactly and stay close between.

@@ -18,7 +18,7 @@ _MOST_BUCKETS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One line of the table.
+    """One choice of buckets with its expected cost: a line of the plan's table.
 
     Attributes:
         name: what it is.
@@ -52,7 +52,7 @@ class GraphPlan:
     chosen: Choice
 
     def buckets(self) -> list[Bucket]:
-        """The buckets of the choice, smallest first; without those too small to cover every slot."""
+        """Return the chosen buckets, smallest first, without those too small to cover every slot."""
         usable = [s for s in self.chosen.sequences if s * self.max_seqlen >= self.slots]
         return make_buckets(usable, slots=self.slots, max_seqlen=self.max_seqlen) if usable else []
 
@@ -72,7 +72,7 @@ class GraphPlan:
 
 
 def needed_sequences(layouts: Sequence[Layout], slots: int, max_seqlen: int) -> IntArray:
-    """Count the entries each batch needs in a bucket, with dummies for its tail.
+    """Count the sequences a bucket must have for each batch, dummies for its tail included.
 
     Returns:
         int64 ``[N]``. 5 sequences in 90 of 100 slots need 6.
@@ -133,7 +133,7 @@ def _judge(name: str, sequences: tuple[int, ...], needs: IntArray, costs: GraphC
 
 
 def problem_of(plan: GraphPlan, given: tuple[int, ...]) -> str | None:
-    """Say why no graph is worth capturing, and mention what is larger than it has to be."""
+    """Return why no graph is worth capturing, or None; print when a bucket is larger than any batch needs."""
     if not plan.chosen.sequences:
         return "a replay is not expected to be faster than eager for any number of sequences"
     if plan.chosen.coverage == 0.0:
@@ -150,7 +150,7 @@ def problem_of(plan: GraphPlan, given: tuple[int, ...]) -> str | None:
 
 
 def sequence_counts(max_sequences: object) -> tuple[int, ...]:
-    """Return ``max_sequences`` as a sorted tuple; an empty one for "auto".
+    """Return ``max_sequences`` as a sorted tuple; an empty tuple for "auto".
 
     Raises:
         ValueError: for anything but "auto" and whole numbers of at least 1.

@@ -15,7 +15,7 @@ _MARGIN = 0.02
 
 
 class Comparison(NamedTuple):
-    """Seconds of forward and backward on one dummy batch.
+    """Seconds of forward and backward on one dummy batch, eager and replayed.
 
     Attributes:
         eager_s: eagerly, unpadded.
@@ -27,7 +27,7 @@ class Comparison(NamedTuple):
 
     @property
     def slower(self) -> bool:
-        """Whether a replay is not clearly faster than eager."""
+        """Return whether a replay is not clearly faster than eager."""
         return self.replay_s > (1 - _MARGIN) * self.eager_s
 
 

@@ -1,1 +1,1 @@
-"""What a graph cannot hold, found before or while it is captured."""
+"""What a CUDA graph cannot hold, found before or while a step is captured."""

@@ -11,7 +11,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def reads_of(module: nn.Module) -> Iterator[set[str]]:
-    """Note the instance attributes that the body reads.
+    """Record which instance attributes of ``module`` are read inside this context.
 
     Args:
         module: watched through a subclass that it is an instance of meanwhile.
@@ -37,6 +37,6 @@ def reads_of(module: nn.Module) -> Iterator[set[str]]:
 
 
 def constants_of(module: nn.Module, names: set[str]) -> set[str]:
-    """Return the names that are plain attributes: no methods, and none that exist during a step only."""
+    """Return the names of plain attributes: no methods, and none that exist only during a step."""
     held = vars(module)
     return {name for name in names if name in held and not callable(held[name])}

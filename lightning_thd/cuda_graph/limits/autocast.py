@@ -14,7 +14,7 @@ _NAMES = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "
 
 @contextlib.contextmanager
 def uncached_autocast(device: torch.device) -> Iterator[None]:
-    """Keep the present autocast state, but switch its cache of cast weights off.
+    """Keep the present autocast state, but switch off its cache of cast weights.
 
     A cast found there is not part of a graph, whose weights would stay those of the capture; one that a graph
     puts there is memory of the graph.

@@ -1,4 +1,4 @@
-"""What a captured step may not ask: the batch index, the Trainer's progress. What it logs is noted."""
+"""A LightningModule under capture -> its logged values, and errors where it reads values that change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _refuse_value(name: str) -> None:
 
 
 class HostValue:
-    """Stands in for a number such as ``batch_idx``; passing it on is fine, any use is refused.
+    """Stands in for a number such as ``batch_idx``: passing it on is allowed, any other use is refused.
 
     Args:
         name: for the message.
@@ -56,7 +56,7 @@ for _name in (*_UNARY, *_COMPARED, *_ARITHMETIC, *(f"r{name}" for name in _ARITH
 
 
 class _TrainerGuard:
-    """The Trainer without what changes."""
+    """Stands in for the Trainer and refuses reads of attributes that change from step to step."""
 
     def __init__(self, trainer: Any) -> None:
         self.__dict__["_guarded"] = trainer
@@ -68,7 +68,7 @@ class _TrainerGuard:
 
 
 class LoggedValue(NamedTuple):
-    """One call of ``self.log``.
+    """One recorded call of ``self.log``.
 
     Attributes:
         name: key.
@@ -85,7 +85,7 @@ class LoggedValue(NamedTuple):
 
 @contextlib.contextmanager
 def guarded(module: nn.Module) -> Iterator[list[LoggedValue]]:
-    """Run a step of a LightningModule for capture: ``self.log`` is noted, the Trainer's progress refused.
+    """Record the step's ``self.log`` calls and refuse reads of the Trainer's progress, in this context.
 
     Args:
         module: any module; only a LightningModule has something to guard.
@@ -137,7 +137,7 @@ def _attribute(module: nn.Module, name: str, value: Callable[..., Any]) -> Itera
 
 
 def check_numbers(runs: list[list[LoggedValue]], sizes: set[int]) -> None:
-    """Refuse logged Python numbers that are not constants.
+    """Refuse logged Python numbers that are not constant, as a replay would repeat them.
 
     Args:
         runs: what several runs on dummy batches logged.

@@ -46,7 +46,7 @@ _BOOLEAN = f"indexing with a boolean mask {_SHAPE}. Multiply by the mask, or use
 
 
 def function_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Say why a Python call cannot be captured, or None: ``Tensor.tolist`` gives a sentence."""
+    """Return why a Python call such as ``Tensor.tolist`` cannot be captured, or None."""
     if func is torch.as_tensor and args and not isinstance(args[0], Tensor):
         return f"torch.as_tensor(...) {_CONSTANT}"
     try:
@@ -56,7 +56,7 @@ def function_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def operator_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Say why a dispatched operator cannot be captured, or None."""
+    """Return why a dispatched operator cannot be captured, or None."""
     found = _OPERATORS.get(func)
     if found is not None:
         return found

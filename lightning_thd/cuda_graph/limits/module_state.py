@@ -19,7 +19,7 @@ _ABSENT = object()
 
 
 class Fingerprint:
-    """Addresses, flags and attributes that a graph has baked in, compared at every step.
+    """The addresses, flags and attributes that a graph has baked in, to be compared at every step.
 
     Args:
         module: what the step trains.
@@ -38,7 +38,7 @@ class Fingerprint:
         self._attributes = {name: getattr(module, name) for name in sorted(names)}
 
     def change(self) -> str | None:
-        """Name the first thing that has changed since, or return None."""
+        """Return the first thing that has changed since the fingerprint was taken, or None."""
         for (held, name, tensor), (address, wanted) in zip(self._owners, self._addresses, strict=True):
             if held.get(name) is not tensor or addresses(tensor) != address:
                 return f"{name} moved to other memory"
@@ -60,7 +60,7 @@ class Fingerprint:
 
 
 def host_state(module: nn.Module) -> dict[tuple[int, str], Any]:
-    """Describe plain attributes, sizes of containers and buffers of all submodules, private ones too."""
+    """Collect plain attributes, container sizes and buffers of all submodules, to detect changes."""
     found: dict[tuple[int, str], Any] = {}
     for i, child in enumerate(module.modules()):
         for name, value in vars(child).items():
@@ -94,7 +94,7 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -
 
 @contextlib.contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
-    """Leave random states and the values of buffers as they were, whatever the body does."""
+    """Restore random states and the values of buffers when this context ends."""
     held = [(child._buffers, name) for child in module.modules() for name in child._buffers]
     buffers = [(owner, name, owner[name], _cloned(owner[name])) for owner, name in held]
     devices = sorted({x.device.index or 0 for x in module.parameters() if x.is_cuda})
@@ -114,7 +114,7 @@ def _cloned(buffer: Tensor | None) -> Tensor | None:
 
 
 def refuse_sums_over_slots(module: nn.Module) -> None:
-    """Refuse losses that are no sums over tokens: the dummy tokens of the tail would change them.
+    """Refuse losses that also count padding, as a MoE balancing loss does: dummy tokens change them.
 
     Raises:
         CaptureError: for the balancing loss of a mixture of experts.
@@ -128,7 +128,7 @@ def refuse_sums_over_slots(module: nn.Module) -> None:
 
 
 def refuse_fp8(module: nn.Module) -> None:
-    """Refuse Transformer Engine's low precision: warm-up on dummy tokens would enter its history of scales.
+    """Refuse Transformer Engine's low precision: warm-up on dummy tokens would enter its scaling history.
 
     Raises:
         CaptureError: where a layer of it runs, or is about to run, in fp8 or fp4.

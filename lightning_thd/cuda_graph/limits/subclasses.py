@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Give the tensor itself, or what it wraps. A DTensor gives this rank's shard."""
+    """Return the tensor itself, or those that a subclass wraps: a DTensor gives this rank's shard."""
     wrapper: Any = tensor
     if not is_traceable_wrapper_subclass(wrapper):
         yield tensor
@@ -23,7 +23,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def addresses(tensor: Tensor) -> tuple[int, ...]:
-    """Where the memory of a tensor lies."""
+    """Return the addresses of a tensor's memory."""
     if (
         type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
     ):  # most are plain, and this runs every step

@@ -8,7 +8,7 @@ _SHARDED = ("FSDPModule", "FullyShardedDataParallel", "FullyShardedDataParallelP
 
 
 def sharded_by(module: nn.Module) -> str | None:
-    """Name what shards the module's parameters, or give None."""
+    """Return the name of what shards the module's parameters, or None."""
     for child in module.modules():
         for cls in type(child).__mro__:
             if cls.__name__ in _SHARDED:

@@ -1,1 +1,1 @@
-"""The shapes that are captured, and batches padded to them."""
+"""The fixed shapes (buckets) that are captured, and batches padded to them."""

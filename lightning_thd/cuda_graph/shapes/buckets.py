@@ -30,7 +30,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, padded_lengths: Sequence[int]) -> Layout:
-        """Describe sequences by their padded lengths. ``(3, 2, 0)`` is 5 slots in 2, longest 3."""
+        """Return the layout of sequences by padded length: ``(3, 2, 0)`` is 5 slots in 2, longest 3."""
         count = len(padded_lengths)
         while count and padded_lengths[count - 1] == 0:
             count -= 1
@@ -38,13 +38,13 @@ class Layout(NamedTuple):
 
     @classmethod
     def of_batch(cls, batch: THDBatch) -> Layout:
-        """Describe a batch. Its trailing pad is left out: a bucket's tail takes its place."""
+        """Return the layout of a batch without its trailing pad, whose place a bucket's tail takes."""
         return cls.of(batch.padded_lengths[: len(batch.lengths)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Bucket:
-    """A shape that steps are captured for.
+    """A fixed shape (slots, sequences, longest sequence) that steps are captured for.
 
     Attributes:
         slots: T, every batch is padded to.
@@ -71,7 +71,7 @@ class Bucket:
             )
 
     def misfit(self, layout: Layout) -> Reason | None:
-        """Say why a batch does not fit, or None.
+        """Return why a batch does not fit this bucket, or None.
 
         The tail needs dummy sequences of at most ``max_seqlen`` each: 10 sequences in 90 of 100 slots do not
         fit a bucket of 10, as nothing would cover the last 10 slots.

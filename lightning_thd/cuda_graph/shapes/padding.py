@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def padded_lengths_of(batch: THDBatch, bucket: Bucket, *, multiple: int = 1) -> Ints:
-    """Spread the tail over the spare sequences of a bucket.
+    """Return a batch's padded lengths and those of the dummy sequences that fill the bucket's tail.
 
     Args:
         batch: one that fits.
@@ -88,7 +88,7 @@ def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
 def dummy_batch(
     layout: Layout, device: torch.device, *, axes: int | None = None, multiple: int = 1
 ) -> THDBatch:
-    """Make a batch of token 0 with a target in every slot but the last, for warm-up and measuring.
+    """Make a batch of token 0 with a target in every slot but the last, for warm-up and timing.
 
     Args:
         layout: its size; the sequences are of nearly equal length.

@@ -43,7 +43,7 @@ def _refused(name: str) -> property:
 
 
 class StaticBatch(THDBatch):
-    """The batch a captured step sees: tensors of fixed address; what only the host knows raises.
+    """The batch a captured step sees: tensors of fixed address; reads of host values raise.
 
     ``max_seqlen`` is the bucket's, and ``loss_scale`` a tensor ``[]``.
     """
@@ -67,7 +67,7 @@ class StaticBatch(THDBatch):
 
     @classmethod
     def watching(cls, batch: THDBatch) -> StaticBatch:
-        """Build one from a real batch that reports reads of host values and answers them."""
+        """Build a static batch from a real one that reports reads of host values and answers them."""
         scale = torch.full((), batch.loss_scale, device=batch.input_ids.device)
         tensors = {name: getattr(batch, name) for name in _FIELDS}
         watching = cls.build(max_seqlen=batch.max_seqlen, loss_scale=scale, **tensors)
@@ -90,7 +90,7 @@ class StaticBatch(THDBatch):
         return ()
 
     def _real_offsets(self) -> Tensor | None:
-        """Return the buffer: whether sequences are padded one by one changes from replay to replay."""
+        """Return the offsets buffer, since padding of sequences changes from replay to replay."""
         return self.cu_seqlens
 
     def __repr__(self) -> str:
@@ -157,7 +157,7 @@ class StaticInputs:
         )
 
     def again(self) -> StaticInputs:
-        """Return new buffers of the same shapes, for runs whose tensors kernels may cache by identity."""
+        """Return new buffers of the same shapes, for kernels that cache by the identity of a tensor."""
         return StaticInputs(
             self.bucket,
             self._device,
@@ -168,16 +168,16 @@ class StaticInputs:
         )
 
     def known(self) -> contextlib.AbstractContextManager[None]:
-        """Let attention find the layout of a shard while a step runs on these buffers."""
+        """Register the shard layout, if any, so that attention finds it while a step uses these buffers."""
         return contextlib.nullcontext() if self.layout is None else self.layout.known()
 
     def learned(self) -> None:
-        """Share what a step asked of these buffers with others of the same shapes."""
+        """Share cached values that do not depend on lengths with other buffers of the same shapes."""
         if self.layout is not None:
             self.layout.learn()
 
     def prepare(self) -> None:
-        """Build what earlier runs asked for, as nothing new can be made during a capture."""
+        """Build the index buffers that earlier runs asked for, as a capture can allocate none."""
         if self.layout is not None:
             self.layout.prepare()
 
@@ -241,7 +241,7 @@ class StaticInputs:
         return _pinned(torch.from_numpy(_positions(lengths, cut)[used:]), self._device)
 
     def matches(self, batch: THDBatch) -> bool:
-        """Say whether positions have the axes, and packs the cut, that were captured."""
+        """Return whether a batch has the position axes and the context-parallel cut that were captured."""
         axes = None if batch.position_ids.ndim == 1 else batch.position_ids.shape[0]
         return self.axes == axes and self.cut == Cut.of(batch)
 

@@ -31,7 +31,7 @@ _CALL = "static call"
 
 
 class Cut(NamedTuple):
-    """How packs are cut; the same for every batch of a job.
+    """How context parallelism cuts packs; the same for every batch of a job.
 
     Attributes:
         cp: context-parallel ranks.
@@ -55,7 +55,7 @@ class Cut(NamedTuple):
 
     @property
     def multiple(self) -> int:
-        """Slots that every length is a multiple of."""
+        """Return the number of slots that every padded length is a multiple of."""
         return 2 * self.cp
 
     def dummy(self, layout: Layout, device: torch.device, *, axes: int | None) -> THDShard:
@@ -89,7 +89,7 @@ def refuse_cut(batch: THDBatch, bucket: Bucket) -> None:
 
 
 class StaticShardLayout(ShardLayout):
-    """A layout whose indices are buffers of fixed address.
+    """A shard's layout whose index tensors are buffers of fixed address.
 
     Args:
         bucket: their sizes.
@@ -117,7 +117,7 @@ class StaticShardLayout(ShardLayout):
 
     @contextlib.contextmanager
     def known(self) -> Iterator[None]:
-        """Let attention find this layout by its offsets while the body runs.
+        """Register this layout by its offsets, so that attention finds it inside this context.
 
         Not always: a whole pack that happens to have as many slots as this shard would be taken for a shard
         whose offsets somebody made anew.
@@ -129,22 +129,22 @@ class StaticShardLayout(ShardLayout):
             known_layouts.pop(self.cu_seqlens.data_ptr(), None)
 
     def prepare(self) -> None:
-        """Build what attention has asked of other layouts of this bucket."""
+        """Build the tensors that attention has asked other layouts of this bucket for."""
         self.cache.update(self._asked)
         if _CALL in self._asked:
             self.cache[_CALL] = self._make_static_call()
 
     def learn(self) -> None:
-        """Share what does not depend on lengths with other layouts of this bucket."""
+        """Share cached values that do not depend on lengths with other layouts of this bucket."""
         self._asked.update({key: x for key, x in self.cache.items() if key[0] == "kv_heads"})
 
     @property
     def fixed(self) -> bool:
-        """True: a graph's sizes are those it was recorded with."""
+        """Return True: a graph replays the sizes it was recorded with."""
         return True
 
     def check_varying(self, communication: str) -> None:
-        """Refuse exchanges whose sizes depend on lengths.
+        """Refuse ways of communicating whose message sizes depend on lengths.
 
         Raises:
             CaptureError: always.
@@ -156,7 +156,7 @@ class StaticShardLayout(ShardLayout):
         )
 
     def call(self, *, causal: bool, left: int) -> Call:
-        """Give the buffers of a kernel call on gathered keys.
+        """Return the index buffers of a kernel call on gathered keys.
 
         Raises:
             CaptureError: for windows, whose number of keys depends on the lengths.
@@ -216,7 +216,7 @@ class StaticShardLayout(ShardLayout):
 
 
 def _longest_first(bucket: Bucket) -> list[int]:
-    """Fill a bucket with its longest sequences: the limits that kernels are built for are theirs."""
+    """Return lengths that fill a bucket with its longest sequences, for limits that kernels are built for."""
     whole, rest = divmod(bucket.slots, bucket.max_seqlen)
     lengths = [bucket.max_seqlen] * whole + [rest] * bool(rest)
     return lengths + [0] * (bucket.sequences - len(lengths))

@@ -131,7 +131,7 @@ def _render(tokenizer: Any, messages: list[Message], tools: list[Any] | None, *,
 def _turn(
     tokenizer: Any, messages: list[Message], i: int, text: str, tools: list[Any] | None
 ) -> tuple[int, int]:
-    """First and last character of what the assistant says in message ``i`` of the rendered ``text``."""
+    """Return the first and last character of what the assistant says in message ``i`` of ``text``."""
     # Nothing can be rendered before the first message: the header of one counts as the assistant's.
     before = _render(tokenizer, messages[:i], tools, prompt=True) if i else ""
     after = _render(tokenizer, messages[: i + 1], tools)
@@ -146,7 +146,7 @@ def _turn(
 
 
 def _cut(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[int, int]]:
-    """Encode a text and say at which token each character of ``edges`` begins.
+    """Encode a text and return the token at which each character of ``edges`` begins.
 
     Pieces that are encoded alone and give the same ids show it in linear time. Tokenizers that write a first
     word in another way need the text up to each edge, which is also how the model will meet a prompt.
@@ -173,7 +173,7 @@ def _cut(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[i
 
 
 def _end_of_turn(ids: list[int], first: int, last: int, eos: int | None) -> int:
-    """Leave out what the template writes after the token that ends a turn: the model never says it."""
+    """Return the position after the end-of-turn token, which cuts off what the template adds behind it."""
     for at in range(last - 1, first - 1, -1):
         if ids[at] == eos:
             return at + 1

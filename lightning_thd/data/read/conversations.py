@@ -32,7 +32,7 @@ _CALLS = ("function_call", "tool_call")
 
 
 def kind_of(record: dict[str, Any] | str, text_key: str) -> Kind | None:
-    """Say what a record is by its keys; None for what is nothing we know."""
+    """Return the kind of a record by its keys; None for an unknown kind."""
     if isinstance(record, str):
         return "text"
     for kind, ways in KEYS.items():
@@ -42,7 +42,7 @@ def kind_of(record: dict[str, Any] | str, text_key: str) -> Kind | None:
 
 
 def describe(kind: Kind, text_key: str) -> str:
-    """Say in a few words how records of a kind are read, and how to have it otherwise."""
+    """Return a short text on how records of a kind are read, and how to choose another kind."""
     how = {
         "text": f"documents under {text_key!r}",
         "ids": "token ids under 'input_ids'",
@@ -56,7 +56,7 @@ def describe(kind: Kind, text_key: str) -> str:
 
 
 def messages_of(record: dict[str, Any], kind: Kind) -> tuple[list[Message], list[Any] | None, int]:
-    """Return the messages of a conversation, its tools, and how many messages at its start are prompt.
+    """Return a conversation's messages, its tools, and how many messages at its start are prompt.
 
     Raises:
         ValueError: for what is no conversation of the kind.

@@ -60,7 +60,7 @@ def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str | None:
-    """Hash all that decides the ids; None for a function, which says nothing about itself.
+    """Hash everything that decides a tokenizer's ids; None for a function without a fingerprint.
 
     A function with an attribute ``fingerprint`` has that one.
     """
@@ -83,7 +83,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoder:
-    """Records of one kind -> ids laid end to end.
+    """Encodes records of one kind to ids laid end to end.
 
     Attributes:
         tokenizer: gives ids; a Hugging Face tokenizer where records are conversations.
@@ -212,7 +212,7 @@ class Encoder:
         return np.concatenate([before, after]).astype(np.int64), mask
 
     def _open(self, text: str) -> Ids:
-        """Encode the start of a row: with what the tokenizer puts first, without what it puts last."""
+        """Encode the first part of a row: with the tokenizer's first token, without its last."""
         ids, eos = as_ids(self.tokenizer(text)), self._eos
         return ids[:-1] if len(ids) and ids[-1] == eos else ids
 

@@ -42,7 +42,7 @@ Paths = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that can be read here.
+    """A file on this machine, with the name it was given and a hash of its content.
 
     Attributes:
         path: where it lies, unpacked.
@@ -58,7 +58,7 @@ class SourceFile:
 
 
 def is_paths(source: object) -> bool:
-    """Say whether a source names files: a path, or a list of nothing but paths.
+    """Return whether a source names files: a path, or a list of nothing but paths.
 
     Raises:
         ValueError: for a list of strings of which some name files and some are none.
@@ -223,7 +223,7 @@ def _expand_remote(address: str) -> list[str]:
 
 
 def _local(name: str, cache_dir: str | Path | None) -> SourceFile:
-    """Fetch and unpack a file if it needs it."""
+    """Return a file on this machine, downloaded and unpacked if necessary."""
     suffix = _suffix(name)
     if suffix in _REFUSED:
         raise ValueError(
@@ -244,7 +244,7 @@ def _local(name: str, cache_dir: str | Path | None) -> SourceFile:
 def _kept(
     key: dict[str, Any], name: str, cache_dir: str | Path | None, write: Callable[[BinaryIO], None]
 ) -> Path:
-    """Write a file into the cache, once; its name there comes from the key, never from the source."""
+    """Write a file into the cache once, under a name made from the key, never from the source."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
     suffixes = "".join(part for part in Path(name.lower()).suffixes[-2:] if re.fullmatch(r"\.\w+", part))
     place = cache_folder(cache_dir) / f"files-{digest}" / f"data{suffixes}"
@@ -296,5 +296,5 @@ def _unpacked(path: Path) -> BinaryIO:
 
 
 def contents(files: Iterable[SourceFile]) -> Iterator[str]:
-    """Give what the content of every file is known by."""
+    """Yield the content hash of every file."""
     return (file.content for file in files)

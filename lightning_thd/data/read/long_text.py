@@ -21,7 +21,7 @@ _LONG = 1 << 20  # characters: shorter documents are tokenised whole
 
 
 def is_long(tokenizer: Any, text: str) -> bool:
-    """Say whether a document is tokenised in pieces: by a fast tokenizer, beyond a million characters."""
+    """Return whether a document is tokenised in pieces: over a million characters, by a fast tokenizer."""
     return len(text) > _LONG and bool(getattr(tokenizer, "is_fast", False))
 
 
@@ -71,7 +71,7 @@ def _piece(tokenizer: Any, text: str, start: int, size: int) -> tuple[NDArray[np
 def _joint(
     ids: NDArray[np.int64], ends: NDArray[np.int64], later: NDArray[np.int64], later_ends: NDArray[np.int64]
 ) -> tuple[int, int] | None:
-    """Find a run of tokens that both have at the same characters, and return its middle in each."""
+    """Find a run of tokens that two pieces share at the same characters, and return its middle in each."""
     first = int(np.searchsorted(ends, later_ends[0] if len(later_ends) else 0))
     here = {int(end): i for i, end in enumerate(ends[first:], first)}
     run = 0

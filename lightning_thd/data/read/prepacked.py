@@ -36,7 +36,7 @@ _UNDERSTOOD = ("input_ids", "labels", *_BOUNDARIES)
 
 
 def holds_packs(dataset: MapDataset, *, sure: bool = False) -> bool:
-    """Say whether rows hold several sequences, by what the first one carries.
+    """Return whether rows hold several sequences, judged by the keys of the first row.
 
     Args:
         dataset: gives rows.
@@ -203,7 +203,7 @@ def _integers(values: Any, name: str, i: int) -> IntArray:
 
 
 def _steps(offsets: IntArray, name: str, i: int) -> IntArray:
-    """Turn offsets into lengths; negative entries at the end fill rows of fixed size up and say nothing."""
+    """Convert offsets to lengths, leaving out the negative entries that fill up rows of fixed size."""
     if (offsets < 0).any():
         offsets = offsets[: int(np.argmax(offsets < 0))]
     steps = np.diff(offsets)

@@ -29,13 +29,13 @@ Record = str | dict[str, Any] | Bad
 
 
 class Place(Protocol):
-    """Where a record stands, as text for a message."""
+    """The place of a record in its source, printed for messages."""
 
     def __str__(self) -> str: ...
 
 
 class Chunk(Protocol):
-    """A part of a source."""
+    """A part of a source, whose records one process reads."""
 
     def records(self) -> Iterator[tuple[Place, Record]]:
         """Read the records and where each stands."""
@@ -44,7 +44,7 @@ class Chunk(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a file; its number is counted when it is asked for."""
+    """A line of a file as a place; its number is counted only when it is printed."""
 
     name: str
     path: Path
@@ -68,7 +68,7 @@ class JsonlChunk:
     stop: int
 
     def records(self) -> Iterator[tuple[Place, Record]]:
-        """Read the objects; blank lines are none."""
+        """Read the objects of the lines, skipping blank ones."""
         with self.file.path.open("rb") as file:
             at = self.start
             if at:  # a line that begins before the chunk belongs to the one before
@@ -208,7 +208,7 @@ class RowChunk:
 
 
 def without_nulls(value: Any) -> Any:
-    """Leave out the keys that columns of structs fill with nulls where a record has no such key."""
+    """Remove keys whose value is null, which columns of structs add to records without such a key."""
     if isinstance(value, dict):
         return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
@@ -245,7 +245,7 @@ def file_chunks(
     chunk_bytes: int = CHUNK_BYTES,
     cache_dir: str | Path | None = None,
 ) -> list[Chunk]:
-    """Cut files into chunks.
+    """Cut files into chunks of records.
 
     Args:
         source: what names the files, see ``files.find_files``, or the files.
@@ -301,7 +301,7 @@ def _cut_json(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
 
 
 def _cut_table(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
-    """Cut where no quote is open: a line break inside quotes belongs to a cell."""
+    """Cut a table into chunks at line ends outside quotes, since a quoted cell may hold line breaks."""
     separator = "\t" if file.suffix == ".tsv" else ","
     edges, quotes, at = [0], 0, 0
     head: list[bytes] = []
@@ -338,7 +338,7 @@ def _cut_columns(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
 
 
 def part_sizes(file: SourceFile) -> list[int]:
-    """Count the rows of every row group or record batch of a file of columns."""
+    """Count the rows of every row group of a Parquet file or record batch of an Arrow file."""
     if file.suffix == ".arrow":
         return [batch.num_rows for batch in open_arrow(file).to_batches()]
     pq = require("pyarrow.parquet", feature="reading .parquet files")
@@ -372,6 +372,6 @@ def _grouped(files: list[SourceFile], chunk_bytes: int) -> Iterator[Chunk]:
 
 
 def row_chunks(dataset: MapDataset, *, chunk_rows: int = _CHUNK_ROWS) -> list[Chunk]:
-    """Cut a dataset."""
+    """Cut a dataset into chunks of rows."""
     total = len(dataset)
     return [RowChunk(dataset, at, min(at + chunk_rows, total)) for at in range(0, total, chunk_rows)]

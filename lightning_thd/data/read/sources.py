@@ -1,4 +1,4 @@
-"""A path, or a dataset of anything -> a map-style dataset of token ids, and what its content is known by."""
+"""A path, or a dataset of anything -> a map-style dataset of token ids, and a fingerprint of its content."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHOW_FROM = 2  # chunks: a bar for less is noise
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A dataset that is ready to be counted and packed.
+    """A dataset of ids that is ready to be counted and packed.
 
     Attributes:
         dataset: gives ids, sequence by sequence.
@@ -48,7 +48,7 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opener:
-    """How sources are opened; every attribute is described by ``THDDataModule``."""
+    """Opens sources as datasets of ids; every attribute is described by ``THDDataModule``."""
 
     tokenizer: Tokenizer | str | None = None
     text_key: str = "text"
@@ -216,12 +216,12 @@ def as_dataset(source: object) -> MapDataset:
 
 
 def is_known(source: object) -> bool:
-    """Say whether the content of a source is known by something, so that what is made of it can be kept."""
+    """Return whether a source's content has a fingerprint, so that results can be cached."""
     return is_paths(source) or dataset_key(source) is not None
 
 
 def dataset_key(dataset: object) -> dict[str, Any] | None:
-    """Tell what the content of a dataset is known by: its ``fingerprint``, or the one Hugging Face gives."""
+    """Return a dataset's ``fingerprint``, or the one Hugging Face gives it; None without either."""
     for name in ("fingerprint", "_fingerprint"):
         value = getattr(dataset, name, None)
         if callable(value):

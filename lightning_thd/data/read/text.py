@@ -84,7 +84,7 @@ _BLOCKS = frozenset({"body", "orelse", "finalbody", "handlers", "cases"})
 
 
 def text_of(record: Record, text_key: str) -> str:
-    """Take the text out of a record, which may be the text itself.
+    """Return the text of a record, which may be a string itself.
 
     Raises:
         ValueError: when there is none under the key.
@@ -129,7 +129,7 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Hold the garbage collector back: syntax trees hold no garbage, and it took half of their time."""
+    """Disable the garbage collector in this context, which halves the time to parse syntax trees."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -39,7 +39,7 @@ class _Encoded(TorchDataset[Rows]):
 
 
 def find_kind(chunks: Sequence[Chunk], *, records: Records, text_key: str, on_error: OnError) -> Kind:
-    """Say of which kind the records of a source are, by the keys of the first.
+    """Return the kind of a source's records, judged by the keys of the first.
 
     Raises:
         ValueError: for a source without records, and a first record of no known kind.
@@ -72,7 +72,7 @@ def tokenize(
     progress: bool = False,
     engine: Engine = "local",
 ) -> Iterator[Rows]:
-    """Encode chunk after chunk; memory holds a few chunks, whatever the size of the source.
+    """Encode chunk after chunk, with only a few chunks in memory at a time.
 
     Args:
         chunks: of one source, all records of one kind.
@@ -100,7 +100,7 @@ def _by_processes(chunks: Sequence[Chunk], encoder: Encoder, num_workers: int) -
 
 
 def _by_ray(chunks: Sequence[Chunk], encoder: Encoder) -> Iterator[Rows]:
-    """Encode, in order, on the cluster that Ray is connected to, or on one it starts here."""
+    """Encode chunks, in order, on the Ray cluster that is connected, or on one started here."""
     data = require("ray.data", feature="engine='ray'")
     ray = require("ray", feature="engine='ray'")
     if not ray.is_initialized():
@@ -119,7 +119,7 @@ def _by_ray(chunks: Sequence[Chunk], encoder: Encoder) -> Iterator[Rows]:
 
 
 def _as_bytes(rows: Rows) -> dict[str, Any]:
-    """Write rows as columns that Arrow keeps as they are."""
+    """Convert rows to columns of bytes, which Arrow keeps unchanged."""
     labels = None if rows.labels is None else rows.labels.astype(np.int64).tobytes()
     return {
         "tokens": rows.tokens.tobytes(),

@@ -27,7 +27,7 @@ _BLOCK = 1 << 22  # values converted at a time: 32 MiB
 
 
 class ArrayWriter:
-    """Writes an .npy file of one axis piece by piece, in the smallest unsigned type that holds what came.
+    """Writes a one-dimensional .npy file piece by piece, in the smallest unsigned type that fits.
 
     Args:
         path: the file; overwritten unless ``keep`` says otherwise.
@@ -119,7 +119,7 @@ def load_array(path: Path) -> NDArray[Any]:
 
 @contextmanager
 def new_folder(folder: str | Path, *, version: int) -> Iterator[Path]:
-    """Give a temporary folder to write .npy files into, which becomes ``folder`` when all went well.
+    """Create a temporary folder for .npy files, renamed to ``folder`` if the context succeeds.
 
     ``folder`` is either there and whole, or not there; of two writers the later one wins. Caches, which many
     processes want at once, are built by ``build_once`` instead.
@@ -144,13 +144,13 @@ def new_folder(folder: str | Path, *, version: int) -> Iterator[Path]:
 
 
 def seal(folder: Path, *, version: int) -> None:
-    """Write down what the .npy files of a folder hold, so that ``open_arrays`` can tell damage."""
+    """Write sizes and hashes of a folder's .npy files, by which ``open_arrays`` detects damage."""
     files = {path.stem: _mark(path) for path in sorted(folder.glob("*.npy"))}
     (folder / "meta.json").write_text(json.dumps({"version": version, "files": files}))
 
 
 def save_arrays(folder: str | Path, arrays: Mapping[str, NDArray[Any]], *, version: int) -> None:
-    """Write arrays as ``open_arrays`` opens them."""
+    """Write arrays into a folder in the form that ``open_arrays`` reads."""
     with new_folder(folder, version=version) as partial:
         for name, values in arrays.items():
             np.save(partial / f"{name}.npy", values)
@@ -177,7 +177,7 @@ def open_arrays(folder: str | Path, *, version: int) -> Arrays:
 
 
 def _mark(path: Path) -> list[int | str]:
-    """Size of a file, and a hash of its edges."""
+    """Return the size of a file and a hash of its beginning and end."""
     size = path.stat().st_size
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
@@ -228,7 +228,7 @@ def cached_arrays(
 
 
 def reopen(folder: Path, *, version: int) -> Arrays | None:
-    """Open a cached folder; None where there is none, or, with a warning, where it cannot be read."""
+    """Open a cached folder; None where it is missing or, with a warning, where it cannot be read."""
     if not folder.exists():
         return None
     try:
@@ -243,7 +243,7 @@ def reopen(folder: Path, *, version: int) -> Arrays | None:
 
 
 def cached_folder(kind: str, key: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
-    """Name the folder of a cache: another key, another folder."""
+    """Return the cache folder of a kind and a key; another key gives another folder."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return cache_folder(cache_dir) / f"{kind}-{digest}"
 

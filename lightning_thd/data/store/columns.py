@@ -102,7 +102,7 @@ def visible_columns(dataset: object, table: Any) -> list[str]:
 
 
 def visible(dataset: object, values: NDArray[Any]) -> NDArray[Any]:
-    """Pick the rows that ``select``, ``shuffle`` and ``filter`` left, in their order."""
+    """Pick the rows that a dataset's ``select``, ``shuffle`` and ``filter`` left, in their order."""
     indices = getattr(dataset, "_indices", None)
     return values if indices is None else values[np.asarray(indices.column(0))]
 
@@ -112,14 +112,14 @@ def _compute() -> Any:
 
 
 def list_lengths(table: Any, name: str) -> IntArray:
-    """Entries of every list of a column, int64 ``[rows]``; an absent list has none."""
+    """Return the length of every list of a column, int64 ``[rows]``; 0 for an absent list."""
     pc = _compute()
     lengths = pc.fill_null(pc.list_value_length(table.column(name)), 0)
     return np.asarray(lengths).astype(np.int64)
 
 
 def lists(table: Any, name: str) -> Iterator[tuple[Any, IntArray]]:
-    """Give a column of lists piece by piece: the values of some rows as an Arrow array, and their lengths."""
+    """Yield a column of lists chunk by chunk: the flat values as an Arrow array, and the lists' lengths."""
     pc = _compute()
     for chunk in table.column(name).chunks:
         lengths = np.asarray(pc.fill_null(pc.list_value_length(chunk), 0)).astype(np.int64)
@@ -127,7 +127,7 @@ def lists(table: Any, name: str) -> Iterator[tuple[Any, IntArray]]:
 
 
 def is_list(table: Any, name: str, *, floats: bool = False) -> bool:
-    """Say whether a column is there and holds lists of integers, or of floats where they are asked for."""
+    """Return whether a column exists and holds lists of integers (of floats with ``floats=True``)."""
     if name not in table.column_names:
         return False
     pt = require("pyarrow", feature="reading Arrow columns").types
@@ -138,7 +138,7 @@ def is_list(table: Any, name: str, *, floats: bool = False) -> bool:
 
 
 class Counted(NamedTuple):
-    """What the columns of a dataset tell.
+    """The counts that a dataset's columns give: tokens, loss tokens, the largest id, and bad rows.
 
     Attributes:
         lengths: tokens of every row, int64 ``[N]``.
@@ -185,7 +185,7 @@ def count_columns(dataset: object) -> Counted | None:
 
 
 class _Facts:
-    """What one pass over a column of lists tells of every row."""
+    """Targets, faults and the largest value of every row of a column of lists, from one pass."""
 
     def __init__(self, table: Any, name: str, refuse: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> None:
         targets, wrong, most = [np.empty(0, np.int64)], [np.empty(0, bool)], [np.empty(0, np.int64)]
@@ -215,7 +215,7 @@ def _most_of_rows(values: NDArray[Any], lengths: IntArray) -> IntArray:
 
 
 def _why(dataset: object, i: int) -> str:
-    """Say what is wrong with a row that was found to be."""
+    """Return what is wrong with a row that was counted as bad."""
     table = arrow_table(dataset)
     at = int(visible(dataset, np.arange(table.num_rows))[i]) if table is not None else i
     assert table is not None
@@ -233,7 +233,7 @@ def holds_bools(values: object) -> bool:
 
 
 def why_bad(sample: dict[str, Any]) -> str | None:
-    """Say what is wrong with the ids and labels of a sample; None where they are as they should be."""
+    """Return what is wrong with the ids and labels of a sample, or None."""
     arrays: dict[str, NDArray[Any]] = {}
     for name, least in (("input_ids", 0), ("labels", -100)):
         if name not in sample:

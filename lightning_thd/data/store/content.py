@@ -1,4 +1,4 @@
-"""A file -> what its content is known by, whatever its name, and read again only when it was touched."""
+"""A file -> a hash of its content, whatever its name, computed again only when the file was changed."""
 
 from __future__ import annotations
 

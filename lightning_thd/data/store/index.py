@@ -36,7 +36,7 @@ _VERSION = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceIndex:
-    """What a plan is made from.
+    """The length, number of loss tokens and weight of every sequence, from which plans are made.
 
     Attributes:
         lengths: tokens of every sequence, ints ``[N]``.
@@ -116,7 +116,7 @@ class SequenceIndex:
         return sample
 
     def _check_targets(self, sample: dict[str, Any], i: int) -> None:
-        """Refuse labels other than those that were counted: the loss would be scaled by the old ones."""
+        """Refuse labels that differ from those counted: the loss would be scaled wrongly."""
         if "labels" in sample:
             found = int(np.count_nonzero(np.asarray(sample["labels"])[1:] != IGNORE_INDEX))
         else:
@@ -130,7 +130,7 @@ class SequenceIndex:
             )
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> tuple[float, float]:
-        """Add up what the loss tokens of a microbatch count; only parts of some sequences have to be read.
+        """Sum the weights of a microbatch's loss tokens; only cut sequences have to be read.
 
         Returns:
             The weight of the loss tokens, their number without weights, and that of the sequences, a part of
@@ -160,7 +160,7 @@ class SequenceIndex:
         return float(weights[counts].sum(dtype=np.float64))
 
     def _cut_weights(self, sample: dict[str, Any], i: int, start: int, stop: int, continued: bool) -> None:
-        """Leave a piece the weights of its own tokens, and what its sequence counts as a whole."""
+        """Give a piece of a sequence the weights of its tokens, and the weight of the whole sequence."""
         if not _is_truncated(start, continued):
             sample["whole_weight"] = float((self.weights if len(self.weights) else self.loss_tokens)[i])
         if "weights" in sample:
@@ -172,12 +172,12 @@ class SequenceIndex:
 
 
 def _is_truncated(start: int, continued: bool) -> bool:
-    """Return whether the rest of a sequence that was cut is dropped, not placed in other pieces."""
+    """Return whether the rest of a cut sequence is dropped, rather than placed in other pieces."""
     return start == 0 and not continued
 
 
 def refuse_cut(sample: Mapping[str, Any], i: int, length: int) -> None:
-    """Refuse to cut a sequence whose images would lose their tokens."""
+    """Refuse to cut a sequence that carries images or the like, whose placeholder tokens could be lost."""
     if names := media_names(sample):
         raise ValueError(
             f"Sequence {i} has {length} tokens, more than fit a pack, and carries {', '.join(names)}, so it "
@@ -203,7 +203,7 @@ def build_index(
     key: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
 ) -> SequenceIndex:
-    """Count a dataset, and look for what no model could be trained on.
+    """Count the tokens and loss tokens of every sequence, and find rows that cannot be trained on.
 
     Args:
         dataset: read once, unless it has ``lengths`` (and, with labels, ``loss_tokens``) or columns of Arrow,
@@ -246,7 +246,7 @@ def build_index(
 
 
 def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None) -> None:
-    """Say which rows were left out, and refuse too many."""
+    """Warn of the bad rows that are left out, or raise if there are more than ``max_errors``."""
     if not len(index.bad):
         return
     first = " | ".join(f"row {i}: {_why(dataset, int(i))}" for i in index.bad[:3])
@@ -271,7 +271,7 @@ def _why(dataset: MapDataset, i: int) -> str:
 
 
 def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | None:
-    """Take what needs no reading of samples: the dataset's own lengths, or its Arrow columns."""
+    """Return counts that need no sample to be read: from the dataset's own lengths or Arrow columns."""
     media = np.empty(0, np.int64)
     given = getattr(dataset, "lengths", None)
     if given is not None and "weights" not in dataset[0]:

@@ -20,7 +20,7 @@ _BLOCK = 1 << 22  # tokens looked at at a time
 
 
 class Skipped(NamedTuple):
-    """A record that was left out: where it stands, and why."""
+    """A record that was left out, with its place and the reason."""
 
     place: str
     reason: str
@@ -63,7 +63,7 @@ def fill_store(place: Path, parts: Callable[[int], Iterable[Rows]], *, max_error
 
 
 class _Journal:
-    """The growing files of a store, and how much of each is certain."""
+    """The growing files of a store, with a log of how much of each file is complete."""
 
     def __init__(self, place: Path) -> None:
         self._place, self._file = place, place / "journal.jsonl"
@@ -146,7 +146,7 @@ class _Journal:
         self._lines.flush()
 
     def finish(self) -> None:
-        """Turn lengths into offsets and close all files; what is there then is a store."""
+        """Convert lengths to offsets and close all files, which completes the store."""
         sequences = self._writers["lengths"].flush()
         if not sequences and self._skipped:
             raise ValueError(
@@ -199,7 +199,7 @@ def flat_integers(values: Any, name: str) -> NDArray[np.integer]:
 
 
 def _last_line(file: Path) -> dict[str, Any]:
-    """Read the last whole line of a journal; a torn one does not count."""
+    """Return the last complete line of a journal, ignoring one that a kill has torn."""
     zero = {"pieces": 0, "tokens": 0, "sequences": 0, "labels": False, "largest": [-1, 0]}
     state: dict[str, Any] = {**zero, "skipped": 0, "listed": 0, "first": []}
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""A folder and how it is built -> the folder, built by one process of all that want it, also over a network.
+"""A folder and a function that builds it -> the folder, built by one of all processes, also over a network.
 
 The lock is a file made with O_EXCL, which shared file systems keep exclusive too. Its owner touches it every
 few seconds; one that was not touched for a minute, by the file system's own clock, or whose process is gone
@@ -68,7 +68,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = Fa
 
 @contextmanager
 def told(folder: Path) -> Iterator[None]:
-    """Say, of an error of the file system at a cache, which cache it was and what can be done."""
+    """Convert a file-system error at a cache to a ``CacheError`` that names the cache and the remedy."""
     try:
         yield
     except (TimeoutError, CacheError):
@@ -114,7 +114,7 @@ def _publish(place: Path, folder: Path) -> None:
 
 
 class _Owner:
-    """Holds a lock file and touches it from a thread."""
+    """Holds a lock file and keeps its modification time fresh from a thread."""
 
     def __init__(self, path: Path, token: str, *, may_resume: bool) -> None:
         self._path, self._token, self.may_resume = path, token, may_resume
@@ -128,7 +128,7 @@ class _Owner:
                 os.utime(self._path)
 
     def check(self) -> None:
-        """Refuse to publish what another process may have taken over."""
+        """Raise if another process has taken the lock over, so that this one publishes nothing."""
         if _read(self._path).get("token") != self._token:
             raise TimeoutError(
                 f"{self._path} was taken over by another process, because this one did not touch it for "
@@ -145,7 +145,7 @@ class _Owner:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[_Owner | None]:
-    """Hold the lock of a folder that is not there; give None when it is."""
+    """Hold the lock of a folder that is still to be built; yield None when the folder exists already."""
     path = folder.parent / f".{folder.name}.lock"
     owner = _acquire(folder, path)
     try:
@@ -187,7 +187,7 @@ def _acquire(folder: Path, path: Path) -> _Owner | None:
 
 
 def _make(path: Path, token: str) -> bool:
-    """Make the lock file with all its content in one step."""
+    """Create the lock file atomically, with all its content."""
     draft = path.with_name(f"{path.name}.{token}")
     draft.write_text(json.dumps({"token": token, "host": socket.gethostname(), "pid": os.getpid()}))
     try:
@@ -215,7 +215,7 @@ def _read(path: Path) -> dict[str, object]:
 
 
 def _left_behind(path: Path) -> dict[str, object] | None:
-    """Return what a lock holds whose owner is gone, or None while it is held."""
+    """Return the content of a lock whose owner is gone, or None while its owner lives."""
     held = _read(path)
     here = held.get("host") == socket.gethostname() and isinstance(held.get("pid"), int)
     if here and not _lives(int(str(held["pid"]))):
@@ -244,7 +244,7 @@ def _lives(pid: int) -> bool:
 
 
 def _take_away(path: Path, left: dict[str, object]) -> None:
-    """Remove a lock that was left behind, unless another process did so and holds a new one."""
+    """Remove a lock that its owner left behind, unless another process has taken it over meanwhile."""
     away = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     if _read(path) != left:
         return

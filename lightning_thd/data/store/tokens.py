@@ -98,12 +98,12 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of every sequence, int64 ``[n]``."""
+        """Return the tokens of every sequence, int64 ``[n]``."""
         return np.diff(self.offsets)
 
     @property
     def loss_tokens(self) -> NDArray[np.integer]:
-        """Slots with a target of every sequence, ints ``[n]``; the first label of each is never one."""
+        """Return the loss tokens of every sequence, ints ``[n]``; a first label never counts."""
         if self._loss_tokens is None:
             self._loss_tokens = (
                 np.maximum(self.lengths - 1, 0)
@@ -114,14 +114,14 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
     @property
     def largest(self) -> tuple[int, int]:
-        """The largest id, and the sequence it is in; (-1, 0) of a store without tokens."""
+        """Return the largest id and the sequence it is in; (-1, 0) for a store without tokens."""
         if self._largest is None:
             self._largest = np.array(largest_id(self.tokens, self.offsets))
         return int(self._largest[0]), int(self._largest[1])
 
     @property
     def skipped(self) -> int:
-        """Records that were left out when the store was built; ``skipped.jsonl`` in its folder lists them."""
+        """Return how many records were left out of the store; its ``skipped.jsonl`` lists them."""
         file = self._folder / SKIPPED if self._folder is not None else None
         return len(file.read_text().splitlines()) if file is not None and file.is_file() else 0
 
