@@ -1,4 +1,4 @@
-"""A Trainer and its model -> what a data module must know of them: ranks, steps, sizes, and how far it is."""
+"""A Trainer and its model -> what a data module needs of them: ranks, steps, sizes and progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_thd.stats import Window
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """What runs the loaders: a Trainer, or a loop of the user's own.
+    """The ranks, devices, model and loggers of what runs the loaders: a Trainer, or the user's own loop.
 
     Attributes:
         rank: data-parallel rank of this process.
@@ -49,7 +49,7 @@ class Host:
 
 
 def host_of(trainer: L.Trainer) -> Host:
-    """Describe a Trainer; its strategy tells, as for a distributed sampler, which ranks read other data."""
+    """Describe a Trainer as a ``Host``; its strategy tells which ranks read different data."""
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     device = getattr(trainer.strategy, "root_device", None)
     sharing = getattr(trainer.strategy, "sharing", None)
@@ -68,7 +68,7 @@ def host_of(trainer: L.Trainer) -> Host:
 
 
 def alignment_of(strategy: Any, precision: Any, module: nn.Module | None = None) -> Alignment | None:
-    """What the strategy and the precision together ask lengths and totals to be multiples of.
+    """Return the multiples of lengths and totals that strategy and precision together ask for.
 
     Args:
         strategy: of a Trainer; its ``alignment`` and the sizes of its parallel axes, where it has them.
@@ -92,13 +92,13 @@ def alignment_of(strategy: Any, precision: Any, module: nn.Module | None = None)
 
 
 def model_alignment(module: nn.Module | None) -> Alignment | None:
-    """What a model that was converted to FP8 asks of packs, in a loop without a precision plugin."""
+    """Return the alignment that a model converted to FP8 needs, in a loop without a precision plugin."""
     recipe = _recipe(module)
     return None if recipe is None else cast("Alignment", recipe.alignment())
 
 
 def _recipe(module: nn.Module | None) -> Any | None:
-    """The recipe of a model that was converted to FP8."""
+    """Return the FP8 recipe that a model was converted with, or None."""
     for child in module.modules() if module is not None else ():
         if (recipe := child.__dict__.get("_thd_fp8")) is not None:
             return recipe
@@ -115,13 +115,13 @@ def model_config(module: nn.Module | None) -> Any | None:
 
 
 def vocab_size(module: nn.Module | None) -> int | None:
-    """Entries of the model's vocabulary, if its config tells."""
+    """Return the size of the model's vocabulary, if its config tells it."""
     config = model_config(module)
     return getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
 
 
 def model_cost(module: nn.Module | None, longest: int) -> Cost | None:
-    """Work of a sequence by the model's own FLOPs; None for a model whose FLOPs are not known.
+    """Return the cost of a sequence by the model's FLOPs; None where these are unknown.
 
     Args:
         module: that is trained, or what holds it.
@@ -137,7 +137,7 @@ def model_cost(module: nn.Module | None, longest: int) -> Cost | None:
 
 
 def model_windows(module: nn.Module | None) -> tuple[Window, ...]:
-    """Attention windows of the model, counted by the collator so that the throughput monitor need not."""
+    """Return the attention windows of the model, so that the collator counts their pairs."""
     config = model_config(module)
     if config is None:
         return ()
@@ -179,7 +179,7 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
 
 
 def check_whole_steps(step: Packs | Sequences | None, *, ranks: int, accumulate: int) -> None:
-    """Refuse what contradicts a strategy that runs all microbatches of a step in one batch.
+    """Refuse accumulation and packs that do not suit a strategy running a whole step in one batch.
 
     Raises:
         MisconfigurationException: for accumulation, or packs that the ranks do not divide.
@@ -198,7 +198,7 @@ def check_whole_steps(step: Packs | Sequences | None, *, ranks: int, accumulate:
 
 
 def check_packs(step: Packs | Sequences | None, *, ranks: int, accumulate: int) -> None:
-    """Refuse accumulation and ranks that contradict ``global_batch``.
+    """Refuse a ``global_batch`` that ranks and accumulation do not add up to.
 
     Raises:
         MisconfigurationException: when they would change what a step holds.
@@ -221,7 +221,7 @@ def check_packs(step: Packs | Sequences | None, *, ranks: int, accumulate: int) 
 
 
 class Progress:
-    """How far a Trainer is in an epoch, for a loader that saves its position.
+    """A Trainer's position in its epoch, for a loader that saves where it stands.
 
     Args:
         trainer: runs the loader.
@@ -231,22 +231,22 @@ class Progress:
         self._trainer = trainer
 
     def consumed(self) -> int:
-        """Batches that the Trainer is done with in this epoch."""
+        """Return how many batches of this epoch the Trainer has finished."""
         # `processed` counts a batch once its update is done and before on_train_batch_end, where checkpoints
         # are written; a batch that raised is not counted and comes again.
         return int(self._batches.current.processed)
 
     def total(self) -> int:
-        """Batches that the Trainer is done with, of all epochs and fits."""
+        """Return how many batches of all epochs and fits the Trainer has finished."""
         return int(self._batches.total.processed)
 
     def limit(self) -> int | None:
-        """Most batches that the Trainer takes of an epoch."""
+        """Return the most batches that the Trainer takes of an epoch."""
         batches = self._trainer.num_training_batches
         return int(batches) if batches != float("inf") else None
 
     def resize(self, batches: int) -> None:
-        """Tell Lightning how many batches the epoch that begins has: those of a mixture differ by a few."""
+        """Set the Trainer's number of batches for this epoch: a mixture's epochs differ by a few."""
         trainer = self._trainer
         limited = trainer.limit_train_batches
         if isinstance(limited, int) and not isinstance(limited, bool):

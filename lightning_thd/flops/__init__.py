@@ -1,4 +1,4 @@
-"""SeqStats -> FLOPs: what training on packed sequences costs, and what a device could do at most."""
+"""SeqStats -> FLOPs: the cost of training on packed sequences, and the peaks of devices."""
 
 from lightning_thd.flops.breakdown import FlopsBreakdown
 from lightning_thd.flops.measure import measure_flops

@@ -1,4 +1,4 @@
-"""FLOPs of one or more batches by what they are spent on -> sums of them."""
+"""FLOPs of batches by part: linear, attention, logits, vision; they add with ``+``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlopsBreakdown:
-    """FLOPs by what they are spent on; integers, which in Python do not overflow.
+    """FLOPs by part; Python integers, which do not overflow.
 
     Attributes:
         linear: projections, MLPs, experts, scans.
@@ -29,12 +29,12 @@ class FlopsBreakdown:
 
     @property
     def model(self) -> int:
-        """What the model needs: the numerator of MFU."""
+        """Return the FLOPs that the model needs: the numerator of MFU."""
         return self.linear + self.attention + self.logits + self.vision
 
     @property
     def hardware(self) -> int:
-        """What the device runs: the numerator of HFU."""
+        """Return the FLOPs that the device runs, recomputation included: the numerator of HFU."""
         return self.model + self.recompute
 
     def __add__(self, other: FlopsBreakdown) -> FlopsBreakdown:

@@ -11,7 +11,7 @@ import torch
 
 
 def device_name(device: torch.device | str) -> str:
-    """Name an accelerator the way the table of peaks does.
+    """Return an accelerator's name in the form of the table of peaks.
 
     Args:
         device: of any type: cuda (ROCm too), xpu, hpu, mps, xla (TPU, Trainium), cpu.
@@ -41,7 +41,7 @@ def _apple() -> str:
 
 
 def _xla(environment: dict[str, str]) -> str:
-    """Read the chip from what TPU and Neuron machines tell their processes."""
+    """Return the chip's name from environment variables of TPU and Neuron machines."""
     kind = environment.get("TPU_ACCELERATOR_TYPE", "").lower()
     if kind:  # "v5litepod-16", "v5p-8", "v6e-4"
         chip = kind.partition("-")[0]

@@ -21,7 +21,7 @@ def measure_flops(
     seconds: float = 0.2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Time matmuls and return the best rate: a peak that a training step can be held against.
+    """Time matmuls and return the best FLOP/s, as a peak to hold a training step against.
 
     Args:
         device: where to measure.
@@ -50,7 +50,7 @@ def measure_flops(
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until ``device`` has done what was asked of it; a CPU always has."""
+    """Wait until ``device`` has finished its queued work; does nothing on a CPU."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -147,7 +147,7 @@ class FlopsModel:
 
     @staticmethod
     def register(model_type: str, builder: Builder) -> None:
-        """Teach ``from_config`` a family.
+        """Register how ``from_config`` reads a further model family.
 
         Args:
             model_type: ``config.model_type``.
@@ -157,7 +157,7 @@ class FlopsModel:
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """Attention windows of the model, for ``SeqStats.from_lengths(windows=...)``."""
+        """Return the attention windows of the model, for ``SeqStats.from_lengths(windows=...)``."""
         return self._windows
 
     @property
@@ -166,7 +166,7 @@ class FlopsModel:
         return self._vision_windows
 
     def training_flops(self, stats: SeqStats, *, recompute: Recompute | None = None) -> FlopsBreakdown:
-        """FLOPs of a forward and backward pass over ``stats``.
+        """Return the FLOPs of a forward and backward pass over ``stats``.
 
         Args:
             stats: the batches, counted with this model's windows.
@@ -183,14 +183,14 @@ class FlopsModel:
         )
 
     def forward_flops(self, stats: SeqStats) -> FlopsBreakdown:
-        """FLOPs of a forward pass over ``stats``: validation, testing, prediction."""
+        """Return the FLOPs of a forward pass over ``stats``: validation, testing, prediction."""
         self._check(stats)
         return FlopsBreakdown(
             **self._multiply(self._tables["forward"], stats), models=self._by_member("forward", stats)
         )
 
     def for_module(self, module: nn.Module) -> FlopsModel:
-        """The same model with the backward pass and recomputation that ``module`` really has.
+        """Return a copy with the backward pass and recomputation that ``module`` really has.
 
         Args:
             module: the model with its frozen weights, adapters and checkpointing.

@@ -27,7 +27,7 @@ _PRODUCTS = (  # of aten, without a formula
 
 
 def formulas() -> dict[Any, Any]:
-    """Formulas for ``FlopCounterMode(custom_mapping=...)``, of the operators that exist in this process."""
+    """Return FLOP formulas for ``FlopCounterMode`` of the operators that exist in this process."""
     aten: Any = torch.ops.aten
     found = {
         aten._grouped_mm: _grouped,
@@ -51,7 +51,7 @@ def formulas() -> dict[Any, Any]:
 
 
 def unknown_product(packet: Any) -> str | None:
-    """Name an operator that may multiply and has no formula.
+    """Return the name of an operator that may multiply and has no FLOP formula, or None.
 
     Args:
         packet: ``torch.ops.namespace.name``.
@@ -67,7 +67,7 @@ def unknown_product(packet: Any) -> str | None:
 
 
 def _grouped(a: _Shape, b: _Shape, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Rows in groups, each times the matrix of its group: every row is multiplied once."""
+    """Return the FLOPs of a grouped matmul, in which every row meets one matrix."""
     batch = a[0] if len(a) == 3 and len(b) == 3 else 1
     return 2 * int(batch * a[-2] * a[-1] * b[-1])
 
@@ -100,7 +100,7 @@ def _varlen_cpu(q: Any, k: Any, v: Any, cu_q: Any, cu_kv: Any, *rest: Any, out_v
 
 
 def _varlen_cpu_backward(grad: Any, q: Any, k: Any, v: Any, *rest: Any, out_val: Any = None) -> int:
-    """Five products where the forward has two: three with the size of a query, two with that of a value."""
+    """Return the FLOPs of the CPU kernel's backward: five products where the forward has two."""
     cu_q, cu_kv, left = rest[2], rest[3], rest[4]
     return 2 * int(q.shape[1] * (3 * q.shape[2] + 2 * v.shape[2])) * _squares(cu_q, cu_kv, left)
 
@@ -110,7 +110,7 @@ _varlen_cpu_backward._get_raw = True  # type: ignore[attr-defined]
 
 
 def _squares(cu_q: Any, cu_kv: Any, left: int) -> int:
-    """Pairs as torch counts them for fused attention: whole squares, though half of one is masked."""
+    """Return query-key pairs as torch counts them: whole squares, although half of one is masked."""
     queries, keys = cu_q.diff().long(), cu_kv.diff().long()
     if left < 0:
         return int((queries * keys).sum())

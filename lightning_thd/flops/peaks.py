@@ -26,7 +26,7 @@ _NEUTRAL = re.compile(
 
 
 def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
-    """The dense peak of a device.
+    """Return the dense peak of a device, or None.
 
     Args:
         device_name: as ``torch.cuda.get_device_name`` gives it, in any case.

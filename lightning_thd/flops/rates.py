@@ -25,7 +25,7 @@ def throughput(
     devices: int = 1,
     peak: float | None = None,
 ) -> dict[str, float]:
-    """Rates of a piece of work, for a loop of one's own.
+    """Return the rates of a piece of work, for a loop of one's own.
 
     Args:
         stats: what all data-parallel ranks together worked on.
@@ -69,7 +69,7 @@ def rates(
     devices: int = 1,
     peak: float | None = None,
 ) -> dict[str, float]:
-    """The part of ``throughput`` that depends on time, of work whose FLOPs are counted already."""
+    """Return the metrics that depend on time (rates, MFU, HFU) of work whose FLOPs are counted."""
     check_peak(peak)
     if not (seconds > 0 and math.isfinite(seconds)):
         raise ValueError(
@@ -97,14 +97,14 @@ def rates(
 def count(
     model: FlopsModel, stats: SeqStats, *, work: Work, recompute: Recompute | None = None
 ) -> FlopsBreakdown:
-    """FLOPs of ``work`` on ``stats``."""
+    """Return the FLOPs of ``work`` on ``stats``."""
     if work == "forward":
         return model.forward_flops(stats)
     return model.training_flops(stats, recompute=recompute)
 
 
 def packing(stats: SeqStats, flops: FlopsBreakdown | None) -> dict[str, float]:
-    """How full the packs are, and how much of the work is attention.
+    """Return how full the packs are, and which share of the FLOPs is attention.
 
     Args:
         stats: the batches.

@@ -12,7 +12,7 @@ from lightning_thd.flops.terms import Layer, Recompute, Term
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One of the models that a step runs.
+    """One of the models that a step runs, and how often tokens pass through it.
 
     Attributes:
         name: where it stands in the module, for ``FlopsBreakdown.models``.
@@ -66,7 +66,7 @@ def join(members: Sequence[Member]) -> FlopsModel:
 
 
 def _policy(members: Sequence[Member]) -> Recompute:
-    """The checkpointing of the model that trains most; a member without any is marked layer by layer."""
+    """Return the checkpointing policy of the first trained model that has one."""
     trained = [one.model for one in members if one.training and one.model.recompute != "none"]
     return trained[0].recompute if trained else "none"
 

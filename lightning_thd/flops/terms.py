@@ -57,18 +57,18 @@ class Term:
 
     @property
     def recomputed(self) -> int:
-        """FLOPs per unit that activation checkpointing runs again."""
+        """Return the FLOPs per unit that activation checkpointing runs again."""
         return self.forward if self.again is None else self.again
 
     @property
     def training(self) -> int:
-        """FLOPs per unit of the forward and the backward pass."""
+        """Return the FLOPs per unit of the forward and the backward pass."""
         return self.forward + self.input_grad + self.weight_grad
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """Terms that run, are recomputed, or are left alone by the backward pass together.
+    """Terms that run, are recomputed, or are skipped by the backward pass as one.
 
     Attributes:
         path: module path as ``named_modules`` gives it without the model's own prefix: ``"layers.0"``.
@@ -86,7 +86,7 @@ class Layer:
 def matmul(
     name: str, macs: int, *, kind: Kind = "linear", basis: Basis = "token", last: bool = False
 ) -> Term:
-    """A weight applied to every unit of ``basis``: 2 FLOPs a multiply-add, and as much for either gradient.
+    """Return a term for a weight applied to every unit of ``basis``, at 2 FLOPs a multiply-add.
 
     Args:
         name: what it is.
@@ -109,7 +109,7 @@ def scores(
     kind: Kind = "attention",
     name: str = "attention",
 ) -> Term:
-    """Attention's two products, per (query, key) pair; the backward has twice as many.
+    """Return a term for attention's two products, per (query, key) pair.
 
     Args:
         heads: query heads.
@@ -127,14 +127,14 @@ def scores(
 
 
 def recurrence(name: str, flops: int) -> Term:
-    """A scan over the tokens: ``flops`` per token forward, twice that backward, no weight of its own."""
+    """Return a term for a scan over the tokens without weights of its own."""
     return Term(name=name, kind="linear", basis="token", forward=flops, input_grad=2 * flops, weight_grad=0)
 
 
 def units(
     basis: Basis, window: Window | None, stats: SeqStats, *, causal: Causal, tokens: Tokens, merge: int
 ) -> tuple[int, int]:
-    """The count a term multiplies, as a fraction, so that half a square stays an integer.
+    """Return the count that a term multiplies, as a fraction, so that half a square stays an integer.
 
     The whole square of a causal layer is 2 x exact - tokens, for a window as for a whole sequence; "half" is
     half of that, so that a window no sequence reaches changes nothing under any convention. Pairs with
@@ -179,5 +179,5 @@ def _twice_pairs(window: Window | None, stats: SeqStats) -> int:
 
 
 def reweigh(layers: Iterable[Layer], change: Callable[[Term], Term]) -> tuple[Layer, ...]:
-    """The same layers with every term replaced by ``change(term)``."""
+    """Return the layers with every term replaced by ``change(term)``."""
     return tuple(replace(layer, terms=tuple(change(term) for term in layer.terms)) for layer in layers)

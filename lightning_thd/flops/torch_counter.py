@@ -25,7 +25,7 @@ _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "v
 
 
 class StepCounter(FlopCounterMode):
-    """torch's counter, with formulas for what it counts as nothing and a list of what has none.
+    """A FLOP counter with formulas that torch's lacks, which lists operators of unknown cost.
 
     Attributes:
         unknown: operators that may multiply and have no formula.
@@ -77,7 +77,7 @@ def count_layers(run: Callable[[], object], stats: SeqStats, *, name: str) -> tu
 
 
 def counted_layers(counter: StepCounter, stats: SeqStats, *, name: str) -> tuple[Layer, ...]:
-    """Turn what ``counter`` saw of one training step into layers; see ``count_layers``."""
+    """Convert what ``counter`` saw of one training step to layers; see ``count_layers``."""
     matmuls = counter.get_total_flops() - sum(counter.attention.values())
     if not matmuls or not stats.slots:
         raise ValueError(
@@ -103,7 +103,7 @@ def counted_layers(counter: StepCounter, stats: SeqStats, *, name: str) -> tuple
 
 
 def _third(name: str, kind: Any, basis: Any, cost: float) -> Term:
-    """A term whose forward is a third of what was counted and whose backward is the rest."""
+    """Return a term whose forward is a third of the counted FLOPs and whose backward is the rest."""
     total = round(cost)
     return Term(
         name=name, kind=kind, basis=basis, forward=total // 3, input_grad=total - total // 3, weight_grad=0

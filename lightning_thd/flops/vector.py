@@ -12,12 +12,12 @@ COUNTS = tuple(field.name for field in fields(SeqStats) if not field.name.endswi
 
 
 def num_ints(model: FlopsModel | None) -> int:
-    """Length of the list for the windows of ``model``."""
+    """Return the length of the list for the windows of ``model``."""
     return len(COUNTS) + (len(model.windows) + len(model.vision_windows) if model else 0)
 
 
 def to_ints(stats: SeqStats, model: FlopsModel | None) -> list[int]:
-    """The counts in a fixed order, then the pairs of every window of ``model``.
+    """Return the counts as a list in a fixed order, then the pairs of every window of ``model``.
 
     Args:
         stats: counted with the windows of ``model``, or empty.
@@ -35,7 +35,7 @@ def to_ints(stats: SeqStats, model: FlopsModel | None) -> list[int]:
 
 
 def from_ints(values: Sequence[int] | Sequence[float], model: FlopsModel | None) -> SeqStats:
-    """The inverse of ``to_ints``."""
+    """Return the ``SeqStats`` that a list made by ``to_ints`` describes."""
     if len(values) != num_ints(model):
         raise ValueError(
             f"{len(values)} counts came where {num_ints(model)} were wanted: they were made for a model with "

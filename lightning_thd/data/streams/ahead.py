@@ -1,4 +1,4 @@
-"""An engine -> its steps, made in a thread while others run."""
+"""An engine of a stream -> its steps, each made in a thread while earlier ones run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STOP_S = 30.0  # seconds that a process which ends waits for the steps other ra
 
 
 class Ahead:
-    """Makes steps in a thread, always as many as were taken and two more: the same number on every rank.
+    """Makes a stream's steps in a thread: always the steps taken and two more, equally many on every rank.
 
     Args:
         engine: makes them.
@@ -30,7 +30,7 @@ class Ahead:
         self._thread: threading.Thread | None = None
 
     def take(self) -> Made | None:
-        """Return the next step, and let one more be made."""
+        """Return the next step, and allow the thread to make one more."""
         if self._error is not None:
             raise self._error
         if self._thread is None:
@@ -65,7 +65,7 @@ class Ahead:
                     raise
 
     def stop(self) -> None:
-        """Let the thread make what was allowed, which other ranks wait for, and end."""
+        """Wait until the thread has made the allowed steps, which other ranks take part in, and end it."""
         atexit.unregister(self.stop)
         with self._changed:
             self._stopped = True

@@ -61,18 +61,18 @@ class Settings:
 
     @cached_property
     def source_of(self) -> IntArray:
-        """Number of the source of each shard, int64 ``[K]``."""
+        """Return the number of each shard's source, int64 ``[K]``."""
         return np.repeat(np.arange(len(self.sources)), [one.stop - one.first for one in self.sources])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the sources of a mixture; empty where nothing is mixed."""
+        """Return the names of a mixture's sources; empty where nothing is mixed."""
         return tuple(source.name for source in self.sources) if self.sources[0].name else ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """A step that is ready.
+    """A planned, read and collated step of this rank, with the stream's state after it.
 
     Attributes:
         step: this rank's microbatches.
@@ -88,7 +88,7 @@ class Made:
 
 
 class Engine:
-    """Makes the steps of a stream, pass after pass. All its methods are collective.
+    """Makes the steps of a stream, pass after pass; every method is a collective of the ranks that read.
 
     Args:
         settings: how the stream is read and packed.
@@ -130,11 +130,11 @@ class Engine:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Records that could not be used, and what policies left out or changed, of all ranks."""
+        """Return how many records of all ranks were unusable, and how many policies left out or changed."""
         return self._intake.counts
 
     def open_pass(self) -> None:
-        """Begin to read sources whose next round is due; workers start in the thread that calls this."""
+        """Start to read the sources whose next pass is due; worker processes start in the calling thread."""
         for number in self._to_open:
             self._open(number)
         self._to_open = []
@@ -187,7 +187,7 @@ class Engine:
         return Made(step=step, state=state, last=last, tokens=tokens)
 
     def _state(self) -> dict[str, Any]:
-        """Describe the position, with the states of the shards that have one."""
+        """Return the state of the stream for a checkpoint, with the states of sources that have one."""
         ledger, marks = self.ledger, self._intake.marks
         if marks:
             pending = np.concatenate([ledger.pool, *(step.table for step in ledger.planned)])
@@ -195,7 +195,7 @@ class Engine:
         return {**ledger.state(), "marks": {shard: found[0] for shard, found in marks.items() if found}}
 
     def _has_gone_round(self) -> bool:
-        """Say whether every source of a mixture that begins again was used whole once more."""
+        """Return whether every source of a repeating mixture has been used whole once more."""
         ledger = self.ledger
         if not self._restarts:
             return False
@@ -209,7 +209,7 @@ class Engine:
         return bool(self._settings.names) and self._settings.dry == "restart"
 
     def _end_pass(self) -> None:
-        """Begin the next pass: of the sources that ran dry, where others go on; else of all."""
+        """Begin the next pass: over all sources, or with ``dry="stop"`` over those that ran dry."""
         ledger, settings = self.ledger, self._settings
         if settings.log is not None:
             self.index = settings.log.share(ledger.cursors, self._wire)
@@ -233,7 +233,7 @@ class Engine:
         self._before = dict(self.counts)
 
     def _plan(self) -> Planned | None:
-        """Take the next planned step, reading ahead; None at the end of the pass."""
+        """Return the next planned step, reading more sequences if needed; None at the end of the pass."""
         ledger, settings = self.ledger, self._settings
         if ledger.planned:
             self._gather(settings.window, most=ledger.pace)
@@ -271,7 +271,7 @@ class Engine:
         )
 
     def _commit(self, order: Order, steps: list[Planned], left: Table) -> None:
-        """Take what is planned out of the pool, and count it as drawn."""
+        """Remove planned sequences from the pool, and count them as drawn from their sources."""
         ledger = self.ledger
         if len(self._settings.sources) > 1:
             ledger.drawn, ledger.out = order.after(ledger, steps, self._settings.source_of)
@@ -283,7 +283,7 @@ class Engine:
         rank_zero_info(dry_notice(source.name, self._settings.dry))
 
     def _gather(self, window: int, *, most: int | None = None) -> None:
-        """Read so that each rank holds ``window`` sequences nobody planned, and add them to the pool."""
+        """Read until each rank holds ``window`` unplanned sequences, and add them to the pool."""
         settings, ledger, intake = self._settings, self.ledger, self._intake
         wanted = wanted_of(
             window,
@@ -309,7 +309,7 @@ class Engine:
                 self._restart(number)
 
     def _restart(self, number: int) -> None:
-        """Begin the next round of a source that ran dry."""
+        """Begin the next pass over one source of a mixture that ran dry."""
         source, ledger = self._settings.sources[number], self.ledger
         if not self._given[number]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Sources and how many sequences each rank is to read of them -> what all ranks read, known to each.
+"""Sources and how much each rank is to read of them -> what all ranks read, known to every rank.
 
 A rank that cannot go on says so in its message, so that all stop with its reason.
 """
@@ -105,7 +105,7 @@ class Intake:
         ]
 
     def open(self, number: int, round_: int, cursors: IntArray) -> None:
-        """Begin to read a source, or its next round; workers start in the thread that calls this.
+        """Start to read a source, or its next pass; worker processes start in the calling thread.
 
         Args:
             number: of the source.
@@ -138,11 +138,11 @@ class Intake:
 
     @property
     def dry(self) -> npt.NDArray[np.bool_]:
-        """Sources of which all ranks have read everything, bool ``[N]``."""
+        """Return which sources every rank has read to their end, bool ``[N]``."""
         return np.asarray(self.exhausted.all(axis=1))
 
     def gather(self, wanted: IntArray) -> Table:
-        """Read what is wanted of this rank; return what all ranks read, one of each in turn.
+        """Read this rank's share, and return what all ranks read, in turn; a collective.
 
         Args:
             wanted: int64 ``[N, ranks]``, sequences of each source.
@@ -180,7 +180,7 @@ class Intake:
         return found
 
     def _shared(self, most: int, read: Callable[[], list[Read]]) -> Table:
-        """Read on every rank, and give each the ``POOL`` of what every other read."""
+        """Read on every rank, and return the ``POOL`` of what all ranks read; a collective."""
         failure, reads = self.failure, list[Read]()
         try:
             reads = read() if failure is None else reads
@@ -208,7 +208,7 @@ class Intake:
         return _in_turn(tables)
 
     def _share_marks(self) -> None:
-        """Tell all ranks the states of shards that have one."""
+        """Send all ranks the saved states of this rank's sources that have one; a collective."""
         own: dict[int, list[Mark]] = {}
         for reader in self._open_readers:
             own |= reader.marks
@@ -218,12 +218,12 @@ class Intake:
                 self.marks.setdefault(shard, []).extend(marks)
 
     def forget(self, number: int) -> None:
-        """Forget the states of a source whose round is over."""
+        """Drop the saved states of a source whose pass is over."""
         for shard in range(self._sources[number].first, self._sources[number].stop):
             self.marks.pop(shard, None)
 
     def drop_marks(self, pending: Table, cursors: IntArray) -> None:
-        """Forget the states that lie before the last one from which all that is not used can be read."""
+        """Drop saved states older than the last one from which all unused records can be read."""
         for shard, marks in self.marks.items():
             rows = pending["row"][pending["shard"] == shard]
             least = min(int(rows.min()) if len(rows) else int(cursors[shard]), int(cursors[shard]))
@@ -272,7 +272,7 @@ class Intake:
         raise ValueError(" ".join(failed) or "A rank could not read its shards.") from failure
 
     def _raise_bad(self, number: int, count: int) -> None:
-        """End the job on every rank: too many records of a source could not be used."""
+        """Raise on every rank because too many records of a source were unusable."""
         reader, source = self._readers[number], self._sources[number]
         texts = self._wire.objects("; ".join(reader.bad[-3:]) if reader is not None else "")
         of = f" of {source.name!r}" if source.name else ""

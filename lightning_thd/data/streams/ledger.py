@@ -1,4 +1,4 @@
-"""What was read and what is planned -> the state of a stream, the same on every rank, and back."""
+"""What was read and what is planned of a stream -> its state, the same on every rank, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLACE = ("shard", "row", "round")  # of a sequence
 
 @dataclass(kw_only=True)
 class Ledger:
-    """Where a stream stands, by what all ranks agreed on.
+    """The position of a stream, on which all ranks agree.
 
     Attributes:
         cursors: int64 ``[K]``, rows of each shard that were read in the present round of its source.
@@ -44,7 +44,7 @@ class Ledger:
 
     @classmethod
     def fresh(cls, shards: int, sources: int) -> Ledger:
-        """Begin a stream of so many shards and sources."""
+        """Return the position at the start of a stream with so many shards and sources."""
         return cls(
             cursors=np.zeros(shards, np.int64),
             rounds=np.zeros(sources, np.int64),
@@ -53,7 +53,7 @@ class Ledger:
         )
 
     def state(self) -> dict[str, Any]:
-        """Describe the position in plain numbers and tensors, for a checkpoint."""
+        """Return the position as plain numbers and tensors, for a checkpoint."""
         tables = [*(step.table for step in self.planned), self.pool]
         pending = np.concatenate([np.stack([table[name] for name in _PLACE], 1) for table in tables])
         return {
@@ -71,7 +71,7 @@ class Ledger:
 
 
 def begun(state: dict[str, Any]) -> Ledger:
-    """Make the ledger of a state, but for what is pending.
+    """Build a ledger from a saved state, without its pending sequences.
 
     Raises:
         ValueError: for the state of another version of this package.
@@ -93,7 +93,7 @@ def begun(state: dict[str, Any]) -> Ledger:
 
 
 def pending_rows(state: dict[str, Any]) -> dict[int, dict[int, list[int]]]:
-    """List of each shard the rows that were read and not used, and in which rounds."""
+    """Return, by shard and row, the passes that read a record which was still unused at the checkpoint."""
     rows: dict[int, dict[int, list[int]]] = {}
     for shard, row, number in state["pending"].tolist():
         rows.setdefault(shard, {}).setdefault(row, []).append(number)
@@ -101,7 +101,7 @@ def pending_rows(state: dict[str, Any]) -> dict[int, dict[int, list[int]]]:
 
 
 def restored(state: dict[str, Any], found: Table, *, dp: int, same: bool, source_of: IntArray) -> Ledger:
-    """Rebuild a ledger.
+    """Build a ledger from a saved state and the pending sequences, which were read again.
 
     Args:
         state: that :meth:`Ledger.state` gave.

@@ -1,4 +1,4 @@
-"""A stream and who reads it -> batches of one rank, made ahead in a thread, and a state all ranks share."""
+"""A stream and its ranks -> batches of one rank, made ahead in a thread, and a state all ranks share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _REMEMBERED = 10_000  # steps whose tokens are known until they are asked for: a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A stream taken apart.
+    """The shards and sources of an opened stream.
 
     Attributes:
         shards: source after source.
@@ -130,16 +130,16 @@ class StreamLoader:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Records that could not be used, and sequences that policies left out or changed, of all ranks."""
+        """Return how many records of all ranks were unusable, and how many policies changed or dropped."""
         return {} if self._engine is None else dict(self._engine.counts)
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Names of the sources of a mixture; empty for one stream."""
+        """Return the names of a mixture's sources; empty for a single stream."""
         return self._settings.names
 
     def next_tokens(self) -> IntArray:
-        """Return the real tokens of each source in the first step that was not asked for, int64 ``[N]``."""
+        """Pop the real tokens of each source in the oldest step not yet logged, int64 ``[N]``."""
         return self._tokens.popleft() if self._tokens else np.zeros(len(self._settings.sources), np.int64)
 
     def __iter__(self) -> Iterator[THDBatch | THDStep]:
@@ -175,12 +175,12 @@ class StreamLoader:
         return {"epoch": self.epoch, "step": self._start, "stream": self._latest}
 
     def _done(self) -> int:
-        """Count the whole steps of this iteration that the trainer is done with."""
+        """Return how many whole steps of this iteration the Trainer has finished."""
         batches = self._handed_out if self._consumed is None else self._consumed() - self._begun_at
         return batches // self.per_step
 
     def _give(self, handed: int, made: Made) -> None:
-        """Remember a step until the trainer is done with it, and its tokens until they are logged."""
+        """Store a step until the Trainer has finished it, and its token counts until they are logged."""
         if self.source_names:
             self._tokens.append(made.tokens)
         if self._consumed is not None:
@@ -189,7 +189,7 @@ class StreamLoader:
                 self._given.popleft()
 
     def _take_back(self) -> None:
-        """Let steps come again that a Trainer fetched ahead and dropped, to begin another epoch or fit."""
+        """Queue steps again that a Trainer fetched but dropped, to begin another epoch or fit."""
         done = self._done()
         dropped = [(before, made) for handed, before, made in self._given if handed >= done]
         self._given.clear()
@@ -199,7 +199,7 @@ class StreamLoader:
             self._again.extendleft(reversed([made for _, made in dropped]))
 
     def _next(self) -> Made | None:
-        """Take the next step: made by this rank, or received from the one that reads for it."""
+        """Return the next step, made by this rank or received from the rank that reads for it."""
         if not self._peers.reads:
             made: Made | None = self._peers.receive()
             return made
@@ -236,7 +236,7 @@ class StreamLoader:
         self._ahead = Ahead(self._engine)
 
     def _turn_to_plans(self) -> None:
-        """Plan the next epoch, once a pass over the stream has found all lengths."""
+        """Switch to planned epochs, once a pass over the stream has found all lengths."""
         if isinstance(self._engine, Engine) and self._engine.index is not None and self._ahead is not None:
             self._index = self._engine.index
             self._ahead.stop()

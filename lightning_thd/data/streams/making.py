@@ -1,4 +1,4 @@
-"""A stream and what a data module decides for it -> the loader of one rank."""
+"""A stream and the settings of its data module -> the loader of one rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_thd.packing.planner import Tail
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPolicies:
-    """What a data module decides for its streams; the names are those of its arguments."""
+    """The settings of a data module that apply to its streams, under the names of its arguments."""
 
     capacity: int
     global_batch: Packs | Sequences | None
@@ -58,7 +58,7 @@ def stream_loader(
     consumed: Callable[[], int] | None = None,
     on_load: Callable[[int], None] | None = None,
 ) -> StreamLoader:
-    """Make the loader of one rank. Collective over the job.
+    """Build the stream loader of one rank; a collective of the job.
 
     Args:
         stream: what is read.
@@ -119,7 +119,7 @@ def _settings(
     found: Opened,
     step: Packs | Sequences,
 ) -> Settings:
-    """Put together how a stream is read and packed."""
+    """Collect the settings of reading and packing a stream."""
     slots = make_slots(policies.capacity, host.alignment)
     one = stream if isinstance(stream, Stream) else None
     sampling: dict[str, Any] = {
@@ -164,7 +164,7 @@ def _settings(
 
 
 def _known(tokenizer: Tokenizer) -> str:
-    """Return what a tokenizer is known by, on which the lengths of text depend."""
+    """Return the fingerprint of a tokenizer, or raise if it has none."""
     found = tokenizer_fingerprint(tokenizer)
     if found is None:
         raise ValueError(
@@ -177,7 +177,7 @@ def _known(tokenizer: Tokenizer) -> str:
 def _planned(
     index: LengthIndex, epoch: int, rank: int, *, policies: StreamPolicies, host: Host, settings: Settings
 ) -> PlannedSteps:
-    """Plan the epochs of a stream whose lengths are known."""
+    """Build the planned epochs of a stream whose lengths are known."""
     how = settings.scheduling
     planner = PackPlanner(
         index.length,

@@ -1,4 +1,4 @@
-"""What is read and not planned, of several sources -> the order in which it is used, and what to read next.
+"""Sequences read but not planned, of several sources -> the order in which they are used, what to read next.
 
 With one source that is the order in which it came, or one drawn at random. With several, sources take turns
 by their shares, each giving its own in order. The rule is Tijdeman's for the chairman assignment problem
@@ -30,7 +30,7 @@ _DENOMINATOR = 10**9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """The order in which sequences are used.
+    """The order in which unplanned sequences are used, as far as it is decided.
 
     Attributes:
         rows: int64, positions in the pool, in order, of those whose turn is known.
@@ -49,7 +49,7 @@ class Order:
     def after(
         self, ledger: Ledger, steps: Sequence[Planned], source_of: IntArray
     ) -> tuple[IntArray, BoolArray]:
-        """Count what the sources gave after some steps, and which of them are out.
+        """Return how many sequences each source has given after some steps, and which sources are used up.
 
         A source is out once all that it gave is planned; from there the others count from 0.
 
@@ -78,7 +78,7 @@ class Order:
 
 
 def shares_of(sources: Sequence[Source], out: BoolArray) -> dict[int, int]:
-    """Shares of the sources that take part, by their number."""
+    """Return the shares of the sources that still take part, by their number."""
     return {number: source.share for number, source in enumerate(sources) if not out[number]}
 
 
@@ -93,7 +93,7 @@ def order_of(
     seed: int = 0,
     most: int | None = None,
 ) -> Order:
-    """Order a pool.
+    """Order a pool of unplanned sequences: shuffled, and with sources taking turns by their shares.
 
     Args:
         pool: ``POOL`` of what nobody planned.
@@ -158,7 +158,7 @@ def wanted_of(
     holder: npt.NDArray[np.integer],
     exhausted: BoolArray,
 ) -> IntArray:
-    """Count what each rank is to read of each source.
+    """Return how many sequences of each source each rank has to read.
 
     Args:
         window: sequences that each rank is to hold together.
@@ -188,7 +188,7 @@ def wanted_of(
 
 
 def dry_notice(name: str, dry: Dry) -> str:
-    """Say once what happens now that a source of a mixture ran dry."""
+    """Print once what follows from a source of a mixture having run dry."""
     return (
         f"The source {name!r} of the mixture ran dry: "
         + {
@@ -200,7 +200,7 @@ def dry_notice(name: str, dry: Dry) -> str:
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
-    """Turn weights into whole numbers of the same proportions, so that turns are exact for ever.
+    """Convert weights to whole numbers of the same proportions, so that shares stay exact for ever.
 
     Args:
         weights: above 0, in any unit.
@@ -218,7 +218,7 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 def take_turns(
     shares: Mapping[int, int], used: Sequence[int], waiting: Sequence[int], most: int | None = None
 ) -> tuple[list[int], int | None]:
-    """Say which source every next sequence is from, until one is wanted that has none.
+    """Return the source of each next sequence, up to the first source with none at hand.
 
     Args:
         shares: whole numbers of the sources that take part, by their number.

@@ -1,4 +1,4 @@
-"""The shards of one rank and how far each was read -> samples, one after the other, and what was wrong."""
+"""The shards of one rank and how far each was read -> samples in order, and what was wrong with others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Which shards a rank reads and how.
+    """Which shards a rank reads, in which order, and how records become samples.
 
     Attributes:
         shards: all of the stream.
@@ -117,12 +117,12 @@ class Reading:
         return Read(shard=number, row=row, round=self.round, sample=sample, counts=counts, **at)
 
     def place(self, read: Read) -> str:
-        """Say where a record stands."""
+        """Return where a record stands as text, for messages."""
         return f"shard {self.shards[read.shard].name}, row {read.row}"
 
 
 class _Rows(IterableDataset[Read]):
-    """What one worker reads: every so-many-th shard of its rank."""
+    """Reads every n-th shard of a rank in one worker."""
 
     def __init__(self, reading: Reading, starts: dict[int, int]) -> None:
         self._reading, self._starts = reading, starts
@@ -194,7 +194,7 @@ class Reader:
         return taken
 
     def again(self, pending: dict[int, dict[int, list[int]]]) -> list[Read]:
-        """Read rows a second time: those that were read and not used when a checkpoint was written.
+        """Read records again that had been read but not used when a checkpoint was written.
 
         Args:
             pending: per shard and row the passes in which it was read.

@@ -50,7 +50,7 @@ _INT32 = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A sequence that a rank holds.
+    """One sequence as a rank holds and sends it: ids, labels, and further inputs as bytes.
 
     Attributes:
         ids: int32 ``[n]``.
@@ -66,7 +66,7 @@ class Sample:
 
 
 def unpacked(ids: Any, labels: Any, extra: bytes) -> dict[str, Any]:
-    """Return a sample as ``THDBatch.collate`` takes it."""
+    """Return a sample as the dict that ``THDBatch.collate`` takes."""
     sample: dict[str, Any] = {"input_ids": ids}
     if labels is not None:
         sample["labels"] = labels
@@ -106,7 +106,7 @@ class Sampler:
         self._encoders: dict[str, Encoder] = {}
 
     def __call__(self, record: Any, row: int) -> Sample | None:
-        """Make a sample, or None where a policy leaves the record out.
+        """Convert a record to a sample, or return None where a policy leaves it out.
 
         Raises:
             ValueError: for a record that is no sequence, and for what policies refuse.
@@ -142,7 +142,7 @@ class Sampler:
         return sample
 
     def _fitted(self, sample: dict[str, Any], row: int) -> dict[str, Any] | None:
-        """Apply ``oversize``."""
+        """Apply the ``oversize`` policy to a sample: keep, cut, drop or refuse it."""
         length = len(sample["input_ids"])
         if length <= self.capacity:
             return sample
@@ -207,7 +207,7 @@ def _check_row(sample: dict[str, Any], name: str, length: int, row: int) -> None
 
 
 def _kept(key: str, value: Any) -> bool:
-    """Say whether a key is an input of the model; texts and names that came along are none."""
+    """Return whether a key of a record is an input of the model rather than text or a name."""
     if key in _KEYS or key == "weights":
         return True
     if isinstance(value, np.ndarray):

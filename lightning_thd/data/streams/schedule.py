@@ -1,4 +1,4 @@
-"""What all ranks hold together, in one table -> the next optimizer steps: who runs which sequence when.
+"""Sequences that all ranks hold, in one table -> the next optimizer steps: who runs which sequence when.
 
 A pure function of numbers that every rank has, so that every rank finds the same steps by itself.
 """
@@ -32,7 +32,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheduling:
-    """What decides the steps, besides the sequences.
+    """The settings that decide a stream's steps: what a step takes, pack size, cost and ranks.
 
     Attributes:
         step: what one optimizer step takes.
@@ -52,18 +52,18 @@ class Scheduling:
 
     @property
     def takes_first(self) -> bool:
-        """Whether a step takes the first sequences of the pool, as many as it needs."""
+        """Return whether a step takes a fixed number of sequences, the first of the pool."""
         return isinstance(self.step, Sequences)
 
     @property
     def needed(self) -> int:
-        """Fewest sequences of which a step may be made."""
+        """Return the fewest sequences that make a step."""
         return self.step.n if isinstance(self.step, Sequences) else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One optimizer step.
+    """One planned optimizer step: its sequences by rank and microbatch.
 
     Attributes:
         table: ``POOL`` of its sequences, rank after rank, microbatch after microbatch.
@@ -77,7 +77,7 @@ class Planned:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of each rank."""
+        """Return the number of microbatches of each rank."""
         return (len(self.offsets) - 1) // self.dp
 
     def targets(self) -> IntArray:
@@ -86,19 +86,19 @@ class Planned:
         return np.repeat(ranks, np.diff(self.offsets))
 
     def work(self, cost: Cost) -> npt.NDArray[np.float64]:
-        """Work of each microbatch, float64 ``[dp, microbatches]``."""
+        """Return the work of each microbatch, float64 ``[dp, microbatches]``."""
         sums = np.concatenate([[0.0], np.cumsum(cost(self.table["length"].astype(np.int64)))])
         return np.diff(sums[self.offsets]).reshape(self.dp, -1)
 
 
 def rows_of(table: Table, rows: IntArray) -> Table:
-    """Take rows of a table, as ``table[rows]``, which numpy does in 12 ms for 65,536 rows, in 0.3 ms."""
+    """Return rows of a table as ``table[rows]`` does, 40 times faster for 65,536 rows."""
     words = np.ascontiguousarray(table).view(np.uint32).reshape(len(table), table.itemsize // 4)
     return np.take(words, rows, axis=0).view(table.dtype).reshape(len(rows))
 
 
 def plan_steps(pool: Table, how: Scheduling, *, ended: bool) -> tuple[list[Planned], Table]:
-    """Plan as many steps as the sequences at hand are good for.
+    """Plan as many steps as the sequences at hand allow.
 
     Args:
         pool: ``POOL`` of sequences nobody planned yet, in the order they are to be used.
@@ -151,7 +151,7 @@ def _step(table: Table, how: Scheduling, num_microbatches: int | None) -> Planne
 
 
 def _dealt_bins(padded: IntArray, how: Scheduling, num_microbatches: int | None) -> tuple[IntArray, IntArray]:
-    """Fill few packs and seat them by work, without a search for equal ones."""
+    """Fill few packs and deal them to ranks by work, without searching for packs of equal work."""
     usable, multiple = how.slots.usable, how.slots.multiple
     coarse = max(1, usable // (_CLASSES * multiple)) * multiple
     sizes = np.where(padded <= usable, np.minimum(-(-padded // coarse) * coarse, usable), padded)

@@ -18,7 +18,7 @@ from lightning_thd.packing.mixtures import Mixing, check_weights
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Data without a length: read once from front to back, on every rank its own shards.
+    """Training data that can only be iterated: read once from front to back, each rank its own shards.
 
     ``THDDataModule(Stream("shards/*.jsonl.gz", shuffle_buffer=1_000), capacity=8_192)``. An
     ``IterableDataset`` or a generator function given to ``THDDataModule`` is ``Stream(source=...)``.
@@ -75,7 +75,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamMixture:
-    """Several streams that sources take turns of, so that any prefix of the steps has their shares.
+    """Several streams taking turns, so that after any number of steps each has had its share.
 
     Attributes:
         streams: by the names of the sources. ``shuffle_buffer``, ``on_error`` and ``max_errors`` hold for
@@ -110,27 +110,27 @@ class StreamMixture:
 
     @property
     def window(self) -> int:
-        """Sequences that each rank keeps at hand, of all sources together."""
+        """Return how many sequences of all sources each rank keeps at hand."""
         return max(stream.window for stream in self.streams.values())
 
     @property
     def timeout_s(self) -> float:
-        """Seconds until a rank, or a worker, that gives nothing ends the job."""
+        """Return after how many seconds a silent rank or worker ends the job."""
         return max(stream.timeout_s for stream in self.streams.values())
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Optimizer steps of an epoch."""
+        """Return the optimizer steps of an epoch."""
         return max(one.steps_per_epoch or 0 for one in self.streams.values()) or None
 
     def shares(self) -> dict[str, int]:
-        """Whole numbers in the proportions of the weights, by temperature."""
+        """Return whole numbers in the proportions of the weights, temperature applied."""
         raised = [weight ** (1 / self.mixing.temperature) for weight in self.weights.values()]
         return dict(zip(self.weights, whole_shares(raised), strict=True))
 
 
 def open_sources(stream: Stream | StreamMixture, parts: int) -> Opened:
-    """Take the sources of a stream apart into shards.
+    """Open the sources of a stream as shards.
 
     Args:
         stream: one, or a mixture.

@@ -1,1 +1,1 @@
-"""A module -> which of its weights are trained, and the backward pass that this asks of every layer."""
+"""A module -> which of its weights are trained, and the backward pass that every layer then needs."""

@@ -25,7 +25,7 @@ _FINAL_NORM = ("norm", "ln_f", "ln_out")
 
 
 def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[Layer, ...], Recompute]:
-    """Give ``layers`` the backward pass of ``module``, and its adapters; and read its checkpointing policy.
+    """Return ``layers`` with the backward pass and adapters of ``module``, and its checkpointing policy.
 
     Args:
         layers: of a model of this architecture with everything trained.
@@ -55,7 +55,7 @@ def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[
 
 
 def checkpointing(module: nn.Module) -> tuple[Recompute, set[str]]:
-    """Which activation checkpointing is switched on, and in which layers.
+    """Return which activation checkpointing is switched on, and in which layers.
 
     Args:
         module: a transformers model, or one wrapped by torch's ``checkpoint_wrapper``.
@@ -84,7 +84,7 @@ def checkpointing(module: nn.Module) -> tuple[Recompute, set[str]]:
 
 
 def _keywords(function: Any) -> dict[str, Any]:
-    """Keywords bound to a checkpoint function, also below a wrapper that keeps it in its closure."""
+    """Return keywords bound to a checkpoint function, also one wrapped in a closure."""
     if isinstance(function, nn.Module):  # torch's CheckpointWrapper
         reentrant = getattr(function, "checkpoint_impl", None) is CheckpointImpl.REENTRANT
         return {"use_reentrant": reentrant, **_keywords(getattr(function, "checkpoint_fn", None))}
@@ -103,7 +103,7 @@ def _keywords(function: Any) -> dict[str, Any]:
 
 
 def _backward(layer: Layer, weights: list[Weight], upstream: bool) -> tuple[Layer, bool]:
-    """The layer with its own backward, and whether what follows it needs an input gradient."""
+    """Return a layer with its own backward, and whether the layers after it need input gradients."""
     first = min((weight.stage for weight in weights if weight.trained), default=float("inf"))
     runs = upstream or first < float("inf")
     exact = _adds_up(layer, weights)
@@ -129,7 +129,7 @@ def _has_weight(term: Term) -> bool:
 
 
 def _adds_up(layer: Layer, weights: list[Weight]) -> bool:
-    """Whether the matmuls found in the module are those of the config."""
+    """Return whether the matmul weights found in the module are those that the config implies."""
     bases = {term.basis for term in layer.terms if _has_weight(term)}
     if len(bases) != 1:
         return False
@@ -138,7 +138,7 @@ def _adds_up(layer: Layer, weights: list[Weight]) -> bool:
 
 
 def _plain(term: Term, input_grad: bool) -> Term:
-    """A term whose weights are counted apart: matmuls keep their forward, the rest its gradient, if any."""
+    """Return a term without its weights' gradients, which are counted apart, or without input gradient."""
     if _has_weight(term):
         return replace(term, input_grad=0, weight_grad=0)
     return term if input_grad or term.kind == "embedding" else replace(term, input_grad=0)
@@ -154,7 +154,7 @@ def _router(term: Term, weights: list[Weight], input_grad: bool) -> Term:
 
 
 def _scaled(term: Term, weights: list[Weight], runs: bool) -> Term:
-    """Where names and sizes do not add up: the share of trained parameters stands for every term."""
+    """Scale a term's weight gradient by the share of trained parameters, where names are unknown."""
     total = sum(max(weight.macs, 1) for weight in weights)
     trained = sum(max(weight.macs, 1) for weight in weights if weight.trained)
     return replace(
@@ -165,7 +165,7 @@ def _scaled(term: Term, weights: list[Weight], runs: bool) -> Term:
 
 
 def _gradients(layer: Layer, weights: list[Weight], upstream: bool, first: float) -> Term:
-    """One term for the backward of all matmuls of a layer."""
+    """Return one term for the backward of all matmuls of a layer."""
     trained = sum(2 * weight.macs for weight in weights if weight.trained)
     reached = sum(2 * weight.macs for weight in weights if upstream or first < weight.stage)
     model = next(term for term in layer.terms if _has_weight(term))
@@ -190,7 +190,7 @@ def _adapter_terms(layer: Layer, adapters: list[Weight], upstream: bool, first: 
 
 
 def _active(module: nn.Module) -> float:
-    """Share of the routed experts a token goes through, from the config the module carries."""
+    """Return the share of the routed experts that a token goes through, from the module's config."""
     for child in module.modules():
         config = getattr(child, "config", None)
         if config is not None and hasattr(config, "model_type"):
@@ -200,7 +200,7 @@ def _active(module: nn.Module) -> float:
 
 
 def _forced_input_grad(module: nn.Module) -> bool:
-    """Whether transformers' ``enable_input_require_grads`` is on, as LoRA with checkpointing wants it."""
+    """Return whether ``enable_input_require_grads`` is on, as LoRA with checkpointing needs it."""
     return any(
         bool(getattr(child, name, None))
         for child in module.modules()

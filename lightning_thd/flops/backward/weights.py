@@ -34,7 +34,7 @@ _SECOND_NORM = ("post_attention", "pre_feedforward", "ln_2", "norm2", "ffn_norm"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """One parameter.
+    """One matmul parameter: its size, whether it is trained, and when it runs in its layer.
 
     Attributes:
         path: its name, without the wrappers' parts.
@@ -83,7 +83,7 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
 
 
 def layer_path(module_name: str) -> str:
-    """``"layers.3"`` for the decoder layer ``"model.layers.3"``, else empty; wrappers' names are dropped."""
+    """Return ``"layers.3"`` for the decoder layer ``"model.layers.3"``, "" for any other module."""
     group, inside = _locate(_WRAPPERS.sub("", module_name + ".") + "weight")
     return (
         group
@@ -108,7 +108,7 @@ def _locate(name: str) -> tuple[str, str]:
 
 
 def _macs(owner: nn.Module, leaf: str, inside: str, parameter: nn.Parameter, active: float) -> int:
-    """Multiply-adds a token of one parameter; routers are left out, as the default count does."""
+    """Return the multiply-adds a token of one parameter; 0 for routers, which the count leaves out."""
     if _is_router(inside) or isinstance(owner, nn.Embedding):
         return 0
     if parameter.dim() == 3 and "expert" in inside:

@@ -18,7 +18,7 @@ _SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 
 
 def deepseek_v4(sizes: Sizes) -> list[Layer]:
-    """Layers of DeepSeek-V4 between embedding and logits, and the projection that joins its streams."""
+    """Return the layers of DeepSeek-V4 between embedding and logits."""
     streams = sizes.size("hc_mult")
     layers = []
     for index, kind in enumerate(sizes.get("layer_types", default=())):
@@ -42,7 +42,7 @@ def deepseek_v4(sizes: Sizes) -> list[Layer]:
 
 
 def _streams(hidden: int, streams: int, *, last: bool = False) -> list[Term]:
-    """A hyper-connection: n + n + n^2 coefficients out of all streams, and an n x n product over them."""
+    """Return a hyper-connection's terms: n + n + n^2 coefficients out of all streams, an n x n product."""
     mix = recurrence("stream_mix", 2 * streams**2 * hidden)
     return [
         matmul("stream_weights", (2 + streams) * streams * streams * hidden),
@@ -51,7 +51,7 @@ def _streams(hidden: int, streams: int, *, last: bool = False) -> list[Term]:
 
 
 def _attention(sizes: Sizes, kind: str) -> list[Term]:
-    """One key head that is its own value, a window of it, and compressed blocks beside."""
+    """Return the terms of attention with one key head, a window, and compressed blocks."""
     hidden, heads, head_dim, rank = sizes.hidden, sizes.heads, sizes.head_dim, sizes.size("q_lora_rank")
     groups, group_rank = sizes.size("o_groups"), sizes.size("o_lora_rank")
     return [
@@ -65,7 +65,7 @@ def _attention(sizes: Sizes, kind: str) -> list[Term]:
 
 
 def _compressed(sizes: Sizes, kind: str) -> list[Term]:
-    """The compressor of keys (two overlapping series where a choice is made), the choice, and the pairs."""
+    """Return the terms of compressing keys, of choosing among them, and of their pairs."""
     if kind == "sliding_attention":
         return []
     rates = sizes.get("compress_rates", default={_SPARSE: 4, _HEAVY: 128})
@@ -85,7 +85,7 @@ def _compressed(sizes: Sizes, kind: str) -> list[Term]:
 
 
 def _choice(sizes: Sizes, rate: int) -> list[Term]:
-    """The indexer with a compressor of its own; no gradient goes through a choice."""
+    """Return the terms of the indexer, which has its own compressor; no gradient passes a choice."""
     heads, head_dim = sizes.size("index_n_heads"), sizes.size("index_head_dim")
     projections = sizes.size("q_lora_rank") * heads * head_dim + sizes.hidden * (4 * head_dim + heads)
     terms = [

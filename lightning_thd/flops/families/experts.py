@@ -11,7 +11,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num
 
 
 def expert_layers(sizes: Sizes) -> set[int]:
-    """Indices of the layers whose MLP is a mixture of experts; most families say it in a way of their own.
+    """Return the indices of the layers whose MLP is a mixture of experts.
 
     Args:
         sizes: the text config.
@@ -39,7 +39,7 @@ def expert_layers(sizes: Sizes) -> set[int]:
 
 
 def moe(sizes: Sizes, index: int, *, gated: bool) -> list[Term]:
-    """The terms of a layer of experts.
+    """Return the terms of one layer of experts.
 
     Args:
         sizes: the text config.
@@ -64,20 +64,20 @@ def moe(sizes: Sizes, index: int, *, gated: bool) -> list[Term]:
 
 
 def active_share(sizes: Sizes) -> float:
-    """Share of the routed experts that a token goes through; 1.0 without experts."""
+    """Return the share of the routed experts that a token goes through; 1.0 without experts."""
     top_k = sizes.get(*_TOP_K, default=0)
     mean = sum(top_k) / len(top_k) if isinstance(top_k, (list, tuple)) else float(top_k)
     return mean / (sizes.optional(*_NUM_EXPERTS) or 1) or 1.0
 
 
 def active_experts(sizes: Sizes, index: int) -> int:
-    """Routed experts that a token goes through in layer ``index``."""
+    """Return how many routed experts a token goes through in layer ``index``."""
     given = sizes.get(*_TOP_K)
     return int(given[index]) if isinstance(given, (list, tuple)) else sizes.size(*_TOP_K)
 
 
 def shared_size(sizes: Sizes) -> int:
-    """Intermediate size of the shared experts together, 0 for none."""
+    """Return the intermediate size of all shared experts together, 0 for none."""
     if sizes.model_type in ("llama4_text", "hunyuan_v1_moe"):
         return sizes.inner
     names = (

@@ -17,7 +17,7 @@ from lightning_thd.flops.terms import Layer, Term, matmul, recurrence, scores
 
 
 def gemma3n(sizes: Sizes) -> list[Layer]:
-    """Layers of Gemma 3n between embedding and logits: n streams, of which a layer computes one."""
+    """Return Gemma 3n's layers between embedding and logits: n streams, of which a layer computes one."""
     hidden, streams = sizes.hidden, sizes.size("altup_num_inputs")
     inner = sizes.get("intermediate_size")
     entry = Layer(
@@ -44,7 +44,7 @@ def gemma3n(sizes: Sizes) -> list[Layer]:
 
 
 def gemma4(sizes: Sizes) -> list[Layer]:
-    """Layers of Gemma 4 between embedding and logits: wider heads where attention is global."""
+    """Return Gemma 4's layers between embedding and logits: wider heads where attention is global."""
     layers = _own_inputs(sizes)
     for index in range(sizes.num_layers):
         heads, head_dim = _heads(sizes, index)
@@ -65,7 +65,7 @@ def gemma4(sizes: Sizes) -> list[Layer]:
 
 
 def _own_inputs(sizes: Sizes) -> list[Layer]:
-    """The projection of the embedding to what every layer gets as an input of its own."""
+    """Return the projection of the embedding to each layer's own (per-layer) input."""
     width = sizes.optional("hidden_size_per_layer_input")
     if not width:
         return []
@@ -74,7 +74,7 @@ def _own_inputs(sizes: Sizes) -> list[Layer]:
 
 
 def _own_input(sizes: Sizes) -> list[Term]:
-    """A layer's gate to its own input, and the projection back."""
+    """Return the terms of a layer's gate on its per-layer input, and of the projection back."""
     width = sizes.optional("hidden_size_per_layer_input")
     # a norm follows, which needs what the last of them gave
     return (
@@ -83,7 +83,7 @@ def _own_input(sizes: Sizes) -> list[Term]:
 
 
 def _altup(hidden: int, streams: int) -> list[Term]:
-    """Prediction and correction of the streams: two routings, their coefficients, and one n x n product."""
+    """Return the terms that predict and correct the streams: two routings and an n x n product."""
     return [
         matmul("altup", 2 * hidden * streams + streams**3 + streams**2),
         recurrence("altup_mix", 2 * hidden * streams**2),
@@ -103,12 +103,12 @@ def _attention(sizes: Sizes, index: int, *, heads: int, head_dim: int) -> list[T
 
 
 def _reads_others(sizes: Sizes, index: int) -> bool:
-    """Whether a layer takes the keys and values of one before it."""
+    """Return whether a layer uses the keys and values of an earlier one."""
     return index >= sizes.num_layers - sizes.optional("num_kv_shared_layers")
 
 
 def _heads(sizes: Sizes, index: int) -> tuple[int, int]:
-    """Key heads and head size of a layer; global layers differ, by a table or by names of their own."""
+    """Return a layer's key heads and head size, which differ for global layers."""
     kinds = sizes.get("layer_types")
     kind = kinds[index] if kinds else None
     table: Any = sizes.get("per_layer_config")
@@ -126,6 +126,6 @@ def _heads(sizes: Sizes, index: int) -> tuple[int, int]:
 
 
 def _row(table: Mapping[Any, Any], index: int, kind: str | None) -> Any:
-    """What a saved table says of a layer, by its number ("05") or its kind."""
+    """Return the entry of a saved table for a layer, by its number ("05") or its kind."""
     keys = (key for key in table if key == kind or (str(key).isdigit() and int(key) == index))
     return table[key] if (key := next(keys, None)) is not None else {}

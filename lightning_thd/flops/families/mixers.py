@@ -9,7 +9,7 @@ from lightning_thd.stats import Chunk, Window
 
 
 def mixer(sizes: Sizes, index: int) -> list[Term]:
-    """What layer ``index`` mixes its tokens with.
+    """Return the terms by which layer ``index`` mixes its tokens.
 
     Args:
         sizes: the text config.
@@ -34,7 +34,7 @@ def mixer(sizes: Sizes, index: int) -> list[Term]:
 
 
 def window_of(sizes: Sizes, index: int) -> Window | None:
-    """The window of layer ``index``: None when a query sees everything before it in its sequence."""
+    """Return the attention window of layer ``index``; None when it sees its whole sequence."""
     kinds = sizes.get("layer_types")
     if kinds:
         if kinds[index] == "chunked_attention":
@@ -73,7 +73,7 @@ _GATED_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def _indexer(sizes: Sizes, index: int) -> list[Term]:
-    """The indexer of sparse attention, where the layer has one and does not share another's choice."""
+    """Return the terms of sparse attention's indexer, where a layer has one of its own."""
     kinds = sizes.get("indexer_types")
     if not sizes.get("index_topk") or (kinds and kinds[index] == "shared"):
         return []

@@ -28,7 +28,7 @@ def read_config(
     *,
     mtp_layers: int = 0,
 ) -> tuple[str, tuple[Layer, ...], int]:
-    """Layers of the model that ``config`` describes.
+    """Return the layers of the model that ``config`` describes.
 
     Args:
         config: ``PretrainedConfig`` or its dict.
@@ -67,7 +67,7 @@ def register(model_type: str, builder: Callable[[Any], Sequence[Layer]]) -> None
 
 
 def _refuse_unknown_masks(sizes: Sizes) -> None:
-    """Refuse what turns a causal family into one that sees both ways, through windows cut on both sides."""
+    """Refuse configs that make a causal family see both ways, through windows cut on both sides."""
     if sizes.get("use_bidirectional_attention") in (True, "all"):
         raise ValueError(
             f"model_type={sizes.model_type!r} with use_bidirectional_attention sees both ways, for which no "
@@ -79,7 +79,7 @@ _REGISTERED: dict[str, Callable[[Any], Sequence[Layer]]] = {}
 
 
 def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
-    """Embedding, layers of a mixer and an MLP or experts each, logits."""
+    """Return embedding, decoder layers (a mixer, then an MLP or experts), and logits."""
     sparse = expert_layers(sizes)
     layers = [_embedding(sizes)]
     for index in range(sizes.num_layers):
@@ -96,18 +96,18 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
 
 
 def _something_follows(sizes: Sizes) -> bool:
-    """Whether a layer goes on after its last matmul, with what the backward needs: a norm, or dropout."""
+    """Return whether a norm or dropout follows a layer's last matmul, whose output is then kept."""
     dropout = sizes.get("resid_pdrop", "residual_dropout", "hidden_dropout", "dropout", default=0.0)
     return sizes.model_type in _NORM_AFTER or dropout > 0
 
 
 def _own_layers(layers: Read) -> Read:
-    """A decoder whose layers are counted by ``layers``, between embedding and logits."""
+    """Return a reader that puts ``layers`` between embedding and logits."""
     return lambda sizes: [_embedding(sizes), *layers(sizes), _logits(sizes)]
 
 
 def _mixers_only(sizes: Sizes) -> list[Layer]:
-    """Mamba: a mixer and nothing else in a layer."""
+    """Return Mamba's layers, each a mixer and nothing else."""
     layers = [
         Layer(path=f"layers.{index}", terms=_ends(mixer(sizes, index))) for index in range(sizes.num_layers)
     ]
@@ -115,7 +115,7 @@ def _mixers_only(sizes: Sizes) -> list[Layer]:
 
 
 def _one_part_a_layer(sizes: Sizes) -> list[Layer]:
-    """Nemotron-H: every layer is a state space, an attention, an MLP or experts."""
+    """Return Nemotron-H's layers, each a state space, an attention, an MLP or experts."""
     layers = []
     for index, kind in enumerate(sizes.get("layers_block_type", "layer_types", default=())):
         if kind == "mlp":
@@ -129,7 +129,7 @@ def _one_part_a_layer(sizes: Sizes) -> list[Layer]:
 
 
 def _zamba2(sizes: Sizes) -> list[Layer]:
-    """Mamba 2 everywhere, and in hybrid layers a shared transformer over twice the hidden size before it."""
+    """Return Zamba 2's layers: Mamba 2, and in hybrid layers a shared transformer before it."""
     hidden, inner, rank = sizes.hidden, sizes.inner, sizes.size("adapter_rank", default=0)
     layers = []
     for index, kind in enumerate(sizes.get("layers_block_type", "layer_types", default=())):
@@ -145,7 +145,7 @@ def _zamba2(sizes: Sizes) -> list[Layer]:
 
 
 def _mllama(sizes: Sizes) -> list[Layer]:
-    """Llama 3.2 Vision's text model: some layers attend to the image and not to the text."""
+    """Return the text layers of Llama 3.2 Vision, some of which attend to the image instead."""
     crossing = set(sizes.get("cross_attention_layers", default=()))
     layers = [_embedding(sizes)]
     shape = sizes.hidden, sizes.heads, sizes.kv_heads, sizes.head_dim
@@ -157,7 +157,7 @@ def _mllama(sizes: Sizes) -> list[Layer]:
 
 
 def _encoder(sizes: Sizes) -> list[Layer]:
-    """BERT with its masked-language head: every token sees every other of its sequence."""
+    """Return BERT with its masked-language head: every token sees every other of its sequence."""
     attends = parts.attention(sizes.hidden, sizes.heads, sizes.heads, sizes.head_dim, both_ways=True)
     terms = (*attends, *parts.mlp(sizes.hidden, sizes.inner, gated=False, last=False))
     layers = [Layer(path=f"layers.{index}", terms=terms) for index in range(sizes.num_layers)]
@@ -167,12 +167,12 @@ def _encoder(sizes: Sizes) -> list[Layer]:
 
 
 def _ends(terms: list[Term]) -> tuple[Term, ...]:
-    """The same terms, the last of them marked as the end of the layer."""
+    """Return the terms, with the last one marked as the end of its layer."""
     return (*terms[:-1], replace(terms[-1], last=True))
 
 
 def _dense_inner(sizes: Sizes) -> int:
-    """Intermediate size of a dense layer; LFM2 derives its own."""
+    """Return the intermediate size of a dense layer; LFM2 derives its own."""
     if sizes.model_type == "llama4_text":
         return sizes.size("intermediate_size_mlp")
     inner = sizes.inner
@@ -194,7 +194,7 @@ def _logits(sizes: Sizes) -> Layer:
 
 
 def _prediction(layers: list[Layer], sizes: Sizes, count: int) -> list[Layer]:
-    """Multi-token prediction: ``count`` more copies of the last layer, its projection, and the logits."""
+    """Return multi-token prediction: ``count`` copies of the last layer, a projection and logits."""
     if count < 0:
         raise ValueError(
             f"mtp_layers={count} is negative. Give the number of prediction layers that are trained."

@@ -17,7 +17,7 @@ _TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwe
 
 
 def tower(config: Sizes) -> tuple[list[Layer], int]:
-    """Layers of the vision tower and its projector.
+    """Return the layers of a vision tower and its projector.
 
     Args:
         config: the whole config, the vision config inside it.

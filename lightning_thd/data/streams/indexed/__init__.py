@@ -1,1 +1,1 @@
-"""Lengths that a pass over the shards found -> epochs that are planned exactly and read at random."""
+"""Lengths found in a first pass over a stream -> later epochs planned exactly and read by record number."""

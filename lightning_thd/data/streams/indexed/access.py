@@ -1,4 +1,4 @@
-"""Shards -> whether records can be read from them by number, and the name of the first that says no."""
+"""Shards -> an error naming the first whose records cannot be read by number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ARROW_FILE = b"ARROW1"
 
 
 def refuse_source(source: Any) -> None:
-    """Refuse a source whose name or kind tells that it can be read front to back alone.
+    """Refuse a source whose name or type shows that it can only be read front to back.
 
     Raises:
         ValueError: naming it.
@@ -32,7 +32,7 @@ def refuse_source(source: Any) -> None:
 
 
 def check_access(shards: Sequence[Shard]) -> None:
-    """Refuse shards of which one cannot be read by the numbers of its records.
+    """Refuse shards if any of them cannot be read by record number.
 
     Raises:
         ValueError: naming it.

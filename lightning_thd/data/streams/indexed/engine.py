@@ -20,7 +20,7 @@ from lightning_thd.packing import PackPlanner
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSteps(Dataset[THDStep]):
-    """The steps of one rank by their number in an epoch.
+    """The planned steps of one rank as a dataset, indexed by their number in an epoch.
 
     Attributes:
         planner: of all sequences of the index.
@@ -69,11 +69,11 @@ class PlannedSteps(Dataset[THDStep]):
         )
 
     def _ids(self, positions: IntArray) -> IntArray:
-        """Return the ids that the sequences had while they were streamed."""
+        """Return the sequence ids that the stream used: shard number and row in one integer."""
         return (self.index.shard[positions].astype(np.int64) << ROW_BITS) | self.index.row[positions]
 
     def _read(self, positions: IntArray) -> list[dict[str, Any]]:
-        """Read sequences, shard after shard, and make samples of them.
+        """Read sequences by record number, shard after shard, and convert them to samples.
 
         Raises:
             ValueError: when a record is not what it was when it was counted.
@@ -107,7 +107,7 @@ class PlannedSteps(Dataset[THDStep]):
 
 
 class PlannedEngine:
-    """Makes the steps of epochs that are planned, as ``Engine`` makes those of a stream.
+    """Makes the steps of planned epochs, with the interface of ``Engine``.
 
     Args:
         steps: of the rank, in the first epoch that is made.
@@ -128,7 +128,7 @@ class PlannedEngine:
         self.open_pass()
 
     def open_pass(self) -> None:
-        """Begin to read an epoch; workers start in the thread that calls this."""
+        """Start to read an epoch; worker processes start in the calling thread."""
         loader = DataLoader(
             self._steps,
             batch_size=None,

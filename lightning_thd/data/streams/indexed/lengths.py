@@ -42,7 +42,7 @@ _COVERS = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthIndex:
-    """What a plan of all sequences is made from, by shard and row.
+    """Shard, row, length and weight of every sequence of a stream, from which epochs are planned.
 
     Attributes:
         shard: ints ``[N]``, number of the shard.
@@ -61,14 +61,14 @@ class LengthIndex:
     sequences: npt.NDArray[np.float64]
 
     def arrays(self) -> Arrays:
-        """Name the arrays, to be saved."""
+        """Return the arrays by name, for saving."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
 def index_key(
     shards: Sequence[Shard], policies: Mapping[str, Any], cache_dir: str | Path | None
 ) -> dict[str, Any]:
-    """Say what an index depends on: the content of the shards, in order, and what decides the samples.
+    """Return the cache key of a length index: the content of the shards and the sample policies.
 
     Args:
         shards: of the stream.
@@ -89,7 +89,7 @@ def _content(shard: Shard, cache_dir: str | Path | None) -> str:
 
 
 class LengthLog:
-    """The index of a stream that is being read, on disk.
+    """The lengths of a stream's sequences, logged on disk while it is read.
 
     Args:
         key: of :func:`index_key`.
@@ -101,12 +101,12 @@ class LengthLog:
         self._log = self._folder.with_name(f"{self._folder.name}.log")
 
     def open(self) -> LengthIndex | None:
-        """Open the finished index; None where there is none."""
+        """Open the finished index; None where there is none yet."""
         found = reopen(self._folder, version=_VERSION)
         return None if found is None else LengthIndex(**found)
 
     def add(self, fresh: Table, before: IntArray, after: IntArray) -> None:
-        """Append what was read.
+        """Append the lengths of sequences just read, and which rows they cover.
 
         Args:
             fresh: ``META`` of it.
@@ -133,7 +133,7 @@ class LengthLog:
                 os.truncate(self._log, size)
 
     def finish(self, cursors: IntArray) -> LengthIndex | None:
-        """Write the index when every row is covered; None where some were read by nobody who logged them.
+        """Write the index if the log covers every row; else return None.
 
         Args:
             cursors: int64 ``[K]``, rows of each shard up to the last that gave a sequence.
@@ -177,7 +177,7 @@ class LengthLog:
         return LengthIndex(**arrays)
 
     def _read(self) -> tuple[Table, int]:
-        """Read the whole blocks, and how many bytes they take."""
+        """Return the complete blocks of the log, and how many bytes they take."""
         content, at = self._log.read_bytes(), 0
         found = [np.empty(0, _ROW)]
         while at + _BLOCK.itemsize <= len(content):
@@ -192,7 +192,7 @@ class LengthLog:
 
 
 def _covered(starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> int:
-    """Return up to where spans cover everything from 0 on."""
+    """Return the end of the gapless run of spans that begins at 0."""
     end = 0
     for k in np.argsort(starts, kind="stable").tolist():
         if starts[k] > end:

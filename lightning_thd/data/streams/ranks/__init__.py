@@ -1,1 +1,1 @@
-"""What ranks of a stream tell each other: lengths, what moves, and steps for those that read nothing."""
+"""Messages between the ranks of a stream: lengths, moved samples, and steps for ranks that read nothing."""

@@ -18,7 +18,7 @@ Held = dict[tuple[int, int, int], Sample]  # by round, shard and row
 
 
 def keys_of(table: Table) -> list[tuple[int, int, int]]:
-    """List by what sequences are held: their round, shard and row."""
+    """Return the key (pass, shard, row) of every sequence of a table."""
     return list(zip(*(table[name].tolist() for name in ("round", "shard", "row")), strict=True))
 
 

@@ -24,7 +24,7 @@ _INT32 = np.iinfo(np.int32).max
 
 
 def header_type(sources: int) -> np.dtype[np.void]:
-    """Describe the first bytes of a message: how a rank fares, 60 bytes and 12 for each source."""
+    """Return the dtype of a message's header, a rank's status in 60 bytes and 12 for each source."""
     return np.dtype(
         [
             *((name, "<i4") for name in ("failed", "count", "columns", "runs", "marks")),
@@ -37,7 +37,7 @@ def header_type(sources: int) -> np.dtype[np.void]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """What the messages of all ranks have room for.
+    """The columns and the number of runs that the messages of all ranks have room for.
 
     Attributes:
         columns: bit ``i`` for the ``i``-th of the further columns.
@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def names(self) -> list[str]:
-        """Further columns."""
+        """Return the names of the optional columns that messages carry."""
         return [name for i, name in enumerate(_COLUMNS) if self.columns >> i & 1]
 
     def nbytes(self, most: int) -> int:
@@ -59,12 +59,12 @@ class Layout:
 
 
 def in_runs(table: Table) -> npt.NDArray[np.int64]:
-    """Order a table so that neighbouring rows of a shard follow each other, int64 ``[S]``."""
+    """Return the order in which neighbouring rows of a shard follow each other, int64 ``[S]``."""
     return np.lexsort((table["row"], table["round"], table["shard"]))
 
 
 def needed(table: Table) -> Layout:
-    """Find the layout that holds a table, sorted by :func:`in_runs`."""
+    """Return the smallest layout that holds a table, sorted by :func:`in_runs`."""
     columns = {
         "extra": table["extra"] != 0,
         "weight": (table["weight"] != np.floor(table["weight"])) | (table["weight"] > _INT32),
@@ -76,7 +76,7 @@ def needed(table: Table) -> Layout:
 
 
 def _starts(table: Table) -> npt.NDArray[np.int64]:
-    """Find where runs begin."""
+    """Return where runs of neighbouring rows begin."""
     if not len(table):
         return np.empty(0, np.int64)
     breaks = np.diff(table["row"]) != 1
@@ -86,7 +86,7 @@ def _starts(table: Table) -> npt.NDArray[np.int64]:
 
 
 def encode(table: Table, header: Table, layout: Layout, most: int) -> Bytes:
-    """Write a message.
+    """Encode a table of sequences as one message.
 
     Args:
         table: ``META``, sorted by :func:`in_runs`.
@@ -137,7 +137,7 @@ def decode(message: Bytes, header: Table, layout: Layout, most: int) -> Table:
 
 
 def widened(layout: Layout, headers: Table) -> Layout | None:
-    """Return the layout that all ranks need, or None where the present one holds what they sent.
+    """Return a wider layout that all ranks' tables fit, or None where the present one suffices.
 
     Args:
         layout: with which the messages were sent.
@@ -151,7 +151,7 @@ def widened(layout: Layout, headers: Table) -> Layout | None:
 
 
 def settled(layout: Layout, headers: Table) -> Layout:
-    """Return the layout to begin the next messages with: as many runs as the last ones had."""
+    """Return the layout for the next messages, with as many runs as the last ones had."""
     return replace(layout, runs=max(1, int(headers["runs"].max())))
 
 
@@ -160,7 +160,7 @@ def _holds(layout: Layout, wanted: Layout) -> bool:
 
 
 def _views(body: Bytes, layout: Layout, most: int) -> tuple[Table, dict[str, npt.NDArray[np.number]]]:
-    """Name the parts of a message after its header."""
+    """Return views of the runs and columns in a message's body."""
     at = layout.runs * _RUN.itemsize
     runs = body[:at].view(_RUN)
     columns = {}

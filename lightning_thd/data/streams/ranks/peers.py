@@ -14,7 +14,7 @@ _HEADER = 8  # bytes: length of the message, little-endian
 
 
 class Peers:
-    """The ranks of one data rank: the first of them reads, the others receive.
+    """The ranks that share one data rank: the first of them reads, the others receive its steps.
 
     Args:
         readers: global ranks that read, by data rank.
@@ -87,7 +87,7 @@ class Peers:
             self._buffer = torch.zeros_like(message)
 
     def receive(self) -> Any:
-        """Wait for the reader's step; a second message only where it is larger than all before."""
+        """Receive the reader's step: one broadcast, and a second for a message larger than all before."""
         try:
             dist.broadcast(self._buffer, self._own[0], group=self._group)
             size = _HEADER + int.from_bytes(self._buffer[:_HEADER].numpy().tobytes(), "little")

@@ -15,7 +15,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class Wire:
-    """Messages among the ranks that read, and their number of bytes.
+    """Collectives among the ranks that read a stream, which count the bytes they move.
 
     Args:
         rank: of this process among the readers.
@@ -32,7 +32,7 @@ class Wire:
             self._group = host_group(members, timeout_s)
 
     def gather(self, message: Bytes) -> list[Bytes]:
-        """Give every rank the message of every rank; all messages have one length."""
+        """Return the messages of all ranks, which have one length."""
         self.gathered_bytes += message.nbytes
         if self._group is None:
             return [message]
@@ -42,7 +42,7 @@ class Wire:
         return [one.numpy() for one in found]
 
     def objects(self, value: Any) -> list[Any]:
-        """Give every rank the text, or the numbers, of every rank."""
+        """Return the Python objects that every rank gave, in the order of ranks."""
         if self._group is None:
             return [value]
         found: list[Any] = [None] * self.ranks

@@ -36,7 +36,7 @@ class MosaicShard:
             yield row, self.dataset[self.first + row], None
 
     def fetch(self, rows: Sequence[int], offsets: Sequence[int]) -> list[Any]:
-        """Read some samples."""
+        """Read samples by their numbers."""
         return [self.dataset[self.first + row] for row in rows]
 
 
@@ -49,7 +49,7 @@ def is_mosaic(source: object) -> bool:
 
 
 def mosaic_shards(dataset: Any, name: str) -> list[MosaicShard]:
-    """Take a ``StreamingDataset`` apart into its shards.
+    """Return the shards of a MosaicML ``StreamingDataset``.
 
     Raises:
         ValueError: for one that draws samples more or less than once, which reading by shards would undo.
@@ -72,7 +72,7 @@ def mosaic_shards(dataset: Any, name: str) -> list[MosaicShard]:
 
 
 def _content(dataset: Any, number: int) -> str:
-    """Say what a shard is known by without downloading it."""
+    """Return what identifies a shard's content without downloading it."""
     shards = getattr(dataset, "shards", None)
     if shards is None:
         return ""
@@ -96,14 +96,14 @@ def is_node(source: object) -> bool:
 
 
 def has_state(source: object) -> bool:
-    """Say whether a source tells where it stands and can be set there."""
+    """Return whether a source can save and restore its position."""
     return is_node(source) or (
         callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
     )
 
 
 def read_with_state(source: Any, start: int, mark: Mark | None) -> Rows:
-    """Read a source that has a state from a mark on, and give a mark now and then.
+    """Read a source that saves its position from a saved state on, saving further states as it goes.
 
     Args:
         source: a ``torchdata`` node, or an iterable with ``state_dict`` and ``load_state_dict``.

@@ -1,4 +1,4 @@
-"""What a shard is: numbered records that can be read from any row on."""
+"""The interface of a shard: numbered records that can be read from any row on."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Shard(Protocol):
 
     @property
     def name(self) -> str:
-        """Return what the shard is called."""
+        """Return the name of the shard, for messages."""
         ...
 
     @property
     def size(self) -> int:
-        """Return how large the shard is."""
+        """Return the size of the shard, in bytes or any unit that compares shards."""
         ...
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:

@@ -41,7 +41,7 @@ class LineShard:
                 at += len(line)
 
     def fetch(self, rows: Sequence[int], offsets: Sequence[int]) -> list[Any]:
-        """Read the lines that begin at some bytes of a file that is not compressed."""
+        """Read the lines that begin at given byte offsets of an uncompressed file."""
         found = []
         with _open(self.name) as file:
             for at in offsets:
@@ -68,7 +68,7 @@ class ColumnShard:
             row += batch.num_rows
 
     def fetch(self, rows: Sequence[int], offsets: Sequence[int]) -> list[Any]:
-        """Read some rows, in order: of parquet the row groups they are in, of Arrow their batches."""
+        """Read rows by number: the row groups of Parquet, or batches of Arrow, that hold them."""
         arrow = require("pyarrow", feature=f"reading {self.name}")
         found: list[Any] = []
         with _open(self.name) as file:
@@ -201,7 +201,7 @@ def _parse(line: bytes) -> Any:
 
 
 def _merged(record: Any, kind: str, content: bytes) -> Any:
-    """Add one file of a tar to its record."""
+    """Return a tar's record with one more of its files added."""
     if isinstance(record, Bad):
         return record
     if kind == "json":

@@ -1,4 +1,4 @@
-"""Iterable datasets, generators and functions that begin one -> shards."""
+"""Iterable datasets, generators, and functions that return iterators -> shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_thd.data.streams.shards.base import Mark, Rows, Shard
 
 @dataclass(frozen=True, slots=True)
 class IterableShard:
-    """What a function gives when it is called: an iterator over records.
+    """A shard whose records come from calling a function that returns an iterator.
 
     Rows before ``start`` are drawn and thrown away, unless ``skip`` says how to pass over them, or the
     source has a state: ``torchdata.nodes``, and iterables with ``state_dict`` and ``load_state_dict``.
@@ -30,7 +30,7 @@ class IterableShard:
     skip: Callable[[Any, int], Iterable[Any]] | None = None
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
-        """Begin anew, or at the mark, and pass over what lies before row ``start``."""
+        """Start the iterator anew, or at a saved state, and skip the records before row ``start``."""
         records = self.begin()
         if start and self.skip is not None:
             for row, record in enumerate(self.skip(records, start), start):
@@ -43,7 +43,7 @@ class IterableShard:
 
 
 def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, Any]) -> Sequence[Shard]:
-    """Take apart what is no path.
+    """Split a source that is no path into shards.
 
     Args:
         source: an iterable, a dataset, or a function that begins an iterator.
@@ -101,7 +101,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """A torch IterableDataset that is told which part to read."""
+    """A torch IterableDataset that is told which part it has to read."""
 
     dataset: Any
     part: int
@@ -114,7 +114,7 @@ class _Rank:
 
 
 class _Once:
-    """A generator object, which can be read one time."""
+    """A generator object, which can be read only once."""
 
     def __init__(self, generator: Generator[Any, Any, Any]) -> None:
         self._generator: Generator[Any, Any, Any] | None = generator

@@ -1,4 +1,4 @@
-"""Sources that one rank reads for all -> a refusal of those that would give it a part of the records only.
+"""Sources that one rank reads for all -> an error for those that would give each rank a part only.
 
 A dataset that splits itself by rank cannot be told from one that does not by what it gives: comparing records
 between ranks would read them twice and call every random stream a split one. What can be told is that its
@@ -25,7 +25,7 @@ _OURS = ("torch.", "datasets.", "builtins", "torchdata.")
 
 
 def asked_rank(source: Any) -> str | None:
-    """Name what the code of a source uses to learn its rank; None where it uses nothing of the kind.
+    """Return the call by which a source's code learns its rank, or None.
 
     Looks at the function itself, or the methods of the object's class, and the functions of the same module
     that they call.
@@ -74,7 +74,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def traits(source: Any) -> dict[str, Any]:
-    """Collect the plain values of an object, or that a function closes over: numbers, texts, lists of them.
+    """Collect the plain values (numbers, texts, lists) of an object or a function's closure.
 
     Devices and values of other kinds say nothing of what is read.
     """
