@@ -264,7 +264,7 @@ class Progress:
             trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
 
     def match(self, start: int) -> None:
-        """Put Lightning's batch counter where the loader goes on, after a change of ranks or in a step."""
+        """Set Lightning's batch counter to the loader's position, after a change of ranks or mid-step."""
         progress = self._batches
         shift = start - progress.current.processed
         if shift:

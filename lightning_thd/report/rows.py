@@ -29,5 +29,5 @@ ROWS = {
 
 
 def number(value: float) -> str:
-    """Print a number in few digits: 4662.8 as 4,663, and 0.11873 as 0.1187."""
+    """Format a number in few digits: 4662.8 as 4,663, and 0.11873 as 0.1187."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -252,5 +252,5 @@ def dense_shape(shape: tuple[int, int] | None, row: list[int]) -> tuple[int, int
 
 
 def short(row: list[int]) -> str:
-    """Print at most eight numbers, for messages."""
+    """Format at most eight numbers, for messages."""
     return f"{row[:8]}..." if len(row) > 8 else f"{row}"

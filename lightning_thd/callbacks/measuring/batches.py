@@ -39,7 +39,7 @@ def microbatches(batch: Any) -> list[Seen]:
 
 
 def _inside(values: list[Any] | tuple[Any, ...]) -> list[Seen]:
-    """Yield the packs among the members of a container; a bare tensor there may be anything."""
+    """Return the packs among the members of a container; a bare tensor there may be anything."""
     return [seen for value in values if not isinstance(value, Tensor) for seen in microbatches(value)]
 
 

@@ -160,7 +160,7 @@ def _forward_backward(run: Callable[[StaticBatch], Any], batch: StaticBatch, lea
 
 
 def _checked(output: Any) -> Any:
-    """Raise for outputs that a replay could not return: None, and what is no tensor."""
+    """Return the step's outputs, or raise for those that a replay could not return: None, non-tensors."""
     if output is None:
         raise CaptureError("the step returned None, which skips a batch; a replay cannot decide that again.")
     others = [x for x in tree_leaves(output) if x is not None and not isinstance(x, Tensor)]

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Return the tensor itself, or those that a subclass wraps: a DTensor gives this rank's shard."""
+    """Yield the tensor itself, or those that a subclass wraps: a DTensor gives this rank's shard."""
     wrapper: Any = tensor
     if not is_traceable_wrapper_subclass(wrapper):
         yield tensor

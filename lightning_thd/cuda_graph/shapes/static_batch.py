@@ -168,7 +168,7 @@ class StaticInputs:
         )
 
     def known(self) -> contextlib.AbstractContextManager[None]:
-        """Register the shard layout, if any, so that attention finds it while a step uses these buffers."""
+        """Return a context in which attention finds the shard layout, if any, of these buffers."""
         return contextlib.nullcontext() if self.layout is None else self.layout.known()
 
     def learned(self) -> None:

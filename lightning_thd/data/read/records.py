@@ -208,7 +208,7 @@ class RowChunk:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove keys whose value is null, which columns of structs add to records without such a key."""
+    """Return a value without its null keys, which columns of structs add to records lacking them."""
     if isinstance(value, dict):
         return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value

@@ -157,7 +157,7 @@ class Intake:
         return self._shared(int(wanted.sum(0).max()), lambda: self._take(own))
 
     def again(self, pending: dict[int, dict[int, list[int]]]) -> Table:
-        """Read what a checkpoint left pending, each row by the rank that reads its shard now."""
+        """Read a checkpoint's pending sequences again, each on the rank that has its shard; a collective."""
         most = 0
         for rank in range(self._wire.ranks):
             shards = [i for owners in self._owners for i in owners[rank]]

@@ -188,7 +188,7 @@ def wanted_of(
 
 
 def dry_notice(name: str, dry: Dry) -> str:
-    """Print once what follows from a source of a mixture having run dry."""
+    """Return the message on what follows from a source of a mixture having run dry."""
     return (
         f"The source {name!r} of the mixture ran dry: "
         + {

@@ -1,4 +1,4 @@
-"""A source that is read in order, and how -> a ``Stream``; several with weights -> a ``StreamMixture``."""
+"""A source that is read in order, its settings -> a ``Stream``; several with weights, a ``StreamMixture``."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Split:
         return sum(self.flops[rank :: self.ranks]) / total if total else 1.0 / self.ranks
 
     def table(self) -> str:
-        """Print a line a stage: its rank, layers, share of the FLOPs and parameters."""
+        """Return the split as text, a line a stage: its rank, layers, share of the FLOPs and parameters."""
         total = sum(self.flops) or 1.0
         lines = ["stage  rank  layers     share of FLOPs  parameters"]
         for stage in range(self.stages):

@@ -30,7 +30,7 @@ class IterableShard:
     skip: Callable[[Any, int], Iterable[Any]] | None = None
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
-        """Start the iterator anew, or at a saved state, and skip the records before row ``start``."""
+        """Yield the records from row ``start`` on, starting anew or at a saved state."""
         records = self.begin()
         if start and self.skip is not None:
             for row, record in enumerate(self.skip(records, start), start):
