@@ -15,7 +15,7 @@ _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 where a toke
 
 
 def packed_dataset(dataset: Any) -> MapDataset:
-    """Return a dataset whose rows are ids and labels alone.
+    """Return a dataset whose rows hold only ids and labels.
 
     Raises:
         ValueError: for none, and for one without a length.
@@ -72,7 +72,7 @@ class KeyedLoader(DataLoader[Any]):
 
 
 class _Keys:
-    """Presents the cursor of a ``THDLoader`` as a batch sampler of one key a batch."""
+    """Presents a ``THDLoader``'s cursor as a batch sampler that yields one key a batch."""
 
     def __init__(self, cursor: Any) -> None:
         self._cursor = cursor

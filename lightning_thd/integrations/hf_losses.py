@@ -1,4 +1,4 @@
-"""TRL's losses of single tokens on packs, and what TRL logs of the tokens beside them."""
+"""Per-token losses and statistics of TRL, computed on packs."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def dft_loss(model: nn.Module, batch: THDBatch) -> tuple[Tensor, TokenStats]:
 
 
 class TokenMeter:
-    """Sums the statistics of tokens, a mode each, until they are logged."""
+    """Sums entropy, right guesses and tokens, apart for training and evaluation, until they are logged."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, mode: str, stats: TokenStats) -> None:
-        """Add what a batch gave; nothing is read from the device."""
+        """Add the statistics of a batch without reading the device."""
         own = torch.stack(stats).double()
         self._sums[mode] = own + self._sums[mode] if mode in self._sums else own
 
     def take(self, mode: str, device: torch.device) -> Tensor:
-        """Return entropy, right guesses and tokens since the last call, fp64 ``[3]``."""
+        """Return and reset the sums of entropy, right guesses and tokens, fp64 ``[3]``."""
         return self._sums.pop(mode, torch.zeros(3, dtype=torch.float64, device=device))

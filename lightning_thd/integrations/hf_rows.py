@@ -132,13 +132,13 @@ def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
 
 
 def _rows(values: Tensor, mask: Tensor) -> Tensor:
-    """Lay a value a token ``[T]`` out as TRL has it: ``[B, N - 1]``, 0 where nothing is predicted."""
+    """Arrange one value a token ``[T]`` as TRL's rows ``[B, N - 1]``, 0 where nothing is predicted."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)[:, :-1]
 
 
 @contextmanager
 def _attention(model: nn.Module, name: str) -> Generator[None]:
-    """Run the body with another attention than "thd".
+    """Switch a model's layers from "thd" to another attention inside this context.
 
     Raises:
         ValueError: where a backward pass could compute layers again, with "thd" then.

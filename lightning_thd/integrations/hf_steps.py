@@ -14,7 +14,7 @@ from lightning_thd.packing import Packs, Sequences
 
 
 def packs_of(inputs: dict[str, THDBatch | THDStep]) -> tuple[THDBatch, ...]:
-    """Return the packs of a batch that the Trainer's loader gave."""
+    """Return the packs in a batch that the Trainer's loader gave."""
     batch = inputs["batch"]
     return batch.microbatches if isinstance(batch, THDStep) else (batch,)
 

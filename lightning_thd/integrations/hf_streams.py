@@ -1,4 +1,4 @@
-"""A stream of packs -> what Hugging Face's Trainer iterates, and where it stands in its checkpoints."""
+"""A stream of packs -> the dataset that Hugging Face's Trainer iterates, its position in checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 where a toke
 
 
 def is_streamed(dataset: object) -> bool:
-    """Say whether a Trainer's dataset can only be iterated, or is a mixture with such sources."""
+    """Return whether a Trainer's dataset can only be iterated, or is a mixture with such sources."""
     if isinstance(dataset, Mapping):
         given = [part[0] for part in dataset.values() if isinstance(part, tuple | list) and part]
         return any(isinstance(source, Stream) or is_stream(source) for source in given)
@@ -62,7 +62,7 @@ class StreamsMixin:
     _resumed: str | None = None  # the checkpoint that a stream goes on from
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, as the base class; a stream goes on where its checkpoint left it, without skipping."""
+        """Train as the base class does; a stream resumes where its checkpoint left it, without skipping."""
         streamed = is_streamed(self.train_dataset)
         if not streamed or not resume_from_checkpoint or self.args.ignore_data_skip:
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
@@ -77,7 +77,7 @@ class StreamsMixin:
             self.args.ignore_data_skip, self._resumed = False, None
 
     def _streamed(self, loader: StreamLoader) -> StreamedPacks:
-        """Make what Trainer iterates, where its checkpoint left it."""
+        """Return the dataset that Trainer iterates, at the position of its checkpoint."""
         self._packs = StreamedPacks(loader, self._begin_stream)
         if self._resumed is not None:
             self._packs.load(self._resumed)
@@ -117,14 +117,14 @@ class StreamedPacks:
             yield {"batch": batch}
 
     def save(self, folder: str | Path) -> None:
-        """Write down where the stream stands, in a checkpoint's folder, in one step."""
+        """Write the stream's position into a checkpoint's folder, atomically."""
         path = Path(folder) / _FILE
         partial = path.with_suffix(".partial")
         torch.save(self.loader.state_dict(), partial)
         os.replace(partial, path)
 
     def load(self, folder: str | Path) -> None:
-        """Go on where a checkpoint left the stream.
+        """Restore the stream's position from a checkpoint's folder.
 
         Raises:
             ValueError: for a checkpoint that says nothing of it.

@@ -172,7 +172,7 @@ class _PackedTrainerMixin(StreamsMixin):
 
     @property
     def _watches(self) -> bool:
-        """Whether entropy and token accuracy are logged, as TRL does and transformers does not."""
+        """Return whether to log entropy and token accuracy, as TRL does and transformers does not."""
         return hasattr(self, "_metrics")
 
     def _token_metrics(self, mode: str) -> dict[str, float]:
@@ -270,7 +270,7 @@ class _PackedTrainerMixin(StreamsMixin):
         )
 
     def _prepare_for_evaluation(self) -> None:
-        """Give the model the dtype and autocast of Trainer's own evaluation, where it was not trained yet."""
+        """Put an untrained model into the dtype and autocast of Trainer's own evaluation."""
         model = self.model
         if len(self.accelerator._models) == 0:
             self.accelerator.prepare_model(model, evaluation_mode=True)

@@ -1,4 +1,4 @@
-"""A model and a ``THDBatch`` -> the loss of law 2, or log-probabilities, without ever making the logits.
+"""A model and a ``THDBatch`` -> its share of the step's mean loss, or log-probabilities, without logits.
 
 T slots in a pack, S sequences, V vocabulary. The work is in ``head_call``; what models do to their logits
 after the head (Granite's division, Cohere's factor, Gemma's cap) is seen, not looked up: ``lazy_logits``.
@@ -32,7 +32,7 @@ _MTP_WEIGHT = 0.3
 
 
 class LossParts(NamedTuple):
-    """A loss and what it is made of, ``[]`` each, all times the same scale.
+    """A loss and its parts, ``[]`` each, all times the same scale.
 
     Attributes:
         loss: what is differentiated, the others included.

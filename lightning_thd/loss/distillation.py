@@ -163,7 +163,7 @@ def _check(kind: str, temperature: float, alpha: float, beta: float, reduction: 
 
 
 class _Teacher:
-    """A teacher as the caller passes it: a whole head, or its likeliest tokens."""
+    """A teacher's distribution as the caller passes it: by a whole head, or by its likeliest tokens."""
 
     def prepare(self, call: Call, prepared: Prepared) -> None:
         """Check the teacher against the student and select the student's rows."""

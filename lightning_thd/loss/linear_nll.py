@@ -159,7 +159,7 @@ def linear_nll(
 
 
 def without_weightless(call: Call, token_weights: Tensor | float | None) -> Call:
-    """Ignore the targets whose weight is 0: what stands in their rows touches nothing (0 x NaN is NaN)."""
+    """Return the call with targets of weight 0 ignored, so that a NaN in their rows has no effect."""
     check_call(call)
     targets = plain(call.targets)
     if not isinstance(token_weights, Tensor) or token_weights.shape != targets.shape or not targets.ndim:

@@ -245,12 +245,12 @@ def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
 
 
 def _ratio(distance: Tensor) -> Tensor:
-    """``e^distance``, finite: where the clip binds, the gradient of an infinite ratio would be 0 x inf."""
+    """Return ``e^distance`` kept finite: an infinite ratio's gradient where the clip binds would be NaN."""
     return distance.clamp(max=math.log(torch.finfo(distance.dtype).max) - 1.0).exp()
 
 
 def _given(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Tensor) -> dict[str, Tensor]:
-    """Check values of slots and blank them where no response token is predicted, or its factor is 0."""
+    """Check values of slots, and set them to 0 where no response token is predicted or its factor is 0."""
     if not isinstance(rollouts, PackedRollouts):
         raise TypeError(f"rollouts is a {type(rollouts).__name__}, wanted PackedRollouts.")
     check_tensors(**values)
@@ -287,7 +287,7 @@ def _divergence(
     rollouts: PackedRollouts,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """``beta`` times the estimate of the divergence of arXiv:2402.03300, equation 4, ``[T]``."""
+    """Return ``beta`` times the divergence estimate of arXiv:2402.03300, equation 4, ``[T]``."""
     check_number("beta", beta, least=0.0)
     if (reference_logp is None) != (beta == 0):
         raise ValueError(

@@ -127,7 +127,7 @@ def thd_attention(
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Say whether later keys are hidden: the mask decides, as in eager attention, then the layer.
+    """Return whether later keys are hidden: the mask decides, as in eager attention, then the layer.
 
     A layer with ``is_causal=False`` may rely on a causal mask that "thd" never builds (PaliGemma's text
     model), and one with ``is_causal=True`` may sit in a model that asks for a bidirectional one.
@@ -185,7 +185,7 @@ def _given(
 
 
 def _without_padding(module: nn.Module, bounds: _Boundaries) -> _Boundaries:
-    """Keep padding inside a sequence, which stands behind its tokens, from those that see later ones."""
+    """Separate padding inside sequences from the tokens of layers that are not causal."""
     pack = current_pack()
     if pack is None or pack.cu_seqlens_real is None or bounds.cu_seqlens_q.shape != pack.cu_seqlens_q.shape:
         return bounds
@@ -199,7 +199,7 @@ def _without_padding(module: nn.Module, bounds: _Boundaries) -> _Boundaries:
 
 
 def _in_chunks(module: nn.Module, bounds: _Boundaries, chunk: int, slots: int) -> _Boundaries:
-    """Cut sequences at the multiples of ``chunk``, across which no token sees another (Llama 4)."""
+    """Cut sequences at multiples of ``chunk``, as tokens of Llama 4's chunks do not see each other."""
     if layout.in_use and layout.layout_of(bounds.cu_seqlens_q) is not None:
         raise ValueError(
             f"{type(module).__name__} attends in chunks of {chunk}, and sequences longer than that cannot be "

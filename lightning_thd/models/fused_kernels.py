@@ -1,4 +1,4 @@
-"""Kernels of a state-space layer and a pack -> whether they can run here, and what they are told of it."""
+"""A state-space layer's kernels and a pack -> whether they can run here, and their boundary arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_thd.seqlens import cu_seqlens_from_lengths
 
 
 def can_run(kernels: tuple[str, ...] | None, tokens: Tensor) -> bool:
-    """Say whether a layer's own kernels keep the sequences of a pack apart, here and now.
+    """Return whether a layer's own kernels are usable here and keep the sequences of a pack apart.
 
     Args:
         kernels: packages that must be installed for it; None where they cannot.
@@ -35,7 +35,7 @@ def can_run(kernels: tuple[str, ...] | None, tokens: Tensor) -> bool:
 
 
 def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, Any]:
-    """Say where sequences end, in the keywords that transformers hands on to the kernels.
+    """Return the boundaries of sequences as keywords that transformers passes on to the kernels.
 
     Args:
         kernels: packages of the layer.
@@ -55,7 +55,7 @@ def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, A
 
 
 def _hands_on(layer: type) -> bool:
-    """Whether transformers filters a layer's keywords by what a kernel takes, as it does since 5.20."""
+    """Return whether transformers passes a layer's kernel only the keywords it takes, as since 5.20."""
     rule = getattr(sys.modules.get(layer.__module__), "torch_chunk_gated_delta_rule", None)
     return hasattr(rule, "__wrapped__")
 

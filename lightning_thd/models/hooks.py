@@ -45,7 +45,7 @@ _CACHE_KWARGS = ("past_key_values", "cache_params")
 
 
 def install(model: Any) -> None:
-    """Make ``model``, a PreTrainedModel under construction or finished, announce its packs; once."""
+    """Hook ``model``, a PreTrainedModel under construction or finished, so that it announces its packs."""
     if getattr(model, "_thd_installed", False):
         return
     model._thd_installed = True
@@ -65,7 +65,7 @@ def install(model: Any) -> None:
 
 
 def run_as_pack(model: Any, forward: Callable[..., Any], batch: THDBatch, **kwargs: Any) -> Any:
-    """Call a model's forward on a pack from inside its own call, which was made with something else.
+    """Run a model's forward on a pack from inside its call on other inputs, such as padded rows.
 
     Args:
         model: with "thd" attention.
@@ -89,7 +89,7 @@ def _enter(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Find out what the model is called with, check it, and put it on the stack."""
+    """Find the pack in a model's arguments, check it, and push it on the stack of running models."""
     if model.config._attn_implementation != NAME:  # switched away by set_attn_implementation
         return None
     if not torch.compiler.is_compiling():
@@ -119,7 +119,7 @@ def _enter(
 
 
 def _refuse_wrong_layers(model: Any) -> None:
-    """Look for layers that "thd" cannot make right, once a model; while compiling at every trace."""
+    """Refuse layers that "thd" cannot make correct; checks each model once, or at every trace."""
     if torch.compiler.is_compiling():
         reason = _reason_of(id(model))
     elif not model._thd_checked:
@@ -133,7 +133,7 @@ def _refuse_wrong_layers(model: Any) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _reason_of(identity: int) -> str | None:
-    """Run the survey while a model is being traced, on the model as it stands.
+    """Return why a model that is being traced cannot run packs, or None.
 
     A trace hands on constants alone. A copy, or what was unpickled, was never entered into the table.
     """
@@ -146,7 +146,7 @@ def _reason_of(identity: int) -> str | None:
 
 
 def _leave(model: Any, args: tuple[Any, ...], output: Any) -> Any:
-    """Take the model off the stack; what it pooled of the whole pack is pooled again or refused."""
+    """Pop a model off the stack, and replace or refuse what it pooled of the whole pack."""
     scope = current_scope()
     if scope is None or scope.module is not model:  # _enter raised or did nothing
         return None
@@ -166,7 +166,7 @@ def _families(model: nn.Module) -> tuple[type, ...]:
 
 
 def _speaks(model: nn.Module, outer: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether an inner model continues the language model, rather than look at images for it."""
+    """Return whether an inner model continues the language model rather than, say, encoding images."""
     if type(model.config) in outer.families:
         return True
     embeds = kwargs.get("inputs_embeds")

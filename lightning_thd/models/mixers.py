@@ -60,7 +60,7 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 
 
 def adopt_mixers(model_class: type) -> None:
-    """Teach the layers that a model class is built from about packs.
+    """Patch the state-space, linear-attention and convolution layers of a model class to handle packs.
 
     Args:
         model_class: a PreTrainedModel class; the modules it and its bases come from are searched.
@@ -75,7 +75,7 @@ def adopt_mixers(model_class: type) -> None:
 
 
 def has_mixers(model: nn.Module) -> bool:
-    """Say whether any layer of the model carries a state along the row."""
+    """Return whether any layer of the model carries a state along the row."""
     return any(hasattr(type(module).forward, "_thd_mixer") for module in model.modules())
 
 
@@ -109,14 +109,14 @@ def _pack_aware(
 
 
 def _tokens_name(forward: Callable[..., Any]) -> str:
-    """Name a layer's first argument; decorators of transformers 5.15 hide it behind ``*args``."""
+    """Return the name of a layer's first argument, which decorators of transformers 5.15 hide."""
     first = list(inspect.signature(forward).parameters.values())[1]
     return "hidden_states" if first.kind is inspect.Parameter.VAR_POSITIONAL else first.name
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _grouped(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run on padded groups. Out of reach of torch.compile: their shapes change with every batch."""
+    """Run a layer on padded groups of sequences, outside torch.compile: shapes change with every batch."""
     pack = current_pack()
     assert pack is not None
     device = pack.cu_seqlens_q.device

@@ -1,4 +1,4 @@
-"""A model class given "thd" attention -> an error where it would never ask for it."""
+"""A model class given "thd" attention -> an error where its layers would never call it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ATTENTION = re.compile(r"^class (\w*Attention\w*)\(nn\.Module\):", re.MULTILINE
 
 
 def refuse_own_attention(model: Any) -> None:
-    """Refuse a model class whose attention never asks which implementation is wanted.
+    """Refuse a model class whose attention ignores ``attn_implementation``.
 
     Raises:
         ValueError: for Bloom, Falcon, GPT-J, MPT and others of older code.
@@ -37,19 +37,19 @@ def refuse_own_attention(model: Any) -> None:
 
 
 def keeps_own_attention(model: Any) -> bool:
-    """Say whether a vision tower has an attention, or a table of them, that does not know "thd"."""
+    """Return whether a vision tower's attention, or a table of such classes, has no "thd"."""
     return _sees_images(model) and (bool(_tables(model)) or not type(model)._can_set_attn_implementation())
 
 
 def _attends_to_images_alone(model: Any) -> bool:
-    """Say whether a modeling file holds a vision tower's attention alone, the text model being elsewhere."""
+    """Return whether a modeling file's attention classes are all a vision tower's."""
     text = model.config.get_text_config()
     names = _ATTENTION.findall(_source(model))
     return text is not model.config and bool(names) and all("Vision" in name for name in names)
 
 
 def _attention_is_mixers(model: Any) -> bool:
-    """Say whether all that a modeling file calls attention is a state-space layer that knows about packs."""
+    """Return whether all attention classes of a modeling file are layers that handle packs."""
     names = _ATTENTION.findall(_source(model))
     return bool(names) and all(name in MIXERS for name in names)
 

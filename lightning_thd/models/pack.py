@@ -1,4 +1,4 @@
-"""The boundaries of the pack a model is working on -> whoever needs them below, however deep.
+"""The boundaries of the pack that a model is running on -> any layer or function below that needs them.
 
 Some families hand keyword arguments down to their attention, some do not, and state-space layers never see
 any. So a model pushes a scope when it starts and pops it when it ends, and the layers look here when they
@@ -81,22 +81,22 @@ class Pack:
 
     @property
     def max_length_q(self) -> int:
-        """Longest query sequence."""
+        """Return the length of the longest query sequence."""
         return self._extent_q.shape[0]
 
     @property
     def max_length_k(self) -> int:
-        """Longest key sequence."""
+        """Return the length of the longest key sequence."""
         return self._extent_k.shape[0]
 
     @property
     def slots(self) -> int:
-        """T."""
+        """Return the number of slots T."""
         return self._slots.shape[0]
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Slots of every sequence, on the host.
+        """Return the slots of every sequence, on the host.
 
         A pack that was not made from a batch knows only the device tensor and reads it here, once.
         """
@@ -112,7 +112,7 @@ class Pack:
 
     @property
     def real_lengths(self) -> tuple[int, ...]:
-        """Tokens of every sequence without the padding inside it, on the host; read like ``lengths``.
+        """Return the tokens of every sequence without padding inside it, on the host.
 
         Slots of 8 and 4 that hold 5 and 4 tokens give 5 and 4; a trailing pad counts as its slots.
         """
@@ -124,7 +124,7 @@ class Pack:
 
     @property
     def token_bounds(self) -> Tensor:
-        """int32 ``[2 S + 1]``: the tokens of every sequence and the padding behind them, each by itself.
+        """Return offsets int32 ``[2 S + 1]`` that separate each sequence's tokens from its padding.
 
         For layers whose tokens see later ones. Slots of 8 and 4 that hold 5 and 4 tokens give
         ``[0, 5, 8, 12, 12]``; without padding inside sequences it is ``cu_seqlens_q``.
@@ -141,7 +141,7 @@ class Pack:
 
     @property
     def seq_idx(self) -> Tensor:
-        """int32 ``[1, T]``, the sequence every slot belongs to; worked out once, on the device."""
+        """Return int32 ``[1, T]``, the sequence that every slot belongs to."""
         if "seq_idx" not in self.cache:
             self.cache["seq_idx"] = seq_idx_from_cu_seqlens(self.cu_seqlens_q, self.slots)[None]
         seq_idx: Tensor = self.cache["seq_idx"]
@@ -154,7 +154,7 @@ BIDIRECTIONAL: Final = "bidirectional"
 
 
 class Scope:
-    """One entry of the stack: what the model that is running works on.
+    """One entry of the stack of running models: the model, its pack, and the entry below.
 
     Attributes:
         pack: the pack, or None for plain rows of equal length.
@@ -188,12 +188,12 @@ _CONFIGS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def know_model_of(config: Any) -> None:
-    """Remember that the model of this config announces its packs."""
+    """Register a config as that of a model that announces its packs."""
     _CONFIGS[id(config)] = config
 
 
 def refuse_unannounced(module: Any) -> None:
-    """Refuse a layer whose config says "thd" while its model was never told, so that no pack is announced.
+    """Refuse a layer with "thd" attention whose model announces no packs.
 
     Raises:
         ValueError: where ``config._attn_implementation`` was assigned to by hand.
@@ -224,13 +224,13 @@ def current_scope() -> Scope | None:
 
 
 def set_scope(scope: Scope | None) -> None:
-    """Replace the top of the stack of this thread; whoever pushes also pops."""
+    """Replace the top of this thread's stack; the caller restores it."""
     _STATE.scope = scope
 
 
 @contextmanager
 def scoped(scope: Scope) -> Generator[None]:
-    """Run the body with ``scope`` on top, whatever was there."""
+    """Put ``scope`` on top of the stack inside this context."""
     before = current_scope()
     set_scope(scope)
     try:
@@ -241,7 +241,7 @@ def scoped(scope: Scope) -> Generator[None]:
 
 @contextmanager
 def packed(batch: THDBatch) -> Generator[None]:
-    """Tell the layers of any model called in the body where the sequences of ``batch`` lie.
+    """Announce the sequences of ``batch`` to all layers of models called inside this context.
 
     ``model(**batch.hf_kwargs())`` is right without it; with it, what the host knows is not read back from
     the device (state-space layers need the lengths there).
@@ -254,7 +254,7 @@ def packed(batch: THDBatch) -> Generator[None]:
 
 
 def current_pack() -> Pack | None:
-    """Return the pack the running model works on; None outside of one.
+    """Return the pack that the running model works on; None outside of one.
 
     Raises:
         RuntimeError: inside a backward pass that recomputes a layer nobody told about the pack.

@@ -29,7 +29,7 @@ _STATIC_WASTE = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Groups:
-    """Where every slot of the pack goes, and where it is found again.
+    """Which slot of a pack stands where in padded groups of sequences, and the way back.
 
     Attributes:
         sources: a group each, int64 ``[N, L]``: the slot that stands there, T where padding does.
@@ -41,7 +41,7 @@ class Groups:
 
 
 def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
-    """Sort sequences into groups of similar length.
+    """Sort sequences into groups of similar length, to be run as padded rows.
 
     Args:
         lengths: slots of every sequence, in the order of the pack; zeros are skipped.
@@ -74,7 +74,7 @@ def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
 def group_rows(
     lengths: Sequence[int], device: torch.device, *, padded: Sequence[int] | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Lay sequences out as rows, a group of similar lengths at a time.
+    """Arrange sequences as padded rows, in groups of similar length.
 
     Args:
         lengths: tokens of every sequence, none zero.
@@ -144,7 +144,7 @@ def _grid(
 def run_grouped(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, slots: int
 ) -> Any:
-    """Call ``function`` once a group and lay its outputs out as the pack again.
+    """Call ``function`` on each padded group and put its outputs back in the order of the pack.
 
     Args:
         function: causal over dim 1 of its inputs, rows independent.
@@ -169,7 +169,7 @@ def run_grouped(
 
 
 class _Taker:
-    """Lays per-token values out as one group; the padding is zero."""
+    """Gathers per-token values into the rows of one group, with zeros as padding."""
 
     def __init__(self, source: Tensor, slots: int) -> None:
         self.source = source

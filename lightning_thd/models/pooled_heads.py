@@ -1,4 +1,4 @@
-"""A model that makes one row of a sequence -> one row of every sequence of a pack.
+"""A model that pools a row of tokens to one output -> one output for every sequence of a pack.
 
 Heads of classifiers and reward models look at the first or the last token of a row, or at its mean. Here the
 layers below run on the pack, and the head's own code runs on their outputs laid out as padded rows, a few
@@ -33,19 +33,19 @@ _A_ROW_A_TOKEN = re.compile(
 
 
 def adopt_pooled_head(model_class: Any) -> None:
-    """Teach the forward of a sequence classifier or reward model to give one row a sequence of a pack."""
+    """Patch a sequence classifier or reward model to give one output a sequence of a pack."""
     if _HEAD in model_class.__name__ and not hasattr(model_class.forward, "_thd_pooled"):
         model_class.forward = _row_a_sequence(model_class.forward)
 
 
 def may_pool(model: Any) -> bool:
-    """Say whether a model may make one row of a whole pack; language models and token classifiers do not."""
+    """Return whether a model may pool a whole pack to one row, as no language model does."""
     return getattr(model, "pooler", None) is not None or not _A_ROW_A_TOKEN.search(type(model).__name__)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def a_row_a_sequence(model: Any, pack: Pack, output: Any) -> Any:
-    """Give what an encoder pooled one row a sequence in place of the first one's.
+    """Replace an encoder's pooled output of a whole pack by one pooled row a sequence.
 
     Args:
         model: what returned ``output`` for a pack.
@@ -80,7 +80,7 @@ def a_row_a_sequence(model: Any, pack: Pack, output: Any) -> Any:
 
 
 def refuse_one_row(model: Any, pack: Pack, output: Any) -> None:
-    """Refuse what is one row for all sequences of a pack, whatever it is called.
+    """Refuse outputs that are a single row for all sequences of a pack, under any name.
 
     Args:
         model: the outermost, which returned ``output``.
@@ -109,7 +109,7 @@ def refuse_one_row(model: Any, pack: Pack, output: Any) -> None:
 
 
 def _pooled(base: Any, hidden: Tensor) -> Tensor:
-    """Pool rows ``[N, L, D]`` as the base model does; ``[N, D]``."""
+    """Pool rows ``[N, L, D]`` to ``[N, D]`` as the base model does."""
     if isinstance(base.pooler, torch.nn.Linear):
         activated: Tensor = base.pooler_activation(base.pooler(hidden[:, 0]))
         return activated
@@ -134,7 +134,7 @@ def _row_a_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _classify(forward: Callable[..., Any], model: Any, given: dict[str, Any], pack: Pack) -> Any:
-    """Run the base on the pack and the head on its rows."""
+    """Run the base model on the pack and the head once a sequence."""
     base = model.base_model
     _refuse(model, base, pack)
     labels = given.pop("labels", None)
@@ -164,7 +164,7 @@ def _refuse(model: Any, base: Any, pack: Pack) -> None:
 
 @contextmanager
 def _captured(base: Any) -> Generator[list[Any]]:
-    """Keep what the base model returns."""
+    """Record the outputs of the base model inside this context."""
     outputs: list[Any] = []
     handle = base.register_forward_hook(lambda _, __, output: outputs.append(output))
     try:
@@ -182,7 +182,7 @@ def _head_on_rows(
     source: Tensor,
     pack: Pack,
 ) -> Tensor:
-    """Run the head's own code on some sequences as padded rows ``[N, L]``; logits ``[N, C]``."""
+    """Run the head's own code on padded rows ``[N, L]`` of some sequences; logits ``[N, C]``."""
     text = model.config.get_text_config()
     pad = text.pad_token_id
     filler = -1 if pad is None else pad
@@ -209,7 +209,7 @@ def _head_on_rows(
 
 
 def _as_rows(base: Any, output: Any, source: Tensor, pack: Pack) -> Any:
-    """Lay the base model's output out as rows; what it pooled of the pack is pooled again."""
+    """Arrange the base model's output as padded rows, and pool them again."""
 
     def rows(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape[:2] != (1, pack.slots):
@@ -227,7 +227,7 @@ def _as_rows(base: Any, output: Any, source: Tensor, pack: Pack) -> Any:
 
 
 def _loss(model: Any, rows: Tensor, labels: Tensor) -> Tensor:
-    """Compute the class's own loss over the sequences that have a label; the first ones."""
+    """Compute the class's own loss over the first sequences of the pack, those that have a label."""
     from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
     if labels.shape[0] > rows.shape[0]:

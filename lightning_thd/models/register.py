@@ -58,7 +58,7 @@ def _too_old(installed: str) -> bool:
 
 
 def _refusal(what: str) -> Callable[..., Any]:
-    """Make an attention or a mask that says why "thd" cannot be had here."""
+    """Return an attention or mask function that raises, saying why "thd" is not available."""
     message = (
         f"attn_implementation='thd' is not available with transformers {_installed()}: {what}. Install a "
         f"release from {'.'.join(map(str, OLDEST))} to 5.23, or a newer lightning_thd."
@@ -71,7 +71,7 @@ def _refusal(what: str) -> Callable[..., Any]:
 
 
 def _register_attention(modeling_utils: ModuleType) -> None:
-    """Enter "thd" into the table of attentions; what is amiss refuses models, never the import."""
+    """Register "thd" as an attention; problems refuse models when called, never the import."""
     table: Any = getattr(modeling_utils, "AttentionInterface", None)
     if table is None:
         return  # transformers refuses the name by itself
@@ -88,7 +88,7 @@ def _register_attention(modeling_utils: ModuleType) -> None:
 
 
 def _register_mask(masking_utils: ModuleType) -> None:
-    """Enter "thd" into the table of masks; what is amiss refuses models, never the import."""
+    """Register "thd" as a mask; problems refuse models when called, never the import."""
     from lightning_thd.models.inputs.masks import skip_position_scan, thd_mask
 
     table: Any = getattr(masking_utils, "AttentionMaskInterface", None)
@@ -118,7 +118,7 @@ def _watch_wrappers(checkpoint_wrapper: ModuleType) -> None:
 
 
 def _watch_models(base: Any) -> None:
-    """Hook every model given "thd" attention, and every activation checkpointing that is switched on."""
+    """Hook every model that gets "thd" attention, and every activation checkpointing switched on."""
     from lightning_thd.models.hooks import carry_scope, install
     from lightning_thd.models.mixers import has_mixers
     from lightning_thd.models.own_attention import keeps_own_attention, refuse_own_attention

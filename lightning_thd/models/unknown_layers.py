@@ -1,4 +1,4 @@
-"""A finished model -> an error where it holds a layer that "thd" cannot make right; in its first pack."""
+"""A finished model -> an error if it holds a layer that "thd" cannot make correct, at its first pack."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Found(NamedTuple):
 
 
 def unknown_layers(model: nn.Module) -> str | None:
-    """Say why ``refuse_unknown_layers`` refuses a model; None where it does not."""
+    """Return why ``refuse_unknown_layers`` refuses a model, or None."""
     try:
         refuse_unknown_layers(model)
     except ValueError as error:
@@ -38,7 +38,7 @@ def unknown_layers(model: nn.Module) -> str | None:
 
 
 def refuse_unknown_layers(model: nn.Module) -> None:
-    """Refuse what would mix sequences or count positions across them without anybody noticing.
+    """Refuse layers that would silently mix sequences or count positions across them.
 
     Args:
         model: a PreTrainedModel with "thd" attention, complete.
@@ -64,7 +64,7 @@ def refuse_unknown_layers(model: nn.Module) -> None:
 
 
 def refuse_early_release(model_type: str, installed: str) -> None:
-    """Refuse a family that a supported, but early, release of transformers computes otherwise.
+    """Refuse a model family that an early release of transformers computes differently.
 
     Args:
         model_type: of the config.
@@ -135,7 +135,7 @@ def _asks_for_attention(kind: type) -> bool:
 
 
 def _language_modules(model: Any) -> Iterator[_Found]:
-    """Go through the modules of the language model: no towers with another config, nothing inside mixers."""
+    """Yield the modules of the language model: none of towers with another config or of mixers."""
     families = (type(model.config), type(model.config.get_text_config(decoder=True)))
     stack = [_Found("", model, model)]
     while stack:

@@ -25,7 +25,7 @@ from lightning_thd.parallel.shard import gather_pack
 def run_on_pack(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], layout: ShardLayout
 ) -> Any:
-    """Call ``function`` on the gathered pack and cut its output; a collective.
+    """Call ``function`` on the whole pack, gathered, and keep this rank's slots; a collective.
 
     Args:
         function: a layer that takes and gives one row a token.

@@ -1,4 +1,4 @@
-"""The sequences of a step -> per rank as many microbatches of equal work, none over the capacity."""
+"""The sequences of a step -> per rank as many microbatches of equal work, none above the capacity."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _EVEN_ENOUGH = 1.01  # work waited for, of an even share: below it no more time 
 
 
 class Scheduler(Protocol):
-    """A scheduler of the user's own: the signature of :func:`balance`."""
+    """The interface of a user's own scheduler: the signature of :func:`balance`."""
 
     def __call__(
         self, lengths: IntArray, capacity: int, *, dp: int, cost: Cost
@@ -46,7 +46,7 @@ def balance(
     cost: Cost | None = None,
     num_microbatches: int | None = None,
 ) -> list[list[IntArray]]:
-    """Share sequences out so that all ranks have equal work and no microbatch is over the capacity.
+    """Share sequences out so that all ranks have equal work and no microbatch is above the capacity.
 
     Args:
         lengths: ints ``[S]``, slots of each sequence.
@@ -93,7 +93,7 @@ def balanced_bins(
     num_microbatches: int | None = None,
     given: Packing | None = None,
 ) -> tuple[IntArray, IntArray]:
-    """Share sequences out, as flat bins, rank after rank and microbatch after microbatch.
+    """Share sequences out over bins of equal work, ordered by rank and then microbatch.
 
     Args:
         lengths: int64 ``[S]``, slots of each sequence; one above the capacity gets a bin of its own.
@@ -150,7 +150,7 @@ def _bin_work(owner: IntArray, work: FloatArray, count: int) -> FloatArray:
 
 
 def seated(order: IntArray, offsets: IntArray, totals: FloatArray, dp: int) -> tuple[IntArray, IntArray]:
-    """Reorder flat bins of given work as :func:`deal` seats them."""
+    """Reorder bins by rank and microbatch, in the way :func:`deal` assigns them by their work."""
     seats = deal(totals, dp)
     sizes = np.diff(offsets)[seats]
     ends = np.concatenate([[0], np.cumsum(sizes)])
@@ -161,7 +161,7 @@ def seated(order: IntArray, offsets: IntArray, totals: FloatArray, dp: int) -> t
 def scheduled_bins(
     scheduler: Scheduler, lengths: IntArray, capacity: int, *, dp: int, cost: Cost
 ) -> tuple[IntArray, IntArray]:
-    """Ask a scheduler of the user's own, and check that it is whole, fits and is even."""
+    """Call a user's scheduler, and check that its plan is complete, fits and is even."""
     plan = [
         [np.asarray(bin_, np.int64) for bin_ in rank]
         for rank in scheduler(lengths, capacity, dp=dp, cost=cost)
@@ -219,7 +219,7 @@ def _longest_first(lengths: IntArray, work: FloatArray, capacity: int, bins: int
 
 
 def deal(totals: FloatArray, dp: int) -> IntArray:
-    """Seat bins of given work: bin numbers, rank after rank, microbatch after microbatch.
+    """Assign bins of given work to ranks and microbatches, so that bins of like work run together.
 
     Bins of like work run at the same time, the heaviest of each microstep on the rank with the least work so
     far.

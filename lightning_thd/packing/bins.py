@@ -58,7 +58,7 @@ class Packing:
         return (self[pack] for pack in range(len(self)))
 
     def totals(self, values: npt.ArrayLike) -> IntArray:
-        """Sum ``values`` (one a sequence) over every pack.
+        """Return the sum of ``values`` (one a sequence) over every pack.
 
         Args:
             values: int ``[S]``, for example the lengths.
@@ -70,7 +70,7 @@ class Packing:
         return np.asarray(running[self.offsets[1:]] - running[self.offsets[:-1]], dtype=np.int64)
 
     def fill(self, lengths: npt.ArrayLike, capacity: int) -> float:
-        """Real tokens divided by slots, when every pack takes ``capacity`` slots: 1.0 wastes nothing."""
+        """Return real tokens divided by slots, if every pack takes ``capacity`` slots: 1.0 wastes nothing."""
         check_capacity(capacity)
         real = self._of_each(lengths, "lengths").sum()
         return float(real / (len(self) * capacity)) if len(self) else 1.0
@@ -258,7 +258,7 @@ def _first_fit(
 
 
 def _gather(placements: list[_Placement], num_packs: int, order: IntArray) -> Packing:
-    """Turn placements, whose sequences follow each other in ``order``, into the flat arrays of a Packing."""
+    """Convert placements, whose sequences follow each other in ``order``, to the flat arrays of a Packing."""
     first, packs, each, held = np.array(placements, dtype=np.int64).T
     total = packs * each
     start = np.cumsum(total) - total
@@ -275,7 +275,7 @@ def _gather(placements: list[_Placement], num_packs: int, order: IntArray) -> Pa
 
 
 def _next_fit(values: IntArray, capacity: int, max_sequences: int | None) -> Packing:
-    """Close a pack as soon as the next sequence does not fit: order kept, one pack open at a time."""
+    """Pack in the given order, closing a pack as soon as the next sequence does not fit."""
     ends = np.cumsum(values)
     following = np.searchsorted(ends, ends - values + capacity, side="right")
     if max_sequences is not None:

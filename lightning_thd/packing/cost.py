@@ -42,7 +42,7 @@ class Cost:
 
     @classmethod
     def from_flops(cls, model: FlopsModel, *, longest: int = 8192) -> Cost:
-        """Take the work from a model's own FLOPs, recomputation included.
+        """Build a cost from a model's own FLOPs, recomputation included.
 
         Args:
             model: counts the FLOPs of a training step.
@@ -59,7 +59,7 @@ class Cost:
         return cls(linear=long / (2 * half) - quadratic * 2 * half, quadratic=quadratic)
 
     def __call__(self, lengths: npt.ArrayLike) -> FloatArray:
-        """Work of each sequence, float64 ``[S]``: Cost(linear=2, quadratic=1) of ``[3]`` is ``[15.0]``."""
+        """Return the work of each sequence, float64 ``[S]``: 2 s + s**2 of ``[3]`` is ``[15.0]``."""
         given = as_array(lengths, "lengths")
         if given.size and (given.dtype.kind not in "iuf" or not np.isfinite(given).all()):
             raise ValueError(f"lengths has the type {given.dtype}, or is not finite. Pass numbers.")

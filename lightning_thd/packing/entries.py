@@ -37,7 +37,7 @@ OpenLengths = npt.NDArray[np.integer[Any]] | VirtualLengths
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthSummary:
-    """What one pass over the lengths finds; lengths with an attribute ``summary`` of this kind save the pass.
+    """Extremes, sum and hash of all lengths, from one pass over them.
 
     Attributes:
         count: sequences.
@@ -55,7 +55,7 @@ class LengthSummary:
 
 
 def open_lengths(lengths: Lengths) -> OpenLengths:
-    """Turn lists and tensors into arrays; leave arrays, memory maps and virtual lengths as they are."""
+    """Convert lists and tensors to arrays; keep arrays, memory maps and virtual lengths as they are."""
     if (
         isinstance(lengths, np.ndarray)
         or hasattr(lengths, "__array__")
@@ -127,7 +127,7 @@ def summarize(lengths: OpenLengths) -> LengthSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entries:
-    """The sequences that take part, numbered without gaps.
+    """The sequences that take part in an epoch, numbered without gaps.
 
     Attributes:
         lengths: as opened by :func:`open_lengths`.
@@ -148,13 +148,13 @@ class Entries:
     counts: dict[str, int]
 
     def indices(self, entries: IntArray) -> IntArray:
-        """Dataset indices of entries: the e-th of those not left out."""
+        """Return the dataset indices of entries, skipping sequences that are left out."""
         if not len(self.left_out):
             return entries
         return entries + np.searchsorted(self.left_out - np.arange(len(self.left_out)), entries, side="right")
 
     def spans(self, indices: IntArray) -> Spans:
-        """Pieces of the sequences ``indices``, in their order: one each, or several of a split one."""
+        """Return the pieces of sequences ``indices``, in order: one each, or several of a split one."""
         lengths = read_lengths(self.lengths, indices)
         if len(lengths) and (
             lengths.min() < 1 or (self.oversize in ("error", "drop") and lengths.max() > self.limit)

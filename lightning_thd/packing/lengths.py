@@ -85,7 +85,7 @@ def check_capacity(capacity: object) -> None:
 
 
 def check_count(name: str, value: object, advice: str, *, least: int = 1, most: int | None = None) -> None:
-    """Refuse what is no whole number in ``[least, most]``, and say what the number means."""
+    """Raise unless a value is a whole number in ``[least, most]``, and say what the number means."""
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not whole or cast("int", value) < least or (most is not None and cast("int", value) > most):
         wanted = f"at least {least}" + (f" and at most {most}" if most is not None else "")
@@ -93,14 +93,14 @@ def check_count(name: str, value: object, advice: str, *, least: int = 1, most: 
 
 
 def check_type(name: str, value: object, wanted: type, advice: str) -> None:
-    """Refuse what is no instance of a class, and say what to pass."""
+    """Raise TypeError for a value that is no instance of a class, saying what to pass."""
     if not isinstance(value, wanted):
         raise TypeError(f"{name} is a {type(value).__name__}, wanted a {wanted.__name__}. {advice}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slots:
-    """What a pack offers: usable slots, of which each sequence takes a multiple.
+    """The usable slots of a pack, and the multiple of slots that each sequence takes.
 
     Attributes:
         usable: slots of a pack, a multiple of ``multiple``.
@@ -111,12 +111,12 @@ class Slots:
     multiple: int
 
     def padded(self, lengths: IntArray) -> IntArray:
-        """Slots that sequences of these lengths take."""
+        """Return the slots that sequences of these lengths take."""
         return -(-lengths // self.multiple) * self.multiple
 
 
 def make_slots(capacity: int, align: Alignment | None) -> Slots:
-    """Work out what of a capacity an alignment leaves usable.
+    """Return how many slots of a capacity an alignment leaves usable.
 
     Args:
         capacity: slots of a pack.

@@ -71,6 +71,6 @@ def count_loss_tokens(
 
 
 def _together(spans: Spans) -> npt.NDArray[np.int64]:
-    """Real tokens of all pieces of each span's sequence that are present."""
+    """Return for each span how many real tokens of its sequence are present in all spans."""
     _, owner = np.unique(spans.index, return_inverse=True)
     return np.bincount(owner, weights=spans.lengths, minlength=1).astype(np.int64)[owner]

@@ -123,13 +123,13 @@ def exchange(
 
 
 def waiting(totals: FloatArray, dp: int) -> float:
-    """Work of the heaviest bin of every microstep, summed, when bins of like work run together."""
+    """Return the work of the heaviest bin of every microstep, summed, when bins of like work run together."""
     return float(np.sort(totals)[::-1][::dp].sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Partial:
-    """A plan of the first microsteps.
+    """A partly filled plan: the microsteps filled so far.
 
     Attributes:
         owner: the bin of each position.
@@ -153,7 +153,7 @@ class _Search:
     groups: int
 
     def fill_forced(self, plan: _Partial) -> _Partial:
-        """Fill the groups whose level the longest sequence left dictates, whatever level is tried."""
+        """Fill the groups whose level follows from their longest sequence, for any level tried."""
         while (
             plan.group < self.groups - 1 and plan.left and plan.left[0][0] >= self._mean(plan) * _LEVELS[-1]
         ):
@@ -161,7 +161,7 @@ class _Search:
         return plan
 
     def fill_level(self, plan: _Partial, level: float, *, below: float) -> _Partial | None:
-        """Fill the other groups to a multiple of their mean; None unless it waits for less than ``below``."""
+        """Fill the other groups to a multiple of their mean; None if that waits ``below`` or longer."""
         while plan.group < self.groups - 1 and plan.left:
             plan = self._next(plan, max(plan.left[0][0], self._mean(plan) * level))
         return self._last(plan, below - plan.waits) if plan.left else plan
@@ -177,7 +177,7 @@ class _Search:
         return _Partial(owner=owner, left=left, total=total, group=plan.group + 1, waits=waits)
 
     def _last(self, plan: _Partial, below: float) -> _Partial | None:
-        """Find the lowest level at which what is left fits one group, by halving."""
+        """Find by bisection the lowest level of work at which the remaining sequences fit one group."""
         low = max(plan.left[0][0], self._mean(plan))
         high = min(low * _HIGHEST, below)
         found = None

@@ -1,4 +1,4 @@
-"""Sizes and weights of sources -> how often each is used in an epoch, and which of its sequences, for ever.
+"""Sizes and weights of sources -> how often each is used in an epoch, and with which sequences.
 
 An epoch of a mixture takes a fixed number of sequences of every source. Those of a source come from an
 endless
@@ -32,7 +32,7 @@ _KEEP = 2  # planners of epochs that stay: the present one and the next, which w
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixing:
-    """How the sources of a mixture make an epoch.
+    """How the sources of a mixture make an epoch: temperature, length, and what ends it.
 
     Attributes:
         temperature: weights become ``weight ** (1 / temperature)`` before they are made shares: 1 keeps them,
@@ -72,7 +72,7 @@ def _is_number(value: object) -> bool:
 def share_out(
     sizes: Mapping[str, int], weights: Mapping[str, float], mixing: Mixing | None = None
 ) -> dict[str, int]:
-    """Say how many sequences of each source an epoch takes.
+    """Return how many sequences of each source an epoch takes.
 
     Args:
         sizes: sequences of each source, by its name.
@@ -128,7 +128,7 @@ def _check_sizes(sizes: Mapping[str, int], weights: Mapping[str, float]) -> None
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
-    """Refuse weights that are no finite numbers above 0.
+    """Refuse weights that are not finite numbers above 0.
 
     Raises:
         ValueError: naming the source.
@@ -168,7 +168,7 @@ def _round(shares: Mapping[str, float], number: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """The draws of a mixture: entries of an epoch -> dataset indices, the sources laid end to end.
+    """The sequences a mixture draws: entries of an epoch -> dataset indices, sources laid end to end.
 
     Attributes:
         names: of the sources.
@@ -186,11 +186,11 @@ class Mixture:
 
     @property
     def total(self) -> int:
-        """Entries of an epoch."""
+        """Return the number of entries of an epoch."""
         return int(self.counts.sum())
 
     def indices(self, epoch: int, entries: IntArray) -> IntArray:
-        """Dataset indices of some entries of an epoch, int64 ``[S]``, each entry below ``total``."""
+        """Return the dataset indices of entries of an epoch, int64 ``[S]``."""
         found = np.empty(len(entries), np.int64)
         ends, starts = np.cumsum(self.counts), np.cumsum(self.sizes) - self.sizes
         source = np.searchsorted(ends, entries, side="right")
@@ -201,7 +201,7 @@ class Mixture:
         return found
 
     def _drawn(self, k: int, draws: IntArray) -> IntArray:
-        """Positions in source ``k`` of its draws: shuffle after shuffle of it."""
+        """Return positions in source ``k`` for its draws, shuffle after shuffle of the source."""
         usable = self.usable[k]
         size = int(self.sizes[k]) if usable is None else len(usable)
         rounds, places = np.divmod(draws, size)
@@ -212,7 +212,7 @@ class Mixture:
         return found if usable is None else usable[found]
 
     def source_of(self, indices: npt.ArrayLike) -> IntArray:
-        """Number of the source of each dataset index, int64 ``[S]``."""
+        """Return the number of the source of each dataset index, int64 ``[S]``."""
         return np.searchsorted(np.cumsum(self.sizes), np.asarray(indices), side="right")
 
 
@@ -224,7 +224,7 @@ def make_mixture(
     seed: int = 0,
     most: int | None = None,
 ) -> Mixture:
-    """Work out a mixture of sources whose lengths are known.
+    """Build a mixture of sources whose lengths are known.
 
     Args:
         lengths: tokens of the sequences of each source; empty ones take no part.
@@ -260,7 +260,7 @@ def make_mixture(
 
 @dataclass(frozen=True, slots=True)
 class _EpochLengths:
-    """Lengths of the entries of an epoch, looked up where they are asked for."""
+    """The lengths of an epoch's entries, looked up when read."""
 
     lengths: OpenLengths
     mixture: Mixture
@@ -274,7 +274,7 @@ class _EpochLengths:
 
 
 class MixturePlanner:
-    """Plans the steps of a mixture: every epoch by a ``PackPlanner`` of the entries drawn for it.
+    """Plans the steps of a mixture, each epoch by a ``PackPlanner`` of its drawn entries.
 
     Steps hold dataset indices, as those of ``PackPlanner`` do, and are pure functions of (seed, epoch, step,
     dp). With ``Packs(n)`` the epochs may differ by a step or two, because other sequences make other packs.
@@ -316,25 +316,25 @@ class MixturePlanner:
         return planner
 
     def __len__(self) -> int:
-        """Steps of the first epoch."""
+        """Return the number of steps of the first epoch."""
         return len(self.of_epoch(0))
 
     def num_steps(self, epoch: int) -> int:
-        """Steps of an epoch."""
+        """Return the number of steps of an epoch."""
         return len(self.of_epoch(epoch))
 
     def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
-        """Plan a step, as ``PackPlanner.step``; its spans hold dataset indices."""
+        """Plan a step as ``PackPlanner.step`` does; its spans hold dataset indices."""
         check_count("epoch", epoch, "Epochs count from 0.", least=0)
         plan = self.of_epoch(epoch).step(epoch, k, dp)
         return plan.with_indices(self.mixture.indices(epoch, plan.spans.index))
 
     def fingerprint(self) -> str:
-        """Hash of the lengths and of every setting that a plan depends on; dp is none of them."""
+        """Return a hash of the lengths and of all settings of a plan except dp."""
         return fingerprint(self.settings)
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Make what a checkpoint must hold to go on with ``step(epoch, step)``."""
+        """Return the state a checkpoint needs to continue with ``step(epoch, step)``."""
         return make_state(self.settings, epoch=epoch, step=step, num_steps=self.num_steps(epoch))
 
     def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
@@ -343,7 +343,7 @@ class MixturePlanner:
 
 
 def shares(mixture: Mixture, plans: Sequence[StepPlan]) -> dict[str, float]:
-    """Say which share of the sequences of some steps each source has."""
+    """Return the share of the sequences of some steps that each source has."""
     whole = np.concatenate([plan.spans.index[plan.spans.start == 0] for plan in plans])
     counts = np.bincount(mixture.source_of(whole), minlength=len(mixture.names))
     return dict(zip(mixture.names, (counts / max(1, counts.sum())).tolist(), strict=True))

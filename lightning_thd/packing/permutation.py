@@ -1,4 +1,4 @@
-"""A key and positions -> the entries a shuffle puts there, without ever holding the shuffle.
+"""A key and positions -> the entries a shuffle puts there, without holding the shuffle in memory.
 
 A Feistel network over ``a x b >= n`` with modular addition is a permutation of ``a * b`` values (Black and
 Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, method FE); values past n walk on until they
@@ -44,7 +44,7 @@ def derive_key(*parts: int) -> int:
 
 
 def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
-    """Look up a keyed pseudo-random permutation of ``range(total)`` at some positions.
+    """Return the entries that a keyed shuffle of ``range(total)`` puts at some positions.
 
     Args:
         positions: ints ``[K]``, each in ``[0, total)``.
@@ -76,7 +76,7 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
 
 
 def shuffled(total: int, *, key: int) -> IntArray:
-    """Shuffle ``range(total)`` by sorting keyed 64-bit hashes: uniform, but of memory O(n)."""
+    """Shuffle ``range(total)`` by sorting keyed 64-bit hashes: uniform, but with O(n) memory."""
     return np.argsort(keyed_hashes(np.arange(total, dtype=np.uint64), key), kind="stable")
 
 

@@ -15,7 +15,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Packs:
-    """``n`` packs of the whole job to an optimizer step: ranks times microbatches.
+    """A step size: ``n`` packs of the whole job, which is ranks times microbatches.
 
     Args:
         n: packs, at least one; a multiple of the data-parallel ranks.
@@ -29,7 +29,7 @@ class Packs:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Exactly ``n`` sequences to an optimizer step, in as many microbatches as they need.
+    """A step size: exactly ``n`` sequences, in as many microbatches as they need.
 
     Args:
         n: sequences, at least one.
@@ -63,7 +63,7 @@ class Spans:
 
     @property
     def lengths(self) -> IntArray:
-        """int64 ``[S]``, real tokens of each piece."""
+        """Return the real tokens of each piece, int64 ``[S]``."""
         return self.stop - self.start
 
     def take(self, which: IntArray | slice) -> Spans:
@@ -115,7 +115,7 @@ class StepPlan:
     own_pack: int
 
     def microbatches(self, rank: int) -> list[Spans]:
-        """Spans of each microbatch that ``rank`` runs, in order; ``ValueError`` for a rank that is none."""
+        """Return the spans of each microbatch that ``rank`` runs, in order."""
         if not isinstance(rank, int | np.integer) or not 0 <= rank < self.dp:
             raise ValueError(
                 f"rank={rank} was asked of a plan for dp={self.dp}. Pass a rank in [0, {self.dp})."
@@ -124,11 +124,11 @@ class StepPlan:
         return [self.spans.take(slice(a, b)) for a, b in pairwise(bounds)]
 
     def spans_by_rank(self) -> list[list[Spans]]:
-        """Per rank a list of microbatches, each the spans it holds."""
+        """Return per rank a list of microbatches, each the spans it holds."""
         return [self.microbatches(rank) for rank in range(self.dp)]
 
     def indices_by_rank(self) -> list[list[IntArray]]:
-        """Per rank a list of microbatches, each an int64 array of dataset indices."""
+        """Return per rank a list of microbatches, each an int64 array of dataset indices."""
         return [[spans.index for spans in self.microbatches(rank)] for rank in range(self.dp)]
 
     def with_indices(self, index: IntArray) -> StepPlan:
@@ -137,7 +137,7 @@ class StepPlan:
 
     @property
     def imbalance(self) -> float:
-        """Work of the slowest rank, summed over the microsteps, divided by an even share: 1.0 is perfect."""
+        """Return the slowest rank's work, summed over microsteps, over an even share: 1.0 is perfect."""
         total = float(self.work.sum())
         return float(self.work.max(axis=0).sum()) * self.dp / total if total else 1.0
 

@@ -41,11 +41,11 @@ _ENTRIES = 10  # purpose of the key, apart from those of windows.py
 
 
 class NoSuchStep(IndexError, ValueError):
-    """A step was asked for that an epoch does not have."""
+    """Raised when a step is asked for that the epoch does not have."""
 
 
 class PackPlanner:
-    """Plans of the steps of every epoch, each a pure function of (seed, epoch, step, dp).
+    """Plans the steps of every epoch, each a pure function of (seed, epoch, step, dp).
 
     With ``Sequences(n)`` step k takes n entries of the epoch's permutation, balanced over the ranks in as
     many microbatches as they need. With ``Packs(n)`` it takes n packs, made by best fit inside windows of the
@@ -143,26 +143,26 @@ class PackPlanner:
         self._check_steps()
 
     def __len__(self) -> int:
-        """Steps of an epoch, the same in each."""
+        """Return the number of steps of an epoch, the same in each."""
         units = self.entries.total if self._packs is None else self._packs.total
         return units // self.global_batch.n if self.tail == "drop" else -(-units // self.global_batch.n)
 
     def num_steps(self, epoch: int) -> int:
-        """Steps of an epoch, the same in each."""
+        """Return the number of steps of an epoch, the same in each."""
         return len(self)
 
     @property
     def counts(self) -> npt.NDArray[np.uint32] | None:
-        """Packs of every window, uint32 ``[W]``, to be given to a later planner; None without windows."""
+        """Return the packs of every window, uint32 ``[W]``, for a later planner; None without windows."""
         return self._packs.counts if isinstance(self._packs, WindowedPacks) else None
 
     @property
     def num_packs(self) -> int | None:
-        """Packs of an epoch; None with ``Sequences(n)``, whose steps are packed one by one."""
+        """Return the packs of an epoch; None with ``Sequences(n)``, which packs each step by itself."""
         return None if self._packs is None else self._packs.total
 
     def tail_dropped(self, epoch: int) -> int:
-        """Sequences that ``tail="drop"`` leaves out of an epoch, wholly or, if split, in part."""
+        """Return how many sequences ``tail="drop"`` leaves out of an epoch, wholly or in part."""
         check_count("epoch", epoch, "Epochs count from 0.", least=0)
         if self.tail == "pad":
             return 0
@@ -172,7 +172,7 @@ class PackPlanner:
         return len(np.unique(self._packs.read(epoch, first, self._packs.total)[0].index))
 
     def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
-        """Plan a step without touching the ones before it.
+        """Return the plan of a step without computing the steps before it.
 
         Args:
             epoch: number of the epoch, from 0.
@@ -270,11 +270,11 @@ class PackPlanner:
             )
 
     def fingerprint(self) -> str:
-        """Hash of the lengths and of every setting that a plan depends on; dp is none of them."""
+        """Return a hash of the lengths and of all settings of a plan except dp."""
         return fingerprint(self.settings)
 
     def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Make what a checkpoint must hold to go on with ``step(epoch, step)``: see :func:`make_state`."""
+        """Return the state a checkpoint needs to continue with ``step(epoch, step)``."""
         return make_state(self.settings, epoch=epoch, step=step, num_steps=len(self))
 
     def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:

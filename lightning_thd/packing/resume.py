@@ -19,7 +19,7 @@ def fingerprint(settings: Mapping[str, Any]) -> str:
 
 
 def make_state(settings: Mapping[str, Any], *, epoch: int, step: int, num_steps: int) -> dict[str, Any]:
-    """Make the state (epoch, next step, settings) from which training resumes, the same on every rank.
+    """Return the state (epoch, next step, settings) to resume training from, the same on every rank.
 
     Args:
         settings: all that a plan depends on; ``"seed"`` is one of them.

@@ -32,17 +32,17 @@ class ScheduledPacks:
 
     @property
     def total(self) -> int:
-        """Packs of an epoch."""
+        """Return the number of packs of an epoch."""
         return len(self.offsets) - 1
 
     def digest(self) -> str:
-        """Hexadecimal hash of which sequence is where."""
+        """Return a hexadecimal hash of which sequence is in which pack."""
         hashed = hashlib.blake2b(self.indices.astype("<i8").tobytes(), digest_size=16)
         hashed.update(self.offsets.astype("<i8").tobytes())
         return hashed.hexdigest()
 
     def read(self, epoch: int, first: int, last: int) -> tuple[Spans, IntArray]:
-        """Give the packs ``first`` to ``last``: their spans, and int64 offsets of each pack in them."""
+        """Return the packs ``first`` to ``last``: their spans, and int64 offsets of each pack in them."""
         begin = self.offsets[first]
         spans = self.entries.spans(self.indices[begin : self.offsets[last]])
         return spans, self.offsets[first : last + 1] - begin

@@ -31,7 +31,7 @@ _BLOCK = 1 << 18  # sequences counted at a time: 2 MiB of each array
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WindowedPacks:
-    """The packs of each epoch; beside the counts it keeps one window, and the order of one epoch's windows.
+    """The packs of each epoch, made window by window, with one window in memory.
 
     Attributes:
         entries: the sequences that take part.
@@ -51,11 +51,11 @@ class WindowedPacks:
 
     @property
     def total(self) -> int:
-        """Packs of an epoch, the same in each."""
+        """Return the number of packs of an epoch, the same in each."""
         return int(self.counts.sum(dtype=np.int64))
 
     def read(self, epoch: int, first: int, last: int) -> tuple[Spans, IntArray]:
-        """Make the packs ``first`` to ``last`` of an epoch: their spans, and the int64 offsets of packs."""
+        """Return the packs ``first`` to ``last`` of an epoch: spans, and int64 offsets of packs in them."""
         order, ends = self._windows(epoch)
         parts, sizes = [], []
         place = int(np.searchsorted(ends, first, side="right"))
@@ -108,7 +108,7 @@ def make_windows(
     counts: npt.NDArray[np.uint32] | None = None,
     num_workers: int = 0,
 ) -> WindowedPacks:
-    """Cut the entries in windows, and count the packs of each unless they were counted before.
+    """Cut the entries into windows, and count the packs of each unless counts are given.
 
     Raises:
         ValueError: when the counts given are not those of as many windows.
@@ -132,7 +132,7 @@ def _are_counts(counts: object, total: int) -> bool:
 
 
 def window_members(entries: Entries, window: int, seed: int, first: int, last: int) -> IntArray:
-    """Dataset indices of the entries of the windows ``first`` to ``last``, window after window."""
+    """Return the dataset indices in the windows ``first`` to ``last``, window after window."""
     positions = np.arange(first * window, min(last * window, entries.total))
     return entries.indices(permute(positions, entries.total, key=derive_key(seed, _MEMBERS)))
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of responses -> losses of preferences: pairs, or responses that are liked or not.
+"""Log-probabilities of responses -> preference losses of pairs, or of responses liked or not.
 
 P pairs, N responses, S sequences, T slots. Everything takes one number a response, as
 ``PackedRollouts.sequence_logprobs`` or ``sequence_sums`` give it; with the chosen responses in the first half

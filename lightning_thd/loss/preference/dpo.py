@@ -1,4 +1,4 @@
-"""Pairs beside a reference -> DPO and its kin."""
+"""Log-probabilities of pairs under policy and reference -> the DPO loss and its variants."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ _DPO: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
 
 
 def check_smoothing(kind: str, value: float) -> None:
-    """Check the share of labels that are taken to be wrong against the variant.
+    """Check that label smoothing is in range for the variant of the loss.
 
     Raises:
         ValueError: for a share of a half or more, or with a variant that has none or needs one.

@@ -1,4 +1,4 @@
-"""Pairs without a reference -> ORPO and SimPO."""
+"""Log-probabilities of pairs without a reference -> the ORPO and SimPO losses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def orpo_loss(
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """``log(1 - e^x)`` for x below 0, exact at both ends (Maechler, 2012); 0 for the number before it."""
+    """Return ``log(1 - e^x)`` for x below 0, exact at both ends (Maechler, 2012)."""
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)  # a response that is certain: finite odds, no gradient
     near = x > -math.log(2.0)
     inner = torch.where(near, x, -1.0)

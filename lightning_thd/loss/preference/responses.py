@@ -1,4 +1,4 @@
-"""Single responses beside a reference -> KTO; rewards of pairs -> the loss of a reward model."""
+"""Log-probabilities of single responses -> the KTO loss; rewards of pairs -> the loss of a reward model."""
 
 from __future__ import annotations
 

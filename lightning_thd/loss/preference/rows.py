@@ -65,13 +65,13 @@ def weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) -
 
 
 def smoothed(z: Tensor, e: float) -> Tensor:
-    """``-(1 - e) log sigmoid(z) - e log sigmoid(-z)``; without smoothing 0 at an infinite ``z``, not NaN."""
+    """Return ``-(1 - e) log sigmoid(z) - e log sigmoid(-z)``, the loss of a margin with label smoothing."""
     loss = -(1.0 - e) * logsigmoid(z)
     return loss - e * logsigmoid(-z) if e else loss
 
 
 def counted(weights: Tensor | None, *rows: Tensor, blank: float = 0.0) -> tuple[Tensor, ...]:
-    """Blank the rows of weight 0, so that NaN and infinities there touch neither loss nor gradient.
+    """Return rows with those of weight 0 blanked, so that a NaN there reaches neither loss nor gradient.
 
     Args:
         weights: floats ``[P]``, None where all rows count.

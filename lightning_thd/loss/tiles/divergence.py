@@ -39,7 +39,7 @@ class Divergence:
 
     @property
     def couples_columns(self) -> bool:
-        """Whether a column's gradient needs a sum over all columns of its row."""
+        """Return whether a column's gradient needs a sum over all columns of its row."""
         return self.kind != "kl"
 
     def terms(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class Teacher(Protocol):
     """Gives a teacher's log-probabilities, tile by tile."""
 
     def fill(self, rows: slice) -> Tensor:
-        """Select some rows and return the statistics ``[n, c]`` that ranks merge."""
+        """Select the rows to compute, and return the statistics ``[n, c]`` that ranks merge."""
         ...
 
     def open(self, stats: Tensor) -> None:
@@ -202,7 +202,7 @@ def divergence_and_gradients(
 
 
 def _open(stash: Stash, teacher: Teacher, rows: slice, group: dist.ProcessGroup | None) -> Tensor:
-    """Fill both stashes with some rows and return the student's log-sums, ``[c]``."""
+    """Fill the stashes of student and teacher with some rows, and return the student's log-sums, ``[c]``."""
     head = stash.head
     stats = stash.fill(rows, _nowhere(rows, head.hidden), total=False)
     others = teacher.fill(rows).to(stats.dtype)
@@ -218,7 +218,7 @@ def _nowhere(rows: slice, like: Tensor) -> Tensor:
 
 
 def _to_raw(head: Head, dz: Tensor, z: Tensor) -> Tensor:
-    """Bring a gradient of mapped logits ``z`` to the raw products, in place."""
+    """Convert a gradient of mapped logits ``z`` to one of the raw products, in place."""
     logit_map = head.logit_map
     dz.mul_(logit_map.scale / logit_map.temperature)
     if logit_map.softcap is not None:  # 1 - tanh^2, with tanh = z * temperature / cap

@@ -78,7 +78,7 @@ class Head:
 
     @property
     def native(self) -> bool:
-        """Whether a CPU's bf16 instructions make the products; gradients' are rounded to bf16 then."""
+        """Return whether the CPU's bf16 instructions make the products, with gradients rounded to bf16."""
         return is_native(self.compute, self.hidden.device)
 
     def rounded_logits(

@@ -1,4 +1,4 @@
-"""Targets -> the rows worth multiplying.
+"""Targets -> the rows whose target is not ignored, which alone are multiplied.
 
 In fine-tuning most tokens have no target; leaving their rows out saves their products. How many are left
 is data: it has to be read from the device, and shapes then vary from batch to batch. ``static_shapes``

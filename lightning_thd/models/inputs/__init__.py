@@ -1,1 +1,1 @@
-"""What a model makes of a pack's ids, positions, masks and labels -> the same for each of its sequences."""
+"""A pack's ids, positions, masks and labels -> what a model computes of them, for each sequence by itself."""

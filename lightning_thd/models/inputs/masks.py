@@ -39,7 +39,7 @@ def thd_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """Stand in for a mask: boundaries are in cu_seqlens, causality and windows in other arguments.
+    """Return no mask for "thd", or one that tells a window; raise for masks it could not honour.
 
     Args:
         q_length: T.
@@ -96,12 +96,12 @@ def thd_mask(
 
 
 def tell_limit(size: int, *, chunk: bool, device: torch.device | None) -> Tensor:
-    """Make a mask without entries whose shape says a window, ``[0, size]``, or a chunk, ``[0, 0, size]``."""
+    """Return an empty mask whose shape tells a window, ``[0, size]``, or a chunk, ``[0, 0, size]``."""
     return torch.empty((0, 0, size) if chunk else (0, size), dtype=torch.bool, device=device)
 
 
 def told_limit(mask: Tensor | None) -> tuple[int | None, int | None]:
-    """Read the window and the chunk off a mask; None and None off any other. ``[0, 8]`` is a window of 8."""
+    """Return the window and chunk that a mask's shape tells: ``[0, 8]`` is a window of 8; else None twice."""
     if mask is None or mask.ndim not in (2, 3) or mask.shape[0] != 0:
         return None, None
     return (mask.shape[1], None) if mask.ndim == 2 else (None, mask.shape[2])
@@ -109,7 +109,7 @@ def told_limit(mask: Tensor | None) -> tuple[int | None, int | None]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _plain_after_all(mask_function: Callable[..., Any] | None) -> tuple[bool, int | None]:
-    """Say whether a composed mask shows what a plain one does, and the window it is cut to.
+    """Return whether a composed mask equals a plain one on this batch, and the window it is cut to.
 
     Text through a multimodal model asks for blocks of tokens that see each other, and there are none. Looks
     at their ids, a device read. A plain mask that must not be skipped is wanted for itself, by an index.
@@ -128,7 +128,7 @@ def _plain_after_all(mask_function: Callable[..., Any] | None) -> tuple[bool, in
 
 
 def _parts(mask_function: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
-    """Take apart what ``and_masks`` and ``or_masks`` put together."""
+    """Yield the functions that ``and_masks`` and ``or_masks`` have combined."""
     if mask_function is None:
         return
     inner = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions")
@@ -152,7 +152,7 @@ _PASSES_WINDOW: dict[type, bool] = {}
 
 
 def learn_window(config: Any) -> None:
-    """Look up in the modeling file of ``config`` whether its attention is told the window."""
+    """Find out from the modeling file of ``config`` whether its attention is passed the window."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     module = sys.modules.get(name)
     source = "" if module is None else inspect.getsource(module)
@@ -161,7 +161,7 @@ def learn_window(config: Any) -> None:
 
 
 def skip_position_scan(masking_utils: ModuleType) -> None:
-    """Spare "thd" the search for packs in position_ids, which reads the device in every mask.
+    """Skip transformers' search for packs in position_ids under "thd", which reads the device.
 
     The boundaries are known from cu_seq_lens, and a mask that is "packed" could not be told from a special
     one.

@@ -29,7 +29,7 @@ _FROM_TOKENS = re.compile(r"create_position_ids_from_input_ids\(\s*input_ids,\s*
 
 
 def adopt_position_tables(model_class: type) -> None:
-    """Teach the position embeddings that a model class is built from about packs.
+    """Patch a model class's position embeddings to restart in every sequence of a pack.
 
     Args:
         model_class: a PreTrainedModel class; the modules it and its bases come from are searched.
@@ -51,7 +51,7 @@ def adopt_position_tables(model_class: type) -> None:
 
 
 def counts_in_sequences(module: nn.Module) -> bool:
-    """Say whether the position embedding restarts in every sequence of a pack."""
+    """Return whether a position embedding restarts in every sequence of a pack."""
     return hasattr(type(module).forward, "_thd_positions")
 
 
@@ -84,7 +84,7 @@ def _from_padding_index(forward: Callable[..., Any], names: list[str]) -> Callab
 def padded_positions(
     input_ids: Tensor | None, position_ids: Tensor | None, padding_idx: int, pack: Pack
 ) -> Tensor:
-    """Count positions as RoBERTa does in a row of its own: from ``padding_idx + 1``, padding tokens skipped.
+    """Count positions of each sequence as RoBERTa does: from ``padding_idx + 1``, skipping padding.
 
     Args:
         input_ids: int64 ``[1, T]``, or None where embeddings were given.

@@ -53,7 +53,7 @@ def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
 
 
 def refuse_plain_positions(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse images in a pack for a model with M-RoPE whose positions count like text.
+    """Refuse images for a model with M-RoPE when the pack's positions count like text.
 
     Args:
         model: the outermost model.

@@ -24,7 +24,7 @@ from lightning_thd.parallel.context import layout
 
 
 def adopt_ropes(model_class: type, config: Any) -> None:
-    """Teach the rotary embeddings of a model class about packs where the config makes them look at lengths.
+    """Patch rotary embeddings whose frequencies depend on length to treat each sequence by itself.
 
     Args:
         model_class: a PreTrainedModel class; the modules it and its bases come from are searched.
@@ -46,7 +46,7 @@ def _depends_on_length(kind: str) -> bool:
 
 
 def _rope_types(config: Any) -> Iterator[str]:
-    """Go through the kinds of rope a config and its inner configs name, a layer type each or one for all."""
+    """Yield the types of rope in a config and its inner configs, one a layer type or one for all."""
     inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
     for source in (config, *inner):
         parameters = getattr(source, "rope_parameters", None) or {}
@@ -92,7 +92,7 @@ def _original_length(rotary: Any, kind: str, layer_type: str | None) -> int:
 
 
 def _refuse_unknown_lengths(rotary: nn.Module, kind: str, limit: int, *, sharded: bool) -> None:
-    """Refuse where the length of every sequence cannot be looked at on the host."""
+    """Refuse a length-dependent rope where the host does not know every sequence's length."""
     where = "under context parallelism" if sharded else "in a recorded step" if shapes_are_static() else None
     if where is not None:
         raise ValueError(
@@ -111,7 +111,7 @@ def _one_by_one(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, ...]:
-    """Compute the short sequences in one call and every long one in its own; lengths are read once a pack."""
+    """Compute rotary embeddings of short sequences in one call and of every long one in its own."""
     lengths = pack.real_lengths
     is_long = torch.tensor([n > limit for n in lengths]).repeat_interleave(torch.tensor(pack.lengths))
     is_long = is_long.to(position_ids.device)
@@ -141,7 +141,7 @@ def _place(value: Tensor, whole: Tensor, end: int) -> Tensor:
 def _forget_and_run(
     forward: Callable[..., Any], rotary: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a rotary embedding as if it had never met a longer sequence."""
+    """Run a rotary embedding with its original frequencies, as if it had seen no longer sequence."""
     layer_type = kwargs.get("layer_type", args[0] if args else None)
     kind, prefix = (
         (rotary.rope_type, "") if layer_type is None else (rotary.rope_type[layer_type], f"{layer_type}_")

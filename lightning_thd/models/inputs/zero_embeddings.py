@@ -23,7 +23,7 @@ _TINY_HALF = 2.0**-11  # of float16: the square is one of its smallest numbers
 
 
 def adopt_zero_embeddings(model_class: type) -> None:
-    """Teach the embeddings of models with alternating updates, Gemma3n and its kind, about padding.
+    """Patch the embeddings of Gemma3n and its kind, whose zero rows for padding give NaN gradients.
 
     Args:
         model_class: a PreTrainedModel class; the modules it and its bases come from are searched.

@@ -1,1 +1,1 @@
-"""Recurrent layers on shards of packs: states are passed from rank to rank in place of gathering packs."""
+"""Recurrent layers on context-parallel shards: ranks pass states on instead of gathering packs."""

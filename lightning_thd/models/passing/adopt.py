@@ -1,4 +1,4 @@
-"""transformers' convolutions, scans and delta rules -> the same, which know shards when a layer runs on one.
+"""transformers' convolutions, scans and delta rules -> the same functions, able to run on shards.
 
 The layers of transformers call them by the names of their module. Each is replaced there once: outside a
 shard it does what it did; inside, it works with the other ranks on the slots of the pack.
@@ -28,7 +28,7 @@ _STATE.running = None
 
 
 class _Running:
-    """A layer that is running on a shard, and what of it has been called."""
+    """A layer that runs on a shard, and the names of the functions it has called."""
 
     def __init__(self, layout: ShardLayout) -> None:
         self.layout = layout
@@ -50,7 +50,7 @@ def scan_state_space(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **options: Any,
 ) -> Tensor:
-    """Scan a shard in place of ``mamba2_chunk_scan``, whose arguments these are; see ``StateSpace``."""
+    """Scan a shard in place of transformers' ``mamba2_chunk_scan``, with the same arguments."""
     others = _others(options, refused=("z", "initial_states"))
     if dt.dtype in (torch.float16, torch.bfloat16):
         dt = dt.float()
@@ -77,7 +77,7 @@ def run_delta_rule(
     beta: Tensor,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Run a delta rule on a shard, with the arguments of transformers' functions; see ``DeltaRule``."""
+    """Run a delta rule on a shard, in place of transformers' function, with the same arguments."""
     others = _others(options, refused=("initial_state",))
     recurrence = DeltaRule(
         rule=original, options=others, state_shape=(value.shape[-2], key.shape[-1], value.shape[-1])
@@ -99,7 +99,7 @@ def _convolve(
 
 
 def _others(options: dict[str, Any], *, refused: tuple[str, ...]) -> dict[str, Any]:
-    """Keep what a kernel is told beside what shards tell it themselves; refuse what they cannot honour."""
+    """Return a kernel's options without those that shards set themselves; refuse unsupported ones."""
     for name in refused:
         if options.get(name) is not None:
             raise ValueError(
@@ -110,7 +110,7 @@ def _others(options: dict[str, Any], *, refused: tuple[str, ...]) -> dict[str, A
 
 
 def _no_fused_path(*_: Any, **__: Any) -> None:
-    """Answer for the kernel that does convolution and scan at once: not available, as without it."""
+    """Stand in for a kernel that fuses convolution and scan, and report it as unavailable."""
 
 
 _OWN_OPTIONS: Final = (
@@ -134,7 +134,7 @@ _CONVOLUTION_ALONE: Final = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm
 
 
 def adopt_functions(layer: type) -> frozenset[str]:
-    """Make what a layer's forward calls aware of shards.
+    """Patch the convolution and scan functions that a layer calls, so that they handle shards.
 
     Args:
         layer: a class of transformers, its forward still its own.
@@ -208,7 +208,7 @@ def _aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_in(forward: Callable[..., Any], depth: int = 4) -> set[str]:
-    """Collect the global names in a function and those its decorators hide; 5.15 hides without a trace."""
+    """Collect the global names used in a function and in functions that its decorators wrap."""
     code = getattr(forward, "__code__", None)
     if code is None or depth == 0:
         return set()

@@ -1,4 +1,4 @@
-"""The causal convolution of one rank's shard -> its output, with the inputs before each stretch brought here.
+"""The input of a causal convolution on one rank's shard -> its output, with earlier inputs from other ranks.
 
 A convolution of width W reaches W - 1 slots back, as a window of attention does: the exchange and the
 stretches are planned by the same functions.
@@ -22,7 +22,7 @@ from lightning_thd.parallel.exchange import exchange_rows, keep_path
 
 
 class _Reach(NamedTuple):
-    """Stretches with what comes before them: where their rows lie, their groups, and which rows are own."""
+    """Stretches with the inputs before them: the slots of their rows, their groups, and this rank's rows."""
 
     rows: Tensor
     groups: Groups
@@ -37,7 +37,7 @@ def convolve_shard(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """Convolve the stretches of a shard; a collective.
+    """Run a causal convolution over the stretches of a shard; a collective.
 
     Args:
         original: convolves rows ``[R, C, L]`` that begin with a sequence.

@@ -1,4 +1,4 @@
-"""Inputs of a recurrent layer, row by row -> its output, the state it leaves, and how it changes a state.
+"""Rows of a recurrent layer's inputs -> its outputs, last states, and how a row changes an entering state.
 
 Two kinds. State-space duality (Mamba-2): the state decays by one number a head and slot. The gated delta
 rule (Gated DeltaNet, Kimi Delta Attention): it is multiplied by a matrix a head and slot. Either is linear in
@@ -21,7 +21,7 @@ Inputs = tuple[Tensor, ...]
 
 
 class Spanned(NamedTuple):
-    """What a stretch does that a state enters later.
+    """The result of a stretch run before its entering state is known, and how that state changes it.
 
     Attributes:
         out: ``[R, L, H, V]``, its output without one.
@@ -37,24 +37,24 @@ class Spanned(NamedTuple):
 
 
 class Recurrence(Protocol):
-    """A recurrent layer without its projections; rows are padded with zeros at their ends."""
+    """The recurrence of a layer without its projections, on rows padded with zeros at their ends."""
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Sizes of a state of one row."""
+        """Return the sizes of one row's state."""
 
     @property
     def change_shape(self) -> tuple[int, ...]:
-        """Sizes of a change of one row."""
+        """Return the sizes of one row's change of a state."""
 
     def run(self, inputs: Inputs, entering: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return output and last state of rows."""
+        """Return the output and last state of rows, from an entering state or none."""
 
     def span(self, inputs: Inputs) -> Spanned:
-        """Run rows that a state will enter."""
+        """Run rows whose entering state comes later from another rank."""
 
     def carry(self, change: Tensor, state: Tensor) -> Tensor:
-        """Return what becomes of states ``[R, ...]`` behind stretches of these changes."""
+        """Return states ``[R, ...]`` as they leave stretches that change them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,11 +77,11 @@ class StateSpace:
 
     @property
     def change_shape(self) -> tuple[int, ...]:
-        """One number a head."""
+        """Return the sizes of a change: one factor a head."""
         return self.state_shape[:1]
 
     def run(self, inputs: Inputs, entering: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Scan rows; the time steps are final, and zero in the padding, which leaves the state as it is."""
+        """Scan rows of a state-space layer; zero time steps in the padding leave the state as it is."""
         x, dt, b, c = inputs
         out, state = self.scan(
             x,
@@ -97,7 +97,7 @@ class StateSpace:
         return out, state
 
     def span(self, inputs: Inputs) -> Spanned:
-        """Scan rows; what enters has decayed by ``exp(A dt)`` of all slots so far where it is read."""
+        """Scan rows whose entering state comes later and has decayed by ``exp(A dt)`` of each slot so far."""
         out, state = self.run(inputs, None)
         _, dt, _, c = inputs
         fell = (dt * self.decay).cumsum(1).exp()
@@ -110,7 +110,7 @@ class StateSpace:
         return Spanned(out, state, fell[:, -1].to(state.dtype), read)
 
     def carry(self, change: Tensor, state: Tensor) -> Tensor:
-        """Let states decay."""
+        """Multiply states by the decay of their stretches."""
         return change[..., None, None] * state
 
 
@@ -130,12 +130,12 @@ class DeltaRule:
 
     @property
     def change_shape(self) -> tuple[int, ...]:
-        """A matrix a head."""
+        """Return the sizes of a change: one matrix a head."""
         heads, keys, _ = self.state_shape
         return heads, keys, keys
 
     def run(self, inputs: Inputs, entering: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Run rows; keys, gates and beta are zero in the padding, which leaves the state as it is."""
+        """Run rows of the gated delta rule; zeros in the padding leave the state as it is."""
         q, k, v, g, beta = inputs
         out, state = self.rule(
             q, k, v, g=g, beta=beta, initial_state=entering, output_final_state=True, **self.options
@@ -143,7 +143,7 @@ class DeltaRule:
         return out, state
 
     def span(self, inputs: Inputs) -> Spanned:
-        """Run rows with the identity beside the state: its columns, which do not mix, become the change."""
+        """Run rows whose entering state comes later, with an identity state that becomes their change."""
         q, k, v, g, beta = inputs
         heads, keys, values = self.state_shape
         wide = torch.cat([v, v.new_zeros(*v.shape[:-1], keys)], dim=-1)
@@ -159,5 +159,5 @@ class DeltaRule:
         return Spanned(out[..., :values], state[..., :values], state[..., values:], read)
 
     def carry(self, change: Tensor, state: Tensor) -> Tensor:
-        """Multiply states by matrices."""
+        """Multiply states by the change matrices of their stretches."""
         return change @ state

@@ -27,14 +27,14 @@ from lightning_thd.parallel.shard import gather_pack
 
 
 class _Rows(NamedTuple):
-    """Stretches of similar length as rows: which of their kind, and their slots, N where none is."""
+    """Rows of stretches of similar length: their numbers and their slots, N where there is padding."""
 
     members: Tensor
     slots: Tensor
 
 
 class _At(NamedTuple):
-    """A plan on the device: rows of each kind of stretch, where each slot's output lies, and the steps."""
+    """The plan of a shard's stretches as index tensors on the device."""
 
     plan: StatePlan
     whole: list[_Rows]
@@ -102,7 +102,7 @@ def _pass(
     some: Tensor,
     layout: ShardLayout,
 ) -> Tensor:
-    """Exchange states and changes and return those that enter, of spanning and then of closing stretches."""
+    """Exchange states and changes, and return the states that enter this rank's stretches; a collective."""
     kept = torch.float64 if some.dtype == torch.float64 else torch.float32  # on ranks without any, too
     none = some.new_zeros(0, dtype=kept)
     left = [*_in_order(opened, at.opening), *_in_order([one.state for one in spanned], at.spanning)]
@@ -124,7 +124,7 @@ def _pass(
 
 
 def _in_order(found: list[Tensor], rows: Sequence[_Rows]) -> list[Tensor]:
-    """Lay what groups of rows gave in the order of their stretches."""
+    """Reorder the results of groups of rows to the order of their stretches."""
     if not found:
         return []
     members = torch.cat([one.members for one in rows])
@@ -134,7 +134,7 @@ def _in_order(found: list[Tensor], rows: Sequence[_Rows]) -> list[Tensor]:
 def _exchange(
     recurrence: Recurrence, at: _At, states: Tensor, changes: Tensor, some: Tensor, layout: ShardLayout
 ) -> tuple[Tensor, Tensor]:
-    """Send each rank its states and changes in one message, and return those received."""
+    """Send each rank its states and changes in one message, and return those received; a collective."""
     assert layout.group is not None
     parts = [
         torch.cat([states.index_select(0, s).flatten(), changes.index_select(0, c).flatten()])
@@ -157,7 +157,7 @@ def _exchange(
 def _received(
     recurrence: Recurrence, inputs: Inputs, plan: StatePlan, layout: ShardLayout
 ) -> tuple[int, int]:
-    """Bytes of states that the rank with most receives or sends, and of the inputs that gathering brings."""
+    """Return the bytes that passing states moves on the busiest rank, and those that gathering would."""
     sizes = np.array([math.prod(recurrence.state_shape), math.prod(recurrence.change_shape)])
     element = 8 if inputs[0].dtype == torch.float64 else 4
     moved = (plan.moved @ sizes) * element
@@ -166,7 +166,7 @@ def _received(
 
 
 def _on_pack(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> Tensor:
-    """Gather the inputs, run whole sequences, and keep this rank's slots."""
+    """Gather the inputs, run whole sequences, and keep this rank's slots; a collective."""
     gathered = tuple(gather_pack(x, layout) for x in inputs)
     padded = tuple(torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in gathered)
     key = "recurrences of the pack"
@@ -207,7 +207,7 @@ _HostRows: TypeAlias = list[tuple[Ints, Ints]]
 
 
 def _group(kind: Ints, slots: int) -> _HostRows:
-    """Sort stretches of first rows and lengths ``[2, P]`` into groups of similar length, on the host."""
+    """Sort stretches, by first row and length ``[2, P]``, into groups of similar length, on the host."""
     first, lengths = kind
     rows = np.append(ranges(first, first + lengths), slots)
     return [
@@ -221,7 +221,7 @@ def _put(groups: _HostRows, layout: ShardLayout) -> list[_Rows]:
 
 
 def _back(kinds: list[_HostRows], slots: int) -> Ints:
-    """Say where the output of every slot lies when all groups are laid end to end."""
+    """Return the position of every slot's output when all groups are laid end to end."""
     flat = np.concatenate([rows.ravel() for kind in kinds for _, rows in kind])
     back = np.empty(slots, dtype=np.int64)
     real = flat < slots

@@ -1,4 +1,4 @@
-"""A model -> whether the sequences of a pack see each other in it."""
+"""A model -> a check that no sequence of a pack sees another in it."""
 
 from lightning_thd.models.probe.probe import check_packing
 from lightning_thd.models.probe.report import PackingLeakError, PackingReport

@@ -43,7 +43,7 @@ def random_pack(model: nn.Module, vocab_size: int | None, lengths: Sequence[int]
 
 
 def _ordinary_tokens(model: nn.Module, vocab_size: int) -> Tensor:
-    """Every token but those a config gives a meaning, such as the placeholder of an image."""
+    """Return all token ids but those a config gives a meaning, such as an image's placeholder."""
     config = getattr(model, "config", None)
     special: set[int] = set()
     for source in (config, text_config(config)):
@@ -61,7 +61,7 @@ def text_config(config: Any) -> Any:
 
 
 def embedding_of(model: nn.Module) -> nn.Embedding:
-    """Return the token embedding of a model, whose output the gradients are asked for."""
+    """Return the token embedding of a model, at whose output gradients are measured."""
     get = getattr(model, "get_input_embeddings", None)
     found = get() if get is not None else None
     if found is None:
@@ -77,7 +77,7 @@ def embedding_of(model: nn.Module) -> nn.Embedding:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Generator[None]:
-    """Put the model in eval mode and back, module by module, and leave the random state as it was.
+    """Switch the model to eval mode inside this context, and restore modes and random state after it.
 
     A compiled model runs as it is written: its graphs would pass by the hooks that look inside.
     """
@@ -93,7 +93,7 @@ def undisturbed(model: nn.Module) -> Generator[None]:
 
 
 def default_forward(model: nn.Module) -> Forward:
-    """Return how a model is called where the user did not say."""
+    """Return the function that calls a model on a batch, for users who gave none."""
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         return lambda model, batch: model(batch)
 

@@ -112,7 +112,7 @@ def check_packing(
 
 
 class _Probe:
-    """The runs of one check; kept apart so that the measured tensors have names."""
+    """The model runs of one leak check, and the batches they use."""
 
     def __init__(self, model: nn.Module, run: Forward, batch: THDBatch, *, grad: bool) -> None:
         self.model = model
@@ -131,7 +131,7 @@ class _Probe:
         self._measure()
 
     def changed(self, index: int) -> THDBatch:
-        """The pack with every token of one sequence replaced."""
+        """Return the pack with every token of one sequence replaced."""
         ids = self.batch.input_ids.clone()
         own = slots_of(self.batch, index)
         spare = torch.unique(ids)
@@ -141,12 +141,12 @@ class _Probe:
         return self.batch.replace(input_ids=ids)
 
     def alone(self, index: int) -> THDBatch:
-        """One sequence as a pack of its own."""
+        """Return one sequence as a pack of its own."""
         ids = self.batch.input_ids[slots_of(self.batch, index)]
         return THDBatch.collate([{"input_ids": ids.cpu()}]).to(ids.device)
 
     def logits(self, batch: THDBatch) -> Tensor:
-        """Run the model; ``[T, V]``."""
+        """Return the model's logits of a pack, ``[T, V]``."""
         output = self.run(self.model, batch)
         output = getattr(output, "logits", output)
         if isinstance(output, tuple):
@@ -222,7 +222,7 @@ class _Probe:
         self._look_ahead(whole, wanted, order[-1], scale)
 
     def _look_ahead(self, whole: Tensor, wanted: dict[int, Tensor], index: int, scale: float) -> None:
-        """Change the last token of the longest sequence; earlier ones may move only if stock's do."""
+        """Check causality: change a last token, and see whether earlier logits move, here and in stock."""
         own = slots_of(self.batch, index)
         changed = self.changed(index).input_ids
         later = self.batch.input_ids.clone()
@@ -262,7 +262,7 @@ class _Probe:
 
     @contextmanager
     def _inputs_watched(self) -> Generator[None]:
-        """Make the output of the embedding a leaf of its own, whose gradient can be asked for."""
+        """Make the embedding's output a leaf in this context, so that its gradient can be read."""
         if not self.grad:
             yield
             return
@@ -300,7 +300,7 @@ class _Probe:
         )
 
     def culprit(self, report: PackingReport) -> str | None:
-        """Run the two batches that differ once more, looking at every module."""
+        """Return the first module at which the two runs that should agree differ, or None."""
         with torch.no_grad():
             if report.leak > report.leak_tolerance:
                 own = slots_of(self.batch, self.leaking)

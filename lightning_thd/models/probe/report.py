@@ -10,7 +10,7 @@ _SOFTMAX = 1e-5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingReport:
-    """What the probe measured; all numbers relative to the largest one of their kind.
+    """The errors the leak probe measured, each relative to the largest value of its kind.
 
     Attributes:
         model: class of the model.
@@ -51,38 +51,38 @@ class PackingReport:
 
     @property
     def leaks(self) -> bool:
-        """Whether a sequence sees another one."""
+        """Return whether a sequence sees another one."""
         # Written so that NaN counts as a leak.
         return not (self.leak <= self.leak_tolerance and (self.gradient_leak or 0.0) <= self.leak_tolerance)
 
     @property
     def same(self) -> bool:
-        """Whether the same call gives the same, packed and alone."""
+        """Return whether sequences give the same logits and gradients in the pack and alone."""
         return self.error <= self.tolerance and (self.gradient_error or 0.0) <= self.tolerance
 
     @property
     def ok(self) -> bool:
-        """Whether the pack gives what its sequences give alone."""
+        """Return whether the pack passes every check."""
         return self.same and not self.leaks and self.matches_stock and self.causal and self.pads_are_inert
 
     @property
     def matches_stock(self) -> bool:
-        """Whether stock eager attention gives the same, as far as it was asked."""
+        """Return whether stock eager attention gives the same logits, where it was run."""
         return self.reference_error is None or self.reference_error <= self.reference_tolerance
 
     @property
     def reference_tolerance(self) -> float:
-        """What ``reference_error`` may be: stock eager attention takes its softmax in fp32 at best."""
+        """Return the largest allowed ``reference_error``: stock softmax is in fp32 at best."""
         return max(self.tolerance, _SOFTMAX)
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one of its sequence, as far as that was asked."""
+        """Return whether no token sees a later one of its sequence, where that was checked."""
         return self.causality_leak is None or self.causality_leak <= self.leak_tolerance
 
     @property
     def pads_are_inert(self) -> bool:
-        """Whether a trailing pad leaves gradients finite and equal, as far as that was asked."""
+        """Return whether a trailing pad leaves gradients equal and finite, where checked."""
         return self.pad_error is None or self.pad_error <= self.tolerance
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class PackingReport:
 
 
 class PackingLeakError(RuntimeError):
-    """A pack does not give what its sequences give alone.
+    """Raised when a pack gives other results than its sequences give alone.
 
     Attributes:
         report: the numbers, and the module.

@@ -23,7 +23,7 @@ _LIMITS = (
 
 
 def is_stock(model: nn.Module) -> bool:
-    """Say whether a model has a transformers config that names its attention."""
+    """Return whether a model has a transformers config that names its attention."""
     return bool(_configs(model))
 
 
@@ -50,7 +50,7 @@ def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
 
 
 def lengths_to_reach(model: nn.Module, longest: int) -> tuple[list[int], list[str]]:
-    """Find the lengths beyond which a model treats a sequence otherwise: windows, chunks, ropes.
+    """Find sequence lengths beyond which windows, chunks or ropes make a model compute differently.
 
     Args:
         model: with a transformers config, or any.
@@ -79,7 +79,7 @@ def _limits(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Every config that a layer of the model asks for its attention, each once; a tower's is left out."""
+    """Return the configs that layers ask for their attention, except a vision tower's."""
     found: dict[int, Any] = {}
     root: Any = getattr(model, "config", None)
     for module in model.modules():

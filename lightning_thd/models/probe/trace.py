@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class _Call(NamedTuple):
-    """Inputs and outputs of one call of one module, cut down to the rows that are compared."""
+    """The inputs and outputs of one call of a module, cut down to the rows that are compared."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -72,7 +72,7 @@ def _agree(ours: Iterable[Tensor], theirs: Iterable[Tensor], tolerance: float) -
 
 @contextmanager
 def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
-    """Keep the per-token tensors of every call of every module; for packs of a few dozen tokens."""
+    """Record the per-token tensors of every call of every module, for packs of a few dozen tokens."""
     calls: dict[_Key, _Call] = {}
     counts: defaultdict[str, int] = defaultdict(int)
     handles = []
@@ -100,7 +100,7 @@ def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
 
 
 def _find_slots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """T: the first call that ends is the embedding's, of ids ``[1, T]`` or ``[T]``."""
+    """Return T from the arguments of the first call that ends, the embedding's: ids ``[1, T]`` or ``[T]``."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             return [value.numel()]

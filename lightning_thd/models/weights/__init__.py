@@ -1,4 +1,4 @@
-"""Models built without memory -> the weights a rank keeps of them, drawn by name or read from a folder."""
+"""Models built on the meta device -> the weights that a rank keeps, drawn by name or read from a folder."""
 
 from lightning_thd.models.weights.drawn import draw_weights
 from lightning_thd.models.weights.read import postponed_reading, read_weights, require_unchanged

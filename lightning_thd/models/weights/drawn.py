@@ -20,7 +20,7 @@ from lightning_thd._imports import available
 
 
 def draw_weights(module: nn.Module, device: torch.device, *, seed: int) -> None:
-    """Give all that lies on the meta device memory and its initial values, in place.
+    """Allocate everything on the meta device and set its initial values, in place.
 
     Modules of a transformers model are filled by its ``_init_weights``, others by their
     ``reset_parameters()``; buffers such as a rope's frequencies are computed there too.
@@ -78,7 +78,7 @@ def _like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _unset(dtype: torch.dtype) -> float | int:
-    """Return what marks a value that nobody has set."""
+    """Return the value that marks an entry as not set yet: NaN, or the largest integer."""
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
 
 
@@ -90,7 +90,7 @@ def _is_unset(tensor: Tensor) -> bool:
 
 
 def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
-    """Call every owner of unset tensors, children before parents as transformers does."""
+    """Call the initialiser of every module that owns unset tensors, children before parents."""
     adapters: dict[str, Any] = {}
     owners: Counter[int] = Counter()
     for child in module.modules():
@@ -153,7 +153,7 @@ def _seed_of(name: str, seed: int) -> int:
 
 @contextlib.contextmanager
 def _untouched(tensors: list[Tensor]) -> Generator[None]:
-    """Tell transformers' functions to leave tensors alone that have values."""
+    """Mark tensors in this context so that transformers' initialisers leave them alone."""
     marked = [tensor for tensor in tensors if not hasattr(tensor, "_is_hf_initialized")]
     for tensor in marked:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -166,7 +166,7 @@ def _untouched(tensors: list[Tensor]) -> Generator[None]:
 
 @contextlib.contextmanager
 def _seeded(names: Mapping[int, str], seed: int) -> Generator[None]:
-    """Seed every call that fills a named tensor by the name: some models fill many in one go."""
+    """Seed every call that fills a named tensor by that name, inside this context."""
     if not available("transformers"):
         yield
         return

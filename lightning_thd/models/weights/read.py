@@ -20,7 +20,7 @@ _ATTRIBUTE = "_thd_unread"
 
 @dataclass(frozen=True, slots=True)
 class _Unread:
-    """What a model built by ``from_pretrained`` still has to read.
+    """A model built by ``from_pretrained`` on the meta device whose tensors are still to be read.
 
     Attributes:
         skeleton: a copy of it on the meta device.
@@ -42,7 +42,7 @@ class _Unread:
 
 @contextlib.contextmanager
 def postponed_reading() -> Generator[None]:
-    """Make ``from_pretrained`` build models on the meta device; ``read_weights`` reads what is kept of them.
+    """Make ``from_pretrained`` build models on the meta device, without reading weights.
 
     Folders of safetensors alone are postponed. Others, quantised models and those with a ``device_map`` are
     read at once, as always.
@@ -151,7 +151,7 @@ def _read(module: nn.Module, unread: _Unread) -> None:
 
 
 def _check(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> None:
-    """Raise for what did not fit, and warn of what the folder lacks."""
+    """Raise for tensors that do not fit the model, and warn of those the folder lacks."""
     wrong = [*map(str, found.mismatched_keys), *map(str, found.conversion_errors), *found.error_msgs]
     if wrong:
         raise ValueError(
@@ -180,7 +180,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 
 def _as(wanted: Tensor, new: Tensor) -> Tensor:
-    """Return a tensor that was read as what stands in the model: its dtype, and whether it is trained."""
+    """Return a tensor with the dtype and ``requires_grad`` of the one it replaces."""
     data = new.detach().to(wanted.dtype)
     return nn.Parameter(data, wanted.requires_grad) if isinstance(wanted, nn.Parameter) else data
 

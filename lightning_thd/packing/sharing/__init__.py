@@ -1,4 +1,4 @@
-"""Steps whose sequences are shared by 1, 2, 4, ... ranks: degrees, groups, and the plan of a step."""
+"""Steps whose long sequences are shared by 1, 2, 4, ... ranks: degrees, groups, and plans."""
 
 from lightning_thd.packing.sharing.degrees import Sharing, check_tiling
 from lightning_thd.packing.sharing.groups import SharedBins, share_out

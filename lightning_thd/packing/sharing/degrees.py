@@ -1,4 +1,4 @@
-"""How many ranks may share a sequence -> degrees, their alignment, and what a group offers."""
+"""The most ranks that may share a sequence -> degrees, their alignment, and the slots of a group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EXCHANGE = 0.02  # of a token's work: keys of 8 heads of 128 in 32 layers of 7e
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """How many ranks may share a sequence, and what that costs.
+    """How many ranks may share a sequence (its degree), and the cost of their exchange.
 
     Attributes:
         max_degree: most ranks of a group, a power of two.
@@ -51,12 +51,12 @@ class Sharing:
 
     @property
     def degrees(self) -> list[int]:
-        """1, 2, 4, ... up to ``max_degree``."""
+        """Return the degrees: 1, 2, 4, ... up to ``max_degree``."""
         return [1 << i for i in range(self.max_degree.bit_length())]
 
     @property
     def exchanges(self) -> list[float]:
-        """What the exchange costs for each slot of a rank, at every degree."""
+        """Return the cost of the exchange for each slot of a rank, at every degree."""
         if self.exchange is None:
             return [_EXCHANGE * (degree - 1) for degree in self.degrees]
         return [0.0, *self.exchange]
@@ -70,7 +70,7 @@ class Sharing:
         )
 
     def room(self, capacity: int, degree: int) -> tuple[int, int]:
-        """Slots that a group offers in all, and what padded lengths in it are multiples of."""
+        """Return all slots of a group, and the multiple that padded lengths in it must be of."""
         align = self.align(degree)
         if align is None:
             return capacity * degree, 1
@@ -78,7 +78,7 @@ class Sharing:
 
 
 def check_tiling(ranks: int, max_degree: int) -> None:
-    """Refuse ranks that groups of the largest degree do not tile.
+    """Refuse a number of ranks that groups of the largest degree do not divide.
 
     Raises:
         ValueError: saying which degrees do.

@@ -35,7 +35,7 @@ _MORE_MICROBATCHES = 8  # beyond the fewest that hold all slots, before a plan i
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SharedBins:
-    """Which sequences each group runs.
+    """The sequences of each group of ranks, and which ranks and microbatch the group is.
 
     Attributes:
         order: int64 ``[S]``, positions of the sequences, group after group.
@@ -99,7 +99,7 @@ def share_out(
 
 
 def _best_plan(tables: Tables, ranks: int, counts: range, filling: float) -> SharedBins | None:
-    """Try numbers of microbatches, the fewest first; keep the plan whose slowest ranks take least time."""
+    """Try several numbers of microbatches and keep the plan whose slowest ranks take least time."""
     best, least, last = None, math.inf, counts.stop
     enough = _EVEN_ENOUGH * tables.least_time(ranks)
     tries = [(slack, tables.worth(waste)) for slack, waste in _TRIES]
@@ -125,7 +125,7 @@ def _best_plan(tables: Tables, ranks: int, counts: range, filling: float) -> Sha
 def _plan(
     tables: Tables, ranks: int, count: int, slack: float, worth: BoolArray, filling: BoolArray
 ) -> SharedBins | None:
-    """Share the long, seat like with like, and fill all seats with the short up to one level."""
+    """Plan a step of given microbatches: share long sequences, then fill all groups up to one level."""
     columns = np.arange(tables.load.shape[1])
     load = tables.load[tables.least, columns]
     even = float((load * np.array(tables.degrees)[tables.least]).sum()) / (ranks * count)
@@ -141,7 +141,7 @@ def _plan(
 
 
 def _seat(seats: Seats) -> SharedBins:
-    """Lay the groups of a microbatch, largest first, over the ranks: powers of two then begin aligned."""
+    """Assign a microbatch's groups to ranks, largest first, so that each starts at a multiple of its size."""
     load, index, home = np.array(seats.load), np.array(seats.degree), np.array(seats.home)
     microbatch = np.array(seats.microbatch)
     laid = np.lexsort((-load, -index, microbatch))

@@ -35,12 +35,12 @@ class SharedStepPlan(StepPlan):
     degrees: IntArray
 
     def leads(self, rank: int) -> list[bool]:
-        """Say of which of its microbatches a rank is the first of the group, which counts for all."""
+        """Return for each microbatch of a rank whether it is the first rank of its group."""
         return [rank % int(degree) == 0 for degree in self.degrees[rank]]
 
 
 class SharedPlanner(PackPlanner):
-    """Plans of the steps of every epoch, with degrees, ranks and microbatches planned together.
+    """Plans the steps of every epoch, with degrees, ranks and microbatches planned together.
 
     Args:
         lengths: tokens of each sequence, as ``PackPlanner`` takes them.
@@ -82,7 +82,7 @@ class SharedPlanner(PackPlanner):
             self.settings["capacity"] = None
 
     def step(self, epoch: int, k: int, dp: int = 1) -> SharedStepPlan:
-        """Plan a step without touching the ones before it; see ``PackPlanner.step``.
+        """Return the plan of a step without computing those before it; see ``PackPlanner.step``.
 
         Raises:
             IndexError: for a step past the end of the epoch.
@@ -114,7 +114,7 @@ class SharedPlanner(PackPlanner):
 
 
 def _group_of_seats(bins: SharedBins, dp: int) -> IntArray:
-    """int64 ``[dp, M]``, the number of the group that each rank runs in each microbatch."""
+    """Return the number of the group that each rank runs in each microbatch, int64 ``[dp, M]``."""
     group = np.repeat(np.arange(len(bins.degree)), bins.degree)
     within = np.arange(len(group)) - np.repeat(np.cumsum(bins.degree) - bins.degree, bins.degree)
     seats = np.empty((dp, bins.num_microbatches), dtype=np.int64)

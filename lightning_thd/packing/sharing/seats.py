@@ -1,4 +1,4 @@
-"""Tables of a step, ranks, microbatches -> groups: long sequences shared, short ones wherever there is room.
+"""Slots and work of sequences, ranks, microbatches -> groups: long sequences shared, short ones filled in.
 
 Legend: S sequences, R ranks, M microbatches, a seat is one rank in one microbatch.
 """
@@ -16,7 +16,7 @@ _RECENT = 8  # groups that are tried before another is opened
 
 
 class Seats:
-    """Groups that are being filled; lists, as one entry is read and written at a time.
+    """Groups of ranks that are being filled with the sequences of a step.
 
     Attributes:
         degree: index of each group's degree.
@@ -59,7 +59,7 @@ class Seats:
             rest = rest[late]
 
     def _open(self, microbatch: int, sequences: list[int], chosen: IntArray, level: float) -> list[int]:
-        """Seat what fits one microbatch; return the places of the sequences that do not."""
+        """Open groups for sequences that fit one microbatch; return the positions of those that do not."""
         degrees, room, seats, late = self.tables.degrees, self.tables.room, self.ranks, []
         slots = self.tables.slots[chosen, sequences].tolist()
         loads = self.tables.load[chosen, sequences].tolist()
@@ -89,7 +89,7 @@ class Seats:
         return len(self.degree) - 1
 
     def add_singles(self) -> None:
-        """Make every seat that no group has taken a group of its own."""
+        """Make every free seat (rank and microbatch) a group of one rank."""
         taken = np.bincount(
             self.microbatch, np.array(self.tables.degrees)[self.degree], minlength=self.count
         ).astype(np.int64)
@@ -101,7 +101,7 @@ class Seats:
         self.microbatch += np.repeat(np.arange(self.count), left).tolist()
 
     def rooms(self, work: float) -> FloatArray:
-        """Say how much of the work that is left each group takes until all of its microbatch are even.
+        """Return how much of the remaining work each group takes to even out its microbatch, then all.
 
         A microbatch waits for its heaviest group anyway, so the others are filled up to that; what is left
         over is spread evenly, as water finds its level.
@@ -120,7 +120,7 @@ class Seats:
         return room
 
     def fill(self, short: IntArray, room: Sequence[float], worth: BoolArray) -> bool:
-        """Put each sequence, longest first, into the group with most room for work that has slots for it.
+        """Put each sequence, longest first, into the group with free slots and most room for work.
 
         A group without the slots for one sequence waits until the sequences, which get shorter, fit it again.
         One whose exchange is not worth it for a sequence is not for shorter ones either.

@@ -20,7 +20,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Tables:
-    """What every sequence takes at every degree.
+    """The slots and work of every sequence at every degree.
 
     Attributes:
         degrees: 1, 2, 4, ...
@@ -40,7 +40,7 @@ class Tables:
     def of(
         cls, lengths: IntArray, capacity: int, sharing: Sharing, cost: Callable[[IntArray], FloatArray]
     ) -> Tables:
-        """Work them out.
+        """Compute the tables of given lengths, capacity and cost.
 
         Raises:
             ValueError: for a sequence that fits at no degree, and what to set.
@@ -65,18 +65,18 @@ class Tables:
 
     @property
     def possible(self) -> BoolArray:
-        """Bool ``[C, S]``, degrees that hold the sequence."""
+        """Return which degrees hold each sequence, bool ``[C, S]``."""
         held: BoolArray = np.arange(len(self.degrees))[:, None] >= self.least
         return held
 
     def worth(self, waste: float) -> BoolArray:
-        """Bool ``[C, S]``, degrees whose work in all is at most ``waste`` times that of the cheapest."""
+        """Return which degrees cost at most ``waste`` times the cheapest one's work, bool ``[C, S]``."""
         spent = np.where(self.possible, self.load * np.array(self.degrees)[:, None], np.inf)
         within: BoolArray = self.possible & (spent <= waste * spent.min(axis=0))
         return within
 
     def even_time(self, ranks: int) -> float:
-        """Say what a step takes if all work, at the cheapest degrees, is shared evenly by R ranks."""
+        """Return the time of a step if all work, at the cheapest degrees, were spread evenly over R ranks."""
         return float(self._cheapest().sum()) / ranks
 
     def _cheapest(self) -> FloatArray:
@@ -86,7 +86,7 @@ class Tables:
         return work
 
     def least_time(self, ranks: int) -> float:
-        """Say what the slowest ranks of all microbatches take in any plan, in work.
+        """Return a lower bound on a step's time, in work, summed over its microbatches.
 
         One microbatch takes at least as long as the heaviest sequence on the most ranks. In that time all
         ranks together do at most their number times that, and no more than the sequences of most work a slot
