@@ -55,7 +55,7 @@ def seqlens_offsets(
     mask: MaskFamily,
     max_segments: int,
 ) -> SegmentLayout:
-    """Count and find what attention visits of every segment. Nothing is read back from the device.
+    """Compute lengths and offsets of the segments that attention visits, without reading the device.
 
     Args:
         ids_q: int32 or int64 ``[..., Tq]``, in ``[0, max_segments]``.
@@ -94,14 +94,14 @@ def seqlens_offsets(
 
 
 def _keys(ids: Tensor, pos: Tensor | None, mask: MaskFamily) -> Tensor:
-    """Give every slot the number by which a query reaches a key."""
+    """Return for every slot the key by which queries find the keys they may see."""
     if mask == "padding" or pos is None:
         return ids.new_zeros(()).expand(ids.shape)
     return pos if mask == "causal" else pos - _run_lengths(ids)
 
 
 def _run_lengths(ids: Tensor) -> Tensor:
-    """Tell every slot the length of the run of equal ids it stands in; int32."""
+    """Return for every slot the length of the run of equal ids it stands in; int32."""
     run = torch.cumsum(_run_starts(ids), -1, dtype=torch.int64).sub_(1)
     counts = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
     counts.scatter_add_(-1, run, torch.ones((), dtype=torch.int32, device=ids.device).expand(ids.shape))
@@ -116,7 +116,7 @@ def _run_starts(ids: Tensor) -> Tensor:
 
 
 def _reduce(ids: Tensor, keys: Tensor, max_segments: int, reduce: Literal["amin", "amax"]) -> Tensor:
-    """Take the lowest or highest key of every id; an absent id, and padding, get what nothing reaches."""
+    """Return the lowest or highest key of every id; for absent ids a bound that nothing reaches."""
     limits = torch.iinfo(keys.dtype)
     unreachable = limits.max if reduce == "amin" else limits.min
     bounds = keys.new_full((*ids.shape[:-1], max_segments + 1), unreachable)
@@ -126,7 +126,7 @@ def _reduce(ids: Tensor, keys: Tensor, max_segments: int, reduce: Literal["amin"
 
 
 def _describe(ids: Tensor, max_segments: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Give lengths by id, starts of runs in order, and first slots by id, of the slots that are not 0."""
+    """Return lengths by id, starts of runs in order, and first slots by id, without id 0."""
     total, device = ids.shape[-1], ids.device
     by_id = (*ids.shape[:-1], max_segments + 1)
     index = ids.long()
@@ -154,7 +154,7 @@ def _check_arguments(mask: object, max_segments: int) -> int:
 def _check_side(
     ids: Ints, pos: Ints | None, mask: MaskFamily, max_segments: int, side: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the ids and positions of one side as tensors, checked; values where reading them is free."""
+    """Return the ids and positions of queries or keys as tensors, after checking them."""
     ids = int_tensor(ids, f"ids_{side}")
     pos = None if pos is None else int_tensor(pos, f"pos_{side}")
     if ids.dtype not in (torch.int32, torch.int64):

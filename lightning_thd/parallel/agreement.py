@@ -13,7 +13,7 @@ from lightning_thd.parallel.mesh import AxisSizes
 
 
 def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
-    """Hash a batch on the host.
+    """Hash a batch on the host to two numbers, which ranks compare with each other.
 
     Args:
         batch: on the CPU.

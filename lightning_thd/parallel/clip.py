@@ -76,7 +76,7 @@ def clip_by_value(parameters: Iterable[nn.Parameter], limit: float) -> None:
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[_Key, list[Tensor]]:
-    """Group the local parts of gradients by mesh, cut axes and dtype, in the same order on every rank."""
+    """Group the local parts of gradients by mesh, sharded axes and dtype, in one order on every rank."""
     groups: dict[_Key, list[Tensor]] = {}
     for parameter in parameters:
         grad: Any = parameter.grad

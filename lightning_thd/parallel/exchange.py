@@ -175,7 +175,7 @@ def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def gather_same(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """Lay the ranks' parts end to end along ``dim`` for work that all ranks then do alike.
+    """Gather the ranks' parts along ``dim`` for work that all ranks do alike, without a reduction backward.
 
     Each rank's gradient is its own part of theirs, which is the same everywhere.
     """
@@ -184,7 +184,7 @@ def gather_same(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
 
 
 def keep_own(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """Keep this rank's part along ``dim`` of what all ranks hold alike; the gradient is gathered."""
+    """Keep this rank's part along ``dim`` of a tensor that all ranks have; the gradient is gathered."""
     out: Tensor = _KeepOwn.apply(x, group, dim)  # type: ignore[no-untyped-call]
     return out
 
@@ -226,18 +226,18 @@ def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Pass ``x`` on, and add up the gradients that the ranks' different uses of it give."""
+    """Return ``x`` unchanged, and sum its gradient over ranks that use it differently."""
     return sum_all_gradients((x,), group)[0]
 
 
 def sum_all_gradients(tensors: tuple[Tensor, ...], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Do ``sum_gradients`` for several tensors at one point of the backward pass, in one order everywhere."""
+    """Apply ``sum_gradients`` to several tensors at one point of the backward pass, in one order."""
     out: tuple[Tensor, ...] = _SumGradients.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
 def keep_path(out: Tensor, *inputs: Tensor) -> Tensor:
-    """Let gradients, of zero if need be, reach ``inputs`` on ranks where ``out`` happens not to use them.
+    """Tie ``inputs`` to ``out`` with a zero gradient, so that their collectives run backward on every rank.
 
     The collectives of the backward pass that hang on ``inputs`` then run on every rank or on none.
     """
@@ -246,13 +246,13 @@ def keep_path(out: Tensor, *inputs: Tensor) -> Tensor:
 
 
 def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Add up the parts of a sum that all ranks go on with; the gradient passes as it is."""
+    """All-reduce partial sums that all ranks go on with alike; the gradient passes unchanged."""
     out: Tensor = _SumRanks.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def join_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Lay the ranks' last dimensions side by side, ``[..., C]`` -> ``[..., P * C]``.
+    """Gather the ranks' last dimensions side by side, ``[..., C]`` -> ``[..., P * C]``.
 
     All ranks go on with the same, so a rank's gradient is its own columns of theirs.
     """

@@ -68,7 +68,7 @@ def models_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """List the modules that FSDP2 gathers one at a time: a transformers model's layers, else list elements.
+    """List the modules that FSDP2 gathers one at a time: a model's layers, else list elements.
 
     A vision tower's are not among them: they run on some ranks only, so they are gathered with the model,
     which all ranks run.
@@ -92,7 +92,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free weights that FSDP2 has left gathered, as it does with a root's after evaluation.
+    """Free weights that FSDP2 left gathered, as it does with the root's after evaluation.
 
     ``parameters()`` gives the gathered copies until then, and an optimizer made of them trains nothing.
     """

@@ -34,17 +34,17 @@ class AxisSizes:
 
     @property
     def world(self) -> int:
-        """Number of processes of the job."""
+        """Return the number of processes of the job."""
         return self.data * self.peers
 
     @property
     def peers(self) -> int:
-        """Number of ranks that work on the same data."""
+        """Return the number of ranks that work on the same data."""
         return self.pipeline * self.context * self.tensor
 
     @property
     def stage(self) -> int:
-        """Number of ranks that hold the same layers."""
+        """Return the number of ranks that hold the same layers."""
         return self.world // self.pipeline
 
     def data_rank(self, rank: int) -> int:
@@ -167,7 +167,7 @@ def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Mes
 
 
 def another_group(sizes: AxisSizes, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Make a further group of this rank's pipeline; a collective of the whole job.
+    """Create a second process group of this rank's pipeline; a collective of the whole job.
 
     Args:
         sizes: ranks along each axis.

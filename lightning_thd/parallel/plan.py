@@ -23,7 +23,7 @@ _PRODUCTS = (
 
 
 def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
-    """Ask a model how its weights are to be cut.
+    """Return a model's tensor-parallel plan: which weights are cut, and how.
 
     Args:
         model: a PreTrainedModel.
@@ -57,7 +57,7 @@ def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
 
 
 def _experts_of(model: nn.Module, ranks: int) -> dict[str, str]:
-    """Plan what transformers' expert-parallel plan shares out, where ranks divide every layer's experts."""
+    """Return a plan for a model's experts, if ranks divide the number of experts of every layer."""
     plan: dict[str, str] = {}
     for name, style in (getattr(model, "_ep_plan", None) or {}).items():
         pattern = re.compile(re.escape(name).replace(r"\*", r"\d+") + "$")
@@ -74,7 +74,7 @@ def _experts_of(model: nn.Module, ranks: int) -> dict[str, str]:
 
 
 def _own_plan(model: nn.Module, theirs: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Plan the products of a model's layers, its embedding and its head, where transformers does not.
+    """Return a plan for products that transformers' plan leaves out: layers, embedding and head.
 
     A product whose columns are gathered, or whose input every rank has whole, is the whole one whatever the
     block does around it. State-space and convolution blocks stay whole: kernels read their weights directly.
@@ -102,7 +102,7 @@ def _own_plan(model: nn.Module, theirs: Mapping[str, str], ranks: int) -> dict[s
 
 
 def _styles(block: nn.Module, ranks: int, *, cut_heads: bool) -> dict[str, str]:
-    """Choose styles for the products that are a block's own children."""
+    """Return tensor-parallel styles for the products that are direct children of a block."""
     children = dict(block.named_children())
     convolves = any(isinstance(child, nn.Conv1d) for child in children.values())
     if convolves or set(block._parameters) - {"sinks"}:
@@ -123,7 +123,7 @@ def _styles(block: nn.Module, ranks: int, *, cut_heads: bool) -> dict[str, str]:
 
 
 def check_heads(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> None:
-    """Refuse heads that do not divide, before any collective, where a plan shares them out.
+    """Refuse head counts that the tensor-parallel ranks do not divide, where a plan cuts heads.
 
     Raises:
         ValueError: naming the number.

@@ -1,4 +1,4 @@
-"""A tensor-parallel model -> one whose ranks share the slots between attention and feed-forward blocks.
+"""A tensor-parallel model -> one whose ranks divide the slots between attention and feed-forward blocks.
 
 Norms, residuals and dropout then work on T / tp slots, which saves their memory. Every block of a layer that
 is not a norm gathers its input and keeps its own slots of the output, so whatever it does inside is as
@@ -24,7 +24,7 @@ from lightning_thd.parallel.towers import towers_of
 
 
 def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
-    """Distribute the slots between blocks over the tensor-parallel ranks, in place; no collective.
+    """Divide the slots between blocks among the tensor-parallel ranks, in place.
 
     Args:
         model: a PreTrainedModel that ``apply_tensor_parallel`` has cut.
@@ -100,7 +100,7 @@ def _keep_output(module: Any, group: dist.ProcessGroup) -> None:
 
 
 def check_slots(slots: int, ranks: int) -> None:
-    """Raise for a number of slots that the ranks do not divide, before any collective.
+    """Raise ValueError for a number of slots that the ranks do not divide.
 
     Raises:
         ValueError: with the multiple and who pads.
@@ -114,7 +114,7 @@ def check_slots(slots: int, ranks: int) -> None:
 
 
 def _gather_output(module: Any, group: dist.ProcessGroup, wanted: Callable[[], bool]) -> None:
-    """Gather all slots behind a module; where nobody wants their values, give a tensor of that shape."""
+    """Gather all slots after a module, or return a tensor of that shape where values are not needed."""
     forward = module.forward
 
     def gathering_forward(x: Tensor) -> Tensor:

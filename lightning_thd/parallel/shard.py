@@ -104,7 +104,7 @@ class THDShard(THDBatch):
 
 
 def gather_pack(x: Tensor, layout: ShardLayout) -> Tensor:
-    """Lay the shards of all ranks together in the order of the pack; a collective, with gradient.
+    """Gather the shards of all ranks in the order of the pack; a differentiable collective.
 
     Args:
         x: ``[N, ...]``.
@@ -128,7 +128,7 @@ def shard_batch(
     communication: Communication = "auto",
     costs: CommCosts | None = None,
 ) -> THDShard:
-    """Cut a pack and keep this rank's part.
+    """Cut a pack and return this rank's ``THDShard``.
 
     Args:
         batch: the whole pack, the same on all ranks of the group, on the device it is needed on.
@@ -183,7 +183,7 @@ def _own_part(batch: THDBatch, at: ShardLayout) -> THDShard:
 
 
 def pack_value(loss: Tensor, batch: THDBatch) -> Tensor:
-    """Give a shard's loss the value of its pack's, and leave the gradient the shard's own.
+    """Return a loss with the value of the whole pack's and the gradient of this rank's shard.
 
     Whatever a user logs of it is then the same on all ranks of the pack, with ``sync_dist`` or without, while
     the mean of the gradients over ranks stays what it was.
@@ -221,7 +221,7 @@ def shard_step(step: THDStep, **how: Any) -> THDStep:
 
 
 def _cut_extras(batch: THDBatch, own: Tensor) -> dict[str, Tensor]:
-    """Cut what has one value a slot, ``[1, T]``; refuse the rest."""
+    """Cut extras with one value a slot, ``[1, T]``, and refuse all others."""
     slots = batch.input_ids.shape[-1]
     extras = {}
     for name, value in batch.extras.items():

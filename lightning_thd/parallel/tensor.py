@@ -87,7 +87,7 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
 
 
 class _Shards:
-    """Cuts parameters into shards; a tied parameter is cut once."""
+    """Cuts parameters into DTensor shards, a tied parameter only once."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -167,7 +167,7 @@ def _rowwise(module: Any, shards: _Shards) -> None:
 
 
 def _rowwise_split_input(module: Any, shards: _Shards) -> None:
-    """Cut the rows of a product whose input every rank has whole."""
+    """Cut a product by input features, of whose whole input each rank takes its part."""
     _rowwise(module, shards)
     forward, group = module.forward, shards.group
 
@@ -198,7 +198,7 @@ def _embedding(module: Any, shards: _Shards) -> None:
 
 
 def _sum_own_gradients(module: Any, shards: _Shards) -> None:
-    """Sum the gradients of a replicated parameter that each rank applies to its own heads."""
+    """Sum the gradients of a replicated parameter that each rank uses for its own heads."""
     forward, group = module.forward, shards.group
 
     def summing_forward(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +209,7 @@ def _sum_own_gradients(module: Any, shards: _Shards) -> None:
 
 
 def _experts(module: nn.Module, shards: _Shards) -> None:
-    """Give every rank some experts whole, and sum the ranks' outputs over all tokens."""
+    """Give each rank some whole experts, and sum the ranks' outputs for every token."""
     experts: Any = module
     count = experts.num_experts // shards.group.size()
     first = shards.group.rank() * count
@@ -240,7 +240,7 @@ def _experts(module: nn.Module, shards: _Shards) -> None:
 
 
 def _passes_over_others(experts: Any) -> bool:
-    """Return whether a class of experts leaves out an index of ``num_experts``, as most classes do."""
+    """Return whether a class of experts skips tokens routed to index ``num_experts``."""
     chosen = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     if chosen not in (None, "eager"):
         return True
@@ -251,7 +251,7 @@ def _passes_over_others(experts: Any) -> bool:
 def _choices_alone(
     forward: Callable[..., Tensor], hidden: Tensor, index: Tensor, weights: Tensor, wanted: Tensor
 ) -> Tensor:
-    """Run experts on a row for every choice ``[T, K]`` that is wanted, and add up the rows of a token."""
+    """Run experts on one row for each wanted choice ``[T, K]``, and sum the rows of every token."""
     tokens, places = wanted.nonzero(as_tuple=True)
     chosen, weight = index[tokens, places][:, None], weights[tokens, places][:, None]
     return torch.zeros_like(hidden).index_add(0, tokens, forward(hidden[tokens], chosen, weight))
@@ -311,7 +311,7 @@ def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
 
 
 def _no_check(name: str, module: nn.Module, ranks: int) -> None:
-    """Accept any module, of which nothing is cut."""
+    """Do nothing: a module of which nothing is cut has no sizes to check."""
 
 
 _STYLES: dict[str, Callable[[nn.Module, _Shards], None]] = {

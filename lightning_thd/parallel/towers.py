@@ -19,7 +19,7 @@ from lightning_thd.parallel.exchange import keep_path
 
 
 def towers_of(model: nn.Module) -> list[nn.Module]:
-    """List the parts of a transformers model beside its language model and head.
+    """List the modules of a multimodal model beside its language model, such as a vision tower.
 
     Args:
         model: any module.
@@ -54,7 +54,7 @@ def _called(model: Any, getter: str) -> nn.Module | None:
 
 
 def _language_model(model: nn.Module, embedding: nn.Module | None) -> nn.Module | None:
-    """The innermost transformers model around the input embedding."""
+    """Return the innermost transformers model that holds the input embedding."""
     around = [
         module
         for module in model.modules()
@@ -64,7 +64,7 @@ def _language_model(model: nn.Module, embedding: nn.Module | None) -> nn.Module 
 
 
 class TowerPaths:
-    """Ties a model's towers to its embedding, so that a backward pass reaches them whatever the pack is.
+    """Ties a model's towers to its embedding, so that every backward pass reaches their gradients.
 
     Args:
         model: of which ``towers_of`` lists some with parameters to train.
@@ -87,12 +87,12 @@ class TowerPaths:
 
 
 def trains_towers(model: nn.Module) -> bool:
-    """Say whether a model has a tower with parameters to train."""
+    """Return whether a model has a tower with parameters to train."""
     return any(p.requires_grad for tower in towers_of(model) for p in tower.parameters())
 
 
 def any_rank_sees(batch: object, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Ask all ranks whether their batch has images or the like; one all-reduce of 4 bytes.
+    """Return whether any rank's batch has images or the like; one all-reduce of 4 bytes.
 
     Args:
         batch: of this rank; one that is no ``THDBatch`` or ``THDStep`` counts as if it had.

@@ -59,7 +59,7 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
 
 
 def check_model(module: nn.Module, recipe: Recipe) -> None:
-    """Refuse a model that the engine would run wrongly or not at all.
+    """Refuse a model that an FP8 engine would compute wrongly or not at all.
 
     Args:
         module: not converted yet.
@@ -112,7 +112,7 @@ _WHOLE = "Use engine='torchao', or THDDDPStrategy, which keeps weights whole."
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Refuse weights in float16, whose gradients FP8's scales do not protect.
+    """Refuse a dtype of weights other than bfloat16 and float32.
 
     Raises:
         ValueError: for any dtype but bfloat16 and float32.
@@ -125,7 +125,7 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 
 def check_selection(keep: tuple[object, ...], convert: object, min_features: object, emulate: object) -> None:
-    """Check what chooses the layers of a conversion.
+    """Check the arguments that choose which layers are converted.
 
     Raises:
         TypeError: for patterns that are no text, a ``convert`` that cannot be called, and other types.
@@ -155,7 +155,7 @@ def check_weights(module: nn.Module) -> None:
 
 
 def is_te_layer(module: nn.Module) -> bool:
-    """Whether a module is one of Transformer Engine's."""
+    """Return whether a module is one of Transformer Engine's."""
     return any(cls.__module__.startswith("transformer_engine.") for cls in type(module).__mro__)
 
 

@@ -34,7 +34,7 @@ _MARK = "_thd_fp8"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Converted:
-    """What ``convert_linear`` did.
+    """The names of layers that ``convert_linear`` converted, and of those kept with the reason.
 
     Attributes:
         names: the layers that multiply in FP8.
@@ -92,7 +92,7 @@ def convert_linear(
 
 
 def patterns(keep: Iterable[str]) -> tuple[str, ...]:
-    """Take one pattern or several.
+    """Return one or several name patterns as a tuple.
 
     Raises:
         TypeError: for what is neither text nor several of it.
@@ -112,7 +112,7 @@ def replace_layers(
     convert: Callable[[str, nn.Linear], bool] | None = None,
     min_features: int = 0,
 ) -> Converted:
-    """Replace layers by those of a resolved recipe; see ``convert_linear``."""
+    """Replace layers by those of a resolved recipe, as ``convert_linear`` does by name."""
     check_model(model, recipe)
     names: list[str] = []
     kept: dict[str, str] = {}
@@ -147,7 +147,7 @@ def replace_layers(
 
 
 def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManager[Any]:
-    """The context in which a converted model runs forward; it does nothing for torchao.
+    """Return the context in which a converted model runs forward; an empty one for torchao.
 
     Args:
         model: that ``convert_linear`` converted, or what wraps it.
@@ -161,7 +161,7 @@ def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManage
 def in_low_precision(
     loss_fn: Callable[[nn.Module, Any], torch.Tensor], model: nn.Module, *, group: Any = None
 ) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """Run a loss function in the region of a converted model; the function itself for any other model.
+    """Wrap a loss function to run in a converted model's FP8 region; unchanged for other models.
 
     Statistics are shared over ``group`` where gradients are taken, and kept out of evaluation.
 
@@ -188,7 +188,7 @@ def in_low_precision(
 
 
 def recipe_of(model: nn.Module) -> Recipe | None:
-    """The recipe that a model, or a layer inside it, was converted with; None where there is none."""
+    """Return the recipe that a model, or a layer inside it, was converted with, or None."""
     for child in model.modules():
         if (found := child.__dict__.get(_MARK)) is not None:
             recipe: Recipe = found
@@ -197,12 +197,12 @@ def recipe_of(model: nn.Module) -> Recipe | None:
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Whether a layer multiplies in FP8, of ours or of the engines'."""
+    """Return whether a layer multiplies in FP8, by this package's conversion or an engine's own."""
     return te.is_linear(module) or torchao.is_linear(module)
 
 
 def _take_over(child: nn.Linear, replacement: nn.Module, recipe: Recipe) -> nn.Module:
-    """Give a replacement the mode and the hooks of the layer it stands for."""
+    """Copy a layer's training mode and hooks to its replacement."""
     replacement.training = child.training
     for name in _HOOKS:
         if child.__dict__.get(name):
@@ -219,7 +219,7 @@ def _reason(
     convert: Callable[[str, nn.Linear], bool] | None,
     min_features: int,
 ) -> str | None:
-    """Why a layer stays; None for one that is converted, empty for a module that is no product."""
+    """Return why a layer is not converted: None if it is, "" for a module that is no product."""
     if is_converted(child):
         return "multiplies in FP8 already"
     if not isinstance(child, nn.Linear):
@@ -249,7 +249,7 @@ def _reason(
 
 
 def product_reason(child: nn.Module) -> str:
-    """Say why a product that is no ``nn.Linear`` stays; empty for a module that is no product."""
+    """Return why a product that is no ``nn.Linear`` is not converted; "" for a module that is no product."""
     if type(child).__name__ == "Conv1D":
         return "is a transformers Conv1D, no nn.Linear"
     if any(parameter.dim() == 3 for parameter in child.parameters(recurse=False)):

@@ -12,7 +12,7 @@ from lightning_thd.alignment import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """What of a strategy FP8 depends on.
+    """The parallel sizes and groups of a strategy that FP8 depends on.
 
     Attributes:
         cp: context-parallel ranks, the most there can be where they change with the batch.
@@ -30,7 +30,7 @@ class ParallelLayout:
 
 
 def layout_of(strategy: Any) -> ParallelLayout:
-    """Read a strategy of ours, or of Lightning's, whose ranks hold different packs.
+    """Return the layout of a strategy of ours, or of Lightning's whose ranks hold different packs.
 
     Args:
         strategy: of a Trainer; None for none.

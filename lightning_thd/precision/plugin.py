@@ -1,4 +1,4 @@
-"""Lightning's hooks of precision -> FP8 layers, their regions, and aligned packs."""
+"""Lightning's precision hooks -> FP8 layers, the region of their products, and aligned packs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_thd.precision.recipes import resolve
 
 
 class FP8Precision(Precision):
-    """Train the large linear layers in FP8 (or FP4), the rest in bf16; packs come aligned.
+    """Trains the large linear layers in FP8 (or FP4) and the rest in bf16, on aligned packs.
 
     Use it as ``Trainer(plugins=FP8Precision("blockwise"))``. With ``engine="te"`` (Transformer Engine)
     ``recipe`` is "delayed", "current", "blockwise", "mxfp8", "nvfp4" or an object of
@@ -85,7 +85,7 @@ class FP8Precision(Precision):
         *,
         layout: Layout = "dual_chunk",
     ) -> Alignment:
-        """What packs must be multiples of; the data module joins it with what the strategy asks.
+        """Return what packs must be multiples of; the data module joins it with the strategy's.
 
         Args:
             cp: context-parallel ranks.
@@ -96,7 +96,7 @@ class FP8Precision(Precision):
         return self.recipe.alignment(cp=cp, tp=tp, sequence_parallel=sequence_parallel, layout=layout)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Replace layers in place, once, and give the module its dtype."""
+        """Convert layers to FP8 in place, once, and cast the module to its dtype."""
         strategy = getattr(getattr(module, "_trainer", None), "strategy", None)
         check_strategy(strategy, self.recipe)
         if self._is_converted(module):
@@ -114,37 +114,37 @@ class FP8Precision(Precision):
         return module
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Create weights in ``weights_dtype``."""
+        """Return a context in which tensors are created in ``weights_dtype``."""
         return _DtypeContextManager(self.weights_dtype)
 
     def module_init_context(self) -> AbstractContextManager[Any]:
-        """Create modules in ``weights_dtype``."""
+        """Return a context in which modules are created in ``weights_dtype``."""
         return self.tensor_init_context()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """The region of a training step: statistics are shared over the ranks of the same optimizer step."""
+        """Return the FP8 region of a training step, with statistics shared over the step's ranks."""
         return self._region(self._layout.group)
 
     @contextmanager
     def val_step_context(self) -> Iterator[None]:
-        """The region of a validation step: the same products, no statistics kept, no collective."""
+        """Enter the FP8 region for a validation step: no statistics are kept, no collective runs."""
         with self._region(None):
             yield
 
     @contextmanager
     def test_step_context(self) -> Iterator[None]:
-        """As validation."""
+        """Enter the FP8 region for a test step, as for validation."""
         with self._region(None):
             yield
 
     @contextmanager
     def predict_step_context(self) -> Iterator[None]:
-        """As validation."""
+        """Enter the FP8 region for a prediction step, as for validation."""
         with self._region(None):
             yield
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Go backward; checkpointed layers that run again do so in the region of the recipe.
+        """Run the backward pass; checkpointed layers are recomputed inside the FP8 region.
 
         Without it their products would be in bf16, where the forward pass had rounded.
         """
@@ -154,7 +154,7 @@ class FP8Precision(Precision):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def convert_input(self, data: Any) -> Any:
-        """Cast floating-point inputs, and check that the kernels can take the batch, whoever loaded it."""
+        """Cast floating-point inputs, and check that the FP8 kernels can run the batch."""
         self._check_batch(data)
         return apply_to_collection(
             data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self.weights_dtype
@@ -216,7 +216,7 @@ class FP8Precision(Precision):
             )
 
     def _check_batch(self, data: Any) -> None:
-        """Check packs on the host: a kernel's own assertion would name neither the rule nor the remedy."""
+        """Check a batch's packs on the host, before a kernel fails without naming rule or remedy."""
         layout = self._layout
         rules = self.alignment(layout.cp, layout.tp, layout.sequence_parallel, layout=layout.context_layout)
         for batch in data.microbatches if isinstance(data, THDStep) else [data]:

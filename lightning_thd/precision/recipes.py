@@ -1,4 +1,4 @@
-"""The name of a recipe, or a recipe of the engine's own -> what it asks of devices, layers and packs."""
+"""The name of a recipe, or an engine's recipe -> its demands on devices, layers and packs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Recipe:
     def alignment(
         self, *, cp: int = 1, tp: int = 1, sequence_parallel: bool = False, layout: Layout = "dual_chunk"
     ) -> Alignment:
-        """Look up what lengths and totals of packs must be multiples of.
+        """Return what lengths and totals of packs must be multiples of.
 
         Args:
             cp: context-parallel ranks.
@@ -71,7 +71,7 @@ class Recipe:
 
     @property
     def has_history(self) -> bool:
-        """Whether scales follow a history of earlier steps, which graphs and recomputation would disturb."""
+        """Return whether scales follow earlier steps, which graphs and recomputation would disturb."""
         return self.name == "delayed"
 
 
@@ -104,7 +104,7 @@ _TE_CLASSES = {
 
 
 def resolve(recipe: Any, engine: str, *, emulate: bool = False) -> Recipe:
-    """Turn what a user gave into a recipe, importing its engine.
+    """Return the ``Recipe`` for a user's name or recipe object, importing its engine.
 
     Args:
         recipe: a name, or a recipe object of the engine.

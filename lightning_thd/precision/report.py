@@ -17,7 +17,7 @@ from lightning_thd.precision.convert import is_converted, product_reason, recipe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FP8Report:
-    """What of a model multiplies in FP8; ``print`` it for the table.
+    """Which layers of a model multiply in FP8; ``print`` it for the table.
 
     Attributes:
         recipe: of the converted layers, None where there are none.
@@ -86,7 +86,7 @@ def fp8_report(model: nn.Module, kept: Mapping[str, str] | None = None) -> FP8Re
 
 
 def fp8_share(model: nn.Module) -> float:
-    """The share of the linear FLOPs of a training step that runs in low precision.
+    """Return the share of the linear FLOPs of a training step that runs in low precision.
 
     Args:
         model: or what holds it. The projections, MLPs and experts of its config are the whole; without a
@@ -110,7 +110,7 @@ def fp8_share(model: nn.Module) -> float:
 
 
 def _linear_macs(model: nn.Module, active: float) -> float:
-    """Multiply-adds a token of everything that the breakdown calls linear."""
+    """Return the multiply-adds a token of everything that the FLOPs breakdown calls linear."""
     configs = [child.config for child in model.modules() if getattr(child, "config", None) is not None]
     try:
         flops = FlopsModel.from_config(configs[0])

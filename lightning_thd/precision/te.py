@@ -13,7 +13,7 @@ from lightning_thd.precision.recipes import Recipe
 
 
 def make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
-    """Make Transformer Engine's layer around the parameters of ``child``.
+    """Build Transformer Engine's linear layer with the parameters of ``child``.
 
     It is built on the meta device, so that no memory is taken twice, and takes the weight and bias over.
 
@@ -36,13 +36,13 @@ def make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is Transformer Engine's linear layer; the engine is not imported to find out."""
+    """Return whether a module is Transformer Engine's linear layer, without importing the engine."""
     loaded = sys.modules.get("transformer_engine.pytorch")
     return loaded is not None and isinstance(module, loaded.Linear)
 
 
 def autocast(recipe: Recipe, group: Any = None) -> AbstractContextManager[Any]:
-    """Enter Transformer Engine's region of low precision, by its new name or the one before.
+    """Enter Transformer Engine's low-precision region, under the name its version uses.
 
     Args:
         recipe: of Transformer Engine.

@@ -11,7 +11,7 @@ from lightning_thd.precision.recipes import Recipe
 
 
 def make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
-    """Make torchao's layer around the parameters of ``child``.
+    """Build torchao's FP8 layer with the parameters of ``child``.
 
     Args:
         child: stays as it is.
@@ -23,7 +23,7 @@ def make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is torchao's FP8 layer; torchao is not imported to find out."""
+    """Return whether a module is torchao's FP8 layer, without importing torchao."""
     loaded = sys.modules.get("torchao.float8.float8_linear")
     return loaded is not None and isinstance(module, loaded.Float8Linear)
 

@@ -150,7 +150,7 @@ def _finite(series: Series, name: str) -> list[tuple[int, float]]:
 
 
 def _headlines(series: Series) -> list[tuple[str, str]]:
-    """Say the last loss, and of rates the median, which a slow first step does not move."""
+    """Return the top numbers of a page: the last loss, and the medians of rates."""
     found = []
     for name in _TOP:
         values = [value for _, value in _finite(series, name)]

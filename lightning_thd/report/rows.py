@@ -1,4 +1,4 @@
-"""What a run logs -> what a report calls it."""
+"""Names of logged metrics -> their titles, units and scales in a report."""
 
 from __future__ import annotations
 

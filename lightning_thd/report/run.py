@@ -42,7 +42,7 @@ def read_metrics(folder: str | Path) -> Series:
 
 
 def table(series: Series) -> Table:
-    """Lay out first, median and last value of what a training run logs."""
+    """Build a table of the first, median and last values that a training run logged."""
     instance(series, "series", dict, advice="Pass read_metrics(folder).")
     rows = []
     for name, (title, unit, factor) in ROWS.items():
@@ -72,6 +72,6 @@ def show(folder: str | Path, *, theme: Theme = "light") -> None:
 
 
 def _tensorboard() -> str:
-    """The command beside this Python, which need not be on PATH."""
+    """Return the path of the tensorboard command beside this Python, which PATH may lack."""
     beside = Path(sys.executable).with_name("tensorboard")
     return str(beside) if beside.exists() else "tensorboard"

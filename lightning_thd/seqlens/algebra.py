@@ -35,7 +35,7 @@ from lightning_thd.seqlens.checks import (
 
 
 def cu_seqlens_from_lengths(lengths: Ints) -> Tensor:
-    """Add lengths up to offsets.
+    """Sum lengths to offsets.
 
     Args:
         lengths: ``[S]`` tokens: a tensor of any integer dtype, a numpy array or a sequence of ints.
@@ -53,7 +53,7 @@ def cu_seqlens_from_lengths(lengths: Ints) -> Tensor:
 
 
 def lengths_from_cu_seqlens(cu_seqlens: Ints) -> Tensor:
-    """Take offsets apart into lengths.
+    """Return the lengths between offsets.
 
     Args:
         cu_seqlens: int32 ``[S + 1]``.
@@ -82,7 +82,7 @@ def position_ids_from_cu_seqlens(cu_seqlens: Ints, total: int) -> Tensor:
 
 
 def seq_idx_from_cu_seqlens(cu_seqlens: Ints, total: int) -> Tensor:
-    """Name the sequence of every slot, as state-space kernels want it.
+    """Return the sequence number of every slot, as state-space kernels want it.
 
     Args:
         cu_seqlens: int32 ``[S + 1]``, first entry 0, last entry ``total``.
@@ -169,7 +169,7 @@ def cu_seqlens_from_segment_ids(segment_ids: Ints, *, num_sequences: int) -> tup
 
 
 def cu_seqlens_from_position_ids(position_ids: Ints, *, num_sequences: int) -> Tensor:
-    """Find where every sequence starts: where positions start again from 0.
+    """Find where every sequence starts: where positions restart from 0.
 
     Args:
         position_ids: integer ``[T]``, counting from 0 in every sequence. Empty sequences leave no trace.
@@ -198,7 +198,7 @@ def pad_cu_seqlens(
     max_seqlen: int | None = None,
     lengths: Sequence[int] | None = None,
 ) -> Tensor:
-    """Stretch offsets to a fixed count and total, as a captured CUDA graph needs them.
+    """Pad offsets to a fixed count and total by dummy sequences, as a CUDA graph needs them.
 
     Offsets up to the last real token stay. The tail up to ``total`` becomes dummy sequences of equal length
     spread over the spare entries, which costs attention least; then ``total`` repeats. Of a pair of offsets
@@ -231,7 +231,7 @@ def pad_cu_seqlens(
 
 
 def check_cu_seqlens(cu_seqlens: Ints, total: int) -> None:
-    """Raise unless these are offsets of ``total`` slots. Reads the device: not for inner loops.
+    """Raise unless a tensor holds offsets of ``total`` slots. Reads the device: not for inner loops.
 
     Args:
         cu_seqlens: int32 ``[S + 1]``, first entry 0, never decreasing, last entry ``total``.
@@ -244,5 +244,5 @@ def check_cu_seqlens(cu_seqlens: Ints, total: int) -> None:
 
 
 def _wide(numbers: Tensor) -> Tensor:
-    """Give small integer dtypes room for any number of sequences, in the layout that searchsorted wants."""
+    """Cast integers below 32 bits to int32, contiguous as searchsorted wants, to hold any sequence number."""
     return (numbers.to(torch.int32) if numbers.element_size() < 4 else numbers).contiguous()

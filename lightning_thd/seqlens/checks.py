@@ -95,7 +95,7 @@ def check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
 
 
 def check_lengths(host: npt.NDArray[np.integer]) -> None:
-    """Refuse negative lengths and a sum past int32."""
+    """Refuse negative lengths and a sum above the int32 range."""
     negative = np.nonzero(host < 0)[0]
     if negative.size:
         i = int(negative[0])
@@ -200,13 +200,13 @@ def host_lengths(cu_seqlens: Tensor, lengths: Sequence[int] | None) -> list[int]
 
 
 def require_values(cu_seqlens: Tensor, advice: str) -> None:
-    """Raise for offsets on the meta device, which has no values to read."""
+    """Raise for offsets on the meta device, which hold no values."""
     if cu_seqlens.device.type == "meta":
         raise ValueError(f"cu_seqlens is on the meta device, which holds no values. {advice}")
 
 
 def tail_step(kept: int, used: int, num_sequences: int, total: int) -> int:
-    """Return the length of a dummy sequence, after checking that everything fits."""
+    """Return the length of a dummy sequence of a bucket's tail, after checking that all fits."""
     if kept > num_sequences:
         raise ValueError(
             f"{kept} sequences do not fit into num_sequences={num_sequences}; none may be cut off. "

@@ -97,7 +97,7 @@ def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
 
 
 def pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) -> _Sum:
-    """Count pairs behind a window from sums, and divide afterwards: numpy divides integers slowly."""
+    """Count the query-key pairs of a window from sums over lengths."""
     if isinstance(window, Blocks):  # block j, of those that end, is seen by all tokens from its last one on
         seen: IntArray = lengths // window.size
         seen = seen if window.most is None else np.minimum(seen, window.most)
@@ -128,7 +128,7 @@ def refuse_overflow(squares: float, name: str) -> None:
 
 
 def total(values: IntArray) -> int:
-    """Add up to a Python integer."""
+    """Sum to a Python integer."""
     return int(values.sum())
 
 
@@ -147,7 +147,7 @@ def cross(lengths: Ints, cross_lengths: Ints) -> tuple[int, int]:
 def vision(
     image_grid_thw: IntRows | None, video_grid_thw: IntRows | None, windows: tuple[int, ...]
 ) -> tuple[int, int, tuple[tuple[int, int], ...]]:
-    """Count patches, the squared patches of every frame, and the same inside windows, from grids."""
+    """Count patches, squared patches of every frame, and squared patches inside windows, from grids."""
     if image_grid_thw is None and video_grid_thw is None:
         return 0, 0, ()
     given = [_grid(grid) for grid in (image_grid_thw, video_grid_thw) if grid is not None]
@@ -217,7 +217,7 @@ def rows_of(cu_seqlens: IntRows, name: str) -> list[list[int]]:
 
 
 def trim(row: list[int], argmin: int | None) -> list[int]:
-    """Cut the tail that is no sequence off; refuse offsets that are negative or decrease before it."""
+    """Return offsets without the tail that holds no sequences; refuse negative or falling ones."""
     argmin = None if argmin is None else whole_number(argmin, "argmin", least=None)
     if argmin is not None and not 0 <= argmin <= len(row):
         raise ValueError(
@@ -236,7 +236,7 @@ def trim(row: list[int], argmin: int | None) -> list[int]:
 
 
 def dense_shape(shape: tuple[int, int] | None, row: list[int]) -> tuple[int, int]:
-    """Take the shape of a batch without usable offsets, or say that it has to be given."""
+    """Return the rows and row length of a batch without usable offsets, or raise if not given."""
     if shape is not None:
         try:
             rows, row_length = shape

@@ -53,7 +53,7 @@ class SeqStats:
 
     @property
     def windows(self) -> tuple[Window, ...]:
-        """The windows whose pairs were counted."""
+        """Return the windows whose pairs were counted."""
         return tuple(window for window, _ in self.window_pairs)
 
     def merged_patches(self, merge_size: int = 2) -> int:
@@ -228,7 +228,7 @@ _COUNTS = tuple(field.name for field in fields(SeqStats) if not field.name.endsw
 def _join(
     counted: list[tuple[tuple[tuple[Any, int], ...], int]], argument: str
 ) -> tuple[tuple[Any, int], ...]:
-    """Add (window, pairs) by window; whoever holds anything must have counted every window."""
+    """Sum the pair counts of each window; raise if a nonempty batch lacks one of the windows."""
     totals: dict[Any, int] = {}
     for pairs, _ in counted:
         for window, count in pairs:

@@ -1,4 +1,4 @@
-"""Steps of packed batches under Lightning: a mixin, and strategies ready to name."""
+"""Optimizer steps over packed batches under Lightning: a mixin, and ready strategies."""
 
 from lightning_thd.strategies.mixin import THDStrategyMixin
 from lightning_thd.strategies.model_parallel import THDModelParallelStrategy

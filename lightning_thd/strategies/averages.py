@@ -14,7 +14,7 @@ from lightning_thd.parallel.pipeline.cut import stages_in
 
 
 def shard_copies(callbacks: Iterable[L.Callback], model: nn.Module) -> None:
-    """Give the copies of Lightning's averaging callbacks shards like the model's, with the model's values.
+    """Shard the model copies of Lightning's weight-averaging callbacks as the model is sharded.
 
     ``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging`` copy the module before a
     strategy shards it; they update and swap parameter by parameter, never running the copy.

@@ -115,7 +115,7 @@ class BackgroundSaves:
 
 
 def refuse_links(callbacks: Iterable[L.Callback]) -> None:
-    """Refuse callbacks that link to a checkpoint when it is begun: a killed job would leave a link to none.
+    """Refuse callbacks that link to a checkpoint before it is whole: a killed job would break the link.
 
     Raises:
         MisconfigurationException: naming the option.

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout -> what this one reads: folders into whole weights, averages into shards.
+"""A checkpoint of any layout -> the form this layout loads: folders as whole weights, averages as shards.
 
 Lightning writes weights and optimizer states of a ``ModelParallelStrategy`` as a folder in torch's
 distributed format, and everything else as one file in it.
@@ -66,7 +66,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> Mapping[str, Any]:
-    """Number the parameters of an optimizer state that names them.
+    """Replace names of parameters in an optimizer state by their numbers.
 
     Args:
         state: of any optimizer; returned as it is where it numbers parameters already.
@@ -95,7 +95,7 @@ def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) 
 
 
 def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a checkpoint's optimizer states, empty where the optimizer had made no step."""
+    """Return a checkpoint's optimizer states, emptied where no step had been made."""
     fresh = set(checkpoint.get(FRESH, ()))
     return [
         {**state, "state": {}} if i in fresh else state
@@ -104,7 +104,7 @@ def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def options_of_fresh(path: Path, *, weights_only: bool | None = None) -> list[list[dict[str, Any]]]:
-    """Return the options of a file's optimizers where none had made a step, a list of groups each.
+    """Return the optimizers' options in a file saved before their first step.
 
     torch cannot load such a state into sharded weights.
 
@@ -121,7 +121,7 @@ def options_of_fresh(path: Path, *, weights_only: bool | None = None) -> list[li
 
 
 def drop_unknown_options(optimizers: Iterable[Optimizer], path: str | Path) -> None:
-    """Drop options of optimizers that a folder does not hold, which torch would miss there.
+    """Drop optimizer options that a checkpoint folder lacks, on which torch would fail.
 
     A learning rate finder leaves one: the scheduler of its trial adds ``initial_lr``.
     """
@@ -134,7 +134,7 @@ def drop_unknown_options(optimizers: Iterable[Optimizer], path: str | Path) -> N
 
 
 def save_averaging(checkpoint: dict[str, Any], path: Path, *, folder: bool) -> None:
-    """Take what ``WeightAveraging`` added to a checkpoint of sharded weights apart; a collective.
+    """Save the weights that ``WeightAveraging`` added to a sharded checkpoint; a collective.
 
     Args:
         checkpoint: with ``current_model_state`` in it. Shards in it are written into a folder, or made whole.
@@ -152,7 +152,7 @@ def save_averaging(checkpoint: dict[str, Any], path: Path, *, folder: bool) -> N
 
 
 def load_averaging(checkpoint: dict[str, Any], path: Path, module: nn.Module) -> None:
-    """Put average and current weights into a checkpoint as shards, where ``WeightAveraging`` finds them.
+    """Load average and current weights as shards, where ``WeightAveraging`` looks for them.
 
     Args:
         checkpoint: as Lightning has read it; changed where the saved one had averages.

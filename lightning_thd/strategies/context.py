@@ -1,4 +1,4 @@
-"""A Lightning strategy -> one whose ranks share packs: who reads what, how packs are aligned and cut."""
+"""A Lightning strategy -> one whose ranks share packs, with data, alignment and cutting per rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NOT_GIVEN: Any = object()
 
 
 class ContextParallelMixin(Strategy):
-    """Hands out data and cuts packs along the parallel axes of a job; with every size 1 it changes nothing.
+    """Distributes data and cuts packs over a job's parallel axes; sizes of 1 change nothing.
 
     Attributes:
         data_parallel_size: groups that read different data; ``auto`` takes what the other axes leave, and
@@ -105,7 +105,7 @@ class ContextParallelMixin(Strategy):
 
     @property
     def sharing(self) -> Sharing | None:
-        """Return how many ranks may share a sequence by the plan of a step; None where that is fixed.
+        """Return how the plan of a step may share sequences over ranks; None if fixed.
 
         Raises:
             MisconfigurationException: when groups cannot be made of the ranks there are.
@@ -179,7 +179,7 @@ class ContextParallelMixin(Strategy):
             raise MisconfigurationException(str(err)) from err
 
     def _measured_costs(self) -> CommCosts | None:
-        """Time the group that shares packs, or the largest there is; all ranks then use the same costs."""
+        """Time the group that shares packs; all ranks then use the same costs."""
         groups = self._degree_groups or {}
         group = groups[max(groups)] if groups else self.context_parallel_group
         return None if group is None else CommCosts.measure(group, self._wire_device)
@@ -277,7 +277,7 @@ class ContextParallelMixin(Strategy):
         }
 
     def _compare(self, batch: Any) -> None:
-        """Compare batches of ranks that share a pack: the first of a stage, or all with ``check_plans``."""
+        """Raise if ranks that share a pack got different batches; checks a stage's first."""
         sizes, module = self.sizes, self.lightning_module
         if sizes.world == 1 or not isinstance(batch, THDBatch | THDStep):
             return

@@ -26,7 +26,7 @@ DYNAMIC = "dynamic"
 
 
 def log_traffic(trainer: L.Trainer) -> None:
-    """Log what attention exchanged since the last log, where the Trainer logs.
+    """Log the bytes attention exchanged since the last log, at steps at which the Trainer logs.
 
     ``context_parallel/bytes_per_token`` is what this rank received, of all layers, forward and backward, for
     each slot it ran; ``context_parallel/<way>`` is the part of the attention calls that took a way.
@@ -43,7 +43,7 @@ def log_traffic(trainer: L.Trainer) -> None:
 
 
 def check_degrees(size: object, largest: int | None) -> None:
-    """Refuse sizes that contradict each other.
+    """Refuse a context-parallel size and a largest size that contradict each other.
 
     Raises:
         TypeError: for something else than a number of ranks or "dynamic".
@@ -73,7 +73,7 @@ def check_degrees(size: object, largest: int | None) -> None:
 
 
 def check_ways(layout: object, communication: object, costs: object) -> None:
-    """Refuse names of partitions and ways, and costs, that there are not.
+    """Refuse unknown names of layouts and ways of communicating, and costs of a wrong type.
 
     Raises:
         TypeError: for costs of another kind.
@@ -93,7 +93,7 @@ def check_ways(layout: object, communication: object, costs: object) -> None:
 
 
 def sharing_of(strategy: Any) -> Sharing:
-    """Describe how many ranks of a strategy may share a sequence.
+    """Return how many ranks of a strategy may share a sequence, and at what cost.
 
     Args:
         strategy: with the mixin and ``context_parallel_size="dynamic"``.
@@ -125,7 +125,7 @@ def sharing_of(strategy: Any) -> Sharing:
 
 
 def check_ranks(sharing: Sharing, sizes: AxisSizes) -> None:
-    """Refuse ranks that groups cannot tile, in the job or on its nodes.
+    """Refuse ranks that groups do not divide, in the job or within a node.
 
     Raises:
         ValueError: saying what to set.
@@ -142,7 +142,7 @@ def check_ranks(sharing: Sharing, sizes: AxisSizes) -> None:
 
 
 def check_batch(batch: Any, *, training: bool) -> None:
-    """Refuse training batches that were planned for a fixed degree.
+    """Refuse training batches that were not planned with dynamic degrees.
 
     Raises:
         MisconfigurationException: saying where steps of dynamic degrees come from.
@@ -155,12 +155,12 @@ def check_batch(batch: Any, *, training: bool) -> None:
 
 
 def know_whole_packs(batch: Any) -> None:
-    """Let attention take the packs of a batch for whole ones, while shards of a training step are alive."""
+    """Register a batch's packs as whole ones, while shards of a training step are alive."""
     apply_to_collection(batch, THDBatch, lambda pack: know_whole_pack(pack.cu_seqlens_padded))
 
 
 def exchange_costs(module: nn.Module | None, costs: CommCosts, largest: int) -> tuple[float, ...] | None:
-    """Work out what a rank's exchange costs it for each of its slots, in tokens' worth of linear work.
+    """Return the exchange's cost for each slot of a rank, in tokens' worth of linear work.
 
     Args:
         module: that is trained; its transformers config gives heads, sizes and layers.
@@ -197,7 +197,7 @@ def exchange_costs(module: nn.Module | None, costs: CommCosts, largest: int) -> 
 
 
 def _least_bytes(layer: LayerSizes, ranks: int) -> float:
-    """Return the bytes a slot receives by the way that needs fewer."""
+    """Return the bytes a slot receives by the cheaper of two ways of communicating."""
     gathered = layer.gather_bytes(1024, ranks)
     traded = layer.ulysses_bytes(1024, ranks) if layer.heads % ranks == 0 else gathered
     return min(gathered, traded) / 1024

@@ -42,7 +42,7 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
 
 
 def refuse_indivisible_heads(module: nn.Module, cp: int, communication: str) -> None:
-    """Refuse, before the first step, heads that ``ulysses`` cannot share out.
+    """Refuse, before the first step, head counts that ``ulysses`` cannot divide.
 
     Args:
         module: the LightningModule.
@@ -62,7 +62,7 @@ def refuse_indivisible_heads(module: nn.Module, cp: int, communication: str) -> 
 
 
 def refuse_unused_layout(batch: object) -> None:
-    """Refuse a model that ran on a shard without calling an attention that sees other ranks' slots.
+    """Refuse a model that ran on a shard without an attention that sees other ranks' slots.
 
     Args:
         batch: what ``training_step`` was given, after it ran.
@@ -134,7 +134,7 @@ def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
 
 
 def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
-    """Refuse a model the user sharded in such a way that nothing averages some of its gradients.
+    """Refuse a model sharded so that some of its gradients are never averaged.
 
     Args:
         model: with FSDP2 applied.

@@ -1,4 +1,4 @@
-"""A Lightning strategy with the mixin -> the sizes of its axes, or an error naming one that cannot host."""
+"""A Lightning strategy with the mixin -> the sizes of its axes, or an error if it cannot host the mixin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REFUSED = {
 
 
 def refuse_host(strategy: type) -> None:
-    """Refuse a class that puts the mixin on a strategy whose steps it cannot run.
+    """Refuse a class that puts the mixin on a strategy whose steps the mixin cannot run.
 
     Raises:
         TypeError: naming the strategy, and those that can.
@@ -34,12 +34,12 @@ def refuse_host(strategy: type) -> None:
 
 
 def cuts_weights(strategy: object) -> bool:
-    """Return whether a strategy can hold parts of weights on a mesh, as FSDP2 and tensor parallelism do."""
+    """Return whether a strategy can shard weights on a mesh, as FSDP2 and tensor parallelism do."""
     return isinstance(strategy, ModelParallelStrategy)
 
 
 def own_axes(strategy: Any) -> tuple[int, int] | None:
-    """Return the sizes of the data and tensor axes that a ``ModelParallelStrategy`` has of its own.
+    """Return the data and tensor sizes given to a ``ModelParallelStrategy`` itself.
 
     Args:
         strategy: with the mixin.
@@ -110,7 +110,7 @@ def resolve_axes(
 
 
 def local_gradients(strategy: Strategy) -> AbstractContextManager[Any] | None:
-    """Return a context in which gradients stay on their rank, for a host that shards weights.
+    """Return a context in which gradients stay unreduced on their rank, or None.
 
     Returns:
         None for hosts that bring their own (DDP) or need none.

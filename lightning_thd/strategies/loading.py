@@ -1,4 +1,4 @@
-"""A user's dataloader -> the same, checked for who reads what, or read by one rank for all of its peers."""
+"""A user's dataloader -> the same, checked for each rank's data, or read by one rank for its peers."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
 
 
 def _over_stages(own: Tensor, p: float, stage: Stage) -> Tensor:
-    """Put the norms of a pipeline's stages together; a collective of its ranks."""
+    """Combine the norms of a pipeline's stages; a collective of its ranks."""
     found: list[float] = [0.0] * stage.channel.ranks
     dist.all_gather_object(found, float(own), group=stage.channel.down)
     total: Tensor = torch.linalg.vector_norm(torch.tensor(found, dtype=torch.float64), p)

@@ -1,4 +1,4 @@
-"""Lightning's strategies with the step loop of ours: "thd" on one device, "thd_ddp" on several."""
+"""Lightning's strategies with this package's step loop: "thd" on one device, "thd_ddp" on several."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ from lightning_thd.strategies.hosts import cuts_weights, local_gradients
 
 
 class ShardingMixin(ContextParallelMixin):
-    """Cuts and shards the user's model under a ``ModelParallelStrategy``; other hosts do as they always do.
+    """Shards the user's model on a ``ModelParallelStrategy``; leaves other strategies unchanged.
 
     Attributes:
         tensor_parallel_plan: module names below a model to styles (``parallel.tensor``), in place of the
@@ -70,7 +70,7 @@ class ShardingMixin(ContextParallelMixin):
     _towers: tuple[TowerPaths, ...] = ()
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Shard the model, unless the user has, then create the optimizers over the sharded parameters."""
+        """Shard the model, unless the user has, then create the optimizers over its shards."""
         refuse_compiled_module(self.lightning_module, self.sizes)
         writes_behind = self._writes_behind()
         if not cuts_weights(self):
@@ -136,25 +136,25 @@ class ShardingMixin(ContextParallelMixin):
         )
 
     def _frees_weights(self, module: nn.Module) -> bool:
-        """Decide whether a layer's weights are freed behind its forward pass; the same on all its ranks."""
+        """Return whether a layer's gathered weights are freed after its forward pass."""
         return self.reshard_after_forward is not False
 
     def _cut_by_depth(self, module: nn.Module) -> None:
-        """Leave a model whole; pipelines keep the layers of this rank."""
+        """Do nothing: only pipelines keep just some layers of a model."""
 
     def _share_weights(self, module: nn.Module) -> None:
-        """Give every rank the initial weights of rank 0."""
+        """Broadcast the initial weights from rank 0."""
         _sync_module_states(module)
 
     def _put(self, module: nn.Module) -> nn.Module:
-        """Give a module its weights, dtype and device, as the base strategy does."""
+        """Materialise a module and move it to its device and dtype, as the base strategy does."""
         _materialize_distributed_module(module, self.root_device)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         return self.model
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch; ranks of a model with a vision tower first agree whether any of them has images."""
+        """Run a batch, after ranks of a vision model agree whether any of them has images."""
         if self._towers:
             assert self._meshes is not None
             group = self._meshes.data_context.get_group()
@@ -175,7 +175,7 @@ class ShardingMixin(ContextParallelMixin):
         return MixedPrecisionPolicy()
 
     def _no_foreach_over_meshes(self) -> None:
-        """Turn off foreach kernels for parameter groups that lie on two meshes, which foreach cannot mix."""
+        """Turn off foreach kernels for parameter groups that span two meshes."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 if len(meshes(group["params"])) > 1 and not group.get("fused"):
@@ -188,7 +188,7 @@ class ShardingMixin(ContextParallelMixin):
         clip_by_value(self.precision_plugin.main_params(optimizer), float(clip_val))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state; one that has made no step yet is left without any.
+        """Return an optimizer's state, empty if it has made no step yet.
 
         torch makes the state of sharded weights by a step with zero gradients, which Adam would count.
         """
@@ -200,7 +200,7 @@ class ShardingMixin(ContextParallelMixin):
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint as the base strategy does, or begin to; shards of averaged weights included."""
+        """Write a checkpoint, in the background if set, with averaged weights if any."""
         if fresh := [i for i, optimizer in enumerate(self.optimizers) if not optimizer.state]:
             checkpoint[FRESH] = fresh
         if self._background is not None and storage_options is None:
@@ -281,12 +281,12 @@ class ShardingMixin(ContextParallelMixin):
         return loaded
 
     def _leave_fresh(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take what torch has put into optimizers that had made no step when they were saved."""
+        """Clear the state that torch created in optimizers saved before their first step."""
         for i in checkpoint.get(FRESH, ()) if self.optimizers else ():
             self.optimizers[i].state.clear()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers, from states of sharded weights too."""
+        """Load the states of the optimizers, sharded ones too."""
         if not cuts_weights(self) and "optimizer_states" in checkpoint:
             assert self.lightning_module is not None
             pairs = zip(without_fresh(checkpoint), self.optimizers, strict=False)

@@ -29,7 +29,7 @@ class StepLogs:
         self._logged: dict[str, list[Tensor]] = {}
 
     def begin(self, batch: THDBatch) -> str | None:
-        """Prepare Lightning's log for a microbatch that runs outside its own call of ``training_step``.
+        """Prepare Lightning's logging for a microbatch that runs outside Lightning's ``training_step``.
 
         Returns:
             The hook Lightning thinks it is in, to be given back to ``end``.

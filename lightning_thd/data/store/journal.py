@@ -173,7 +173,7 @@ class _Journal:
 
 
 def _checked(rows: Rows) -> Rows:
-    """Refuse a piece that is none, or whose arrays do not belong together."""
+    """Return a piece of rows, or raise if its arrays do not belong together."""
     check_type("A piece of a store", rows, Rows, "Pass Rows(tokens, lengths[, labels]).")
     tokens, lengths = flat_integers(rows.tokens, "tokens"), as_integers(rows.lengths, "lengths")
     labels = None if rows.labels is None else flat_integers(rows.labels, "labels")

@@ -1,1 +1,1 @@
-"""Which context-parallel rank holds which slots of a pack, what it needs of others, and what that costs."""
+"""Padded lengths and context-parallel ranks -> the slots each rank holds and the keys it needs of others."""

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Exchanged(NamedTuple):
-    """One exchange of the keys that ranks need of each other; see ``needs.Exchange``.
+    """One exchange of the keys that ranks need of each other, as indices on the device.
 
     ``where`` says, on the host, where each slot of the pack lies among a rank's own rows and those received.
     """
@@ -32,7 +32,7 @@ class Exchanged(NamedTuple):
 
 
 class BlockCall(NamedTuple):
-    """A kernel call of this rank's queries on keys of one rank; see ``needs.Block``."""
+    """A kernel call of this rank's queries on the keys of one rank, as indices on the device."""
 
     q_rows: Tensor | None
     kv_index: Tensor
@@ -45,7 +45,7 @@ class BlockCall(NamedTuple):
 
 
 class RingStep(NamedTuple):
-    """One step of the ring: whom keys are sent to, from whom they come, and the call on them, if any."""
+    """One step of the ring: the ranks to send keys to and receive them from, and the kernel call on them."""
 
     to: int
     source: int
@@ -55,7 +55,7 @@ class RingStep(NamedTuple):
 
 
 def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchanged:
-    """Look up the exchange that brings every key this rank's queries see.
+    """Return the exchange that brings every key this rank's queries see, computed once a batch.
 
     Args:
         layout: of the shard.
@@ -75,7 +75,7 @@ def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchanged:
 
 
 def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> Call:
-    """Look up the kernel call on a rank's own keys followed by those that ``exchanged`` brings."""
+    """Return the kernel call on this rank's keys followed by those that ``exchanged`` brings."""
 
     def make() -> Call:
         plan = partition.plan_keys(
@@ -94,7 +94,7 @@ def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> Call:
 
 
 def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool) -> list[BlockCall]:
-    """Look up the calls of a shard on keys that are all at hand, one for every rank they come from.
+    """Return the kernel calls on keys already on this rank, one for each rank they come from.
 
     Args:
         layout: of the shard.
@@ -121,7 +121,7 @@ def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool)
 
 
 def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep]:
-    """Look up the steps of the ring: own keys first, then those of the rank one, two, ... places before.
+    """Return the steps of the ring: this rank's keys first, then those of ranks one, two, ... before it.
 
     At step t every rank sends to the rank t places after it just the rows which that one needs, so that a key
     travels once and no rank holds keys of more than two others: those it works on and those on their way.

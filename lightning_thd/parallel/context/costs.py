@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommCosts:
-    """What an exchange and a kernel cost, by which ``context_parallel_communication="auto"`` chooses.
+    """Bandwidth, latency and kernel speed, by which ``context_parallel_communication="auto"`` chooses.
 
     The defaults are those of eight H100 in one node: NVLink 4 moves 450 GB/s each way (NVIDIA H100 data
     sheet); a small NCCL collective takes about 20 us; bf16 flash attention runs at some 500 TFLOP/s. Between
@@ -45,14 +45,14 @@ class CommCosts:
             _check_number("gathered_bytes", self.gathered_bytes, above_zero=True)
 
     def seconds(self, received_bytes: float, *, messages: int) -> float:
-        """Time of exchanges: ``CommCosts(bandwidth_bytes_per_s=1e9, latency_s=0)`` takes 1 us for 1,000."""
+        """Return the seconds of exchanges: at 1 GB/s without latency, 1,000 bytes take 1 us."""
         return messages * self.latency_s + received_bytes / self.bandwidth_bytes_per_s
 
     @classmethod
     def measure(
         cls, group: dist.ProcessGroup, device: torch.device, *, clock: Clock | None = None
     ) -> CommCosts:
-        """Time the group's all-to-all, a small one and one of 16 MiB; a collective of the whole job.
+        """Time a small and a 16 MiB all-to-all of the group; a collective of the whole job.
 
         Args:
             group: ranks that share packs.
@@ -108,7 +108,7 @@ def _check_number(name: str, value: object, *, above_zero: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSizes:
-    """What of a layer decides the bytes it exchanges.
+    """The heads, head sizes and dtype of a layer, which decide how many bytes it exchanges.
 
     Attributes:
         heads: query heads H.
@@ -126,20 +126,20 @@ class LayerSizes:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of the keys and values of one slot."""
+        """Return the bytes of the keys and values of one slot."""
         return self.kv_heads * (self.head_size + self.value_size) * self.element_bytes
 
     @property
     def pair_flops(self) -> int:
-        """FLOPs of one query on one key, forward: ``2 H (D + E)``."""
+        """Return the FLOPs of one query on one key, forward: ``2 H (D + E)``."""
         return 2 * self.heads * (self.head_size + self.value_size)
 
     def gather_bytes(self, slots: int, cp: int) -> int:
-        """Bytes a rank receives in an all-gather of N slots a rank."""
+        """Return the bytes a rank receives in an all-gather of N slots a rank."""
         return (cp - 1) * slots * self.key_bytes
 
     def ulysses_bytes(self, slots: int, cp: int) -> int:
-        """Bytes a rank receives when rows are traded for heads and back; wants H to be a multiple of cp."""
+        """Return the bytes a rank receives when rows are traded for heads; cp must divide H."""
         kv_heads = self.kv_heads
         if kv_heads % cp:  # every rank is sent the key-value heads that its query heads need
             share, own = self.heads // kv_heads, self.heads // cp
@@ -173,7 +173,7 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Time of the layer's attention; the ring's exchange runs beside its kernel."""
+        """Return the seconds of the layer's attention; a ring's exchange overlaps its kernel."""
         if self.name == "ring":
             return max(self.exchange_s, self.kernel_s)
         return self.exchange_s + self.kernel_s
@@ -192,7 +192,7 @@ def compare_ways(
     others: bool,
     ring: bool,
 ) -> list[Choice]:
-    """Cost the ways a layer may take, cheapest first.
+    """Compute the cost of each way of communicating that a layer may use, cheapest first.
 
     Args:
         sizes: of the layer.

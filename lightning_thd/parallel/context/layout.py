@@ -1,4 +1,4 @@
-"""The partition of one pack over context-parallel ranks -> indices on the device, found again by its offsets.
+"""How one pack is cut over context-parallel ranks -> indices on the device, looked up by a shard's offsets.
 
 Attention is called with ``cu_seqlens`` and nothing else that says what a batch is. So a layout is found by
 the offsets of its shard, wherever a kernel is called: through a transformers model, a hand-written one, or
@@ -27,7 +27,7 @@ Communication = Literal["auto", "all_gather", "ulysses", "needed", "ring"]
 
 
 class Call(NamedTuple):
-    """Where one kernel call finds its keys among the exchanged rows, with its offsets and longest lengths."""
+    """The key rows, offsets and longest lengths of one kernel call on exchanged rows."""
 
     kv_index: Tensor
     cu_seqlens_q: Tensor
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 
 class ShardLayout:
-    """Who holds which slots of one pack.
+    """The slots of one pack that each context-parallel rank holds.
 
     Args:
         padded_lengths: slots of every sequence of the whole pack, a trailing pad included.
@@ -87,7 +87,7 @@ class ShardLayout:
         _remember(self)
 
     def offsets(self) -> Tensor:
-        """int32 ``[S + 1]`` of the shard, by which ``layout_of`` finds this layout.
+        """Return the shard's offsets int32 ``[S + 1]``, by which ``layout_of`` finds this layout.
 
         The tensor keeps the layout alive, and not the other way round, so a batch is freed when it is let go.
         """
@@ -97,7 +97,7 @@ class ShardLayout:
 
     @property
     def restore(self) -> Tensor | None:
-        """int64 ``[T]``, ``gathered[restore]`` is in the order of the pack; None where it already is."""
+        """Return int64 ``[T]`` such that ``gathered[restore]`` is in pack order; None if it already is."""
         if self.layout == "contiguous":
             return None
         if "restore" not in self.cache:
@@ -108,7 +108,7 @@ class ShardLayout:
 
     @property
     def gathered(self) -> Tensor | None:
-        """int64 ``[T]``, the way back: ``pack[gathered]`` is all shards end to end."""
+        """Return int64 ``[T]`` such that ``pack[gathered]`` is all shards end to end."""
         if self.layout == "contiguous":
             return None
         if "gathered" not in self.cache:
@@ -122,14 +122,14 @@ class ShardLayout:
 
     @property
     def pack_offsets(self) -> Tensor:
-        """int32 ``[S + 1]``, where the sequences begin in the whole pack."""
+        """Return int32 ``[S + 1]``, where the sequences begin in the whole pack."""
         if "offsets" not in self.cache:
             self.cache["offsets"] = offsets_of(np.asarray(self.padded_lengths), self.device)
         offsets: Tensor = self.cache["offsets"]
         return offsets
 
     def call(self, *, causal: bool, left: int) -> Call:
-        """Look up, or work out once a batch, the kernel call for queries of this rank on gathered keys."""
+        """Return the kernel call of this rank's queries on gathered keys, computed once a batch."""
         key = ("call", causal, left)
         if key not in self.cache:
             self.cache[key] = self._make_call(causal, left)
@@ -154,24 +154,24 @@ class ShardLayout:
 
     @property
     def cut(self) -> dict[str, Any]:
-        """Number of ranks and partition, as the functions of ``partition`` and ``needs`` take them."""
+        """Return the number of ranks and the layout as keywords for ``partition`` and ``needs``."""
         return {"cp": self.cp, "layout": self.layout}
 
     @property
     def fixed(self) -> bool:
-        """Whether sizes must not depend on lengths, as in a recorded graph."""
+        """Return whether sizes must not depend on lengths, as in a recorded graph."""
         return False
 
     def check_varying(self, communication: str) -> None:
-        """Refuse, in a layout of fixed sizes, a way of communicating whose sizes follow the lengths."""
+        """Do nothing; layouts of fixed size refuse communication whose sizes follow lengths."""
 
     def put(self, indices: partition.Ints) -> Tensor:
-        """Send host indices to the device, without waiting."""
+        """Copy host indices to the device without waiting."""
         return torch.from_numpy(indices).to(self.device, non_blocking=True)
 
 
 def offsets_of(lengths: partition.Ints, device: torch.device) -> Tensor:
-    """int32 ``[n + 1]`` on ``device``, lengths summed up from 0."""
+    """Return int32 offsets ``[n + 1]`` on ``device``: the lengths summed up from 0."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     return torch.from_numpy(offsets).to(device, non_blocking=True)
 
@@ -197,7 +197,7 @@ def _forget() -> None:
 
 
 def layout_of(cu_seqlens: Tensor) -> ShardLayout | None:
-    """Find the layout whose shard has these offsets; None for the offsets of a whole pack."""
+    """Return the layout whose shard has these offsets, or None for the offsets of a whole pack."""
     if not _BY_OFFSETS or cu_seqlens.is_meta:
         return None
     layout = _BY_OFFSETS.get(cu_seqlens.data_ptr())
@@ -211,12 +211,12 @@ _WHOLE: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
 def know_whole_pack(cu_seqlens: Tensor) -> None:
-    """Let attention take these offsets for those of a whole pack, whatever shards there are beside it."""
+    """Register offsets as those of a whole pack, even while shards of other packs are in use."""
     _WHOLE[cu_seqlens.data_ptr()] = cu_seqlens
 
 
 def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
-    """Refuse attention over a shard's rows with offsets that nobody here made.
+    """Refuse attention on a shard's rows with offsets that are neither its own nor registered.
 
     Raises:
         ValueError: when a shard of as many slots is in use.

@@ -1,4 +1,4 @@
-"""Padded lengths of a pack, ranks -> long sequences cut among all ranks, short ones whole on one.
+"""Padded lengths of a pack, ranks -> long sequences cut among all ranks, short ones whole on one rank.
 
 A sequence longer than a chunk, 1 / (2 cp) of the pack, is cut into 2 cp chunks as ``dual_chunk`` does. The
 others are dealt out by the work that attention has with them, up to the slots of each rank; the few that no
@@ -21,7 +21,7 @@ Stretch = tuple[int, int, int]  # sequence, first slot in it, slot after the las
 
 @lru_cache(maxsize=128)
 def cut_mixed(padded_lengths: tuple[int, ...], cp: int) -> tuple[NDArray[np.int64], ...]:
-    """Say which stretches each rank holds.
+    """Return which stretches of which sequences each rank holds under the mixed layout.
 
     Args:
         padded_lengths: slots of every sequence, all multiples of 2 cp.
@@ -48,7 +48,7 @@ def cut_mixed(padded_lengths: tuple[int, ...], cp: int) -> tuple[NDArray[np.int6
 
 
 def _deal(lengths: tuple[int, ...], short: list[int], held: list[list[Stretch]]) -> None:
-    """Give each sequence, the longest first, to the rank with least work that has room for it."""
+    """Assign each short sequence, longest first, to the rank with the least work that has room for it."""
     room = [sum(lengths[i] for i in short) // len(held)] * len(held)
     work = [(0, rank) for rank in range(len(held))]
     over = []

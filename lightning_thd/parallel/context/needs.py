@@ -209,7 +209,7 @@ def _seen(
 def _visible(
     padded_lengths: Sequence[int], cp: int, rank: int, source: int, layout: Layout, *, causal: bool
 ) -> tuple[Ints, Ints, Ints]:
-    """Give the queries of each call, the keys of the source they see, and the row of the first of these."""
+    """Return queries per call, keys of the source they see, and the first such key's row."""
     held = partition.held_lengths(padded_lengths, cp=cp, rank=source, layout=layout)
     first = _starts(held)
     if rank == source:
@@ -233,7 +233,7 @@ def _visible(
 def _striped_block(
     padded_lengths: Sequence[int], cp: int, rank: int, source: int, *, causal: bool, left: int
 ) -> Block | None:
-    """Align rows by their number: row b of the source lies ``(b - a) * cp + source - rank`` slots after a."""
+    """Return the kernel call of a striped shard's queries on another rank's keys, or None without any."""
     q_first, q_stop = partition.striped_rows(padded_lengths, cp=cp, rank=rank)
     k_first, k_stop = partition.striped_rows(padded_lengths, cp=cp, rank=source)
     own_left, own_right = -1, -1

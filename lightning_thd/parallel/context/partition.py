@@ -26,7 +26,7 @@ _WHO_PADS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pieces:
-    """Stretches of sequences, one after the other.
+    """Stretches of sequences, listed by sequence, first slot and end.
 
     Attributes:
         sequence: int64 ``[P]``, the sequence each is a stretch of.
@@ -40,12 +40,12 @@ class Pieces:
 
     @property
     def lengths(self) -> Ints:
-        """int64 ``[P]``, slots of every piece."""
+        """Return the slots of every piece, int64 ``[P]``."""
         return self.stop - self.start
 
 
 def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Pieces:
-    """Say which stretches of which sequences a rank holds, in the order in which they lie there.
+    """Return the stretches of sequences that a rank holds, in the order in which they lie there.
 
     Args:
         padded_lengths: slots of every sequence, a trailing pad included.
@@ -85,7 +85,7 @@ def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout:
 
 
 def rank_indices(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Ints:
-    """List the slots of the pack that a rank holds, in its order.
+    """Return the slots of the pack that a rank holds, in the rank's order.
 
     Args:
         padded_lengths: slots of every sequence.
@@ -106,7 +106,7 @@ def rank_indices(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: L
 
 
 def restore_indices(padded_lengths: Sequence[int], *, cp: int, layout: Layout) -> Ints:
-    """Say where every slot of the pack stands when the ranks' shards are laid end to end.
+    """Return the position of every slot of the pack when the ranks' shards are laid end to end.
 
     Returns:
         int64 ``[T]``: ``gathered[restore]`` is in the order of the pack.
@@ -136,7 +136,7 @@ def held_lengths(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: L
 def held_real_lengths(
     lengths: Sequence[int], padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout
 ) -> Ints:
-    """Count the real tokens of every sequence that a rank holds; padding stands at the end of a sequence.
+    """Count the real tokens of every sequence that a rank holds, without the padding at its end.
 
     Args:
         lengths: real tokens; a trailing pad counts as its slots, or is left out.
@@ -160,7 +160,7 @@ def held_real_lengths(
 def striped_rows(
     padded_lengths: Sequence[int], *, cp: int, rank: int, real: Ints | None = None
 ) -> tuple[Ints, Ints]:
-    """Say which rows of a striped shard belong to each sequence.
+    """Return which rows of a striped shard belong to each sequence.
 
     Args:
         padded_lengths: slots of every sequence.
@@ -180,7 +180,7 @@ def striped_rows(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyPlan:
-    """The calls of a kernel that give a rank's queries every key they see.
+    """The kernel calls that give a rank's queries every key they see.
 
     Attributes:
         q_lengths: int64 ``[P]``, queries of every call, which lie one after the other in the shard.
@@ -203,7 +203,7 @@ def plan_keys(
     causal: bool = True,
     left: int = -1,
 ) -> KeyPlan:
-    """Cut a rank's attention into calls of unequal query and key lengths.
+    """Split a rank's attention into kernel calls of unequal query and key lengths.
 
     Args:
         padded_lengths: slots of every sequence.
@@ -233,7 +233,7 @@ def key_spans(
     causal: bool = True,
     left: int = -1,
 ) -> tuple[Ints, Ints]:
-    """Say between which slots of the pack the keys lie that each piece of a rank sees.
+    """Return between which slots of the pack the keys lie that each piece of a rank sees.
 
     Returns:
         int64 ``[P]`` first slots and ``[P]`` slots after the last; see ``plan_keys``.
@@ -268,7 +268,7 @@ def causal_work(
 
 
 def ranges(starts: Ints, stops: Ints) -> Ints:
-    """Lay ranges end to end: ``([0, 5], [2, 7])`` gives ``[0, 1, 5, 6]``."""
+    """Concatenate integer ranges: ``([0, 5], [2, 7])`` gives ``[0, 1, 5, 6]``."""
     lengths = stops - starts
     before = np.cumsum(lengths) - lengths
     slots: Ints = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(starts - before, lengths)

@@ -1,4 +1,4 @@
-"""A step in which each microbatch has a degree of its own -> what one rank runs of it.
+"""A step whose microbatches have degrees of their own -> the parts that one rank runs.
 
 Groups of 2, 4, 8, ... neighbours are made once. A microbatch of degree c is the pack that the c ranks of a
 group share, the same on all of them until it is cut; one of degree 1 is a whole pack of one rank alone.
@@ -23,7 +23,7 @@ from lightning_thd.stats import SeqStats
 
 
 class SharedStep(THDStep):
-    """All microbatches of one rank, not yet cut.
+    """All packs that one rank runs in a step, whole, each with the degree of ranks that share it.
 
     Attributes:
         degrees: ranks that share each microbatch.
@@ -91,7 +91,7 @@ def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **how: A
 
 
 def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
-    """Divide what a pack contains into whole numbers whose sum over the parts is the pack's.
+    """Divide the counts of a pack into whole numbers that sum to it over the parts.
 
     Args:
         stats: of the pack.
@@ -113,7 +113,7 @@ def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
 def make_degree_groups(
     data_ranks: int, max_degree: int, *, tp: int, device: torch.device
 ) -> dict[int, dist.ProcessGroup]:
-    """Make groups of every power of two of neighbouring data ranks; a collective of the whole job.
+    """Create groups of 2, 4, ... neighbouring data ranks; a collective of the whole job.
 
     Args:
         data_ranks: ranks that read different data.
@@ -141,7 +141,7 @@ def make_degree_groups(
 def check_shared_agreement(
     step: SharedStep, groups: Mapping[int, dist.ProcessGroup], device: torch.device
 ) -> None:
-    """Compare what ranks are about to run: all the same plan, and groups the same packs.
+    """Raise unless all ranks run the same plan, and groups the same packs; a collective.
 
     Args:
         step: of this rank, on the CPU.

@@ -21,7 +21,7 @@ from lightning_thd.parallel.context.partition import Ints
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretches:
-    """The stretches of all ranks, sequence after sequence, each from its front to its end.
+    """The stretches of all ranks, ordered by sequence and then by position.
 
     Attributes:
         sequence: int64 ``[Q]``, what each is a stretch of.
@@ -41,7 +41,7 @@ class Stretches:
 
     @classmethod
     def of(cls, padded_lengths: Sequence[int], *, cp: int, layout: Layout) -> Stretches:
-        """List them; two of one rank that touch are one.
+        """List the stretches that a layout cuts; neighbours on one rank are merged.
 
         Args:
             padded_lengths: slots of every sequence, a trailing pad included.
@@ -80,7 +80,7 @@ def _of_rank(padded_lengths: Sequence[int], cp: int, rank: int, layout: Layout) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One step along the sequences: the state behind their next stretch, of those that go on.
+    """One step of passing states along sequences: which state meets which stretch's change.
 
     Attributes:
         states: int64 ``[n]``, which of the states at hand the stretches left.
@@ -93,7 +93,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatePlan:
-    """What one rank runs, sends and receives.
+    """The stretches that one rank runs, and the states it sends and receives.
 
     Each of the first four is int64 ``[2, P']``: first rows and lengths of own stretches.
 
@@ -126,7 +126,7 @@ class StatePlan:
 
 
 def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> StatePlan:
-    """Plan the one exchange after which each rank knows the states that enter its stretches.
+    """Plan the single exchange after which each rank knows the states that enter its stretches.
 
     Args:
         padded_lengths: slots of every sequence.
@@ -174,7 +174,7 @@ def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: La
 
 
 def _needed(every: Stretches, rank: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Mark the stretches in front of the last that a rank holds of their sequence."""
+    """Mark the stretches that lie before a rank's last stretch of the same sequence."""
     front = np.zeros(int(every.sequence.max(initial=-1)) + 1, dtype=np.int64)
     own = every.rank == rank
     np.maximum.at(front, every.sequence[own], every.place[own])
@@ -192,7 +192,7 @@ def _rows(every: Stretches, which: np.ndarray[tuple[int], np.dtype[np.bool_]]) -
 
 
 def _join(every: Stretches, own: Ints, at: Ints, change: Ints) -> tuple[list[Step], Ints]:
-    """Walk along the sequences that this rank goes on with, all at once, those with most stretches first."""
+    """Return the steps that combine states and changes along the sequences that a rank continues."""
     enters = own[every.place[own] > 0]
     furthest = np.zeros(int(every.sequence.max(initial=-1)) + 1, dtype=np.int64)
     np.maximum.at(furthest, every.sequence[enters], every.place[enters])

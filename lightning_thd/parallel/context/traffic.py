@@ -1,4 +1,4 @@
-"""What layers exchange -> bytes since the last log, by the way they took.
+"""Exchanges of attention layers -> bytes received since the last log, by way of communicating.
 
 Counted on the host from sizes it knows, forward and backward, at no cost to the device.
 """
@@ -14,7 +14,7 @@ _slots: Counter[str] = Counter()
 
 
 class Traffic(NamedTuple):
-    """What this rank has received since it was last asked.
+    """The bytes this rank received in attention's exchanges since the last ``take``.
 
     Attributes:
         received_bytes: by all ways, forward and backward.
@@ -28,7 +28,7 @@ class Traffic(NamedTuple):
 
 
 def count(received_bytes: int, way: str) -> None:
-    """Add one exchange of a layer and its backward pass.
+    """Add the bytes of one layer's exchange, forward and backward, to the counters.
 
     Args:
         received_bytes: of the forward pass; gradients take as many, and a ring brings the keys once more.
@@ -39,7 +39,7 @@ def count(received_bytes: int, way: str) -> None:
 
 
 def run(slots: int) -> None:
-    """Add the slots of a pack or shard that this rank runs."""
+    """Add the slots of a pack or shard that this rank runs to the counters."""
     _slots["run"] += slots
 
 

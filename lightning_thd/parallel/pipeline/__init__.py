@@ -1,4 +1,4 @@
-"""A model cut by depth: which rank holds which layers, who runs what when, and what travels between."""
+"""A model cut by depth: the layers each rank holds, the order of passes, and the messages between ranks."""
 
 from lightning_thd.parallel.pipeline.schedule import (
     Op,

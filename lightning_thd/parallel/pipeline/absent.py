@@ -1,4 +1,4 @@
-"""What stands in a stage for the embedding, last norm and head of other stages: no weights, no work."""
+"""Stand-ins without weights for the embedding, last norm and head that other stages hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NoEmbedding(nn.Module):
-    """Stands for an embedding on stages that have none: NaN of the right shape.
+    """Replaces the embedding on stages without it; returns NaN of the right shape.
 
     Args:
         embedding: whose width is taken.
@@ -28,21 +28,21 @@ class NoEmbedding(nn.Module):
         self._channel = channel
 
     def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Give ``[..., T, H]``."""
+        """Return NaN ``[..., T, H]`` in the dtype of hidden states."""
         dtype = self._channel.dtype(ids.device)
         return torch.full((*ids.shape, self.embedding_dim), torch.nan, dtype=dtype, device=ids.device)
 
 
 class PassThrough(nn.Module):
-    """Stands for what comes behind the layers on stages that have none of it."""
+    """Replaces modules behind the layers, such as the last norm, on stages without them."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Give the argument back."""
+        """Return the hidden states unchanged."""
         return hidden
 
 
 class NoHead(nn.Module):
-    """Stands for the head on stages without it; losses of ``lightning_thd.loss`` know what to do.
+    """Replaces the head on stages without it; losses of ``lightning_thd.loss`` recognise it.
 
     Args:
         vocabulary: entries of the whole head.
@@ -54,7 +54,7 @@ class NoHead(nn.Module):
         self.out_features, self._stage = vocabulary, stage
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Receive the last stage's logits, in prediction and evaluation; refuse to train on them.
+        """Return the last stage's logits in prediction and evaluation; refuse to train on logits.
 
         Raises:
             ValueError: where gradients are wanted.

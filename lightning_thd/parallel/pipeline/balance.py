@@ -1,4 +1,4 @@
-"""Router logits of a rank's layers -> the balancing loss of a mixture of experts over all ranks' layers.
+"""Router logits of a rank's layers -> the MoE balancing loss over all ranks' layers.
 
 That loss multiplies how often an expert was chosen by how likely it was, both as means over all layers, so it
 is no sum over stages. What travels is what the means are made of, E sums of probabilities, E counts and the
@@ -56,7 +56,7 @@ def require_known_balance(inner: Any) -> None:
 
 
 def add_routers(parts: Tensor, logits: Sequence[Tensor], experts: int, top_k: int) -> Tensor:
-    """Add layers to what the means of a balancing loss are made of.
+    """Add some layers' routers to the sums from which a balancing loss is computed.
 
     Args:
         parts: ``[2 E + 1]`` fp32 of the layers before: sums of probabilities, counts, rows.
@@ -94,39 +94,39 @@ def balance_of(parts: Tensor) -> Tensor:
 
 
 class _Receive(torch.autograd.Function):
-    """What the stages before have added up; its gradient goes back to them."""
+    """Receives the sums of earlier stages' routers; sends their gradient back."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, channel: Channel, size: int) -> Tensor:
-        """Wait for the parts; ``anchor`` only makes them part of the graph."""
+        """Receive the sums; ``anchor`` only ties them to the autograd graph."""
         ctx.channel = channel
         return channel.receive(torch.Size((size,)), anchor.device, "down")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        """Send the gradient up."""
+        """Send the gradient of the sums to the stage before."""
         ctx.channel.send(grads[0], "up")
         return None, None, None
 
 
 class _Send(torch.autograd.Function):
-    """A zero that stands for the balancing loss; its gradient is the next stage's."""
+    """Sends the sums of routers on and returns a zero loss; its gradient comes from the next stage."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, parts: Tensor, channel: Channel) -> Tensor:
-        """Send the parts down."""
+        """Send the sums to the next stage and return zero."""
         ctx.channel, ctx.shape, ctx.device = channel, parts.shape, parts.device
         channel.send(parts, "down")
         return parts.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
-        """Wait for the gradient of the parts, whatever that of the zero is."""
+        """Receive the gradient of the sums from the next stage, ignoring that of the zero."""
         return None, ctx.channel.receive(ctx.shape, ctx.device, "up"), None
 
 
 class Balance:
-    """The balancing loss of one rank's part of a model.
+    """Computes the balancing loss of a model whose layers lie on several ranks.
 
     Args:
         channel: to the pipeline's other ranks, used for nothing else.
@@ -138,7 +138,7 @@ class Balance:
         self.received: Tensor | None = None
 
     def loss(self, logits: Any, experts: int, top_k: int, mask: Any = None) -> Tensor:
-        """Compute the loss over all layers on the last stage; stands in for a model's own function.
+        """Return the loss over all layers on the last stage; replaces a model's own loss function.
 
         Other stages give a zero that leads back to the routers; without gradients all give the value.
         """
@@ -175,7 +175,7 @@ def balance_over_stages(inner: Any, balance: Balance) -> None:
 
 
 def _home(inner: Any) -> Any:
-    """Find the Python module of a model whose forward calls the function."""
+    """Return the Python module in which a model's forward looks up its balancing-loss function."""
     homes = (sys.modules.get(kind.__module__) for kind in type(inner).__mro__)
     return next((home for home in homes if hasattr(home, _FUNCTION)), None)
 

@@ -1,4 +1,4 @@
-"""Activations of one stage -> the next one, and their gradients back, between the ranks of a pipeline.
+"""Activations of one pipeline stage -> the next stage, and their gradients back.
 
 One process group a direction, so that what goes down never waits for what goes up. Sends do not wait;
 receives may be posted ahead. A message needs no tag and no shape: both sides know what comes next.
@@ -23,7 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(slots=True)
 class Traffic:
-    """What this rank has sent.
+    """The number and bytes of messages that this rank has sent.
 
     Attributes:
         messages: number of activations and gradients.
@@ -60,16 +60,16 @@ class Channel:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the pipeline, from 0."""
+        """Return this rank's place in the pipeline, from 0."""
         return self.down.rank()
 
     @property
     def ranks(self) -> int:
-        """Ranks of the pipeline."""
+        """Return the number of ranks of the pipeline."""
         return self.down.size()
 
     def send(self, tensor: Tensor, direction: Direction) -> None:
-        """Hand a tensor to the next rank in a direction, and keep it until it has left."""
+        """Send a tensor to the next rank in a direction without waiting, and keep it until it is sent."""
         if direction == "down":
             self._tell_dtype(tensor)
         data = tensor.detach().contiguous()
@@ -81,7 +81,7 @@ class Channel:
             self._sent.popleft()
 
     def post(self, shape: torch.Size, device: torch.device, direction: Direction) -> None:
-        """Begin to receive the next message from a direction, while something else runs."""
+        """Begin to receive the next message from a direction without waiting for it."""
         buffer = torch.empty(shape, dtype=self.dtype(device), device=device)
         first = self.ranks - 1 - self._end(direction)
         group = self._group(direction, wraps=self.rank == first)
@@ -107,7 +107,7 @@ class Channel:
         return buffer
 
     def fix_dtype(self, dtype: torch.dtype) -> None:
-        """Say what messages are made of, on all ranks, in place of the first message."""
+        """Set the dtype of messages on all ranks, instead of learning it from the first message."""
         self._dtype = dtype
 
     def finish(self) -> None:
@@ -118,11 +118,11 @@ class Channel:
 
     @property
     def is_busy(self) -> bool:
-        """Whether messages are under way, as in the middle of a step."""
+        """Return whether messages are under way, as in the middle of a step."""
         return bool(self._sent) or any(self._posted.values())
 
     def dtype(self, device: torch.device) -> torch.dtype:
-        """Say which dtype hidden states have; the first call on a rank waits for the stage before."""
+        """Return the dtype of hidden states; a rank's first call waits for the stage before to send it."""
         if self._dtype is None:
             code = torch.empty(1, dtype=torch.int64, device=device)
             dist.recv(code, self._peer("down", -1), group=self.down)
@@ -132,7 +132,7 @@ class Channel:
         return self._dtype
 
     def _tell_dtype(self, tensor: Tensor) -> None:
-        """Tell the ranks behind, before the first message of the first rank."""
+        """Send the dtype of hidden states to later ranks, ahead of the first message."""
         if self._dtype is None:
             self._dtype = tensor.dtype
             code = torch.tensor([_DTYPES.index(tensor.dtype)], device=tensor.device)
@@ -149,42 +149,42 @@ class Channel:
         return self.down if direction == "down" else self.up
 
     def _end(self, direction: Direction) -> int:
-        """Give the last rank in a direction."""
+        """Return the last rank of the pipeline in a direction."""
         return self.ranks - 1 if direction == "down" else 0
 
     def _peer(self, direction: Direction, step: int) -> int:
-        """Give the global rank one place behind (or before) this one, seen in a direction."""
+        """Return the global rank that lies ``step`` places further in a direction."""
         along = step if direction == "down" else -step
         return dist.get_global_rank(self.down, (self.rank + along) % self.ranks)
 
 
 class Receive(torch.autograd.Function):
-    """Hidden states of the stage before; their gradient goes back to it."""
+    """Receives hidden states of the stage before, and sends their gradient back."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, channel: Channel, shape: torch.Size) -> Tensor:
-        """Wait for the hidden states; ``anchor`` only makes them part of the graph."""
+        """Receive the hidden states; ``anchor`` only ties them to the autograd graph."""
         ctx.channel = channel
         return channel.receive(shape, anchor.device, "down")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        """Send the gradient up."""
+        """Send the gradient of the hidden states to the stage before."""
         ctx.channel.send(grads[0], "up")
         return None, None, None
 
 
 class Send(torch.autograd.Function):
-    """A zero that stands for the loss on a stage that has none; its gradient is the next stage's."""
+    """Sends hidden states on and returns a zero loss; its gradient comes from the next stage."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, channel: Channel) -> Tensor:
-        """Send hidden states down; ``anchor`` gives the zero a gradient where no layer so far is trained."""
+        """Send hidden states to the next stage; ``anchor`` lets the zero have a gradient in any case."""
         ctx.channel, ctx.shape, ctx.device = channel, hidden.shape, hidden.device
         channel.send(hidden, "down")
         return hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
-        """Wait for the gradient of the hidden states, whatever that of the zero is."""
+        """Receive the gradient of the hidden states, ignoring that of the zero."""
         return None, ctx.channel.receive(ctx.shape, ctx.device, "up"), None

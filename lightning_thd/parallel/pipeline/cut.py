@@ -42,7 +42,7 @@ def cut_model(
     split: Literal["auto"] | Sequence[int] = "auto",
     balance: Callable[[], Channel] | None = None,
 ) -> Stage:
-    """Keep the layers of this rank.
+    """Keep this rank's layers of a model, and replace the others by stand-ins, in place.
 
     Args:
         model: a Hugging Face causal language model, perhaps wrapped; the same on all ranks.
@@ -135,7 +135,7 @@ def decoder_stack(inner: Any) -> tuple[str, nn.Module, nn.ModuleList]:
 def _around(
     inner: Any, parent: nn.Module, layers: nn.ModuleList
 ) -> tuple[list[tuple[nn.Module, str]], list[tuple[nn.Module, str]]]:
-    """List what has parameters before and behind the layers, by the order in which it was registered.
+    """List the modules with parameters that run before and after the layers.
 
     A module in the wrong place would not go unseen: what stands before the layers gives NaN on other stages.
 
@@ -169,7 +169,7 @@ def _around(
 
 
 def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
-    """Refuse what layers share with each other, which would need a gradient or a state from another stage."""
+    """Refuse parameters or states that layers on different stages would share."""
     seen: dict[int, int] = {}
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
@@ -225,14 +225,14 @@ def plan_split(
 
 
 def tied_weight(inner: Any) -> nn.Parameter | None:
-    """Give the embedding's weight if the head uses the same; asked before the model is cut."""
+    """Return the embedding's weight if the head shares it, else None; to be asked before the cut."""
     embedding = getattr(inner.get_input_embeddings(), "weight", None)
     head = getattr(inner.get_output_embeddings(), "weight", None)
     return embedding if embedding is not None and embedding is head else None
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Give the head's name of a weight that it shares with the embedding, and the embedding's.
+    """Return the head's name of a tied weight, mapped to the embedding's name of it.
 
     Args:
         model: a Hugging Face causal language model, perhaps wrapped, before it is cut.
@@ -249,14 +249,14 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def stages_in(model: nn.Module) -> Iterator[Stage]:
-    """Yield the stages of all models that a LightningModule holds."""
+    """Yield the ``Stage`` of every model in a LightningModule that was cut by depth."""
     for module in model.modules():
         if (stage := stage_of(module)) is not None:
             yield stage
 
 
 def _on_meta(inner: nn.Module) -> nn.Module:
-    """Copy a model without its memory, for those who count what all stages run."""
+    """Copy a model to the meta device, for counting the FLOPs and parameters of all stages."""
     memo: dict[int, Any] = {}
     for tensor in [*inner.parameters(), *inner.buffers()]:
         empty: Any = torch.empty_like(tensor.detach(), device="meta")
@@ -272,7 +272,7 @@ def _no_embedding(owner: nn.Module, name: str, channel: Channel) -> NoEmbedding:
 
 
 def _run_only_where(module: Any, here: Any, instead: nn.Module) -> None:
-    """Run ``instead`` in passes of this rank's other stages."""
+    """Replace a module's forward by that of ``instead`` in passes of stages that lack the module."""
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs) if here() else instead(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Dropout in the layers of a pipeline: each layer draws from a stream of its own, whichever rank holds it.
+"""Dropout in a pipeline -> the same numbers whichever rank holds a layer: each layer has its own stream.
 
 Ranks that were seeded alike would else give the first layers of all stages the same masks. Every place among
 the layers, a boundary too, takes one number from the global stream, so what a user draws in ``training_step``
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def has_dropout(model: Any) -> bool:
-    """Return whether a model drops anything: one of its modules, or an option of its config."""
+    """Return whether a model has dropout: in one of its modules, or as an option of its config."""
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
         return True
     options = model.config.get_text_config(decoder=True).to_dict().items()
@@ -22,7 +22,7 @@ def has_dropout(model: Any) -> bool:
 
 
 def draw_from_own_stream(layer: nn.Module, index: int) -> None:
-    """Let a layer draw from a stream that its place and one number of the global stream give, in place.
+    """Let a layer draw from a random stream seeded by its index and the global stream, in place.
 
     Args:
         layer: of the model.
@@ -43,7 +43,7 @@ def draw_from_own_stream(layer: nn.Module, index: int) -> None:
 
 
 def take_number() -> int:
-    """Take a number from the global stream of the host, as every place among the layers does."""
+    """Draw one number from the host's global random stream, as each layer's place does."""
     return int(torch.empty((), dtype=torch.int64).random_())
 
 

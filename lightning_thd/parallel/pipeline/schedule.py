@@ -104,7 +104,7 @@ def _check_sizes(ranks: int, microbatches: int, chunks: int) -> None:
 
 
 def _visits(ranks: int, microbatches: int, chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """List (microbatch, chunk) by groups of p microbatches, each group through one chunk after the other."""
+    """Return (microbatch, chunk) pairs in groups of p microbatches, each through one chunk after another."""
     if len(chunks) == 1:
         return [(m, chunks[0]) for m in range(microbatches)]
     groups = [range(at, min(at + ranks, microbatches)) for at in range(0, microbatches, ranks)]
@@ -128,7 +128,7 @@ def _program(
 
 
 class Timed(NamedTuple):
-    """When a pass ran: seconds, or whatever unit the work was given in."""
+    """The start and end of a pass in a simulated schedule, in the unit of the given work."""
 
     op: Op
     start: float
@@ -171,7 +171,7 @@ def timeline(schedule: Schedule, work: Work, *, transfer: float = 0.0) -> list[l
 
 
 def _needs(op: Op, stage: int, last: int) -> list[tuple[bool, int, int]]:
-    """List the passes that have to be over before one can start."""
+    """Return the passes that must end before a pass can start."""
     if op.forward:
         return [(True, stage - 1, op.microbatch)] if stage else []
     own = (True, stage, op.microbatch)
@@ -259,6 +259,6 @@ _EXCHANGE = 32
 
 
 def _small_ends(up: list[int], ranks: int) -> list[int]:
-    """Put the ``ranks - 1`` smallest last, the next smallest first, and the rest by size down between."""
+    """Order microbatches so that small ones are last, the next smallest first, large ones between."""
     last, first, middle = up[: ranks - 1], up[ranks - 1 : 2 * (ranks - 1)], up[2 * (ranks - 1) :]
     return [*first, *middle[::-1], *last[::-1]]

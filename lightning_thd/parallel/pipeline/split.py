@@ -18,7 +18,7 @@ from lightning_thd.stats import SeqStats
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:
-    """What a layer, the embedding or the head costs.
+    """The training FLOPs and parameters of a layer, the embedding or the head.
 
     Attributes:
         flops: of training on the sequences it was counted for.
@@ -35,7 +35,7 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Which layers each stage holds.
+    """The layers of each pipeline stage, with the stage's FLOPs and parameters.
 
     Attributes:
         bounds: stage s holds layers ``bounds[s]`` to ``bounds[s + 1]``.
@@ -51,15 +51,15 @@ class Split:
 
     @property
     def stages(self) -> int:
-        """Number of stages, ranks x stages a rank."""
+        """Return the number of stages: ranks x stages a rank."""
         return len(self.bounds) - 1
 
     def layers(self, stage: int) -> range:
-        """Indices of the layers that a stage holds."""
+        """Return the indices of the layers that a stage holds."""
         return range(self.bounds[stage], self.bounds[stage + 1])
 
     def share(self, rank: int) -> float:
-        """Share of the model's FLOPs that a rank computes, 0 to 1."""
+        """Return the share of the model's FLOPs that a rank computes, 0 to 1."""
         total = sum(self.flops)
         return sum(self.flops[rank :: self.ranks]) / total if total else 1.0 / self.ranks
 

@@ -29,12 +29,12 @@ _ATTRIBUTE = "_thd_pipeline_stage"
 
 
 def stage_of(model: object) -> Stage | None:
-    """Find the stage of a model that was cut by depth; None for any other."""
+    """Return the ``Stage`` of a model that was cut by depth, or None."""
     return getattr(model, "__dict__", {}).get(_ATTRIBUTE)
 
 
 class Stage:
-    """What one rank holds of a model, and which of it takes part in the pass that is running.
+    """The layers that one rank holds of a model, and those that take part in the running pass.
 
     Args:
         split: who holds what.
@@ -77,27 +77,27 @@ class Stage:
 
     @property
     def chunks(self) -> int:
-        """Stages of this rank."""
+        """Return the number of stages on this rank."""
         return self.split.stages // self.split.ranks
 
     @property
     def layers(self) -> list[int]:
-        """Indices of the layers that this rank holds."""
+        """Return the indices of the layers that this rank holds."""
         return sorted(self._chunk_of)
 
     @property
     def holds_embedding(self) -> bool:
-        """Whether the running pass begins with the embedding on this rank."""
+        """Return whether the running pass begins with the embedding on this rank."""
         return self.channel.rank == 0 and self.active in (None, 0)
 
     @property
     def has_stage_before(self) -> bool:
-        """Whether the running pass begins with what another rank sends."""
+        """Return whether the running pass begins with hidden states from another rank."""
         return self._stage(self.active or 0) > 0
 
     @property
     def holds_head(self) -> bool:
-        """Whether the running pass ends with the head on this rank."""
+        """Return whether the running pass ends with the head on this rank."""
         return self.channel.rank == self.split.ranks - 1 and self.active in (None, self.chunks - 1)
 
     def begin(self, chunk: int | None) -> None:
@@ -108,7 +108,7 @@ class Stage:
             self.balance.received = None
 
     def require_idle(self) -> None:
-        """Refuse to go on after a step that was broken off, of which messages may still be under way.
+        """Raise if an earlier step was broken off, as its messages may still be under way.
 
         Raises:
             ValueError: saying what to do.
@@ -120,7 +120,7 @@ class Stage:
             )
 
     def again(self) -> bool:
-        """Say whether this rank runs a call once more whose head went wrong, and count both as one.
+        """Return whether this rank repeats a call whose head failed, and count both calls as one.
 
         With gradients only the head does, on the hidden states that it got already: messages that were
         posted ahead know of no second call. Without, all stages do.
@@ -132,7 +132,7 @@ class Stage:
         return True
 
     def require_one_call(self, step: str = "training_step") -> None:
-        """Refuse a step that called the model more or less than once: other stages wait for one message.
+        """Raise unless a step called the model exactly once, as other stages expect one message.
 
         Args:
             step: where the step is written.
@@ -150,18 +150,18 @@ class Stage:
         self._received = None
 
     def modules_of(self, chunk: int) -> Iterator[nn.Module]:
-        """Yield what a chunk's layers are made of, themselves included."""
+        """Yield all modules of a chunk's layers, the layers included."""
         for name, layer in self.held.items():
             if self._chunk_of[int(name)] == chunk:
                 yield from layer.modules()
 
     def runs(self, layer: int) -> bool:
-        """Say whether a layer takes part in the running pass on this rank."""
+        """Return whether a layer takes part in the running pass on this rank."""
         chunk = self._chunk_of.get(layer)
         return chunk is not None and self.active in (None, chunk)
 
     def cross(self, index: int, hidden: Tensor) -> Tensor:
-        """Pass a boundary: send what the layer before it gave, receive what the layer behind it needs.
+        """Cross a stage boundary: send the layer before's output, receive the layer behind's input.
 
         Args:
             index: the place of the boundary among the layers.
@@ -180,7 +180,7 @@ class Stage:
         return hidden
 
     def stand_in(self, size: int, hidden: Tensor) -> Tensor:
-        """Give a rank without the head what stands for the values made there.
+        """Return what a rank without the head uses in place of the values that the head computed.
 
         While gradients are wanted these are zeros that lead back through this rank's layers; without
         gradients, the values themselves, one broadcast.
@@ -202,7 +202,7 @@ class Stage:
         return self.broadcast(torch.empty(size, dtype=dtype, device=hidden.device))
 
     def share(self, values: Tensor) -> Tensor:
-        """Send what the head made to the ranks without it, where no gradients are wanted.
+        """Broadcast values that the head computed, when no gradients are wanted.
 
         Args:
             values: ``[n]``.
@@ -217,19 +217,19 @@ class Stage:
         return self.broadcast(values.contiguous())
 
     def share_logits(self, head: nn.Module, args: tuple[Any, ...], logits: Tensor) -> None:
-        """Send the head's logits to the other stages, in prediction and evaluation; a forward hook."""
+        """Broadcast the head's logits in prediction and evaluation; a forward hook."""
         if not torch.is_grad_enabled() and type(logits) is Tensor:  # losses make no logits, and share values
             self.broadcast(logits.contiguous())
 
     def broadcast(self, values: Tensor) -> Tensor:
-        """Fill ``values`` on every rank of the pipeline with those of the last stage."""
+        """Broadcast ``values`` from the last stage to every rank of the pipeline."""
         source = dist.get_global_rank(self.channel.down, self.split.ranks - 1)
         dist.broadcast(values, source, group=self.channel.down)
         self.channel.finish()
         return values
 
     def expect(self, op: Op, slots: int, device: torch.device) -> None:
-        """Begin to receive what a coming pass will wait for, while another one runs.
+        """Begin to receive the message that a coming pass needs, while another pass runs.
 
         Args:
             op: a pass of this rank.
@@ -260,7 +260,7 @@ def _anchor(like: Tensor) -> Tensor:
 
 
 class StageLayers(nn.ModuleList):
-    """The layers of one rank under the names they have in the whole model; iterates over all places.
+    """The layers of one rank under their names in the whole model, with boundaries in place of others.
 
     Args:
         layers: of the whole model.
@@ -302,7 +302,7 @@ def _require_hidden(layer: nn.Module, args: tuple[Any, ...], output: object) -> 
 
 
 class Boundary(nn.Module):
-    """Stands for a layer of another rank, or of another stage of this one.
+    """Replaces a layer that another stage holds.
 
     Args:
         layer: whose plain attributes models ask for (``attention_type``, ``layer_idx``).
@@ -319,7 +319,7 @@ class Boundary(nn.Module):
         self._checked = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Let hidden states pass."""
+        """Pass hidden states on, across a stage boundary where one lies here."""
         if self._stage.draws:
             take_number()
         given = dict(kwargs)
@@ -332,7 +332,7 @@ class Boundary(nn.Module):
 
 
 def _require_own_inputs(index: int, inputs: dict[Any, Any]) -> None:
-    """Refuse layers that are given something made of the embedding, which this rank does not have."""
+    """Refuse layers that need an input computed from the embedding, which this rank lacks."""
     for name, value in inputs.items():
         for part in value if isinstance(value, tuple | list) else (value,):
             if isinstance(part, Tensor) and part.is_floating_point() and bool(torch.isnan(part).any()):

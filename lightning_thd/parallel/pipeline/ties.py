@@ -13,7 +13,7 @@ from lightning_thd.parallel.pipeline.channel import Channel
 
 
 def copy_tied(weight: nn.Parameter, channel: Channel) -> None:
-    """Give the last stage the first one's weight; both call it.
+    """Copy the first stage's tied weight to the last stage; both call it.
 
     Args:
         weight: this rank's copy, perhaps sharded in the same way on both.
@@ -29,7 +29,7 @@ def copy_tied(weight: nn.Parameter, channel: Channel) -> None:
 
 
 def sum_tied(weight: nn.Parameter, channel: Channel) -> None:
-    """Add up the gradients that the embedding and the head have given their copies; both stages call it.
+    """Sum the gradients of the embedding's and the head's copies of a tied weight; both stages call it.
 
     Args:
         weight: this rank's copy, its gradient already reduced over the ranks of its stage.

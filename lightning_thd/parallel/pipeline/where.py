@@ -1,4 +1,4 @@
-"""The running call -> the line of the user's file that it comes from, for messages."""
+"""The running call -> the line of the user's file that made it, for messages."""
 
 from __future__ import annotations
 
@@ -34,6 +34,6 @@ def user_line() -> str:
 
 
 def described(file: str, number: int) -> str:
-    """Return a line as messages name it: file, number and text."""
+    """Format a line for messages: file, number and text."""
     text = linecache.getline(file, number).strip()
     return f"{Path(file).name}:{number}: {text}" if text else f"{Path(file).name}:{number}"

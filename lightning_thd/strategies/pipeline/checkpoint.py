@@ -37,7 +37,7 @@ def rename_optimizer(state: Mapping[str, Any], names: Mapping[str, str]) -> dict
 
 
 def complete_groups(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    """List every stage's parameters in an optimizer's groups; a collective of the pipeline.
+    """Add every stage's parameter names to an optimizer state's groups; a collective.
 
     Args:
         state: of this stage's optimizer, parameters by name.
@@ -105,7 +105,7 @@ def load_folder(
 
 
 def gather_states(state: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """Put whole weights of all stages together on the first one; a collective of one pipeline.
+    """Gather the whole weights of all stages on the first one; a collective of one pipeline.
 
     Args:
         state: this stage's weights.

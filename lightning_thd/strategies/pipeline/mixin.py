@@ -70,42 +70,42 @@ class PipelineMixin(THDStrategyMixin):
 
     @property
     def packs_as_steps(self) -> bool:
-        """Whether a batch of ``Packs(n)`` holds all packs of this rank's step, as a pipeline needs."""
+        """Return whether a batch of ``Packs(n)`` holds all packs of this rank's step."""
         return self.pipeline_parallel_size > 1
 
     def setup_environment(self) -> None:
-        """Build the mesh, then one group for activations and one for gradients."""
+        """Build the mesh, then a process group for activations and one for gradients."""
         super().setup_environment()
         if self.pipeline_parallel_size > 1:
             self._channel = self._make_channel()
 
     def _make_channel(self) -> Channel:
-        """Make the groups of a channel, under the strategy's timeout; a collective of the job."""
+        """Create the process groups of a channel; a collective of the job."""
         timeout: timedelta | None = getattr(self, "_timeout", None)
         several = self.stages_per_rank > 1
         down, up, *wraps = (another_group(self.sizes, timeout=timeout) for _ in range(4 if several else 2))
         return Channel(down=down, up=up, wraps=(wraps[0], wraps[1]) if several else None)
 
     def _balance_channel(self) -> Channel:
-        """Make groups for what a balancing loss sends behind the hidden states; a collective of the job."""
+        """Create the process groups of a MoE balancing loss; a collective of the job."""
         channel = self._make_channel()
         channel.fix_dtype(torch.float32)
         return channel
 
     @property
     def slots_shared(self) -> int:
-        """Tensor-parallel ranks that share the slots of hidden states between layers, and so of messages."""
+        """Return how many tensor-parallel ranks divide the slots of a message."""
         return self.sizes.tensor if getattr(self, "sequence_parallel", False) else 1
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Generator[None]:
-        """Let ``from_pretrained`` in ``configure_model`` wait with the tensors until the model is cut."""
+        """Delay ``from_pretrained``'s reading of weights until the model is cut."""
         waits = self.pipeline_parallel_size > 1 and available("transformers")
         with postponed_reading() if waits else contextlib.nullcontext(), super().model_sharded_context():
             yield
 
     def setup(self, trainer: L.Trainer) -> None:
-        """Go on with the stage that an earlier fit has cut, or cut the model; then set up as always."""
+        """Cut the model, unless an earlier fit has, then set up as the base strategy does."""
         assert self.lightning_module is not None
         for stage in stages_in(self.lightning_module):
             self._go_on_with(stage)
@@ -159,7 +159,7 @@ class PipelineMixin(THDStrategyMixin):
         self._tie_ends(self.model)
 
     def _share_weights(self, module: nn.Module) -> None:
-        """Give every rank of a stage the initial weights of its first one."""
+        """Broadcast a stage's initial weights from its first rank."""
         if self._channel is None:
             super()._share_weights(module)
             return
@@ -170,7 +170,7 @@ class PipelineMixin(THDStrategyMixin):
             dist.broadcast(tensor.detach(), source, group=group)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the first forward pass of a step."""
+        """Run the first forward pass of a step; ``backward`` runs the others."""
         if self._stage is None:
             return super().training_step(*args, **kwargs)
         batch, *rest = args
@@ -191,7 +191,7 @@ class PipelineMixin(THDStrategyMixin):
         return self._run.first()
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run all other passes of the step."""
+        """Run all passes of the step after the first."""
         if self._run is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         run = self._run
@@ -212,11 +212,11 @@ class PipelineMixin(THDStrategyMixin):
         return result
 
     def forward_pass(self, batch: THDBatch, rest: tuple[Any, ...]) -> Any:
-        """Run ``training_step`` of the user on one microbatch."""
+        """Run the user's ``training_step`` on one microbatch."""
         return super().training_step(batch, *rest)
 
     def _synchronise_chunk(self, chunk: int | None, *, last: bool) -> None:
-        """Reduce gradients of a chunk's layers in its last backward pass alone, and free their weights then.
+        """Reduce a chunk's gradients in its last backward pass only, then free its weights.
 
         What is not a layer, an embedding or a head, is left to the rank's last pass of all.
         """
@@ -231,7 +231,7 @@ class PipelineMixin(THDStrategyMixin):
                 child.set_reshard_after_backward(ends, recurse=False)
 
     def _frees_weights(self, module: nn.Module) -> bool:
-        """Decide whether weights are freed behind every pass or stay for the step; a collective for auto."""
+        """Return whether weights are freed after every pass, not kept for the step."""
         if self._channel is None or self.reshard_after_forward != "auto":
             return super()._frees_weights(module)
         assert self._meshes is not None
@@ -272,7 +272,7 @@ class PipelineMixin(THDStrategyMixin):
 
     @property
     def _head_name(self) -> Mapping[str, str]:
-        """Return the name of a tied head to that of the embedding, on the last rank."""
+        """Return the tied head's name mapped to the embedding's, on the last stage; else nothing."""
         assert self._stage is not None
         return self._stage.tied_names if self._stage.holds_head else {}
 
@@ -281,7 +281,7 @@ class PipelineMixin(THDStrategyMixin):
         return self._meshes is None or self._meshes.stage.get_local_rank() == 0
 
     def _all_stages(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Put the weights of all stages together on the first rank, a tied one once."""
+        """Gather the weights of all stages on the first rank, a tied one once."""
         if self._channel is None or not self._first_of_stage:
             return state
         names = {name.partition(".")[2] for name in self._head_name}
@@ -301,7 +301,7 @@ class PipelineMixin(THDStrategyMixin):
 
 
 def _refuse_weights_outside(module: nn.Module, inner: nn.Module) -> None:
-    """Refuse weights in training beside the model that is cut, which every rank would train for itself."""
+    """Refuse trained weights outside the model that is cut: no stage is known for them."""
     cut = {id(parameter) for parameter in inner.parameters()}
     left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in cut]
     if left:

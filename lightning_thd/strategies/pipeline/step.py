@@ -1,4 +1,4 @@
-"""One optimizer step of a pipeline -> its passes in the order of the schedule, and what they left behind."""
+"""One optimizer step of a pipeline -> its passes in the order of the schedule, their losses and logs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LINEAR = 4096
 
 
 class PipelineStep:
-    """One optimizer step of a pipeline: its schedule, and what its passes have left so far."""
+    """One optimizer step of a pipeline: its schedule, and the losses and logs of passes so far."""
 
     def __init__(self, strategy: Any, step: THDStep, rest: tuple[Any, ...]) -> None:
         self.strategy = strategy
@@ -40,11 +40,11 @@ class PipelineStep:
         self.started, self.channel.waited_s = time.perf_counter(), 0.0
 
     def first(self) -> Any:
-        """Run the first pass and return what Lightning is given."""
+        """Run the first pass and return the loss that Lightning gets."""
         return self.forward(self.program[0])
 
     def rest(self) -> Iterator[Op]:
-        """Yield the passes behind the first; what the next one waits for travels while one runs."""
+        """Yield the passes after the first, receiving the next one's input while one runs."""
         ahead = iter(self.program[1:])
         self._expect(next(ahead, None))
         for op in self.program[1:]:
@@ -57,15 +57,15 @@ class PipelineStep:
             self.stage.expect(op, ids.numel() // self.strategy.slots_shared, ids.device)
 
     def is_first(self, op: Op) -> bool:
-        """Return whether a backward pass is that of the first forward pass, whose loss Lightning holds."""
+        """Return whether a backward pass belongs to the forward pass whose loss Lightning holds."""
         return (op.microbatch, op.chunk) == (self.program[0].microbatch, self.program[0].chunk)
 
     def is_last_of_chunk(self, op: Op) -> bool:
-        """Return whether a backward pass is the last one through a chunk of this rank."""
+        """Return whether a backward pass is a chunk's last in this step."""
         return op.microbatch == len(self.step) - 1
 
     def take_loss(self, op: Op) -> Tensor:
-        """Give the loss of a forward pass, once."""
+        """Return the loss of a forward pass and remove it."""
         return self.losses.pop((op.microbatch, op.chunk))
 
     def forward(self, op: Op) -> Any:
@@ -85,7 +85,7 @@ class PipelineStep:
         return output
 
     def finish(self) -> list[Tensor]:
-        """Tell all stages the losses and logs of the last; returns the losses."""
+        """Send the last stage's losses and logs to all stages, and return the losses."""
         self.stage.begin(None)
         self.channel.finish()
         if self.stage.balance is not None:

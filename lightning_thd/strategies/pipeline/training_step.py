@@ -1,4 +1,4 @@
-"""A user's ``training_step`` -> refused, by the line, where it does more than the model and its loss.
+"""A user's ``training_step`` -> an error naming the line where it does more than compute the model's loss.
 
 Only the last stage of a pipeline has the loss. On the others it is a zero that leads back to their layers:
 what depends on its value, or adds to it, would be something else on every rank.
@@ -21,7 +21,7 @@ _LOSSES = ("causal_lm_loss",)
 
 
 def refuse_decisions_on_loss(module: Any) -> None:
-    """Refuse an ``if``, ``while`` or ``assert`` of ``training_step`` that asks for the loss, before any step.
+    """Refuse a ``training_step`` whose ``if``, ``while`` or ``assert`` depends on the loss.
 
     Raises:
         MisconfigurationException: naming the line.
@@ -41,7 +41,7 @@ def refuse_decisions_on_loss(module: Any) -> None:
 
 
 def require_loss_alone(module: Any, loss: Tensor, made: Collection[Any]) -> None:
-    """Refuse a loss that depends on weights beside what the model's loss was made of.
+    """Refuse a loss that depends on weights other than through the model's own loss.
 
     Args:
         module: the LightningModule.
@@ -67,13 +67,13 @@ def require_loss_alone(module: Any, loss: Tensor, made: Collection[Any]) -> None
 
 
 def definition(module: Any) -> str:
-    """Return where ``training_step`` is written."""
+    """Return the file and line at which ``training_step`` is defined."""
     file, tree = _source(module)
     return described(file, tree.body[0].lineno) if tree is not None else "training_step"
 
 
 def _leaves(node: Any, stop: Collection[int]) -> Iterator[Tensor]:
-    """Yield the weights that a graph leads to without passing the model's own loss."""
+    """Yield the weights that a graph reaches without passing through the model's own loss."""
     seen, left = set(stop), [node]
     while left:
         node = left.pop()
@@ -86,7 +86,7 @@ def _leaves(node: Any, stop: Collection[int]) -> Iterator[Tensor]:
 
 
 def _source(module: Any) -> tuple[str, ast.Module | None]:
-    """Parse ``training_step``; line numbers are those of its file."""
+    """Parse the source of ``training_step``, with line numbers of its file."""
     try:
         step = inspect.unwrap(type(module).training_step)
         lines, first = inspect.getsourcelines(step)
@@ -99,7 +99,7 @@ def _source(module: Any) -> tuple[str, ast.Module | None]:
 
 
 def _made_of_loss(tree: ast.AST) -> set[str]:
-    """Collect the names that are assigned from the loss, or from such a name."""
+    """Return the names of variables that are assigned from the loss, directly or not."""
     found: set[str] = set()
     for _ in range(2):  # a name may be used above the line that makes it, in a loop
         for node in ast.walk(tree):
@@ -124,7 +124,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _additions(tree: ast.AST) -> list[int]:
-    """List the lines that add to a loss or take from it."""
+    """Return the lines that add to a loss or subtract from it."""
     names = _made_of_loss(tree)
     sums = [node for node in ast.walk(tree) if isinstance(node, ast.BinOp | ast.AugAssign)]
     return sorted(
