@@ -25,6 +25,7 @@ from lightning_thd.parallel.context.shared_step import (
     make_degree_groups,
 )
 from lightning_thd.parallel.mesh import AxisSizes
+from lightning_thd.parallel.restarts import begin_again
 from lightning_thd.parallel.shard import THDShard, shard_batch, shard_step
 from lightning_thd.strategies.dynamic import DYNAMIC, check_batch, know_whole_packs, sharing_of
 from lightning_thd.strategies.guards import (
@@ -155,6 +156,7 @@ class ContextParallelMixin(Strategy):
                 f"data_parallel_replicas={self.data_parallel_replicas} under {type(self).__name__}, "
                 "which does not share weights out. Use THDModelParallelStrategy, or leave it at 1."
             )
+        begin_again(self)
         if cuts_weights(self) and own_axes(self) is None:
             host: Any = self
             host._setup_distributed()
