@@ -1,4 +1,4 @@
-"""Numbers as users hold them -> host integers of one form, or an error that says what to pass instead."""
+"""Numbers in any form a user passes (int, list, array, tensor) -> host integers, or an error that helps."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def described(value: object) -> str:
 
 
 def instance(value: Any, name: str, *wanted: type, advice: str = "") -> None:
-    """Refuse a value that is of none of the wanted classes.
+    """Raise TypeError unless a value is an instance of one of the given classes.
 
     Raises:
         TypeError: saying what came and what was wanted.
@@ -141,7 +141,7 @@ def instance(value: Any, name: str, *wanted: type, advice: str = "") -> None:
 
 
 def choice(value: Any, name: str, *wanted: str) -> None:
-    """Refuse a value that is none of the wanted words.
+    """Raise ValueError unless a value is one of the given words.
 
     Raises:
         ValueError: naming them.

@@ -56,7 +56,7 @@ _HINTS: dict[str, tuple[str, str]] = {
 
 @cache
 def available(name: str) -> bool:
-    """Say whether ``name`` imports here; a build for another ABI counts as absent.
+    """Return whether ``name`` imports here; a build for another ABI counts as absent.
 
     Args:
         name: dotted module name, for example ``"flash_attn"``.
@@ -71,7 +71,7 @@ def available(name: str) -> bool:
 
 
 def installed(name: str) -> bool:
-    """Say whether the top-level package ``name`` is installed, without importing it."""
+    """Return whether the top-level package ``name`` is installed, without importing it."""
     return importlib.util.find_spec(name) is not None
 
 

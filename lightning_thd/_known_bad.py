@@ -77,7 +77,7 @@ TABLE: tuple[KnownBad, ...] = (
 
 
 def installed_version(distribution: str) -> str | None:
-    """Give the version of a distribution, or None where it is not installed."""
+    """Return the version of a distribution, or None where it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -90,7 +90,7 @@ def known_problems(
     capability: int | None = None,
     version_of: Callable[[str], str | None] = installed_version,
 ) -> list[KnownBad]:
-    """List the combinations of the table that are present here.
+    """Return the known-bad combinations that this machine has.
 
     Args:
         feature: only those of one package; None for all.

@@ -131,6 +131,6 @@ class _Loader(importlib.abc.Loader):
 
 
 def install() -> None:
-    """Let old paths be imported; calling it again changes nothing."""
+    """Register the finder of old module paths; calling it again changes nothing."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

@@ -1,4 +1,4 @@
-"""A context manager -> whether code runs while a step is recorded for replay, when it must read no values."""
+"""A context manager for recording a step -> code inside may ask whether it must read no tensor values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STATIC: ContextVar[bool] = ContextVar("lightning_thd_static_shapes", default=Fa
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Make code inside read no values of tensors, so that every shape follows from T, S and max_seqlen.
+    """Tell code in this context to read no tensor values, so that shapes depend on sizes alone.
 
     For code that records a step once and replays it on other batches, a CUDA graph above all. Checks of
     values are left out, and so are savings that depend on values; results are the same.
@@ -24,5 +24,5 @@ def static_shapes() -> Iterator[None]:
 
 
 def shapes_are_static() -> bool:
-    """Say whether the code runs inside :func:`static_shapes`."""
+    """Return whether the code runs inside :func:`static_shapes`."""
     return _STATIC.get()

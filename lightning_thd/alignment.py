@@ -27,7 +27,7 @@ Shard = Literal["local", "gathered"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one kernel or collective asserts about the number of slots it is given.
+    """What one kernel or collective requires of the number of slots.
 
     Attributes:
         product: the product that is checked; the input gradient has the forward's shapes.
@@ -140,7 +140,7 @@ class Requirement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alignment:
-    """What lengths and totals of a pack must be multiples of.
+    """The numbers that lengths and totals of a pack must be multiples of, and the rules behind them.
 
     Attributes:
         sequence_multiple: every padded length, in slots.
@@ -173,7 +173,7 @@ class Alignment:
         recipe: Recipe | None = None,
         layout: Layout = "dual_chunk",
     ) -> Alignment:
-        """Look the multiples up for one parallel layout and recipe.
+        """Return the alignment for one parallel layout and FP8 recipe.
 
         Args:
             cp: context-parallel ranks.
@@ -208,14 +208,14 @@ class Alignment:
         )
 
     def padded_length(self, length: int) -> int:
-        """Round one sequence up. 13 tokens become 16 slots where sequence_multiple is 8."""
+        """Round a sequence's length up: 13 tokens become 16 slots where sequence_multiple is 8."""
         length = whole_number(length, "length", least=None)
         if length < 0:
             raise ValueError(f"A sequence has length {length}; wanted 0 or more tokens. Mend the lengths.")
         return -(-length // self.sequence_multiple) * self.sequence_multiple
 
     def padded_lengths(self, lengths: npt.ArrayLike | Tensor) -> npt.NDArray[np.int64]:
-        """Round many sequences up at once.
+        """Round the lengths of many sequences up, in one call.
 
         Args:
             lengths: ``[S]`` tokens: a list, array or tensor of integers.
@@ -231,7 +231,7 @@ class Alignment:
         return -(-array // self.sequence_multiple) * self.sequence_multiple
 
     def padded_total(self, total: int) -> int:
-        """Round the slots of a pack up. 1,000 slots become 1,024 where total_multiple is 128."""
+        """Round the slots of a pack up: 1,000 become 1,024 where total_multiple is 128."""
         total = whole_number(total, "total", least=None)
         if total < 0:
             raise ValueError(f"A pack has {total} slots; wanted 0 or more.")

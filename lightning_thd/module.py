@@ -25,7 +25,7 @@ def adamw(
     betas: tuple[float, float],
     **options: Any,
 ) -> torch.optim.AdamW:
-    """Make AdamW in its fused form where every parameter allows it: one kernel a step, not many a tensor.
+    """Build a fused AdamW where every parameter allows it: one kernel a step, not many a tensor.
 
     It steps as the plain one does, gradient clipping and scaling included. Sharded parameters (DTensor) and
     devices without fused kernels keep torch's own choice.
@@ -147,7 +147,7 @@ class CausalLMModule(L.LightningModule):
         self._losses.append((loss.detach() * batch.loss_tokens, batch.loss_tokens))
 
     def _log_mean(self, stage: str) -> None:
-        """Log what Lightning cannot: one mean over several loaders, of all ranks."""
+        """Log one mean over several loaders and all ranks, which Lightning cannot."""
         if not self._losses:
             return
         tokens = sum(count for _, count in self._losses)

@@ -1,4 +1,4 @@
-"""Arguments of varlen_attention -> the same, or an error that says what came, what was wanted and what to do.
+"""Arguments of varlen_attention -> the same, or an error that says what came, what was wanted, what to do.
 
 Shapes, dtypes and devices are checked everywhere; values of cu_seqlens only where they lie on the CPU, as
 reading them from a device would wait for it.
@@ -15,7 +15,7 @@ from lightning_thd._checks import instance
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> None:
-    """Check what can be known without reading a value.
+    """Check the shapes, dtypes and devices of q, k, v and offsets, without reading a value.
 
     Args:
         q: ``[Tq, H, D]``.
@@ -66,7 +66,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seql
 
 
 def check_offsets_tensor(cu_seqlens: Tensor, device: torch.device, side: str) -> None:
-    """Check the form of ``cu_seqlens_q`` or ``cu_seqlens_kv``."""
+    """Check the dtype, shape and device of ``cu_seqlens_q`` or ``cu_seqlens_kv``."""
     name = f"cu_seqlens_{side}"
     instance(cu_seqlens, name, Tensor, advice="Make it with seqlens.cu_seqlens_from_lengths.")
     if cu_seqlens.device != device:
@@ -85,7 +85,7 @@ def check_offsets_tensor(cu_seqlens: Tensor, device: torch.device, side: str) ->
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """Check the form of the sinks."""
+    """Check the shape, dtype and device of the sinks."""
     if sinks is None:
         return
     instance(sinks, "sinks", Tensor, advice="Pass one float a query head, or None.")

@@ -28,10 +28,10 @@ from lightning_thd.parallel.exchange import all_gather_rows, exchange_rows, head
 
 
 class PackAttention(Protocol):
-    """Attention inside sequences given by offsets, bottom-right where lengths differ."""
+    """A function that attends inside sequences given by offsets, bottom-right where lengths differ."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, *, sinks: Tensor | None) -> Tensor:
-        """Return ``[Tq, H, E]``."""
+        """Return the attention output ``[Tq, H, E]``."""
 
 
 def context_parallel_attention(
@@ -103,7 +103,7 @@ def _bring(
     sizes: LayerSizes,
     index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Bring keys and values of other ranks here in one collective, and lay out those that ``index`` names.
+    """Gather other ranks' keys and values in one collective, and select the rows that ``index`` names.
 
     Returns:
         ``[M, G, D]`` and ``[M, G, E]``; without an index those of all ranks, or this rank's own and behind
@@ -150,7 +150,7 @@ def _in_order(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _wanted_kv_heads(heads: int, kv_heads: int, layout: ShardLayout) -> Tensor | None:
-    """int64 ``[cp * g]``, the key-value heads that the query heads of every rank need; None if each has own.
+    """Return the key-value heads that every rank's query heads need, int64 ``[cp * g]``, or None.
 
     Heads 0 to 7 on 2 key-value heads over 4 ranks need ``[0, 0, 1, 1]``.
     """

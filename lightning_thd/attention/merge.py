@@ -186,7 +186,7 @@ _met: set[str] = set()
 
 
 def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let all ranks of a group meet once: NCCL's first exchange of a group must involve every one of them."""
+    """Run one collective over all ranks of a group, which NCCL needs before messages between two."""
     if group.group_name not in _met:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
         _met.add(group.group_name)

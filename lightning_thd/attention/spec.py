@@ -14,7 +14,7 @@ Window = int | tuple[int, int] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
-    """How scores become weights; everything about a call except its tensors.
+    """The options of an attention call: causality, window, scale, softcap; everything but tensors.
 
     Query i of a sequence with Lq queries and Lkv keys stands at key position ``p = i + Lkv - Lq``
     (bottom-right) and sees the keys j with ``p - left <= j <= p + right``.

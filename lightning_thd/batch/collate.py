@@ -152,7 +152,7 @@ def cumulative(lengths: Sequence[int]) -> Tensor:
 
 
 def _slots(lengths: list[int], align: Alignment | None, pad_to: int | None) -> tuple[list[int], int]:
-    """Work out the slots of every sequence, a trailing dummy included, and their sum."""
+    """Return the slots of every sequence, a trailing dummy included, and their sum."""
     if align is not None and not isinstance(align, Alignment):
         raise TypeError(f"align is {described(align)}; wanted an Alignment. Pass Alignment.for_(...).")
     if pad_to is not None:
@@ -198,7 +198,7 @@ def _lay_out(
 def _shift(
     source: NDArray[np.int64], starts: list[int], lengths: list[int], dense: bool
 ) -> NDArray[np.int64]:
-    """Give every slot the next token of its own sequence; the last of each gets -100."""
+    """Return the next token of the same sequence for every slot; the last of each gets -100."""
     targets = np.empty_like(source)
     if dense:
         targets[:-1] = source[1:]

@@ -121,7 +121,7 @@ def refuse_labels(labels: list[NDArray[Any]]) -> None:
 
 
 def check_modalities(names: Iterable[str]) -> None:
-    """Raise for keys of inputs that cannot be packed, audio above all."""
+    """Raise for keys of inputs that cannot be packed, such as audio."""
     for name in names:
         if name in _REFUSED:
             raise ValueError(

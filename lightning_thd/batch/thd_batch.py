@@ -26,7 +26,7 @@ _WEIGHTS = ("weights", "sequence_shares", "sequence_scale")
 
 
 def checked_device(device: torch.device | str) -> torch.device:
-    """Return a device, or raise ValueError or TypeError for what names none."""
+    """Return a device, or raise ValueError or TypeError for a value that names none."""
     try:
         return torch.device(device)
     except RuntimeError as err:
@@ -218,7 +218,7 @@ class THDBatch(Immutable):
         return batch
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
-        """Move the tensors; from pinned memory to an accelerator without blocking unless told otherwise.
+        """Move the tensors to a device; from pinned memory without blocking unless told otherwise.
 
         Lightning passes ``non_blocking`` to tensors alone, so a batch has to choose by itself.
         """
@@ -242,7 +242,7 @@ class THDBatch(Immutable):
         return self.replace(**moved, extras=extras)
 
     def hf_kwargs(self) -> dict[str, Any]:
-        """Give a transformers model its arguments: the pack as a batch of one row.
+        """Return the arguments of a transformers model: the pack as a batch of one row.
 
         Returns:
             ``input_ids`` ``[1, T]``, ``position_ids`` ``[1, T]`` or ``[3, 1, T]``, ``cu_seq_lens_q/k`` (the
@@ -266,7 +266,7 @@ class THDBatch(Immutable):
         }
 
     def _real_offsets(self) -> Tensor | None:
-        """Return the cumulative real lengths where they are not those in memory."""
+        """Return the offsets of real tokens, where sequences are padded one by one; else None."""
         return None if self.lengths == self.padded_lengths[: len(self.lengths)] else self.cu_seqlens
 
     def unpack(self, x: Tensor) -> list[Tensor]:
@@ -305,7 +305,7 @@ class THDBatch(Immutable):
         return len(self.lengths)
 
     def __getitem__(self, key: object) -> NoReturn:
-        """Refuse to be indexed, and say what to use.
+        """Raise TypeError, saying what to use instead of an index.
 
         Raises:
             TypeError: always; ``batch["input_ids"]`` is ``batch.input_ids``.

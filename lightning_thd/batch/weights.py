@@ -19,7 +19,7 @@ from lightning_thd.batch.samples import IGNORE_INDEX
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleWeights:
-    """The weights of one sample.
+    """The loss weights of one sample's tokens, and the weight of the sample among sequences.
 
     Attributes:
         tokens: fp32 ``[n]``, of each token as a target.
@@ -97,7 +97,7 @@ def pack_weights(
     *,
     masked: bool,
 ) -> PackWeights:
-    """Lay the weights of samples out beside their targets.
+    """Lay the weights of samples end to end, one for each slot's target.
 
     Args:
         samples: a cut one brings ``next_weight``, the weight of the token after its last, and

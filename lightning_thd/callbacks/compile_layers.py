@@ -47,7 +47,7 @@ class CompileLayers(Callback):
         self._began = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to count batches; a module whose layers are compiled already stays so."""
+        """Start to count batches, unless the module's layers are compiled already."""
         self._seconds = []
 
     def on_train_batch_start(

@@ -218,7 +218,7 @@ class CUDAGraphCallback(L.Callback):
         )
 
     def _needs(self, batch: Any) -> tuple[Any, int, int] | None:
-        """Return sequences needed a batch, slots and longest sequence; None while too few are seen."""
+        """Return the sequences needed a batch, slots and longest sequence; None if too few batches."""
         if not isinstance(batch, THDBatch):
             if not self._seen:
                 self._stay_idle(f"the batches are {type(batch).__name__}, and graphs are for THDBatch")

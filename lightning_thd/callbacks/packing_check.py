@@ -47,7 +47,7 @@ class PackingCheck(L.Callback):
         self.report: PackingReport | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Probe once; a second fit of the same trainer does not repeat it."""
+        """Run the probe, only at the first fit of a trainer."""
         if self.report is not None:
             return
         model = find_model(pl_module, self.model)

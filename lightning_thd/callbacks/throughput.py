@@ -171,7 +171,7 @@ class THDThroughputMonitor(EvaluationHooks):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; close the interval where one ends."""
+        """Count the batch, and log the metrics when an interval ends."""
         accumulates = trainer.fit_loop._should_accumulate()
         self._marks.mark("forward_backward" if accumulates else "optimizer")
         run = self._ensure(trainer, pl_module)

@@ -17,7 +17,7 @@ from lightning_thd.models.probe import check_packing
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Describe the command's arguments."""
+    """Build the command's argument parser."""
     parser = argparse.ArgumentParser(
         "lightning-thd check",
         description="Run packs through a model and see whether any sequence sees another. A config.json is "

@@ -13,7 +13,7 @@ _SHELLS = ("bash", "zsh", "tcsh", "fish")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Describe the command's arguments."""
+    """Build the command's argument parser."""
     parser = argparse.ArgumentParser(
         "lightning-thd completion",
         description="Print a script that completes lightning-thd's commands and options.",
@@ -24,7 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the script of a shell."""
+    """Print the completion script of a shell."""
     given = make_parser().parse_args(list(arguments))
     try:
         shtab = require("shtab", feature="lightning-thd completion")

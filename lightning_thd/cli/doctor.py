@@ -43,7 +43,7 @@ _FUSED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """One thing that may run here.
+    """A kernel or engine that may run here, with the reason if not.
 
     Attributes:
         serves: what it is for.
@@ -60,7 +60,7 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """What ``lightning-thd doctor`` found.
+    """The findings of ``lightning-thd doctor``: packages, kernels and known-bad versions.
 
     Attributes:
         machine: names and versions of what is no Python package.
@@ -75,7 +75,7 @@ class Diagnosis:
     problems: list[str]
 
     def tables(self) -> list[Table]:
-        """Lay out the machine, its packages, what may run, and what is known to be bad."""
+        """Build the tables of machine, packages, kernels and known problems."""
         kernels = [(f"{x.serves}: {x.name}", "yes" if x.usable else f"no: {x.why_not}") for x in self.kernels]
         packages = [(name, found or "-") for name, found in self.packages.items()]
         problems = [("PROBLEM", problem) for problem in self.problems]
@@ -94,7 +94,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine; nothing is changed, and nothing is sent anywhere."""
+    """Collect the versions, kernels and known problems of this machine, changing and sending nothing."""
     capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
     problems = known_problems(capability=capability)
     return Diagnosis(
@@ -160,7 +160,7 @@ def _no_device(capability: int | None) -> str | None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Describe the command's arguments."""
+    """Build the command's argument parser."""
     parser = argparse.ArgumentParser(
         "lightning-thd doctor", description=__doc__, epilog="example: lightning-thd doctor --json"
     )
@@ -169,7 +169,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the diagnosis."""
+    """Print the diagnosis of this machine."""
     parser = make_parser()
     as_json, found = parser.parse_args(list(arguments)).json, diagnose()
     if as_json:

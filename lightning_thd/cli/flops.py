@@ -73,7 +73,7 @@ def load_config(path: str) -> Any:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Describe the command's arguments."""
+    """Build the command's argument parser."""
     parser = argparse.ArgumentParser(
         prog="lightning-thd flops",
         description="FLOPs of training a model on sequences of given lengths.",

@@ -18,7 +18,7 @@ number of sequences in a batch. Costs are relative to one eager step unless give
 
 
 def graph_plan(arguments: Sequence[str]) -> GraphPlan:
-    """Return the plan for the arguments of the command line.
+    """Return the plan of CUDA graphs for the arguments of the command line.
 
     Args:
         arguments: of the command line, ``["corpus.jsonl", "--capacity", "8192"]``.
@@ -52,7 +52,7 @@ def graph_plan(arguments: Sequence[str]) -> GraphPlan:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the table."""
+    """Print the plan of CUDA graphs for a data set."""
     plan = graph_plan(arguments)
     as_json = make_parser().parse_args(list(arguments)).json
     print(json.dumps(asdict(plan)) if as_json else plan.table())
@@ -74,7 +74,7 @@ def _from_data(
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Describe the command's arguments."""
+    """Build the command's argument parser."""
     parser = argparse.ArgumentParser(
         "lightning-thd graph-plan",
         description=_DESCRIPTION,

@@ -16,7 +16,7 @@ _DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4")
 
 
 def peaks_table(rows: Sequence[Peak]) -> Table:
-    """Lay rows out: dense TFLOP/s by dtype, how the vendor printed them, and where.
+    """Build a table of dense TFLOP/s by dtype, with the vendor's own figures and their sources.
 
     Args:
         rows: of the table.
@@ -36,7 +36,7 @@ def _figure(value: float | None) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Describe the command's arguments."""
+    """Build the command's argument parser."""
     parser = argparse.ArgumentParser(
         prog="lightning-thd peaks",
         description="Dense peaks that MFU is held against, in TFLOP/s of one device, with their sources.",

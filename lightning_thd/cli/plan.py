@@ -172,7 +172,7 @@ def _tokenizer(name: str | None) -> Any:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Describe the command's arguments."""
+    """Build the command's argument parser."""
     parser = argparse.ArgumentParser(
         "lightning-thd plan",
         description="What training on a data set will look like: packs, balance, padding avoided, speed.",

@@ -11,7 +11,7 @@ from lightning_thd.report import read_metrics, show
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Describe the command's arguments."""
+    """Build the command's argument parser."""
     parser = argparse.ArgumentParser(
         "lightning-thd report",
         description="Print the table of a run, and draw report.png and report.html beside its logs.",

@@ -1,4 +1,4 @@
-"""What stops a capture, and the line of the user's code where it happened."""
+"""Problems that stop a capture -> ``CaptureError``, naming the line of the user's code."""
 
 from __future__ import annotations
 

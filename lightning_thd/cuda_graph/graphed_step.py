@@ -97,7 +97,7 @@ class GraphedStep:
         return self._graphs.pending
 
     def __call__(self, batch: Any, *rest: Any) -> Any:
-        """Run the step on a batch.
+        """Run the step on a batch, replayed from a graph if one fits.
 
         Args:
             batch: on the module's device. Anything but a ``THDBatch`` runs eagerly.
@@ -187,7 +187,7 @@ class GraphedStep:
         )
 
     def _through_ddp(self, batch: Any, *rest: Any) -> Any:
-        """Run inside the wrapper's forward, so that its reducer takes part, as Lightning does."""
+        """Run the step inside the DDP wrapper's forward, so that its reducer takes part."""
         inner: Any = self._subject.module
         before = inner.__dict__.get("forward")
 

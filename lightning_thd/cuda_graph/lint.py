@@ -28,7 +28,7 @@ from lightning_thd.parallel.shard import THDShard
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that cannot be captured.
+    """A line of the step that cannot be captured, and why.
 
     Attributes:
         where: ``file:line in function``; None where no line of a file does it.
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class LintReport:
-    """What :func:`lint_capture` found.
+    """The findings of :func:`lint_capture`: lines that cannot be captured.
 
     Attributes:
         findings: in the order of the step.
@@ -62,7 +62,7 @@ class LintReport:
 
 
 def lint_capture(module: nn.Module, batch: THDBatch, *, step: StepFunction | None = None) -> LintReport:
-    """Run the step once on the CPU and once on the meta device, forward and backward, and note what breaks.
+    """Run a step on the CPU and on the meta device, and report what no CUDA graph can capture.
 
     Both run on copies: the module, its gradients and the random states stay as they are.
 

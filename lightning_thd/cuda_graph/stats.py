@@ -1,4 +1,4 @@
-"""What a graphed step did with its batches, and what of it is logged."""
+"""Batches that a graphed step replayed or ran eagerly -> counts, and metrics to log."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ class THDDataModule(L.LightningDataModule):
         return batch
 
     def teardown(self, stage: str) -> None:
-        """Log the last steps of a mixture; Lightning calls this when it is done."""
+        """Log the last steps of a mixture at the end of a fit."""
         if self._source_log is not None and self.trainer is not None and stage == "fit":
             self._source_log.flush(self.trainer, self._host.ranks)
 
@@ -327,15 +327,15 @@ class THDDataModule(L.LightningDataModule):
         return self._evaluation("val")
 
     def test_dataloader(self) -> THDLoader | list[THDLoader]:
-        """Return this rank's test batches, as ``val_dataloader``."""
+        """Return this rank's test batches; see ``val_dataloader``."""
         return self._evaluation("test")
 
     def predict_dataloader(self) -> THDLoader | list[THDLoader]:
-        """Return this rank's prediction batches, as ``val_dataloader``."""
+        """Return this rank's prediction batches; see ``val_dataloader``."""
         return self._evaluation("predict")
 
     def _streamed(self, stream: Stream | StreamMixture, kind: Literal["pack", "step"]) -> StreamLoader:
-        """Make the loader of a stream; every rank of the job calls this."""
+        """Build the loader of a stream; a collective of the job."""
         refuse_repeats(self.trainer, self._plans)
         progress = link.Progress(self.trainer) if self.trainer is not None else None
         policies = stream_policies(

@@ -17,7 +17,7 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class MixedRows(Dataset[dict[str, Any]]):
-    """Datasets laid end to end.
+    """A dataset made of several datasets laid end to end.
 
     Args:
         datasets: of each source, by its name.
@@ -49,7 +49,7 @@ class MixedRows(Dataset[dict[str, Any]]):
 
 
 def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
-    """Lay the indices of datasets end to end, as ``MixedRows`` lays the datasets."""
+    """Join the sequence indices of datasets end to end, as ``MixedRows`` joins the datasets."""
     sizes = [len(index.lengths) for index in indices]
     starts = np.cumsum(sizes) - sizes
     pairs = list(zip(indices, starts.tolist(), strict=True))

@@ -36,7 +36,7 @@ _LENGTHS, _TOKENS, _ROUNDING = 20, 21, 22  # purposes of keys
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LognormalLengths:
-    """Lengths whose logarithm is normal, between two bounds.
+    """Sequence lengths whose logarithm is normally distributed, cut at two bounds.
 
     Attributes:
         min_seq_len: tokens of the shortest sequence possible.
@@ -71,7 +71,7 @@ class LognormalLengths:
             )
 
     def draw(self, positions: npt.ArrayLike, *, seed: int = 0) -> IntArray:
-        """Draw the lengths of some sequences, without drawing the others.
+        """Draw the lengths at given positions, without drawing the others.
 
         Args:
             positions: ints ``[K]``, numbers of sequences from 0.

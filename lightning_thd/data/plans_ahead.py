@@ -18,7 +18,7 @@ class Planner(Protocol):
     def __len__(self) -> int: ...
 
     def num_steps(self, epoch: int) -> int:
-        """Count the steps of an epoch."""
+        """Return the number of steps of an epoch."""
         ...
 
     def step(self, epoch: int, k: int, dp: int) -> StepPlan:

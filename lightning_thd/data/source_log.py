@@ -37,7 +37,7 @@ class SourceLog:
         watch(self)
 
     def begin(self, trainer: L.Trainer, batch: THDBatch | THDStep, dp: int) -> None:
-        """Note what is trained next, and log if it is due; called before each batch, on every rank."""
+        """Record the sources of the coming batch, and log if a log is due; called on every rank."""
         batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         step = trainer.current_epoch, batches // self._per_step
         if not self._steps or self._steps[-1] != step:
@@ -48,7 +48,7 @@ class SourceLog:
         self._own = tuple(part.sequence_ids for part in microbatches)
 
     def wants(self, batch: THDBatch) -> bool:
-        """Say whether a batch is one of those that were announced."""
+        """Return whether a batch is one that ``begin`` has announced."""
         return batch.sequence_ids in self._own
 
     def see(self, batch: THDBatch, slots: SlotLosses, scale: float) -> None:
@@ -65,7 +65,7 @@ class SourceLog:
         self._sums.index_add_(1, where, found / scale)
 
     def _source_of_slots(self, batch: THDBatch) -> Tensor:
-        """Number the source of each slot, int64 ``[T]``; padding has a number of its own, the last."""
+        """Return the number of each slot's source, int64 ``[T]``; padding has the last number."""
         mixture = self.planner.mixture
         padding = len(mixture.names)
         sources = mixture.source_of(batch.sequence_ids)
@@ -78,7 +78,7 @@ class SourceLog:
         return found.index_select(0, batch.layout.own) if isinstance(batch, THDShard) else found
 
     def flush(self, trainer: L.Trainer, dp: int) -> None:
-        """Log the steps since the last time; every rank calls this."""
+        """Log the steps since the last log; a collective."""
         if not self._steps:
             return
         steps, self._steps = self._steps, []
@@ -100,7 +100,7 @@ class SourceLog:
             logger.log_metrics(logged, step=trainer.global_step)
 
     def _losses(self, trainer: L.Trainer) -> list[float | None]:
-        """Add the losses of all ranks and read each source's mean: one message and one read."""
+        """Sum the losses of all ranks and read each source's mean: one message and one read."""
         columns = len(self.planner.mixture.names) + 1
         sums, self._sums = self._sums, None
         if sums is None:  # of a pipeline the last stage alone has losses

@@ -21,7 +21,7 @@ from lightning_thd.packing.mixtures import Mixing
 def as_stream(
     train: object, on_error: OnError, max_errors: int | None, mixing: Mixing | None
 ) -> Stream | StreamMixture | None:
-    """Wrap training data that can only be iterated, or a mixture with such; None for data with a length.
+    """Wrap training data that can only be iterated as a stream; None for data with a length.
 
     Raises:
         TypeError: for what is no source with a weight.
@@ -50,13 +50,13 @@ def as_stream(
 
 
 def _is_streamed(given: object) -> bool:
-    """Say whether a source of a mixture, with its weight, can only be iterated."""
+    """Return whether a source of a mixture, with its weight, can only be iterated."""
     source = given[0] if isinstance(given, tuple | list) and len(given) == 2 else given
     return isinstance(source, Stream) or is_stream(source)
 
 
 def stream_shares(loader: StreamLoader) -> ShareLog | None:
-    """Make the log of what the sources of a mixture of streams gave; None for a single stream."""
+    """Return the log of a stream mixture's sources; None for a single stream."""
     if not loader.source_names:
         return None
     return ShareLog(
@@ -67,7 +67,7 @@ def stream_shares(loader: StreamLoader) -> ShareLog | None:
 
 
 def refuse_streams(sources: Mapping[str, object]) -> None:
-    """Refuse streams where every sequence is used once, in a known order.
+    """Refuse streams where every sequence must be used once, in a known order.
 
     Raises:
         ValueError: naming the stage.

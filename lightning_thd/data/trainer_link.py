@@ -148,7 +148,7 @@ def model_windows(module: nn.Module | None) -> tuple[Window, ...]:
 
 
 def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> None:
-    """Refuse a Trainer that contradicts ``global_batch``.
+    """Refuse a Trainer whose ranks and accumulation contradict ``global_batch``.
 
     Raises:
         MisconfigurationException: for accumulation, ranks or a strategy that would change the loss.

@@ -107,7 +107,7 @@ class FlopsModel:
         mtp_layers: int = 0,
         recompute: Recompute = "none",
     ) -> FlopsModel:
-        """Read the layers off a transformers config; transformers itself is not needed.
+        """Build the FLOPs model of a transformers config, without importing transformers.
 
         Args:
             config: ``PretrainedConfig`` or the content of a ``config.json``.
@@ -135,7 +135,7 @@ class FlopsModel:
 
     @staticmethod
     def from_module(module: nn.Module, run: Callable[[], object], *, stats: SeqStats) -> FlopsModel:
-        """Count one training step with torch's FLOP counter, for a model without a config that is known.
+        """Build a FLOPs model from torch's count of one training step, for unknown configs.
 
         Args:
             module: the model.
@@ -162,7 +162,7 @@ class FlopsModel:
 
     @property
     def vision_windows(self) -> tuple[int, ...]:
-        """Window edges of the vision tower in patches, for ``SeqStats.from_lengths(vision_windows=...)``."""
+        """Return the vision tower's window edges in patches, for ``SeqStats.from_lengths``."""
         return self._vision_windows
 
     def training_flops(self, stats: SeqStats, *, recompute: Recompute | None = None) -> FlopsBreakdown:
@@ -247,7 +247,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def _sum_terms(model: FlopsModel, cost: Callable[[Layer, Term], int], *, member: str | None = None) -> _Table:
-    """Sum the terms that multiply the same count, once, so that a batch costs a few products."""
+    """Merge terms that multiply the same count, so that counting a batch costs a few products."""
     counts = {"embedding": model.embedding, "router": model.router}
     table: _Table = {}
     for layer in model.layers:
@@ -271,7 +271,7 @@ def _again(runs_again: Callable[[Term], bool], layer: Layer, term: Term) -> int:
 
 
 def check_conventions(**given: str) -> None:
-    """Refuse a value of ``causal``, ``tokens`` or ``recompute`` that does not exist."""
+    """Refuse unknown values of ``causal``, ``tokens`` or ``recompute``."""
     for name, value in given.items():
         if value not in _CHOICES[name]:
             raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, _CHOICES[name]))}.")

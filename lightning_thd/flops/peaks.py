@@ -51,7 +51,7 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
 
 
 def find_peak(device_name: str) -> Peak | None:
-    """Find the row of a device; every word of its name that tells devices apart has to be the row's.
+    """Return a device's row of the table; all words that tell devices apart must match.
 
     Args:
         device_name: in any case.

@@ -28,7 +28,7 @@ class Member:
 
 
 def join(members: Sequence[Member]) -> FlopsModel:
-    """Join the models that run on the same batches into one whose FLOPs are the sum of theirs.
+    """Join FLOPs models of models that run on the same batches into one that counts their sum.
 
     A policy of 600 training FLOPs and a reference of the same size, run under ``no_grad``, are 800. A model
     that is passed through half the tokens counts half, attention too.

@@ -1,4 +1,4 @@
-"""The vocabulary of a FLOP count: a term is FLOPs per unit of a count in ``SeqStats``, a layer some terms.
+"""Terms (FLOPs per unit of a count in ``SeqStats``) and layers (lists of terms) of a FLOP count.
 
 A multiply-add is two FLOPs. Every term carries its forward cost and what the backward adds, so that frozen
 weights, adapters and recomputation are sums over terms and no special case.

@@ -52,7 +52,7 @@ class StepCounter(FlopCounterMode):
 
 
 def count_layers(run: Callable[[], object], stats: SeqStats, *, name: str) -> tuple[Layer, ...]:
-    """Count one training step.
+    """Count one training step and return its FLOPs as layers.
 
     Args:
         run: runs a forward and a backward pass.

@@ -21,7 +21,7 @@ from lightning_thd.strategies.guards import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """Tells a loop which packs a rank reads and which part of them it runs.
+    """Which packs a rank of a loop reads, and how it cuts its part of them.
 
     Attributes:
         rank: of this process among those that read different data.
@@ -67,7 +67,7 @@ def share_packs(
     layout: Layout,
     communication: Communication,
 ) -> Shared:
-    """Let neighbours among the ranks that read different data share packs; a collective of the world.
+    """Group neighbouring ranks to share packs by context parallelism; a collective of the world.
 
     Args:
         model: not prepared yet.

@@ -98,7 +98,7 @@ def _plan(planner: PackPlanner, ranks: int, costs: GraphCosts | None, given: tup
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
-    """Return the model without Fabric's wrapper, whose hooks no graph replays, and its autocast context."""
+    """Return the model without Fabric's wrapper, and the wrapper's autocast context."""
     if isinstance(model, _FabricModule):
         return model._forward_module, model._strategy.precision.forward_context
     return model, nullcontext

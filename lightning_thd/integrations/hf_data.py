@@ -44,7 +44,7 @@ def keyed_loader(loader: Any, *, pin_memory: bool) -> DataLoader[Any]:
 
 
 class WithLabels:
-    """Turns a dataset's masks of learned tokens, where it has them, into labels."""
+    """A dataset whose masks of learned tokens, where it has them, become labels."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -66,7 +66,7 @@ class KeyedLoader(DataLoader[Any]):
     """Loads batches by keys from a batch sampler, so that Trainer and Accelerate can skip them on resume."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch; Trainer calls it."""
+        """Begin an epoch, when Trainer calls."""
         sampler = self.batch_sampler
         cast("_Keys", sampler).set_epoch(epoch)
 
@@ -101,5 +101,5 @@ class Sized:
 
 
 def first(items: list[THDBatch]) -> dict[str, THDBatch]:
-    """Collate one pack into what Trainer takes for a batch."""
+    """Return the one pack of a list as the dict that Trainer takes for a batch."""
     return {"batch": items[0]}

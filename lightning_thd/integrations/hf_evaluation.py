@@ -21,7 +21,7 @@ Preprocess = Callable[[Any, Tensor], Any]
 
 
 class Rows:
-    """Collects logits, labels and inputs of sequences, and orders those of all ranks as in the dataset.
+    """Collects logits, labels and inputs of sequences over ranks, in the order of the dataset.
 
     Args:
         preprocess: Trainer's ``preprocess_logits_for_metrics``, of ``[S, N, V]`` and ``[S, N]``.
@@ -33,7 +33,7 @@ class Rows:
         self._rows: list[tuple[int, Any, Any, Any]] = []
 
     def add(self, model: nn.Module, batch: THDBatch) -> None:
-        """Run a pack and keep the rows of its sequences, on the host.
+        """Run the model on a pack and store the results of its sequences on the host.
 
         Args:
             model: called once.
@@ -64,7 +64,7 @@ def _rows(batch: THDBatch, values: Tensor) -> Tensor:
 
 
 def _split(column: Any, batch: THDBatch) -> list[Any]:
-    """Cut what belongs to the rows of a pack into one array a sequence, its padding left out."""
+    """Split a pack's values into one array a sequence, without padding."""
     if column is None:
         return [None] * len(batch.lengths)
     if isinstance(column, tuple | list):

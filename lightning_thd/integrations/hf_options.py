@@ -1,4 +1,4 @@
-"""Options of transformers' and TRL's Trainers -> what packs do with each: honour, pass over, or refuse it."""
+"""Options of transformers' and TRL's Trainers -> which of them packs support, ignore or refuse."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str, str]] = MappingProxyType
 
 
 def refuse_options(args: Any) -> None:
-    """Refuse what a Trainer was told that packs would ignore, or that would change their loss.
+    """Refuse Trainer options that packs would silently ignore, or that would change their loss.
 
     Args:
         args: a ``TrainingArguments``, TRL's ``SFTConfig``, or a subclass of them.
@@ -161,7 +161,7 @@ REPLACED = (
 
 
 def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
-    """Refuse a Trainer class whose own loss or data would be passed over.
+    """Refuse a Trainer class with a loss or data loading of its own, which packs would skip.
 
     Args:
         trainer_class: to be packed.

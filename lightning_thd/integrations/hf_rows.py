@@ -1,4 +1,4 @@
-"""A padded batch of TRL's pair and group trainers -> one pack, and what the model makes of it as rows again.
+"""A padded batch of TRL's pair and group trainers -> one pack for the model, and its outputs as rows.
 
 Their losses compare rows: chosen with rejected ones, or the completions of a group. So the model alone runs
 on a pack, of all rows of a batch, and everything else stays TRL's: data, losses, reference passes, metrics.

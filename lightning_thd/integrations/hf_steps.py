@@ -22,7 +22,7 @@ def packs_of(inputs: dict[str, THDBatch | THDStep]) -> tuple[THDBatch, ...]:
 def train_on_packs(
     trainer: Any, one: Callable[[nn.Module, dict[str, THDBatch]], Tensor], model: nn.Module, step: THDStep
 ) -> Tensor:
-    """Run every microbatch of a step forward and backward, gradients synchronised in the last one alone.
+    """Run every microbatch of a step forward and backward, synchronising gradients only in the last.
 
     Args:
         trainer: of transformers, whose loss is divided by its ``current_gradient_accumulation_steps``.
@@ -50,7 +50,7 @@ def train_on_packs(
 
 
 def check_global_batch(global_batch: Packs | Sequences | None, accumulate: int) -> None:
-    """Refuse a number of packs that the Trainer decides, and accumulation of steps that are whole.
+    """Refuse ``Packs(n)``, which the Trainer's options decide, and accumulation of whole steps.
 
     Raises:
         ValueError: saying which of the Trainer's options to use.

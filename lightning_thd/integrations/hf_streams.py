@@ -53,7 +53,7 @@ def _with_labels(record: dict[str, Any]) -> dict[str, Any]:
 
 
 class StreamsMixin:
-    """Trains a Trainer on a stream, and keeps in its checkpoints where the stream stands."""
+    """Trains a Hugging Face Trainer on a stream, whose position its checkpoints keep."""
 
     args: Any
     state: Any
@@ -95,7 +95,7 @@ class StreamsMixin:
 
 
 class StreamedPacks:
-    """Gives Trainer the packs of a stream, one a batch, or all of a step with ``Sequences(n)``.
+    """An iterable of a stream's packs for Trainer: one a batch, or all of a step with ``Sequences(n)``.
 
     Args:
         loader: of this rank.

@@ -128,7 +128,7 @@ def causal_lm_loss(
 
 
 class TokenStats(NamedTuple):
-    """Sums over the loss tokens of a batch, ``[]`` each, without a gradient.
+    """Sums over a batch's loss tokens: entropy, right guesses and number, ``[]`` each.
 
     Attributes:
         entropy: of the model's distribution in front of each, in nats.
@@ -209,7 +209,7 @@ def _loss(
 
 @torch.no_grad()
 def _watch(call: Call) -> Tensor:
-    """Sum entropies, right guesses and ones over the targets of a call; ``[3]``."""
+    """Return the sums of entropies, right guesses and ones over the targets of a call, ``[3]``."""
     results = linear_logprobs(call, entropy=True, top_k=1)
     known = call.targets != -100
     right = (results.top.tokens[..., 0] == call.targets) & known

@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Say whether a tensor is distributed, without importing the distributed package for it."""
+    """Return whether a tensor is distributed, without importing the distributed package for it."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def plain(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor; a plain tensor comes back as it is."""
+    """Return this rank's part of a DTensor; a plain tensor unchanged."""
     local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
     return local
 
@@ -40,7 +40,7 @@ def vocabulary_group(weight: Any) -> dist.ProcessGroup | None:
 
 
 def local_hidden(hidden: Any, group: dist.ProcessGroup | None, may_be_partial: bool) -> tuple[Tensor, bool]:
-    """Gather distributed hidden states, and say whether their gradient stays a partial sum over ``group``."""
+    """Gather distributed hidden states; also return whether their gradient is a partial sum over ranks."""
     from torch.distributed.tensor import Partial, Replicate
 
     if any(not placement.is_replicate() for placement in hidden.placements):

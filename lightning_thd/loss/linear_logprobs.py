@@ -85,7 +85,7 @@ class LogProbs(_Three):
         return results
 
     def map(self, function: Callable[[Tensor], Tensor]) -> LogProbs:
-        """Apply a function to every tensor; what was not computed stays so."""
+        """Apply a function to every tensor that was computed."""
         logp, entropy, lse = self
         mapped = LogProbs(function(logp), None if entropy is None else function(entropy), function(lse))
         return mapped.with_top(None if self._top is None else TopTokens(*map(function, self._top)))

@@ -36,7 +36,7 @@ def ppo_clip_loss(
     scale: float | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Push probabilities along their advantages, as far as a ratio near 1: ``-min(r A, clip(r) A)`` a token.
+    """Compute PPO's clipped policy-gradient loss: ``-min(r A, clip(r) A)`` a token.
 
     PPO, arXiv:1707.06347, equation 7, averaged over all response tokens; ``dual_clip`` bounds the loss where
     the advantage is negative by ``-dual_clip A``, arXiv:1912.09729, equation 5.
@@ -89,7 +89,7 @@ def grpo_loss(
     scale: float | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Push probabilities along advantages relative to a group of rollouts, near old and reference policy.
+    """Compute the GRPO loss: a clipped policy gradient by advantages in a group, with a divergence penalty.
 
     A token's loss is ``-min(r A, clip(r) A) + beta (e^(ref - logp) - (ref - logp) - 1)``, GRPO,
     arXiv:2402.03300, equations 3 and 4. Kinds:
@@ -151,7 +151,7 @@ def gspo_loss(
     scale: float | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Push whole responses along their advantages: one ratio a row, the geometric mean of its tokens' ratios.
+    """Compute the GSPO loss: a clipped policy gradient with one probability ratio a response.
 
     ``-min(s A, clip(s) A)`` with ``s = exp(mean(logp - old_logp))``, GSPO, arXiv:2507.18071, equations 5
     and 7, averaged over rows; the clips are the paper's.
@@ -200,7 +200,7 @@ def gspo_loss(
 def group_advantages(
     rewards: Tensor, group_size: int, *, normalise: bool = True, epsilon: float = 1e-4
 ) -> Tensor:
-    """Compare every rollout's reward with its group's mean, over the group's standard deviation.
+    """Return each reward less its group's mean, over the group's standard deviation.
 
     arXiv:2402.03300, section 4.1.2; without ``normalise`` Dr. GRPO's, arXiv:2503.20783.
 

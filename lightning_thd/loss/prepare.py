@@ -1,4 +1,4 @@
-"""What the caller passes -> checked, flattened, selected rows, and how to give results their shape again."""
+"""Arguments of a fused loss -> checked, flattened, selected rows, and how results get their shape again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """The arguments that the fused losses share, described at ``fused_linear_logprobs``.
+    """The arguments common to all fused losses, described at ``fused_linear_logprobs``.
 
     ``logit_map`` holds temperature, cap, scale and valid columns. ``partial_hidden`` leaves the gradient of
     ``hidden`` a partial sum over ``tp_group``.

@@ -1,4 +1,4 @@
-"""A scalar whose gradients are made in the forward pass -> that scalar, differentiable.
+"""A computation of a scalar and its gradients in one forward pass -> that scalar, differentiable.
 
 A scalar's gradient is known up to a factor before anybody asks for it, so tiles of logits become gradients
 while they are there and are never made again.
@@ -42,7 +42,7 @@ class Job(Protocol):
 def scalar_loss(
     operands: Operands, targets: Tensor, settings: Settings, chunk: int | Literal["auto"], job: Job
 ) -> tuple[Tensor, Tensor]:
-    """Compute a scalar loss whose gradients are made in the forward pass.
+    """Return a differentiable scalar whose gradients are computed already in the forward pass.
 
     Args:
         operands: of ``prepare``.
@@ -101,7 +101,7 @@ def _run(ctx: Any, operands: Operands, targets: Tensor) -> tuple[Tensor, Tensor,
 def kept_rows_head(
     operands: Operands, targets: Tensor, settings: Settings, chunk: int | Literal["auto"]
 ) -> Head:
-    """Build a ``Head`` whose tiles have as many rows as logits may be kept of."""
+    """Build a ``Head`` whose tiles have as many rows as the kept logits allow."""
     hidden = operands[0]
     native = is_native(settings.compute, hidden.device)
     itemsize = settings.compute.itemsize if native else settings.accumulator.itemsize

@@ -1,4 +1,4 @@
-"""A batch and a reduction -> what every slot's loss counts in the loss of the step.
+"""A batch and a reduction -> the factor of every slot's loss in the loss of the step.
 
 T slots in a pack, S sequences, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""The losses of single slots, while a batch's are summed -> whoever asked to see those of the batch.
+"""The losses of single slots, as a batch's are summed -> watchers that asked for those of the batch.
 
 T slots in a pack, R of them with a target.
 """
@@ -16,7 +16,7 @@ from lightning_thd.batch import THDBatch
 
 
 class SlotLosses(NamedTuple):
-    """Losses on the device, not read, without gradient.
+    """The losses of a batch's slots and their weights, on the device, without gradient.
 
     Attributes:
         losses: weight times loss of each row, ``[R]``.
@@ -30,14 +30,14 @@ class SlotLosses(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Sees the losses of the batches it wants."""
+    """The interface of an object that is shown the slot losses of batches it asks for."""
 
     def wants(self, batch: THDBatch) -> bool:
-        """Say whether a batch is one of the watcher's."""
+        """Return whether to show this watcher the losses of a batch."""
         ...
 
     def see(self, batch: THDBatch, slots: SlotLosses, scale: float) -> None:
-        """Take the losses of a batch and its scale; nothing may be read from the device here."""
+        """Receive the losses of a batch and its scale; must not read the device."""
         ...
 
 
@@ -45,12 +45,12 @@ _WATCHERS: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
 
 def watch(watcher: Watcher) -> None:
-    """Show a watcher the losses of ``causal_lm_loss`` from now on, as long as somebody holds it."""
+    """Register a watcher for the losses of ``causal_lm_loss``, by a weak reference."""
     _WATCHERS.add(watcher)
 
 
 def watcher_of(batch: THDBatch) -> Watcher | None:
-    """Return who wants to see a batch that is trained on; nobody looks into a recorded step."""
+    """Return the watcher of a training batch, or None; a recorded step has none."""
     if not _WATCHERS or shapes_are_static() or not torch.is_grad_enabled():
         return None
     return next((watcher for watcher in _WATCHERS if watcher.wants(batch)), None)

@@ -68,7 +68,7 @@ def thd_attention(
     max_length_k: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend inside sequences; the function behind ``attn_implementation="thd"``.
+    """Attend inside the sequences of a pack: the function behind ``attn_implementation="thd"``.
 
     The boundaries come from the arguments, else from the pack the model announced, else every row is one
     sequence.
@@ -149,7 +149,7 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
 
 
 def _refuse_other_keys(module: nn.Module, query: Tensor, key: Tensor) -> None:
-    """Refuse keys beside those of the pack's own slots: no boundary says whose they are."""
+    """Refuse keys other than those of the pack's own slots, which no boundary assigns to a sequence."""
     slots, slots_k = query.shape[2], key.shape[2]
     if slots != slots_k:
         raise ValueError(
@@ -215,7 +215,7 @@ def _in_chunks(module: nn.Module, bounds: _Boundaries, chunk: int, slots: int) -
 
 
 def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
-    """Cut sequences into chunks, by shapes that do not depend on lengths; nothing is read back.
+    """Cut sequences into chunks by operations of fixed shape, without reading the device.
 
     Args:
         cu_seqlens: int32 ``[S + 1]``, last entry T.

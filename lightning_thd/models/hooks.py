@@ -1,4 +1,4 @@
-"""A transformers model with "thd" attention -> the same model, telling its layers about its packs.
+"""A transformers model with "thd" attention -> the same model, announcing its packs to its layers.
 
 Hooks are module-level functions: a model that carries them can be copied, pickled, sharded and compiled.
 """
@@ -228,7 +228,7 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None, outer: Pack
 
 
 def _refuse_class(model: Any) -> None:
-    """Refuse models whose samples are not one sequence each."""
+    """Refuse model classes whose samples consist of several sequences."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
             f"{type(model).__name__} got a pack. An encoder-decoder has two sequences for every sample, and "
@@ -259,7 +259,7 @@ def _refuse_mask_and_cache(model: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def carry_scope(checkpoint: Callable[..., Any], *, compilable: bool) -> Callable[..., Any]:
-    """Make an activation checkpoint function recompute under the scope it was first run under.
+    """Wrap an activation checkpoint function so that it recomputes under the scope of its first run.
 
     Backward recomputes when the model has long left, perhaps after other microbatches, and in another thread.
 

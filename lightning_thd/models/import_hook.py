@@ -15,7 +15,7 @@ Callback = Callable[[ModuleType], None]
 
 
 class _Finder:
-    """Stands first in ``sys.meta_path``, finds what the others find, and adds the callback to the loader."""
+    """Import finder that runs a callback after a module has been imported; first in ``sys.meta_path``."""
 
     def __init__(self) -> None:
         self.callbacks: dict[str, list[Callback]] = {}

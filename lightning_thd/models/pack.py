@@ -24,7 +24,7 @@ from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 
 class Pack:
-    """Where the sequences of one row of T slots begin and end.
+    """The boundaries of the sequences in one row of T slots.
 
     Attributes:
         cu_seqlens_q: int32 ``[S + 1]``, offsets in memory, last entry T.
@@ -65,7 +65,7 @@ class Pack:
 
     @classmethod
     def from_batch(cls, batch: THDBatch) -> Pack:
-        """Take over what the batch knows on the host, so that nothing is ever read from a device."""
+        """Build a pack from a batch, with all lengths on the host, so that no device is ever read."""
         instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")
         padded = batch.lengths != batch.padded_lengths[: len(batch.lengths)]
         return cls(
@@ -218,7 +218,7 @@ _STATE.scope = None
 
 
 def current_scope() -> Scope | None:
-    """Return the top of the stack of this thread."""
+    """Return the top entry of this thread's stack of running models, or None."""
     scope: Scope | None = getattr(_STATE, "scope", None)
     return scope
 

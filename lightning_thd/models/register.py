@@ -1,4 +1,4 @@
-"""The name ``"thd"`` -> entries in transformers' attention and mask tables, made when it is imported.
+"""The name ``"thd"`` -> entries in transformers' tables of attentions and masks, on import.
 
 All that is replaced outside this package, each doing what it did for models without "thd":
 
@@ -31,7 +31,7 @@ _done: set[str] = set()
 
 
 def register_thd() -> None:
-    """Make ``attn_implementation="thd"`` known to transformers, without importing transformers.
+    """Register ``attn_implementation="thd"`` with transformers once that is imported.
 
     Safe to call any number of times; ``import lightning_thd`` calls it.
     """
@@ -102,7 +102,7 @@ def _register_mask(masking_utils: ModuleType) -> None:
 
 
 def _watch_wrappers(checkpoint_wrapper: ModuleType) -> None:
-    """Make torch's CheckpointWrapper, which Lightning's FSDP strategy and others use, carry the pack too."""
+    """Patch torch's CheckpointWrapper, which FSDP strategies use, to carry the pack."""
     from lightning_thd.models.hooks import carry_scope
     from lightning_thd.models.mixers import has_mixers
 

@@ -33,7 +33,7 @@ def open_loss_tokens(loss_tokens: LossTokens | None, count: int) -> OpenLengths 
 def count_loss_tokens(
     loss_tokens: OpenLengths | Literal["all"] | None, spans: Spans, lengths: npt.NDArray[np.int64]
 ) -> int | None:
-    """Add up the loss tokens of spans.
+    """Sum the loss tokens of spans.
 
     A whole sequence has its count. Of a part of one we know only what follows when all its tokens are loss
     tokens: a piece that goes on keeps a target for each of its tokens, a truncated or last one for all but

@@ -1,4 +1,4 @@
-"""Settings of a plan and a position -> what a checkpoint holds, and back, refusing other data or settings."""
+"""Settings of a plan and a position -> a checkpoint's state, and back, refusing other data or settings."""
 
 from __future__ import annotations
 

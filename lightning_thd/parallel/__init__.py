@@ -1,4 +1,4 @@
-"""Who holds which tokens and weights, and the collectives between them."""
+"""Which rank holds which tokens and weights, and the collectives between ranks."""
 
 from lightning_thd.parallel.shard import THDShard, shard_batch, shard_step
 

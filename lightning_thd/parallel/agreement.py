@@ -1,4 +1,4 @@
-"""What a rank is about to run -> an error on every rank when its peers are about to run something else."""
+"""What each rank is about to run -> an error on every rank when ranks do not agree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
 
 
 def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.device) -> None:
-    """Compare what all ranks are about to run; one all-gather of 16 bytes a rank.
+    """Raise unless the ranks agree on what they are about to run; one all-gather of 16 bytes a rank.
 
     Args:
         batch: of this rank, on the CPU.

@@ -1,4 +1,4 @@
-"""Tensors of one rank -> what its queries, heads or layers need of the others, differentiably.
+"""Tensors of one rank -> those its queries, heads or layers need of other ranks, differentiably.
 
 Every function here is a collective: all ranks of ``group`` call it, in the same order. Gradients are those
 of the sum of all ranks' losses.
@@ -190,7 +190,7 @@ def keep_own(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
 
 
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Lay all ranks' rows end to end; the gradient is reduce-scattered.
+    """Gather all ranks' rows end to end; the gradient is reduce-scattered.
 
     Args:
         rows: ``[N, ...]``, the same shape on every rank.
@@ -220,7 +220,7 @@ def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dis
 
 
 def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Add up all ranks' ``[P * N, ...]`` and keep this rank's ``[N, ...]``; the gradient is gathered."""
+    """Sum all ranks' ``[P * N, ...]`` and keep this rank's ``[N, ...]``; the gradient is gathered."""
     out: Tensor = _ReduceScatterRows.apply(rows, group)  # type: ignore[no-untyped-call]
     return out
 
@@ -261,7 +261,7 @@ def join_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def rows_to_heads(x_NHD: Tensor, group: dist.ProcessGroup, heads: Tensor | None = None) -> Tensor:
-    """Trade rows for heads (Ulysses): all heads of this rank's rows -> this rank's heads of all rows.
+    """Exchange all heads of this rank's rows for this rank's heads of all rows (Ulysses).
 
     Args:
         x_NHD: ``[N, H, D]``.

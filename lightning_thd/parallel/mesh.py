@@ -18,7 +18,7 @@ PIPELINE = "pipeline_parallel"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisSizes:
-    """Holds the number of ranks along each parallel axis.
+    """The number of ranks along each parallel axis.
 
     Attributes:
         data: groups that read different data.
@@ -48,11 +48,11 @@ class AxisSizes:
         return self.world // self.pipeline
 
     def data_rank(self, rank: int) -> int:
-        """Return which data a global rank reads: of ``AxisSizes(data=2, context=2)`` ranks 0 and 1 read 0."""
+        """Return which data a global rank reads: 0 for ranks 0 and 1 of ``AxisSizes(data=2, context=2)``."""
         return rank % self.stage // (self.context * self.tensor)
 
     def readers(self, data: int) -> list[int]:
-        """List the global ranks that read the same data.
+        """Return the global ranks that read the same data.
 
         ``AxisSizes(data=2, pipeline=2)`` has ranks 1 and 3 read 1.
         """
@@ -67,7 +67,7 @@ def resolve_sizes(
     tensor: int = 1,
     pipeline: int = 1,
 ) -> AxisSizes:
-    """Check sizes against the number of processes; ``data="auto"`` takes what the others leave.
+    """Check sizes against the number of processes; ``data="auto"`` becomes what the others leave.
 
     Raises:
         ValueError: when they do not make up the job.
@@ -101,7 +101,7 @@ def resolve_sizes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meshes:
-    """Holds the mesh of a job and the flattened meshes made of its axes.
+    """The mesh of a job and the flattened meshes of its axes.
 
     Attributes:
         axes: ``data_parallel`` x ``context_parallel`` x ``tensor_parallel``, behind ``pipeline_parallel``

@@ -137,7 +137,7 @@ def _sum_gradients_of(module: Any, group: dist.ProcessGroup) -> None:
 
 
 def _gather_and_keep(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gather all slots as a block's input and keep this rank's slots of its output."""
+    """Gather all slots for a block's input, and keep this rank's slots of its output."""
     if not any(True for _ in module.parameters()):  # dropout, identity: a slot at a time
         return
     forward = module.forward
@@ -152,7 +152,7 @@ def _gather_and_keep(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class _Gathered:
-    """Gathers the hidden states, the first 3-D float tensor among a block's arguments, and nothing else."""
+    """Gathers the hidden states among a block's arguments: the first 3-D float tensor."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

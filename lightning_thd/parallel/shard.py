@@ -28,7 +28,7 @@ _BATCH_FIELDS = THDBatch.__slots__
 
 
 class THDShard(THDBatch):
-    """One rank's slice of a pack.
+    """The slice of a pack that one context-parallel rank holds, in place of a ``THDBatch``.
 
     Attributes:
         layout: which slice of which pack.
@@ -62,7 +62,7 @@ class THDShard(THDBatch):
         return THDShard._of(self, **changes)
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
-        """Return the shard itself; batches are moved first and cut then.
+        """Return the shard itself, as batches are moved to the device before they are cut.
 
         Raises:
             ValueError: for another device.

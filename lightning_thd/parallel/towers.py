@@ -1,4 +1,4 @@
-"""A model that sees more than tokens -> ranks whose packs are text alone take part in its tower's gradients.
+"""A multimodal model -> ranks whose packs are text alone also take part in its towers' gradients.
 
 A vision tower runs only where a pack has images. Gradients are averaged by collectives over the same
 weights on every rank, so a rank that skips the tower would leave the others waiting. Where any rank has

@@ -1,4 +1,4 @@
-"""A recipe, a device and a model -> a refusal before the first step, which says what to do."""
+"""A recipe, a device and a model -> an error before the first step, which says what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EMULATE = _ELSE + "emulate=True, which rounds to FP8 and gains no time."
 
 
 def check_device(recipe: Recipe, device: torch.device) -> None:
-    """Refuse a device that cannot multiply in the recipe.
+    """Refuse a device that cannot multiply in the recipe's format.
 
     Args:
         recipe: resolved.
@@ -78,7 +78,7 @@ def check_model(module: nn.Module, recipe: Recipe) -> None:
 
 
 def check_whole(module: nn.Module, recipe: Recipe) -> None:
-    """Refuse weights that are sharded (DTensor) with Transformer Engine, before or after conversion.
+    """Refuse sharded weights (DTensor) with Transformer Engine, before or after conversion.
 
     Raises:
         MisconfigurationException: naming some of them.

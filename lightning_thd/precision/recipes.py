@@ -16,7 +16,7 @@ Engine: TypeAlias = Literal["te", "torchao"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """One way of scaling 8-bit (or 4-bit) numbers.
+    """A way of scaling 8-bit (or 4-bit) numbers, with its engine and its demands on packs.
 
     Attributes:
         name: as users write it.

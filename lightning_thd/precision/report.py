@@ -52,7 +52,7 @@ class FP8Report:
 
 
 def fp8_report(model: nn.Module, kept: Mapping[str, str] | None = None) -> FP8Report:
-    """List the layers of a model that multiply in FP8, and those that do not.
+    """Return a report of which layers of a model multiply in FP8.
 
     Args:
         model: converted, or not.

@@ -66,7 +66,7 @@ def new_figure(width: float, height: float, theme: Theme) -> Any:
 
 
 def dress(axes: Any, theme: Theme, *, title: str, x: str, y: str = "", grid: bool = True) -> None:
-    """Give axes their colours, title and labels.
+    """Set the colours, title and labels of axes.
 
     Args:
         axes: matplotlib's.

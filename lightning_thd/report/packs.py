@@ -50,7 +50,7 @@ def draw_packs(
 def draw_lengths(
     lengths: Sequence[int], packs: Sequence[Sequence[int]], capacity: int, *, theme: Theme = "light"
 ) -> Any:
-    """Draw how long sequences are, and how full packs became of them.
+    """Draw the lengths of sequences, and how full the packs made of them are.
 
     Args:
         lengths: tokens of each sequence.
@@ -82,7 +82,7 @@ def draw_fill(packs: Sequence[Sequence[int]], capacity: int, *, theme: Theme = "
 
 
 def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme = "light") -> Any:
-    """Draw the work of each rank in a step, in the order data comes and balanced.
+    """Draw the work of each rank in a step, unbalanced and balanced.
 
     Args:
         before: work of each rank without balancing, in any unit.

@@ -11,7 +11,7 @@ from lightning_thd._imports import installed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """A table for a reader of a terminal or of a log.
+    """A table of text cells, for a terminal or a log.
 
     Attributes:
         columns: heads of the columns; "" where there is none.

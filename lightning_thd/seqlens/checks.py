@@ -1,4 +1,4 @@
-"""What lengths and offsets must be, looked at where looking is free, and the messages when they are not."""
+"""Lengths and offsets -> checked values where reading them is free, and errors that say what is wrong."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def check_position_ids(host: npt.NDArray[np.integer], num_sequences: int) -> Non
 
 
 def check_seq_idx(host: npt.NDArray[np.integer], num_sequences: int) -> None:
-    """Refuse numbers that fall or run past the count."""
+    """Refuse sequence numbers that decrease or exceed the count."""
     if (host[1:] < host[:-1]).any() or host[0] < 0:
         raise ValueError(
             "seq_idx decreases or is negative; wanted 0 for the slots of the first sequence, then 1. "
@@ -175,7 +175,7 @@ def require_pair(cu_seqlens: Tensor, padded: Tensor) -> None:
 
 
 def host_lengths(cu_seqlens: Tensor, lengths: Sequence[int] | None) -> list[int]:
-    """Return lengths as plain ints, which torch.compile takes for constants."""
+    """Return lengths as plain ints, which torch.compile treats as constants."""
     if lengths is None:
         require_values(cu_seqlens, "Pass lengths=, which are known on the host.")
         known: list[int] = torch.diff(cu_seqlens).tolist()

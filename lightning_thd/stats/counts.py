@@ -22,7 +22,7 @@ IntRows: TypeAlias = Sequence[Sequence[int]] | Sequence[int] | IntArray | Tensor
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Attention inside fixed chunks of a sequence, as in Llama 4; stands among ``windows`` where it is one.
+    """A window of attention inside fixed chunks of a sequence, as in Llama 4.
 
     Attributes:
         size: tokens in a chunk; ``Chunk(4)`` lets token 5 of a sequence see tokens 4 and 5.
@@ -36,7 +36,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Attention to one compressed key for every whole block of a sequence, as in DeepSeek-V4.
+    """A window of one compressed key for every whole block of a sequence, as in DeepSeek-V4.
 
     A query sees the blocks that end at or before it, its own token among theirs, or ``most`` of them.
 

@@ -1,4 +1,4 @@
-"""Sequence lengths or cu_seqlens on the host -> SeqStats: what a batch contains, in host integers.
+"""Sequence lengths or cu_seqlens on the host -> SeqStats: counts of a batch, in host integers.
 
 FLOPs are linear in these integers, so they can be added over microbatches, steps and ranks first and
 turned into FLOPs once, by ``flops.FlopsModel``. Nothing here is a tensor: building them on the host
@@ -21,7 +21,7 @@ from lightning_thd.stats.counts import IntRows, Ints, Window
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeqStats:
-    """What one or more batches contain: host integers that add with ``+`` and ``sum``.
+    """Counts of one or more batches, as host integers that add with ``+`` and ``sum``.
 
     ``SeqStats.from_lengths([3, 5])`` has 8 real tokens and slots, 6 loss tokens, 2 sequences, 34 squares.
 

@@ -1,4 +1,4 @@
-"""Copies of the model that callbacks average -> the same copies, sharded as the model is."""
+"""Copies of the model that callbacks average -> the same copies, sharded like the model."""
 
 from __future__ import annotations
 

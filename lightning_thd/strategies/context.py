@@ -129,7 +129,7 @@ class ContextParallelMixin(Strategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Return index and number of the ranks that read different data, as samplers ask for them."""
+        """Return rank and number of replicas for samplers, by different data."""
         if self.sizes.peers == 1:
             known: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
             return known
@@ -189,7 +189,7 @@ class ContextParallelMixin(Strategy):
     def reduce(
         self, tensor: Any, group: Any = _NOT_GIVEN, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any
     ) -> Any:
-        """Reduce as the base strategy does, but for means of integers and for sums of what is logged.
+        """Reduce as the base strategy does, except for means of integers and sums of logged values.
 
         Lightning divides sums of values by the mean batch size of the ranks: of 101 tokens on two ranks it
         makes 50, and an epoch's mean is wrong by 1 %. A sum that ``self.log`` asks for counts once what ranks

@@ -1,4 +1,4 @@
-"""``context_parallel_size="dynamic"`` -> its settings checked, its groups made, its steps cut."""
+"""``context_parallel_size="dynamic"`` -> checked settings, process groups, and cut steps."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _HEADER = 16  # bytes: length of the message, whether it is the last, both littl
 
 
 def set_data_rank(dataloader: object, rank: int, size: int, peers: int) -> None:
-    """Tell an iterable dataset which part of the data this rank reads.
+    """Set which part of the data an iterable dataset reads on this rank.
 
     A dataset with the attributes ``data_rank`` and ``data_size`` is given them. Where ranks share data and
     must read the same, one cut by ``datasets.distributed.split_dataset_by_node`` is checked, and any other

@@ -1,4 +1,4 @@
-"""A ``THDStep`` -> all its microbatches inside one Lightning batch, under automatic optimisation.
+"""A ``THDStep`` -> all its microbatches run inside one Lightning batch, under automatic optimisation.
 
 Lightning's closure runs training_step, then zero_grad, then backward. So the first microbatch's forward runs
 in ``training_step`` and all that is left in ``backward``: one zero_grad, one clipping, one optimizer and
@@ -51,7 +51,7 @@ class THDStrategyMixin(ShardingMixin):
         refuse_host(cls)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward the first microbatch of a ``THDStep``, or any other batch as the base strategy does."""
+        """Run the first microbatch of a ``THDStep`` forward, or any other batch as usual."""
         self._pending, self._losses = None, None
         batch, *rest = args
         if not isinstance(batch, THDStep):
@@ -120,7 +120,7 @@ class THDStrategyMixin(ShardingMixin):
 
 
 def loss_of(output: object) -> Tensor:
-    """Return the loss of what ``training_step`` returned.
+    """Return the loss in the output of ``training_step``.
 
     Raises:
         MisconfigurationException: when there is none.

@@ -93,7 +93,7 @@ def backward(
     *,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``forward`` to q, k and v, contiguous and in their dtypes.
+    """Return the gradients of ``forward`` to q, k and v, contiguous and in their dtypes.
 
     out and lse may hold more than these keys gave (a sink, other ranks' keys): weights are recomputed from
     lse.
@@ -260,7 +260,7 @@ def _dense_rows(x: Tensor) -> Tensor:
 
 
 def _head_slices(call: Tiles, q: Tensor, k: Tensor, *, at_least: int) -> Iterator[tuple[slice, slice]]:
-    """Split the heads of a call so large that its results would weigh on memory, key-value head by head."""
+    """Yield slices of a call's heads, so that its results take little memory."""
     kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     elements = len(call.q_starts) * call.rows * groups * q.shape[2]  # of one key-value head's queries
     step = max(1, _CALL_ELEMENTS // elements, -(-at_least // groups))

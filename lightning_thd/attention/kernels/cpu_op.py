@@ -32,7 +32,7 @@ def varlen_attention_cpu(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Forward of the CPU kernel; see ``cpu.forward`` for shapes."""
+    """Run the forward of the CPU kernel as a torch operator; see ``cpu.forward`` for shapes."""
     spec = AttentionSpec(left=left, right=right, scale=scale, softcap=softcap)
     cu_q = checked_offsets(cu_seqlens_q, q.shape[0], max_seqlen_q, "q")
     cu_kv = checked_offsets(cu_seqlens_kv, k.shape[0], max_seqlen_kv, "kv")

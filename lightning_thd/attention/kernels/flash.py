@@ -20,7 +20,7 @@ from lightning_thd.attention.spec import AttentionSpec
 
 
 class Flash2:
-    """flash-attn 2.7 and 2.8."""
+    """The raw kernel of flash-attn 2.7 and 2.8."""
 
     sizes = staticmethod(one_size)
 
@@ -81,7 +81,7 @@ class Flash2:
 
 
 class Flash3:
-    """flash-attn 3, built from the hopper folder: of the 2.8.3 tag, or of the main branch after it."""
+    """The raw kernel of flash-attn 3, built from the hopper folder of tag 2.8.3 or of the main branch."""
 
     sizes = staticmethod(one_size)
 
@@ -157,7 +157,7 @@ def _names_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 class Flash4:
-    """flash-attn 4: ``flash_attn.cute``, which names an open window side None."""
+    """The raw kernel of flash-attn 4 (``flash_attn.cute``), which names an open window side None."""
 
     def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
         """Return the kernel's head sizes: two up to 128, (192, 128) or (256, 256); None if larger."""

@@ -17,7 +17,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 def forward(
     q_BRHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, *, causal: bool, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend inside every tile.
+    """Attend inside every tile by torch's flash kernel for CPUs.
 
     Args:
         q_BRHD: ``[B, R, H, D]``, last stride 1.

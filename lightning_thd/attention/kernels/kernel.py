@@ -22,7 +22,7 @@ from lightning_thd.attention.spec import AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """Where sequences lie: int32 ``[S + 1]`` on the device of q, and the longest lengths, on the host."""
+    """Offsets of sequences, int32 ``[S + 1]`` on the device of q, and the longest lengths, on the host."""
 
     cu_q: Tensor
     cu_kv: Tensor
@@ -31,7 +31,7 @@ class Offsets:
 
 
 class Saved(NamedTuple):
-    """What a forward call leaves for its backward; a row of lse that saw no key holds +inf."""
+    """Tensors that a forward call saves for its backward; a row of lse that saw no key holds +inf."""
 
     q: Tensor
     k: Tensor
@@ -41,10 +41,10 @@ class Saved(NamedTuple):
 
 
 class RawKernel(Protocol):
-    """What a backend offers; tensors have sizes that ``sizes`` returned, and lse is fp32 ``[T, H]``."""
+    """The interface of a backend: forward with log-sum-exp, and backward, at head sizes it supports."""
 
     def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
-        """Return the sizes, at least as large, that the kernel runs; None if it has none."""
+        """Return the head sizes, at least as large as given, that the kernel runs; None without any."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
@@ -54,11 +54,11 @@ class RawKernel(Protocol):
     def backward(
         self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv."""
+        """Return the gradients dq, dk and dv."""
 
 
 def one_size(head_size: int, value_size: int) -> tuple[int, int] | None:
-    """Return one size for queries, keys and values: a multiple of 8, up to 256, as flash-attn 2 and 3 want.
+    """Return one head size for q, k and v: a multiple of 8 up to 256, as flash-attn 2 and 3 want.
 
     ``(100, 64)`` gives ``(104, 104)``.
     """
@@ -96,7 +96,7 @@ def attend(
 
 
 def widen(kernel: RawKernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Append zeros up to head sizes the kernel runs: they change neither scores nor the columns kept."""
+    """Append zeros to the heads up to sizes the kernel runs, which changes no result."""
     sizes = kernel.sizes(q.shape[2], v.shape[2])
     assert sizes is not None
     return _pad(q, sizes[0]), _pad(k, sizes[0]), _pad(v, sizes[1])

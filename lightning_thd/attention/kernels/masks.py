@@ -10,7 +10,7 @@ from lightning_thd.attention.spec import AttentionSpec
 
 
 class Masks:
-    """The masks of one kernel run: made on first use, shared by all tiles that can, gone with the run."""
+    """The additive masks of one kernel run, built on first use and shared by tiles of equal geometry."""
 
     def __init__(self, spec: AttentionSpec, dtype: torch.dtype) -> None:
         self._spec = spec
@@ -43,7 +43,7 @@ class Masks:
 
 
 def hidden_pairs(rows: int, keys: int, shift: int, *, left: int, right: int) -> Tensor:
-    """Say which keys a query of a tile may not see.
+    """Return which keys each query of a tile may not see, as a bool mask.
 
     Args:
         rows: queries.

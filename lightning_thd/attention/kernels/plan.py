@@ -59,19 +59,19 @@ class Tiles:
     lengths: tuple[int, ...] | None = None
 
     def sees_all(self, left: int, right: int) -> bool:
-        """Whether every query sees every key."""
+        """Return whether every query sees every key."""
         below = left < 0 or left >= self.rows - 1 + self.shift
         above = right < 0 or self.shift + right >= self.keys - 1
         return below and above
 
     def is_top_left(self, left: int, right: int) -> bool:
-        """Whether query i sees exactly the keys up to i: what the kernel's causal flag means."""
+        """Return whether query i sees exactly the keys up to i: what the kernel's causal flag means."""
         return self.shift == 0 and right == 0 and (left < 0 or left >= self.rows - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Calls whose rows no other piece touches.
+    """Kernel calls whose rows no other piece touches, so that it can run by itself.
 
     Attributes:
         calls: the kernel calls. Within a cut sequence a row may lie in several: gradients add up.
@@ -86,7 +86,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All calls of a pack; ``blank_q`` rows see no key, ``blank_k`` rows no query sees: both get zeros.
+    """All kernel calls of a pack, and the rows that get zeros: those that see, or are seen by, nothing.
 
     ``at_once`` is one call for the whole pack, where its sequences are all of one length and none is cut: it
     computes what the pieces do.

@@ -19,7 +19,7 @@ _KEPT = 128
 
 
 def take(x: Tensor, starts: Starts, length: int, lengths: Starts | None = None) -> Tensor:
-    """Read ``length`` rows from every start.
+    """Return ``length`` rows from every start, as one batch.
 
     Args:
         x: ``[T, ...]``.
@@ -61,7 +61,7 @@ def add(x: Tensor, part: Tensor, starts: Starts) -> None:
 
 
 def fill_padding(part: Tensor, lengths: Starts, value: float) -> None:
-    """Set the rows of ``part`` ``[B, rows, ...]`` beyond every tile's real ones, in place."""
+    """Set the padded rows of ``part`` ``[B, rows, ...]`` to a value, in place."""
     part.flatten(0, 1).index_fill_(0, _padded_rows(part.shape[1], lengths), value)
 
 
@@ -73,7 +73,7 @@ def _window(x: Tensor, start: int, step: int, count: int, length: int) -> Tensor
 
 
 def _spacing(starts: Starts) -> int | None:
-    """Distance between starts where it is the same everywhere and positive; 1 for a single start."""
+    """Return the distance between starts if all are equal and positive, else None; 1 for a single start."""
     if len(starts) == 1:
         return 1
     step = starts[1] - starts[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def apply_sinks(out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Give every query one more key, of logit ``sinks[h]`` and value zero.
+    """Rescale out and lse as if every query saw one more key, of logit ``sinks[h]`` and value zero.
 
     Args:
         out_THE: ``[T, H, E]`` without sinks.
@@ -29,7 +29,7 @@ def apply_sinks(out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> tuple[Tensor,
 
 
 def sinks_gradient(grad_out: Tensor, out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> Tensor:
-    """Gradient to ``sinks``, from the out and lse that include them.
+    """Return the gradient to ``sinks``, from the out and lse that include them.
 
     Returns:
         ``[H]`` in the dtype of sinks: minus the sink's weight times ``grad_out . out``, summed over the rows.

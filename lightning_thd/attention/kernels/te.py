@@ -84,7 +84,7 @@ def attend(
 
 
 def mask_type(spec: AttentionSpec, *, self_attention: bool) -> str:
-    """Name the mask as Transformer Engine does; in THD every name begins with "padding"."""
+    """Return Transformer Engine's name of the mask; in THD every name begins with "padding"."""
     if not spec.causal:
         return "padding"
     return "padding_causal" if self_attention else "padding_causal_bottom_right"

@@ -13,7 +13,7 @@ from torch import Tensor
 def forward(
     q_BRHD: Tensor, k_BKGD: Tensor, v_BKGE: Tensor, *, mask: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend inside every tile.
+    """Attend inside every tile by plain matrix products.
 
     Args:
         q_BRHD: ``[B, R, H, D]``.
@@ -48,7 +48,7 @@ def backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``forward`` to q, k and v, in their shapes; those to k and v stay in the dtype of lse."""
+    """Return the gradients of ``forward`` to q, k and v; those to k and v stay in the dtype of lse."""
     groups, wide = q_BRHD.shape[2] // k_BKGD.shape[2], lse_BRH.dtype
     tanh = _tanh_scores(q_BRHD, k_BKGD, scale / softcap)
     weights = tanh * softcap
@@ -66,23 +66,23 @@ def backward(
 
 
 def _tanh_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """``tanh(scale * q . k)`` as ``[B, G, H / G, R, K]``."""
+    """Compute ``tanh(scale * q . k)`` as ``[B, G, H / G, R, K]``."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     queries = _q_heads(q, wide, q.shape[2] // k.shape[2])
     return (queries @ _kv_heads(k, wide).transpose(-1, -2)).mul_(scale).tanh_()
 
 
 def _q_heads(x: Tensor, dtype: torch.dtype, groups: int) -> Tensor:
-    """``[B, R, H, D]`` to ``[B, G, H / G, R, D]``."""
+    """Reshape ``[B, R, H, D]`` to ``[B, G, H / G, R, D]``."""
     batch, length, heads, size = x.shape
     return x.to(dtype).reshape(batch, length, heads // groups, groups, size).permute(0, 2, 3, 1, 4)
 
 
 def _kv_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[B, K, G, D]`` to ``[B, G, 1, K, D]``."""
+    """Reshape ``[B, K, G, D]`` to ``[B, G, 1, K, D]``."""
     return x.to(dtype).transpose(1, 2).unsqueeze(2)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """``[B, G, H / G, R, D]`` to ``[B, R, H, D]``."""
+    """Reshape ``[B, G, H / G, R, D]`` to ``[B, R, H, D]``."""
     return x.flatten(1, 2).transpose(1, 2)

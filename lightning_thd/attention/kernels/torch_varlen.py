@@ -22,7 +22,7 @@ from lightning_thd.attention.spec import AttentionSpec
 
 
 class AtenFlash:
-    """The raw kernel: aten's flash attention for CUDA."""
+    """The raw kernel of torch itself: aten's flash attention for CUDA."""
 
     sizes = staticmethod(kernel.one_size)
 
@@ -77,7 +77,7 @@ def is_plain_causal(spec: AttentionSpec) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-    """Attend with the kernel that torch brings.
+    """Attend by ``torch.nn.attention.varlen``, or by the raw kernel where that has no such option.
 
     Args:
         q: ``[Tq, H, D]`` fp16 or bf16 on a CUDA device.

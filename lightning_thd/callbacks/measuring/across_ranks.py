@@ -58,7 +58,7 @@ def communication_device(
     group: Any,
     device: torch.device,
 ) -> torch.device:
-    """Where tensors of a collective over ``group`` must lie when the rank works on ``device``."""
+    """Return the device for a collective over ``group`` of a rank that works on ``device``."""
     if not (dist.is_available() and dist.is_initialized()):
         return torch.device("cpu")
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else device

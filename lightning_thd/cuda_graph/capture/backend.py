@@ -117,7 +117,7 @@ class CudaBackend:
         return result
 
     def capture(self, function: Callable[[], R]) -> tuple[Graph, R]:
-        """Capture with the garbage collector off: it would free memory of earlier graphs meanwhile.
+        """Capture with the garbage collector off, which could free earlier graphs' memory meanwhile.
 
         Raises:
             Exception: the step's own, where it raised; torch's complaint about the end of a broken capture
@@ -152,7 +152,7 @@ class CudaBackend:
         self._marks.append(event)
 
     def time_s(self, function: Callable[[], object], *, runs: int = 5) -> float:
-        """Return the median of some runs, by events on the device."""
+        """Return the median seconds of some runs, by events on the device."""
         times: list[float] = []
         for _ in range(runs):
             start, stop = _event(), _event()
@@ -171,7 +171,7 @@ class CudaBackend:
         return other
 
     def release(self) -> None:
-        """Forget the pool; its memory is free once no graph holds it."""
+        """Drop the memory pool, whose memory is freed once no graph holds it."""
         self._pool = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -182,7 +182,7 @@ class CudaBackend:
         return self._stream
 
     def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Undo what torch (up to 2.13) leaves behind when the end of a capture raises.
+        """Reset state that torch (up to 2.13) leaves behind when the end of a capture raises.
 
         The allocator may go on as if a capture were underway (pytorch#171265): it frees no memory that
         several streams used, and no cached memory when the device is full. Whether or not torch has cleaned

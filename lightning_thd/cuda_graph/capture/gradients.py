@@ -30,11 +30,11 @@ class GradientBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers: those of the parameters that have gradients."""
+        """Return the bytes of all buffers made so far."""
         return sum(x.nbytes for x in self._held if x is not None)
 
     def keep(self, index: int, leaf: Tensor, gradient: Tensor) -> Tensor:
-        """Copy a gradient into its buffer and return the buffer; what is no plain dense tensor stays itself.
+        """Copy a gradient into its buffer and return the buffer; return other than dense tensors as they are.
 
         Args:
             index: of the parameter.

@@ -120,7 +120,7 @@ class LayerCall:
 
 @contextlib.contextmanager
 def _fresh_pack() -> Iterator[None]:
-    """Empty the pack's cache in the body, so that a layer's graph computes what it needs by itself."""
+    """Empty the pack's cache inside this context, so that a layer's graph computes what it needs itself."""
     pack = current_pack()
     if pack is None:
         yield

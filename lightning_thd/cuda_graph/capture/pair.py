@@ -36,14 +36,14 @@ class Turn:
         return self._holder is not None and self._holder() is not None
 
     def take(self) -> _Token:
-        """Take the turn for a forward replay."""
+        """Take the right to the shared memory for a forward replay."""
         assert not self.pending
         token = _Token()
         self._holder = weakref.ref(token)
         return token
 
     def give_back(self, token: _Token) -> None:
-        """Give the turn back at the backward replay.
+        """Give the right to the shared memory back, at the backward replay.
 
         Raises:
             RuntimeError: when the forward's memory has gone to another one since.
@@ -57,7 +57,7 @@ class Turn:
 
 
 class GraphPair:
-    """The graphs of a call's forward and backward.
+    """The forward graph and the backward graph of a call.
 
     Args:
         backend: captures both.
@@ -103,7 +103,7 @@ class GraphPair:
         self.pieces = [tuple(piece) for piece in order.pieces]
 
     def __call__(self, leaves: Sequence[Tensor]) -> Any:
-        """Replay the call on what the static tensors hold now, differentiably.
+        """Replay the call on the present content of the static tensors, differentiably.
 
         Args:
             leaves: as at capture, or the tensors that static inputs were filled from.
@@ -129,7 +129,7 @@ class GraphPair:
 
 
 class _Replay(torch.autograd.Function):
-    """Forward: replay the forward graph. Backward: start the backward graph, return its first gradients."""
+    """Replays the forward graph; its backward starts the backward graph and returns the first gradients."""
 
     @staticmethod
     def forward(ctx: Any, pair: GraphPair, num_links: int, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -164,7 +164,7 @@ class _Replay(torch.autograd.Function):
 
 
 class _LaterPiece(torch.autograd.Function):
-    """Backward: return a later piece of gradients, once autograd has handed over those before it."""
+    """Returns, in its backward, a later piece of the backward graph's gradients."""
 
     @staticmethod
     def forward(ctx: Any, pair: GraphPair, number: int, num_links: int, *leaves: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ class RecordingBackend:
         )
 
     def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
-        """Run the function once."""
+        """Run the function once before it is recorded."""
         return function()
 
     def capture(self, function: Callable[[], R]) -> tuple[Recording, R]:

@@ -38,7 +38,7 @@ class StandIns:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the stand-ins into the module while the body runs."""
+        """Put the stand-ins into the module inside this context."""
         before = [(held, name, held[name]) for held, name, _ in self._places]
         for held, name, leaf in self._places:
             held[name] = leaf

@@ -50,7 +50,7 @@ class GraphCosts:
 
     @classmethod
     def from_replays(cls, eager: float, replays: Mapping[int, float]) -> GraphCosts:
-        """Fit the line through two or more measured buckets.
+        """Fit the linear cost of a replay to two or more measured buckets.
 
         Args:
             eager: of a step.
@@ -63,7 +63,7 @@ class GraphCosts:
 
 
 def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) -> float:
-    """Return the expected cost of a batch, given what batches need.
+    """Return the expected cost of a batch under a choice of buckets.
 
     Args:
         needs: int64 ``[N]``, sequences that each sampled batch needs a bucket for, dummies included.

@@ -18,7 +18,7 @@ from lightning_thd.cuda_graph.shapes.buckets import Bucket
 def measured_costs(
     subject: Subject, example: Example, *, needs: IntArray, slots: int, max_seqlen: int
 ) -> GraphCosts | None:
-    """Capture a small and a large bucket, time both and eager, and drop them again.
+    """Capture a small and a large bucket, time both against eager steps, and drop them.
 
     Args:
         subject: what may be captured.

@@ -15,7 +15,7 @@ _SAMPLE = 512
 
 
 def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
-    """Describe microbatches of steps spread over an epoch, the same on every rank.
+    """Return the layouts of microbatches of steps spread over an epoch, the same on every rank.
 
     Args:
         planner: of the training set.

@@ -32,7 +32,7 @@ class Comparison(NamedTuple):
 
 
 def compare(subject: Subject, step: CapturedStep, example: Example) -> Comparison | None:
-    """Time a bucket against eager, or return None where the backend's times mean nothing.
+    """Time a bucket's replay against eager; return None where the backend's times mean nothing.
 
     Args:
         subject: what was captured.

@@ -1,4 +1,4 @@
-"""Which attributes of its module a step reads: those it may have used as constants."""
+"""A module and a step -> the names of the module's attributes that the step reads as constants."""
 
 from __future__ import annotations
 

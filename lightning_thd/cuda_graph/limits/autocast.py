@@ -1,4 +1,4 @@
-"""Autocast without its cache, and on the meta device, which torch (2.13) refuses to be asked about."""
+"""Contexts for autocast in a capture: without its cache of casts, and defined on the meta device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def uncached_autocast(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_knows_meta() -> Iterator[None]:
-    """Let the meta device have the CPU's autocast state inside the body."""
+    """Give the meta device the CPU's autocast state inside this context."""
     available: Any = torch.amp.autocast_mode
     patched = [(torch, name) for name in _NAMES] + [(available, "is_autocast_available")]
     before = [getattr(owner, name) for owner, name in patched]

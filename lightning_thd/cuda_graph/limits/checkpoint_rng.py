@@ -1,4 +1,4 @@
-"""Activation checkpointing inside a capture: its saved random states cannot be part of a graph.
+"""Activation checkpointing inside a capture -> no saved random states, or an error where they are needed.
 
 ``torch.utils.checkpoint`` reads and sets the generator's state on the host. Without a random operator in the
 step that changes nothing and is left out; with one, the recomputed mask would differ from the first.
@@ -19,7 +19,7 @@ from lightning_thd.cuda_graph.errors import CaptureError
 
 
 class RandomUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether a step draws random numbers, and whether it saves random states.
+    """Records whether a step draws random numbers and whether it saves random states.
 
     Attributes:
         draws: a random operator ran.
@@ -53,7 +53,7 @@ def _drops_nothing(func: Any, args: tuple[Any, ...]) -> bool:
 
 @contextlib.contextmanager
 def without_saved_states(use: RandomUse | None = None) -> Iterator[None]:
-    """Make checkpointing neither save nor set random states inside the body.
+    """Stop checkpointing from saving and setting random states inside this context.
 
     Args:
         use: told when it wanted to.

@@ -1,4 +1,4 @@
-"""What a captured step takes for granted about its module, and what warm-up must leave as it was."""
+"""A module and its step -> the state a graph bakes in, and errors for state a replay would not change."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Fingerprint:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """Parameters that require a gradient, each once."""
+        """Return the parameters that require a gradient, each once."""
         unique = {id(x): x for _, _, x in self._owners if isinstance(x, nn.Parameter) and x.requires_grad}
         return list(unique.values())
 

@@ -52,12 +52,12 @@ def real_lengths_of(batch: THDBatch, padded_lengths: Ints) -> Ints:
 
 
 def offsets_of(lengths: Ints) -> Tensor:
-    """int32 ``[S + 1]`` on the CPU, lengths summed up from 0."""
+    """Return int32 offsets ``[S + 1]`` on the CPU: the lengths summed up from 0."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
 def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
-    """Pad a batch to a bucket, eagerly: what a captured step works on, with everything the host knows.
+    """Pad a batch eagerly to a bucket's size, with everything the host knows of it.
 
     Args:
         batch: one that fits, whole.

@@ -59,7 +59,7 @@ class Cut(NamedTuple):
         return 2 * self.cp
 
     def dummy(self, layout: Layout, device: torch.device, *, axes: int | None) -> THDShard:
-        """Make a rank's shard of a dummy pack, see ``padding.dummy_batch``."""
+        """Make a rank's shard of a dummy pack; see ``padding.dummy_batch``."""
         batch = dummy_batch(layout, device, axes=axes, multiple=self.multiple)
         return shard_batch(
             batch, group=self.group, cp=self.cp, rank=self.rank, communication=self.communication
@@ -67,7 +67,7 @@ class Cut(NamedTuple):
 
 
 def refuse_cut(batch: THDBatch, bucket: Bucket) -> None:
-    """Refuse shards whose slots depend on how far a pack is padded, and buckets that cannot be cut.
+    """Refuse shards whose cut depends on the padding of the pack, and buckets that cannot be cut.
 
     Raises:
         CaptureError: saying what to choose instead.

@@ -72,7 +72,7 @@ def messages_of(record: dict[str, Any], kind: Kind) -> tuple[list[Message], list
 
 
 def alpaca_prompt(record: dict[str, Any]) -> str:
-    """Return the instruction, and below it the input where there is one."""
+    """Return an Alpaca record's instruction, with its input below where there is one."""
     asked, given = record.get("instruction"), record.get("input") or ""
     if not isinstance(asked, str) or not isinstance(given, str) or not isinstance(record.get("output"), str):
         raise ValueError("instruction, input and output must be strings. Mend or remove the record.")

@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """A record that cannot be read, and why."""
+    """A record that cannot be read, and the reason."""
 
     reason: str
 
 
 def parse_json(text: str | bytes) -> Any | Bad:
-    """Parse JSON; what Python refuses, also for its depth or the size of a number, is ``Bad``."""
+    """Parse JSON; return ``Bad`` for anything Python refuses, such as too deep or too large numbers."""
     try:
         return json.loads(text.decode() if isinstance(text, bytes) else text)
     except UnicodeDecodeError as err:
@@ -27,7 +27,7 @@ def parse_json(text: str | bytes) -> Any | Bad:
 
 
 def decode(data: bytes) -> str | Bad:
-    """Decode UTF-8, with or without a byte-order mark; what is no text is ``Bad``."""
+    """Decode UTF-8, with or without a byte-order mark; return ``Bad`` for other bytes."""
     try:
         text = data.removeprefix(b"\xef\xbb\xbf").decode()
     except UnicodeDecodeError as err:

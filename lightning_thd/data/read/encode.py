@@ -101,7 +101,7 @@ class Encoder:
     on_error: OnError = "raise"
 
     def encode(self, placed: Iterable[Placed]) -> Rows:
-        """Encode records and lay them end to end.
+        """Encode records and lay their ids end to end.
 
         Raises:
             ValueError: with ``on_error="raise"``, for a record of another kind, or one that cannot be
@@ -246,7 +246,7 @@ def _fits(record: dict[str, Any], kind: Kind) -> bool:
 
 
 def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
-    """Take the ids, and the labels if there are any, of a record that was tokenised elsewhere."""
+    """Return the ids, and the labels if any, of a record that is already tokenised."""
     _refuse_unread(record)
     ids = as_ids(record["input_ids"], "input_ids")
     if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
@@ -264,7 +264,7 @@ def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
 
 
 def _refuse_unread(record: dict[str, Any]) -> None:
-    """Refuse keys that would change what is learned, and that a store of ids does not keep."""
+    """Refuse records with keys that matter for training but that a store of ids cannot keep."""
     found = [name for name in _UNREAD if record.get(name) is not None]
     if "attention_mask" in record and not np.all(np.asarray(record["attention_mask"]) == 1):
         raise ValueError("attention_mask is not all ones. Cut the padding off input_ids and labels.")
@@ -276,12 +276,12 @@ def _refuse_unread(record: dict[str, Any]) -> None:
 
 
 def is_hugging_face(tokenizer: object) -> bool:
-    """Say whether a tokenizer has the interface of transformers."""
+    """Return whether a tokenizer has the interface of transformers."""
     return hasattr(tokenizer, "apply_chat_template") and hasattr(tokenizer, "convert_ids_to_tokens")
 
 
 def as_ids(encoded: Any, name: str = "The tokenizer's answer") -> Ids:
-    """Check what a tokenizer gave for a string, or a record holds: one row of integers."""
+    """Check that a tokenizer's output, or a record's ids, are one row of integers, and return them."""
     encoded = encoded["input_ids"] if hasattr(encoded, "keys") and "input_ids" in encoded else encoded
     if holds_bools(encoded):
         raise ValueError(f"{name} holds true or false among its ids. Give integers.")

@@ -94,7 +94,7 @@ def _looks_like_a_path(text: str) -> bool:
 
 
 def _suffix(name: str) -> str:
-    """Return the suffix of what is inside: ``.jsonl`` of ``a.jsonl.gz``."""
+    """Return the suffix of a compressed file's content: ``.jsonl`` of ``a.jsonl.gz``."""
     path = Path(name.lower())
     return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
@@ -121,7 +121,7 @@ def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[So
 
 
 def _each_once(files: list[SourceFile]) -> list[SourceFile]:
-    """Warn of a file that is named twice, by overlapping globs or a link: its records would count twice."""
+    """Return the files, warning of any named twice (by overlapping globs, or a link), which counts twice."""
     seen: dict[str, str] = {}
     for file in files:
         real = file.name if "://" in file.name else os.path.realpath(file.name)
@@ -154,7 +154,7 @@ def _expand(source: str | Path) -> list[str]:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    """List the data of a folder: all its files of the one kind it holds."""
+    """List the data files in a folder, which must be of one kind."""
     if (folder / "dataset_dict.json").is_file():
         splits = json.loads((folder / "dataset_dict.json").read_text()).get("splits", [])
         raise ValueError(f"{folder} holds the splits {', '.join(splits)}. Pass one, '{folder}/{splits[0]}'.")

@@ -86,7 +86,7 @@ def _joint(
 
 
 def _added(tokenizer: Any) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return what the tokenizer puts before and after a document."""
+    """Return the special tokens that the tokenizer puts before and after a document."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a")["input_ids"]
     at = next((i for i in range(len(full)) if full[i : i + len(bare)] == bare), 0)

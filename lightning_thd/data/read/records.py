@@ -111,7 +111,7 @@ def _json_entries(file: SourceFile) -> list[Any]:
 
 
 def _wrapped(found: dict[str, Any]) -> list[Any] | None:
-    """Take the list out of ``{"version": 1, "data": [...]}``; None for a record, whose lists are its own."""
+    """Return the list in ``{"version": 1, "data": [...]}``; None for a record whose lists are its own."""
     lists = [value for value in found.values() if isinstance(value, list)]
     if len(lists) != 1 or any(name in found for name in _OF_RECORDS):
         return None
@@ -153,7 +153,7 @@ class TableChunk:
 
 
 def _rows(lines: list[str], separator: str) -> list[tuple[list[str], int]]:
-    """Parse a table: its rows, and the number of lines up to the end of each. Cells may be of any length."""
+    """Parse a table, and return its rows with the number of lines up to the end of each."""
     limit = csv.field_size_limit(2**31 - 1)  # of the process; documents are longer than its 128 KiB
     try:
         reader = csv.reader(lines, delimiter=separator)
@@ -190,7 +190,7 @@ class ColumnChunk:
 
 @dataclass(frozen=True, slots=True)
 class RowChunk:
-    """Rows ``start`` to ``stop`` of a dataset."""
+    """Rows ``start`` to ``stop`` of a dataset as a chunk."""
 
     dataset: MapDataset
     start: int
@@ -274,7 +274,7 @@ def file_chunks(
 
 
 def _refuse_unnamed_records(file: SourceFile) -> None:
-    """Refuse a file of JSON objects whose name does not say so: it would be one document of braces."""
+    """Refuse a text file that holds JSON objects, as it would become one document."""
     if file.suffix:
         return
     with file.path.open("rb") as opened:

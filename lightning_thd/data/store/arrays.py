@@ -50,7 +50,7 @@ class ArrayWriter:
         self._file.seek(0, os.SEEK_END)
 
     def append(self, values: NDArray[np.integer]) -> None:
-        """Write integers ``[K]`` at the end."""
+        """Append integers ``[K]`` to the file."""
         if self._dtype.kind == "u" and values.size and int(values.max()) > np.iinfo(self._dtype).max:
             self._widen(np.dtype(np.uint32 if int(values.max()) < 2**32 else np.uint64))
         bounds = np.iinfo(self._dtype)
@@ -63,7 +63,7 @@ class ArrayWriter:
         self._count += len(values)
 
     def flush(self) -> int:
-        """Hand all that was written to the operating system, and return the number of values so far."""
+        """Flush everything written, and return the number of values so far."""
         self._file.flush()
         return self._count
 
@@ -74,7 +74,7 @@ class ArrayWriter:
         self.close()
 
     def close(self) -> None:
-        """Write the header, with the size that is known now; a second call changes nothing."""
+        """Complete the header with the final size; a second call changes nothing."""
         if self._file.closed:
             return
         self._file.seek(0)
@@ -108,7 +108,7 @@ def _header(dtype: np.dtype[Any], count: int) -> bytes:
 
 
 def load_array(path: Path) -> NDArray[Any]:
-    """Map an .npy file; one without values is read, because nothing cannot be mapped."""
+    """Map an .npy file into memory; read an empty one, which cannot be mapped."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
     except ValueError:
@@ -157,7 +157,7 @@ def save_arrays(folder: str | Path, arrays: Mapping[str, NDArray[Any]], *, versi
 
 
 def open_arrays(folder: str | Path, *, version: int) -> Arrays:
-    """Map the arrays of a folder into memory.
+    """Map the arrays of a folder into memory, after checking their sizes and hashes.
 
     Raises:
         ValueError: when a file is missing, has another size than was written, or other bytes in its first or

@@ -93,7 +93,7 @@ def arrow_table(dataset: object) -> Any | None:
 
 
 def visible_columns(dataset: object, table: Any) -> list[str]:
-    """Name the columns that samples show: a dataset's ``with_format(columns=...)`` hides the others."""
+    """Return the columns that samples show; a dataset's ``with_format(columns=...)`` hides others."""
     if isinstance(dataset, ColumnRows):
         return dataset.names
     shown = (getattr(dataset, "format", None) or {}).get("columns")
@@ -228,7 +228,7 @@ def _why(dataset: object, i: int) -> str:
 
 
 def holds_bools(values: object) -> bool:
-    """Say whether a list has bools among its entries, which numpy would turn into 0 and 1."""
+    """Return whether a list has bools among its entries, which numpy would turn into 0 and 1."""
     return isinstance(values, list | tuple) and bool in set(map(type, values))
 
 

@@ -186,7 +186,7 @@ def refuse_cut(sample: Mapping[str, Any], i: int, length: int) -> None:
 
 
 def refuse_cuts(index: SequenceIndex, dataset: MapDataset, limit: int) -> None:
-    """Refuse, before the first step, that sequences with images will be cut at ``limit`` tokens."""
+    """Refuse, before the first step, sequences with images that are longer than ``limit`` tokens."""
     long = index.media[index.lengths[index.media] > limit]
     if len(long):
         refuse_cut(dataset[int(long[0])], int(long[0]), int(index.lengths[long[0]]))

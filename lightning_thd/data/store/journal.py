@@ -27,7 +27,7 @@ class Skipped(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Sequences laid end to end.
+    """Token ids, and labels if any, of sequences laid end to end.
 
     Attributes:
         tokens: ids ``[N]``.
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
 
 def fill_store(place: Path, parts: Callable[[int], Iterable[Rows]], *, max_errors: int | None = None) -> None:
-    """Write the files of a store into a folder, and go on where a killed process stopped.
+    """Write the files of a store into a folder, resuming where a killed process stopped.
 
     After every piece a line of ``journal.jsonl`` says how much of each file counts. What a kill left beyond
     the last whole line is cut off.
@@ -85,7 +85,7 @@ class _Journal:
         self._writers["loss_tokens"] = ArrayWriter(self._place / "loss_tokens.npy", np.int64, keep=sequences)
 
     def add(self, rows: Rows, max_errors: int | None) -> None:
-        """Write a piece, and then that it is there."""
+        """Write a piece of rows to the files, then a journal line that marks it complete."""
         rows = _checked(rows)
         tokens, sequences = self._writers["tokens"].flush(), self._writers["lengths"].flush()
         refuse_negative(rows.tokens)
@@ -187,7 +187,7 @@ def _checked(rows: Rows) -> Rows:
 
 
 def flat_integers(values: Any, name: str) -> NDArray[np.integer]:
-    """Leave an array of one axis of integers as it is, a memory map too, and refuse what is none.
+    """Return values as a one-dimensional integer array; keep such an array or memory map as it is.
 
     Raises:
         TypeError: for what holds no numbers.
@@ -212,7 +212,7 @@ def _last_line(file: Path) -> dict[str, Any]:
 
 
 def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Count the targets of sequences laid end to end: labels that are none of -100, the first left out.
+    """Count the labels other than -100 of sequences laid end to end, without the first of each.
 
     Args:
         labels: ints ``[N]``.
@@ -236,7 +236,7 @@ def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> 
 
 
 def largest_id(tokens: NDArray[np.integer], offsets: NDArray[np.integer]) -> tuple[int, int]:
-    """Find the largest id, and the sequence it is in; (-1, 0) without tokens."""
+    """Return the largest id and the sequence it is in; (-1, 0) without tokens."""
     value, at = -1, 0
     for start in range(0, len(tokens), _BLOCK):
         block = tokens[start : start + _BLOCK]

@@ -31,11 +31,11 @@ _WAIT_ENV = "LIGHTNING_THD_CACHE_TIMEOUT"  # seconds
 
 
 class CacheError(OSError):
-    """A cache folder cannot be written; the message names it and what to do."""
+    """Raised when a cache folder cannot be written; the message names it and the remedy."""
 
 
 def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = False) -> bool:
-    """Build a folder unless it is there; of several processes one builds and the others wait.
+    """Build a folder unless it exists; one of several processes builds while the others wait.
 
     Args:
         folder: is either there and whole, or not there.

@@ -26,7 +26,7 @@ ADVICE = "Mend the data, or set on_error='skip'."
 
 
 class MapDataset(Protocol):
-    """What ``THDDataModule`` packs: ``len``, and ``[i]`` giving ``{"input_ids": ints[, "labels": ints]}``."""
+    """The interface of a dataset: ``len``, and ``[i]`` giving ``{"input_ids": ints[, "labels": ints]}``."""
 
     def __len__(self) -> int: ...
 
@@ -34,7 +34,7 @@ class MapDataset(Protocol):
 
 
 def check_sample(sample: Any, i: int) -> Mapping[str, Any]:
-    """Refuse a sample that is no dict, and say what it is.
+    """Return a sample that is a dict, or raise TypeError naming its row and type.
 
     Raises:
         TypeError: naming the row, what it is, and what it should be.
@@ -49,12 +49,12 @@ def check_sample(sample: Any, i: int) -> Mapping[str, Any]:
 
 
 def media_names(sample: Mapping[str, Any]) -> list[str]:
-    """Name what a sample carries beside its tokens."""
+    """Return the names of what a sample carries beside its tokens, such as images."""
     return sorted(name for name in sample if name not in PER_TOKEN and name not in _COLLATORS)
 
 
 def as_sentence(why: str) -> str:
-    """Make a sentence of a row out of what is wrong with it."""
+    """Turn a description of what is wrong into the predicate of "row N ..."."""
     return why if why.startswith("has ") else f"is bad: {why}"
 
 

@@ -174,7 +174,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
 
 
 def _count_targets(labels: NDArray[np.integer], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count labels from the second of every sequence on, in blocks of whole sequences."""
+    """Count the labels other than -100 of each sequence, without its first, in blocks of sequences."""
     counts = np.empty(len(offsets) - 1, np.int64)
     first = 0
     while first < len(counts):

@@ -1,4 +1,4 @@
-"""Shards of all ranks -> one planned, exchanged and collated step after the other, in lockstep on every rank.
+"""Shards of all ranks -> steps that are planned, exchanged and collated in lockstep on every rank.
 
 Each turn gathers what ranks read since the last (``intake``: 8 bytes a sequence), orders and plans it by
 ``order`` and ``schedule`` on the same numbers everywhere, and moves what has to move.
@@ -31,7 +31,7 @@ ROW_BITS = 40  # of a sequence id, below the number of its shard
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a stream is read and packed.
+    """How a stream is read and packed: sources, shards, policies and scheduling.
 
     Attributes:
         shards: of the whole job, source after source.
@@ -324,7 +324,7 @@ class Engine:
         self._open(number)
 
     def _collated(self, planned: Planned, microbatches: list[list[dict[str, Any]]]) -> THDStep:
-        """Collate this rank's microbatches with the scales of the whole step."""
+        """Collate this rank's microbatches, with the loss scale of the whole step."""
         table, rank, m = planned.table, self._wire.rank, planned.microbatches
         # Law 2: the mean over microbatches and ranks of sum * loss_scale is the mean over the step's tokens.
         tokens, sequences = (

@@ -33,7 +33,7 @@ _WORKERS_FROM = 1000  # sequences of a rank's round: below it starting workers a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One source of a stream.
+    """One source of a stream: its shards, share and policies.
 
     Attributes:
         name: in a mixture; empty where there is one source.
@@ -55,7 +55,7 @@ class Source:
 
 
 class Intake:
-    """Reads the sources of a stream on one rank. ``gather`` and ``again`` are collective.
+    """Reads the sources of a stream on one rank and tells all ranks what each has read.
 
     Args:
         shards: of the whole job, source after source.
@@ -291,7 +291,7 @@ def _held_by(table: Table, rank: int) -> Table:
 
 
 def _in_turn(tables: list[Table]) -> Table:
-    """Order what ranks read: the first row of each shard of each rank, then the second, and so on."""
+    """Order sequences by turns of ranks and shards: the first of each, then the second, and so on."""
     joined = np.concatenate(tables)
     place = np.stack([joined["holder"], joined["shard"], joined["round"]])
     begins = (

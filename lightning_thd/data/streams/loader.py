@@ -271,7 +271,7 @@ class StreamLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last whole step of ``state``, on any number of ranks and workers.
+        """Resume after the last whole step of ``state``, on any number of ranks and workers.
 
         Raises:
             ValueError: when the state is of another stream.

@@ -43,7 +43,7 @@ class Read:
 
 
 def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int]]:
-    """Share shards out by size, the largest first, each to the rank with the least so far.
+    """Assign shards to ranks by size, the largest first, each to the rank with the least so far.
 
     Args:
         sizes: of the shards.
@@ -85,7 +85,7 @@ class Reading:
     marks: Mapping[int, Mark] = field(default_factory=dict)
 
     def rows(self, number: int, start: int, *, only: Iterable[int] | None = None) -> Iterator[Read]:
-        """Read one shard from a row on; with ``only`` these rows alone, up to the last of them."""
+        """Yield the records of one shard from a row on; with ``only`` just these rows."""
         wanted = None if only is None else set(only)
         shard, row, mark = self.shards[number], start - 1, self.marks.get(number)
         try:
@@ -165,7 +165,7 @@ class Reader:
             self._rows = iter(rows)
 
     def take(self, count: int) -> list[Read]:
-        """Read up to ``count`` samples; fewer only at the end of the shards.
+        """Return up to ``count`` samples; fewer only at the end of the shards.
 
         Raises:
             ValueError: for a record that cannot be used, with ``on_error="raise"``.

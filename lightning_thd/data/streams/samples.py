@@ -216,7 +216,7 @@ def _kept(key: str, value: Any) -> bool:
 
 
 def _cut(sample: dict[str, Any], length: int, capacity: int, row: int) -> dict[str, Any]:
-    """Keep the first ``capacity`` tokens of everything that has one value a token."""
+    """Cut a sample's per-token values to the first ``capacity`` tokens."""
     cut = {}
     for key, value in sample.items():
         if key in _OWN or key in PER_TOKEN or (key == "weights" and np.ndim(value) == 1):

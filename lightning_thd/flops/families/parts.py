@@ -23,7 +23,7 @@ def attention(
     input_size: int | None = None,
     both_ways: bool = False,
 ) -> list[Term]:
-    """Grouped-query attention: query, key, value and output projections around the scores.
+    """Return the terms of grouped-query attention: q, k, v and output projections, and scores.
 
     Args:
         hidden: hidden size.
@@ -55,7 +55,7 @@ def latent_attention(
     v_dim: int,
     top_k: int | None = None,
 ) -> list[Term]:
-    """Multi-head latent attention (DeepSeek): low-rank queries, and keys and values from one latent.
+    """Return the terms of multi-head latent attention (DeepSeek), with low-rank q, k and v.
 
     Args:
         hidden: hidden size.
@@ -78,7 +78,7 @@ def latent_attention(
 
 
 def indexer(hidden: int, q_rank: int, *, heads: int, head_dim: int) -> list[Term]:
-    """The lightning indexer of DeepSeek sparse attention, which scores every pair to pick the best keys.
+    """Return the terms of DeepSeek's lightning indexer, which scores every pair to pick the best keys.
 
     It runs under ``no_grad``: no gradient goes through a choice. (DeepSeek-V3.2, section 2.1.)
 
@@ -98,7 +98,7 @@ def indexer(hidden: int, q_rank: int, *, heads: int, head_dim: int) -> list[Term
 def cross_attention(
     hidden: int, heads: int, kv_heads: int, head_dim: int, *, kv_hidden: int | None = None
 ) -> list[Term]:
-    """Queries from the sequence, keys and values from another one of its own length, never masked."""
+    """Return the terms of attention to another sequence of its own length, never masked."""
     source = hidden if kv_hidden is None else kv_hidden
     return [
         matmul("cross_q", hidden * heads * head_dim),
@@ -118,7 +118,7 @@ def mlp(
     basis: Basis = "token",
     last: bool = True,
 ) -> list[Term]:
-    """Up (and gate) and down projection; ``hidden`` 2 and ``inner`` 3, gated, cost 2 x 18 FLOPs a token."""
+    """Return an MLP's terms; ``hidden`` 2 and ``inner`` 3, gated, cost 2 x 18 FLOPs a token."""
     return [
         matmul(f"{name}_up", hidden * inner * (2 if gated else 1), kind=kind, basis=basis),
         matmul(f"{name}_down", hidden * inner, kind=kind, basis=basis, last=last),
@@ -137,7 +137,7 @@ def experts(
     latent: int | None = None,
     shared_last: bool = True,
 ) -> list[Term]:
-    """Mixture of experts: router, ``top_k`` routed experts, and shared ones that see every token.
+    """Return the terms of a mixture of experts: router, ``top_k`` routed experts, and shared ones.
 
     Args:
         hidden: hidden size.
@@ -166,7 +166,7 @@ def experts(
 
 
 def mamba1(hidden: int, inner: int, *, state: int, dt_rank: int) -> list[Term]:
-    """Mamba: projections to x and z, to dt, B and C, and back; 9 FLOPs a state for the scan (VMamba)."""
+    """Return Mamba's terms: its projections, and 9 FLOPs a state for the scan (VMamba)."""
     return [
         matmul("in", hidden * 2 * inner),
         matmul("x_dt", inner * (dt_rank + 2 * state) + dt_rank * inner),
@@ -176,7 +176,7 @@ def mamba1(hidden: int, inner: int, *, state: int, dt_rank: int) -> list[Term]:
 
 
 def mamba2(hidden: int, heads: int, head_dim: int, *, groups: int, state: int) -> list[Term]:
-    """Mamba 2 as Megatron-LM counts it: the scan at 7 FLOPs a state, the convolution left out."""
+    """Return Mamba 2's terms as Megatron-LM counts them: 7 FLOPs a state, no convolution."""
     inner = heads * head_dim
     return [
         matmul("in", hidden * (2 * inner + 2 * groups * state + heads)),
@@ -188,7 +188,7 @@ def mamba2(hidden: int, heads: int, head_dim: int, *, groups: int, state: int) -
 def gated_delta(
     hidden: int, *, qk_heads: int, qk_dim: int, v_heads: int, v_dim: int, kernel: int
 ) -> list[Term]:
-    """Gated delta net as Megatron-LM counts it, its convolution (``kernel`` taps) included."""
+    """Return the terms of a gated delta net as Megatron-LM counts it, convolution included."""
     qk, value = qk_heads * qk_dim, v_heads * v_dim
     return [
         matmul("in", hidden * (2 * qk + 2 * value + 2 * v_heads)),
@@ -201,7 +201,7 @@ def gated_delta(
 def gated_delta2(
     hidden: int, *, qk_heads: int, qk_dim: int, v_heads: int, v_dim: int, kernel: int
 ) -> list[Term]:
-    """Gated delta net 2: decay and erasure a vector over the keys, writing one over the values.
+    """Return the terms of gated delta net 2: vectors of decay and erasure over keys, writing over values.
 
     All its gates are projections of full rank, as Megatron-LM's ``GatedDeltaNet2`` makes them; its scan has
     the four products of a gated delta net. No transformers family uses it: see ``FlopsModel.register``.
@@ -224,7 +224,7 @@ def gated_delta2(
 
 
 def kimi_delta(hidden: int, *, heads: int, head_dim: int, kernel: int) -> list[Term]:
-    """Kimi delta attention: a gated delta net whose decay is a vector, from a projection of low rank.
+    """Return the terms of Kimi delta attention: a gated delta net with a low-rank vector of decay.
 
     Args:
         hidden: hidden size.
@@ -245,7 +245,7 @@ def kimi_delta(hidden: int, *, heads: int, head_dim: int, kernel: int) -> list[T
 def gated_delta_product(
     hidden: int, *, heads: int, qk_dim: int, v_dim: int, householders: int, kernel: int
 ) -> list[Term]:
-    """Gated delta product: several steps of the delta rule a token, each with a key and value of its own.
+    """Return the terms of a gated delta product: several delta-rule steps a token.
 
     Args:
         hidden: hidden size.
@@ -266,7 +266,7 @@ def gated_delta_product(
 
 
 def short_conv(hidden: int, *, kernel: int) -> list[Term]:
-    """LFM2's gated short convolution: a projection to three, ``kernel`` taps a channel, a projection back."""
+    """Return the terms of LFM2's gated short convolution: projections in and out, ``kernel`` taps."""
     return [
         matmul("in", 3 * hidden * hidden),
         recurrence("conv", 2 * kernel * hidden),
@@ -275,5 +275,5 @@ def short_conv(hidden: int, *, kernel: int) -> list[Term]:
 
 
 def prediction_head(hidden: int) -> Term:
-    """What a multi-token-prediction layer adds to a decoder layer: 3h + 2h^2 (Megatron-LM)."""
+    """Return what multi-token prediction adds to a decoder layer: 3h + 2h^2 (Megatron-LM)."""
     return matmul("mtp", 3 * hidden + 2 * hidden * hidden)

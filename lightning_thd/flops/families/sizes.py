@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Sizes:
-    """Reads a config by the first of several names that it has."""
+    """Reads sizes from a config under the first of several names that it has."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -19,7 +19,7 @@ class Sizes:
         return getattr(self.config, name, None)
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The first value that is not None under ``names``, else ``default``."""
+        """Return the first value that is not None under ``names``, else ``default``."""
         for name in names:
             value = self._raw(name)
             if value is not None:
@@ -27,7 +27,7 @@ class Sizes:
         return default
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """An integer that must be there.
+        """Return an integer that the config must have.
 
         Raises:
             ValueError: naming the family and what it lacks.
@@ -41,43 +41,43 @@ class Sizes:
         return value
 
     def optional(self, *names: str) -> int:
-        """An integer, 0 when the config has none."""
+        """Return an integer, 0 when the config has none."""
         value = self.get(*names, default=0)
         return value if isinstance(value, int) else 0
 
     def sub(self, *names: str) -> Sizes | None:
-        """A nested config, None when there is none."""
+        """Return a nested config, None when there is none."""
         value = self.get(*names)
         return None if value is None else Sizes(value)
 
     @property
     def hidden(self) -> int:
-        """Hidden size."""
+        """Return the hidden size."""
         return self.size("hidden_size", "n_embd", "d_model")
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Return the number of decoder layers."""
         named = self.get("layers_block_type")
         return self.size("num_hidden_layers", "n_layer", "n_layers", default=len(named) if named else None)
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Return the number of query heads."""
         return self.size("num_attention_heads", "n_head", "n_heads")
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
+        """Return the number of key and value heads."""
         return self.size("num_key_value_heads", default=self.heads)
 
     @property
     def head_dim(self) -> int:
-        """Size of a head."""
+        """Return the size of a head."""
         return self.size("head_dim", default=self.hidden // self.heads)
 
     @property
     def inner(self) -> int:
-        """Intermediate size of the dense MLP."""
+        """Return the intermediate size of the dense MLP."""
         names = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
         return self.size(*names, default=4 * self.hidden)

@@ -1,1 +1,1 @@
-"""A model called without its head: what the head would have received, and its weight."""
+"""A model called without its head: its hidden states and the head's weight, for losses without logits."""

@@ -1,4 +1,4 @@
-"""One call of a model with its head replaced -> what was made of the hidden states instead of logits.
+"""One call of a model with its head replaced -> values computed from hidden states instead of logits.
 
 T slots, V vocabulary. The model's own ``forward`` runs through its ``__call__``, hooks and all: FSDP2
 gathers the head's weight and reduces its gradient, DDP sees its outputs, PEFT, Accelerate and activation
@@ -31,7 +31,7 @@ _ATTRIBUTE = "_thd_head_call"
 
 @dataclass(slots=True)
 class Job:
-    """One forward pass: its batch, what to compute of the hidden states, and what was seen.
+    """One forward pass: its batch, the function to apply to hidden states, and the results.
 
     Attributes:
         batch: the microbatch.
@@ -50,7 +50,7 @@ class Job:
 
 
 class HeadCall:
-    """Replacements for the forward of a model and of its head, kept on the model."""
+    """Replaces the forward of a model and of its head, so that no logits are computed."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -108,7 +108,7 @@ class HeadCall:
         return outputs
 
     def _lengths_of(self, batch: THDBatch) -> contextlib.AbstractContextManager[None]:
-        """Pass the lengths to state-space layers, which would else read them from the device.
+        """Pass the lengths to state-space layers, which otherwise read them from the device.
 
         Those of a recorded step work with sizes alone, and a shard's with those of the whole pack, which
         its layout knows. Other layers ask for no lengths.

@@ -61,12 +61,12 @@ def _check_attention(inner: Any) -> None:
 
 
 def text_config(inner: Any) -> Any:
-    """Return the config of the language model, of a multimodal model its text part."""
+    """Return the config of the language model, which for a multimodal model is its text part."""
     return inner.config.get_text_config(decoder=True)
 
 
 def guess_logit_map(inner: Any) -> LogitMap:
-    """Read the usual scale and cap from the config; a call checks them against what the model does."""
+    """Read the usual logit scale and cap from the config; the model's call checks them."""
     config = text_config(inner)
     scale = getattr(config, "logit_scale", None) or 1.0
     if getattr(config, "logits_scaling", None):
@@ -98,7 +98,7 @@ class HeadOperands:
     vocabulary: int
 
     def call(self, targets: Tensor, logit_map: LogitMap) -> Call:
-        """Make the arguments of a fused loss, with one target a slot."""
+        """Build the arguments of a fused loss, with one target a slot."""
         return Call(
             hidden=self.hidden,
             weight=self.weight,

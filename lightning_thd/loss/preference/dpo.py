@@ -35,7 +35,7 @@ def dpo_loss(
     weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compare how much likelier than under a reference the chosen and the rejected responses are.
+    """Compute the DPO loss, or a variant, of pairs of responses and their reference log-probabilities.
 
     With ``c`` and ``r`` the differences of log-probabilities from the reference's, and ``d = beta (c - r)``:
 

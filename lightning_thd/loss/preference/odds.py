@@ -21,7 +21,7 @@ def orpo_loss(
     weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compare the odds of chosen and rejected responses, without a reference: ORPO's second term.
+    """Compute ORPO's odds-ratio term of chosen and rejected responses, without a reference.
 
     ``-beta log sigmoid(log odds(chosen) - log odds(rejected))`` with ``odds = p / (1 - p)`` and p the
     geometric mean of a response's token probabilities; arXiv:2403.07691, equations 4 and 7. Its first
@@ -67,7 +67,7 @@ def simpo_loss(
     weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Compare mean log-probabilities of chosen and rejected responses with a margin, without a reference.
+    """Compute the SimPO loss: mean log-probabilities of pairs with a margin, without a reference.
 
     ``-log sigmoid(beta (chosen - rejected) - margin)``, SimPO, arXiv:2405.14734, equation 6; smoothed as in
     ``dpo_loss``.

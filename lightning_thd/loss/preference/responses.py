@@ -22,7 +22,7 @@ def kto_loss(
     weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Weigh responses that are each liked or not against the policy's divergence from a reference.
+    """Compute the KTO loss of responses that are each liked or not, beside a reference.
 
     With ``r = logp - reference``: ``1 - sigmoid(beta (r - divergence))`` where desirable,
     ``1 - sigmoid(beta (divergence - r))`` elsewhere, KTO, arXiv:2402.01306, equation 7. With divergence 0
@@ -81,7 +81,7 @@ def reward_pair_loss(
     weights: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Ask a reward model to prefer the chosen response: ``-log sigmoid(chosen - rejected - margin)``.
+    """Compute a reward model's loss of pairs: ``-log sigmoid(chosen - rejected - margin)``.
 
     Bradley-Terry, arXiv:2203.02155, equation 1; the margin is arXiv:2307.09288's, equation 2; ``centre`` adds
     ``(chosen + rejected)^2``, arXiv:2312.09244, equation 2.

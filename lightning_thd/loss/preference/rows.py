@@ -1,4 +1,4 @@
-"""One number a response -> checked rows and their weighted mean; values of slots -> one a sequence."""
+"""One number a response -> checked rows and their weighted mean; values of slots -> one sum a sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 
 def sequence_sums(values: Tensor, batch: THDBatch, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Add up values of slots over the loss tokens of every sequence; differentiable.
+    """Sum values of slots over the loss tokens of every sequence; differentiable.
 
     Args:
         values: floats ``[T]``, log-probabilities of ``causal_lm_logprobs`` for example.
@@ -45,7 +45,7 @@ def sequence_sums(values: Tensor, batch: THDBatch, *, group: dist.ProcessGroup |
 
 
 def weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) -> Tensor:
-    """Average over responses or pairs: divide by their number, by the sum of their weights, or not at all.
+    """Average over responses or pairs, by their number, the sum of their weights, or not at all.
 
     Args:
         losses: ``[P]``.

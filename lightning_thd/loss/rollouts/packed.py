@@ -173,7 +173,7 @@ class PackedRollouts:
         return padded if group is None else sum_over_group(padded, group)
 
     def sums(self, values: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Add up per-prediction values over the response tokens of every row; differentiable.
+        """Sum per-prediction values over the response tokens of every row; differentiable.
 
         Args:
             values: ``[T]`` floats; what stands where no response token is predicted does not count.

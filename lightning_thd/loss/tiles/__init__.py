@@ -1,1 +1,1 @@
-"""The arithmetic of a loss, a tile of rows of the logits at a time."""
+"""The arithmetic of fused losses, one tile of logits at a time."""

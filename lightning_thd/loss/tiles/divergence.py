@@ -56,11 +56,11 @@ class Divergence:
         return self.beta * teachers + inner, inner
 
     def _slope(self, s: Tensor, t: Tensor) -> Tensor:
-        """Give g, whose ``e^s (g - sum e^s g)`` is the gradient of a row's student logits, ``[c, v]``."""
+        """Return g, whose ``e^s (g - sum e^s g)`` is the gradient of a row's student logits, ``[c, v]``."""
         return s - t if self.kind == "reverse_kl" else (1.0 - self.beta) * (s - self._mixture(s, t))
 
     def gradient(self, s: Tensor, t: Tensor, inner: Tensor) -> Tensor:
-        """Give the gradient of a row's divergence in the student's logits, ``[c, v]``; s is destroyed."""
+        """Return the gradient of a row's divergence in the student's logits, ``[c, v]``; destroys s."""
         if self.kind == "kl":
             return s.exp_().sub_(t.exp())
         g = self._slope(s, t)
@@ -72,14 +72,14 @@ class Divergence:
 
 
 class Teacher(Protocol):
-    """Gives a teacher's log-probabilities, tile by tile."""
+    """The interface of a teacher that returns its log-probabilities tile by tile."""
 
     def fill(self, rows: slice) -> Tensor:
         """Select the rows to compute, and return the statistics ``[n, c]`` that ranks merge."""
         ...
 
     def open(self, stats: Tensor) -> None:
-        """Receive the statistics of the whole vocabulary."""
+        """Receive the softmax statistics of the whole vocabulary, merged over ranks."""
         ...
 
     def logprobs(self, columns: slice) -> Tensor:
@@ -88,7 +88,7 @@ class Teacher(Protocol):
 
 
 class HeadTeacher:
-    """A teacher whose hidden states and head are given.
+    """A teacher given by its hidden states and head.
 
     Args:
         head: the operands, with the rows, columns and tiles of the student's.
@@ -103,7 +103,7 @@ class HeadTeacher:
         return self._stash.fill(rows, _nowhere(rows, self._lse), total=False)
 
     def open(self, stats: Tensor) -> None:
-        """Receive the statistics of the whole vocabulary."""
+        """Receive the softmax statistics of the whole vocabulary, merged over ranks."""
         self._lse = stats[MAX] + stats[SUM].log()
 
     def logprobs(self, columns: slice) -> Tensor:
@@ -112,7 +112,7 @@ class HeadTeacher:
 
 
 class TopTeacher:
-    """A teacher whose likeliest tokens alone are given.
+    """A teacher given by its likeliest tokens only.
 
     Args:
         logp: ``[R, k]``, log-probabilities that add up to 1.
@@ -130,7 +130,7 @@ class TopTeacher:
         return self._logp.new_empty((0, rows.stop - rows.start))
 
     def open(self, stats: Tensor) -> None:
-        """Ignore the statistics, there are none."""
+        """Ignore the merged statistics, of which this teacher has none."""
 
     def logprobs(self, columns: slice) -> Tensor:
         """Return a tile of log-probabilities, ``[c, v]``, -inf for all other tokens."""

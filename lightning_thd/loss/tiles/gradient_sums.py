@@ -19,7 +19,7 @@ from lightning_thd.loss.tiles.wide_sum import WideSum
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadGradients:
-    """Gradients of a head's operands; None where none was asked for.
+    """Gradients of a head's operands; None for those that need none.
 
     Attributes:
         hidden: ``[R, H]``, in the accumulator's dtype, or its own with rows outside.
@@ -69,7 +69,7 @@ class GradientSums:
         self._blank = torch.empty_like if rows and head.columns else torch.zeros_like
 
     def open(self, outer: slice) -> None:
-        """Begin a tile of the outer loop with a wide accumulator."""
+        """Begin a tile of the outer loop, with a wide accumulator where its gradient is narrow."""
         total = self.hidden if self.rows_outside else self.weight
         if total is not None:
             tile = total[outer]
@@ -107,7 +107,7 @@ class GradientSums:
             total[outer] = self._tile
 
     def result(self) -> HeadGradients:
-        """Return the gradients."""
+        """Return the accumulated gradients of the operands."""
         if self._wide_weight is not None:
             self.weight = self._wide_weight.result()
         low = (None, None) if self.low is None else self.low

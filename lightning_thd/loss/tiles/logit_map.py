@@ -1,4 +1,4 @@
-"""From a head's raw product to the logits a softmax sees: factor, cap, temperature, columns kept."""
+"""A head's raw product -> the logits that a softmax sees: factor, cap, temperature, columns kept."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LogitMap:
             raise ValueError(f"valid_vocab_size is {self.valid_vocab_size}, wanted at least 1 column.")
 
     def agrees(self, other: LogitMap) -> bool:
-        """Say whether both give the same logits, up to the rounding of their factors."""
+        """Return whether two maps give the same logits, up to the rounding of their factors."""
         mine = (self.scale, self.softcap or 0.0, self.temperature)
         theirs = (other.scale, other.softcap or 0.0, other.temperature)
         close = all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(mine, theirs, strict=True))

@@ -26,12 +26,12 @@ def accumulator_dtype(*operands: Tensor | None) -> torch.dtype:
 
 
 def has_autocast(device: torch.device) -> bool:
-    """Say whether autocast is on for a device; some, such as meta, do not know it."""
+    """Return whether autocast is on for a device; False for devices without autocast, such as meta."""
     return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Switch autocast off, for tiles are cast by hand and their sums must stay wide."""
+    """Switch autocast off in this context, as tiles are cast by hand and their sums must stay wide."""
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
@@ -39,13 +39,13 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
 
 @cache
 def cpu_multiplies_bf16() -> bool:
-    """Say whether this CPU has bf16 instructions; elsewhere torch emulates them, 20 to 50 times slower."""
+    """Return whether this CPU has bf16 instructions, without which bf16 is 20 to 50 times slower."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(bool(getattr(torch.cpu, name, bool)()) for name in names)
 
 
 def is_native(compute: torch.dtype, device: torch.device) -> bool:
-    """Say whether products of this dtype are made by a CPU's own bf16 instructions."""
+    """Return whether products of this dtype use a CPU's own bf16 instructions."""
     return compute == torch.bfloat16 and device.type == "cpu" and cpu_multiplies_bf16()
 
 

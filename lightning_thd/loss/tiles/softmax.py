@@ -36,7 +36,7 @@ class RowGradients:
     flat: Tensor | None
 
     def at(self, rows: slice) -> RowGradients:
-        """Select some of the rows."""
+        """Return the factors of some of the rows."""
         return RowGradients(
             direct=self.direct[rows],
             slope=None if self.slope is None else self.slope[rows],
@@ -112,7 +112,7 @@ def update_statistics(
 
 
 def without_infinity(largest: Tensor) -> Tensor:
-    """Replace maxima of nothing but -inf, which cannot be subtracted from themselves, by 0."""
+    """Replace maxima of rows that hold only -inf by 0, as -inf minus -inf is NaN."""
     return largest.masked_fill(largest == -torch.inf, 0.0)
 
 

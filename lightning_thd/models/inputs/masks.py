@@ -1,4 +1,4 @@
-"""What transformers' mask builder is asked for -> None, or an error where "thd" could not mean the same."""
+"""A request to transformers' mask builder -> None, or an error where "thd" could not honour the mask."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def _parameters(cls: Any) -> list[str]:
 
 
 def _pack_of_model() -> Pack | None:
-    """Return the pack, if a model with "thd" attention announced it."""
+    """Return the pack that a model with "thd" attention has announced, or None."""
     scope = current_scope()
     return None if scope is None or scope.module is None else current_pack()
 

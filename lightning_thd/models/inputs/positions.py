@@ -1,4 +1,4 @@
-"""position_ids alone, as transformers' own flattening collator gives them -> the pack they describe."""
+"""position_ids alone, as transformers' flattening collator gives them -> the pack they describe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_thd.seqlens import cu_seqlens_from_lengths
 
 
 def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
-    """Read the boundaries off positions that restart; one device read, saved by passing cu_seq_lens_q.
+    """Build a pack from positions that restart at 0; reads the device once.
 
     transformers' rule: a new sequence begins where a position is not its predecessor's plus one.
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on the length of a call -> those of every sequence by itself.
+"""Rotary embeddings whose frequencies depend on length -> the same, computed for each sequence by itself.
 
 transformers' longrope and dynamic ropes look at the longest position of the whole call, so one long sequence
 of a pack would turn the positions of all short ones. Here the sequences up to the length the model was first

@@ -1,4 +1,4 @@
-"""Embeddings of padding that are exactly zero -> ones so small that they count for nothing, with a gradient.
+"""Embeddings of padding that are exactly zero -> tiny ones, whose gradient is finite.
 
 Gemma3n takes the root of a token's mean square. At a zero embedding, which its padding token has from the
 start, the root's gradient is infinite, and times the zero that a trailing pad hands back it is NaN in every

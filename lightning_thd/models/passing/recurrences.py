@@ -59,7 +59,7 @@ class Recurrence(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpace:
-    """State-space duality; inputs are x ``[R, L, H, P]``, dt ``[R, L, H]``, B and C ``[R, L, G, S]``.
+    """The recurrence of Mamba 2; inputs are x ``[R, L, H, P]``, dt ``[R, L, H]``, B and C ``[R, L, G, S]``.
 
     Attributes:
         scan: transformers' or mamba-ssm's, for rows.

@@ -1,4 +1,4 @@
-"""A model -> the random pack it is probed with, how it is called, and its state kept as it was."""
+"""A model -> the random pack it is probed with, the function that calls it, and its state kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def slots_of(batch: THDBatch, index: int) -> slice:
 
 
 def random_pack(model: nn.Module, vocab_size: int | None, lengths: Sequence[int], seed: int) -> THDBatch:
-    """Lay random ordinary tokens end to end, on the device of the model."""
+    """Build a pack of random ordinary tokens on the model's device."""
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(
             f"lengths={tuple(lengths)}: a leak needs at least two sequences of at least one token, for "

@@ -55,7 +55,7 @@ def check_packing(
     seed: int = 0,
     thorough: bool = True,
 ) -> PackingReport:
-    """Run packs through a model and see whether any sequence sees another.
+    """Check whether any sequence of a pack sees another one in a model.
 
     The model is put in ``eval()`` meanwhile; parameters and their gradients stay as they are. It takes about
     three forwards a sequence of ``sum(lengths)`` tokens, and two backwards with ``grad``.

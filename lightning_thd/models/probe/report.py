@@ -1,4 +1,4 @@
-"""What the leak probe measured -> numbers, a verdict and a text to read."""
+"""Measurements of the leak probe -> errors, a verdict and a text."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def is_stock(model: nn.Module) -> bool:
 
 @contextmanager
 def eager(model: nn.Module) -> Generator[None]:
-    """Let every layer of the model use transformers' own eager attention in the body."""
+    """Switch every layer of the model to transformers' own eager attention inside this context."""
     configs = _configs(model)
     chosen = [config._attn_implementation_internal for config in configs]
     try:

@@ -32,7 +32,7 @@ def first_leaking_module(
     *,
     tolerance: float = 1e-6,
 ) -> str | None:
-    """Compare what passes through every module.
+    """Return the first module whose inputs agree in two runs while its outputs differ.
 
     Args:
         model: both runs call it.

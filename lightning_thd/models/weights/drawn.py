@@ -124,7 +124,7 @@ def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
 
 
 def _initialise_adapters(layer: Any, path: str, configs: Mapping[str, Any]) -> None:
-    """Give LoRA adapters the values that their config asks for."""
+    """Initialise LoRA adapters as their config asks."""
     for name in getattr(layer, "r", ()):
         how = getattr(configs.get(name), "init_lora_weights", None)
         if how is True or how == "gaussian":

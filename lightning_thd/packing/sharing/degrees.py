@@ -62,7 +62,7 @@ class Sharing:
         return [0.0, *self.exchange]
 
     def align(self, degree: int) -> Alignment | None:
-        """Return what lengths and totals of a group of this size are multiples of; None asks for nothing."""
+        """Return the alignment of a group of this size, or None."""
         if degree == 1 and not (self.sequence_parallel and self.tp > 1):
             return None
         return Alignment.for_(

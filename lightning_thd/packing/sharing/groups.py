@@ -64,7 +64,7 @@ def share_out(
     sharing: Sharing,
     cost: Callable[[IntArray], FloatArray],
 ) -> SharedBins:
-    """Give every sequence a degree, a microbatch and ranks, all planned together.
+    """Assign a degree, a microbatch and ranks to every sequence, all planned together.
 
     Args:
         lengths: ints ``[S]``, tokens of each sequence.

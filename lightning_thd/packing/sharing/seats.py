@@ -35,7 +35,7 @@ class Seats:
         self.home = [-1] * tables.load.shape[1]
 
     def share_long(self, long: IntArray, even: float, slack: float, worth: BoolArray) -> None:
-        """Open groups microbatch after microbatch, the heaviest sequences first.
+        """Open groups for long sequences, microbatch after microbatch, the heaviest first.
 
         A microbatch takes as long as its heaviest sequence on as many ranks as are worth it. Beside it
         the next get as few ranks as do in that time: their work is what other ranks would wait with.

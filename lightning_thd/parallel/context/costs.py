@@ -155,7 +155,7 @@ class LayerSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """One way of communicating and what it costs a layer in its forward pass.
+    """A way of communicating, with its cost for one layer's forward pass.
 
     Attributes:
         name: of the way.

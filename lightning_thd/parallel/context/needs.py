@@ -105,7 +105,7 @@ def needed_rows(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
-    """What one rank sends and receives so that its queries find every key they see.
+    """The rows that one rank sends and receives so that its queries find every key they see.
 
     Attributes:
         send_rows: int64, rows of its shard, those for rank 0 first; a row may be sent to several.
@@ -168,7 +168,7 @@ def plan_exchange(
 def need_counts(
     padded_lengths: Sequence[int], *, cp: int, layout: Layout, causal: bool = True, left: int = -1
 ) -> Ints:
-    """Count the rows that every rank needs of every other.
+    """Count the rows that each rank needs from each other rank.
 
     Returns:
         int64 ``[cp, cp]``: entry ``[r, s]`` counts what rank r needs of rank s, 0 where they are the same.

@@ -59,7 +59,7 @@ def digest_of(degrees: Any) -> int:
 
 
 def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **how: Any) -> THDStep:
-    """Keep this rank's part of every microbatch.
+    """Cut every microbatch of a step to this rank's part.
 
     Args:
         step: on the device it is needed on.

@@ -32,7 +32,7 @@ def wants_balance(inner: Any) -> bool:
 
 
 def require_known_balance(inner: Any) -> None:
-    """Refuse a balancing loss that is not that of Switch Transformers (arXiv:2101.03961, equations 4 to 6).
+    """Refuse balancing losses other than Switch Transformers' (arXiv:2101.03961, equations 4 to 6).
 
     Raises:
         ValueError: naming the model.
@@ -164,7 +164,7 @@ class Balance:
 
 
 def balance_over_stages(inner: Any, balance: Balance) -> None:
-    """Make a model's forward compute its balancing loss over the layers of all ranks, in place."""
+    """Patch a model's forward to compute its balancing loss over all ranks' layers, in place."""
     home, forward = _home(inner), inner.forward
 
     def balancing_forward(*args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class Channel:
-    """Point-to-point messages of one rank with the ranks before and behind it.
+    """Point-to-point messages between a rank and its neighbours in the pipeline.
 
     Attributes:
         down: group of the pipeline's ranks for activations.
@@ -111,7 +111,7 @@ class Channel:
         self._dtype = dtype
 
     def finish(self) -> None:
-        """Wait until everything that was sent has left."""
+        """Wait until every message of this rank has been sent."""
         while self._sent:
             self._sent.popleft()[0].wait()
         assert not any(self._posted.values()), "a message was expected and not taken"

@@ -92,7 +92,7 @@ def cut_model(
 
 
 def language_model_of(model: nn.Module) -> Any:
-    """Find the Hugging Face model with a head under wrappers such as PEFT's.
+    """Return the Hugging Face model with a head that wrappers such as PEFT's hold.
 
     Raises:
         ValueError: when there is none.
@@ -110,7 +110,7 @@ def language_model_of(model: nn.Module) -> Any:
 
 
 def decoder_stack(inner: Any) -> tuple[str, nn.Module, nn.ModuleList]:
-    """Find the list of decoder layers.
+    """Return the list of decoder layers in a model.
 
     Returns:
         Its name, the module that holds it, and the list.

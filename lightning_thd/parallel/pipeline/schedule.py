@@ -22,7 +22,7 @@ Work: TypeAlias = Callable[[int, int], float]
 
 
 class Op(NamedTuple):
-    """One pass of one microbatch through one stage.
+    """A forward or backward pass of one microbatch through one stage.
 
     Attributes:
         forward: a forward pass, else a backward pass.
@@ -37,7 +37,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """What every rank of a pipeline runs in one optimizer step.
+    """The passes that every rank of a pipeline runs in one optimizer step, in order.
 
     Attributes:
         ranks: p.
@@ -52,7 +52,7 @@ class Schedule:
     programs: tuple[tuple[Op, ...], ...]
 
     def in_flight(self, rank: int) -> int:
-        """Count the forward passes whose activations a rank holds at most at once.
+        """Return the most forward passes whose activations a rank holds at once.
 
         1F1B on 4 ranks with 8 microbatches: 4 on rank 0, 1 on rank 3.
         """
@@ -64,7 +64,7 @@ class Schedule:
 
 
 def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule:
-    """Plan a step of a pipeline; any number of microbatches from 1 on.
+    """Make the schedule of a pipeline's step for any number of microbatches.
 
     Args:
         ranks: p, at least 1.
@@ -112,7 +112,7 @@ def _visits(ranks: int, microbatches: int, chunks: Sequence[int]) -> list[tuple[
 
 
 def _warm_up(rank: int, ranks: int, chunks: int) -> int:
-    """Count the forward passes before the first alternation, as Megatron-LM does."""
+    """Return how many forward passes come before forward and backward alternate, as in Megatron-LM."""
     if chunks == 1:
         return ranks - rank - 1
     return 2 * (ranks - rank - 1) + (chunks - 1) * ranks
@@ -136,7 +136,7 @@ class Timed(NamedTuple):
 
 
 def timeline(schedule: Schedule, work: Work, *, transfer: float = 0.0) -> list[list[Timed]] | None:
-    """Simulate a step.
+    """Simulate a step and return when each pass starts and ends.
 
     Args:
         schedule: who runs what.

@@ -101,7 +101,7 @@ class Stage:
         return self.channel.rank == self.split.ranks - 1 and self.active in (None, self.chunks - 1)
 
     def begin(self, chunk: int | None) -> None:
-        """Begin a forward pass through one chunk; None is all of them, without gradients."""
+        """Begin a forward pass through one chunk, or through all (None) without gradients."""
         self.active, self.tail, self._calls, self.made = chunk, None, [], []
         self._received, self._is_again = None, False
         if self.balance is not None:

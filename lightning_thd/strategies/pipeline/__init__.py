@@ -1,4 +1,4 @@
-"""Steps of packs through a pipeline of stages, under Lightning."""
+"""Optimizer steps of packs through a pipeline of stages, under Lightning."""
 
 from lightning_thd.strategies.pipeline.mixin import PipelineMixin
 

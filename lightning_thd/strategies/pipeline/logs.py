@@ -37,7 +37,7 @@ class RecordedLogs:
 
     @contextlib.contextmanager
     def record(self, microbatch: int, chunk: int) -> Generator[None]:
-        """Keep what the module logs in this context for later."""
+        """Record what the module logs inside this context."""
         module: Any = self._trainer.lightning_module
         calls = self._calls.setdefault((microbatch, chunk), {})
 

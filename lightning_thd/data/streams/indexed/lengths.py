@@ -1,4 +1,4 @@
-"""What every rank read, turn after turn -> a log on disk -> the lengths of all sequences, once all are there.
+"""Lengths that every rank reads -> a log on disk -> the index of all sequences, once the log is whole.
 
 The log is appended to by one process and survives kills: a block that was torn is cut off, a row that comes
 again after a resume says the same again, and rows that no block covers leave the index unfinished.
@@ -126,7 +126,7 @@ class LengthLog:
             file.write(head.tobytes() + rows.tobytes())
 
     def mend(self) -> None:
-        """Cut off a block that a kill left torn, before more is appended."""
+        """Cut off a block that a kill left incomplete, before more is appended."""
         if self._log.exists():
             _, size = self._read()
             if size < self._log.stat().st_size:
@@ -158,7 +158,7 @@ class LengthLog:
         return index
 
     def share(self, cursors: IntArray, wire: Wire) -> LengthIndex | None:
-        """Finish the index on the first rank and open it on all, at the end of a pass; collective.
+        """Write the index on the first rank and open it on all, at the end of a pass; a collective.
 
         Ranks that do not see the first one's files are sent the index.
         """

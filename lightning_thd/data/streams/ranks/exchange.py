@@ -23,20 +23,20 @@ def keys_of(table: Table) -> list[tuple[int, int, int]]:
 
 
 def words_of(table: Table) -> IntArray:
-    """Count the int32 numbers that a sequence takes on the wire, int64 ``[S]``."""
+    """Return how many int32 numbers each sequence takes in a message, int64 ``[S]``."""
     lengths = table["length"].astype(np.int64)
     words: IntArray = lengths * (1 + (table["keys"] & LABELS)) + table["extra"] // 4
     return words
 
 
 def moved_bytes(planned: Planned) -> int:
-    """Add up the bytes that a step moves between all ranks together."""
+    """Return the bytes that a step moves between all ranks together."""
     moves = planned.table["holder"] != planned.targets()
     return 4 * int(words_of(planned.table)[moves].sum())
 
 
 def exchange(planned: Planned, held: Held, wire: Wire) -> list[list[dict[str, Any]]]:
-    """Send what others run, receive what this rank runs, and forget what is used.
+    """Exchange the samples of a step between ranks, and drop those that are used; a collective.
 
     Args:
         planned: the step, the same on every rank.

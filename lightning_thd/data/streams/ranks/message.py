@@ -1,4 +1,4 @@
-"""What a rank read -> one message of 8 bytes a sequence, and the messages of all ranks -> their tables.
+"""A table of sequences that a rank read -> one message of 8 bytes a sequence, and back.
 
 A sequence takes its length and its number of loss tokens, 4 bytes each. Where it is from takes 24 bytes for
 every run of neighbouring rows of a shard. What few streams have (weights, further keys, byte offsets) is a
@@ -53,7 +53,7 @@ class Layout:
         return [name for i, name in enumerate(_COLUMNS) if self.columns >> i & 1]
 
     def nbytes(self, most: int) -> int:
-        """Bytes of a message after its header, for up to ``most`` sequences: 8 each, and 24 a run."""
+        """Return the bytes of a message's body for up to ``most`` sequences: 8 each, and 24 a run."""
         each = 4 * len(_BASE) + sum(np.dtype(_COLUMNS[name]).itemsize for name in self.names)
         return self.runs * _RUN.itemsize + most * each
 
@@ -116,7 +116,7 @@ def encode(table: Table, header: Table, layout: Layout, most: int) -> Bytes:
 
 
 def decode(message: Bytes, header: Table, layout: Layout, most: int) -> Table:
-    """Read the table of a message that :func:`encode` wrote with the same layout."""
+    """Decode the table in a message that :func:`encode` wrote with the same layout."""
     count, size = int(header["count"]), header.dtype.itemsize
     table = np.zeros(count, META)
     runs, columns = _views(message[size:], layout, most)

@@ -1,4 +1,4 @@
-"""Ranks of a job -> who reads a stream; a message a step from a reader to those that share its packs."""
+"""Ranks of a job -> which of them read a stream, and a message a step to those that share their packs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Peers:
         return cls(readers, own[data_rank], dist.get_rank(), timeout_s=timeout_s, told=told)
 
     def send(self, value: Any) -> None:
-        """Give the other ranks of this data rank a step, or the error that ended the stream."""
+        """Send a step, or the error that ended the stream, to the other ranks of this data rank."""
         if self._group is None:
             return
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)

@@ -1,4 +1,4 @@
-"""Bytes of one rank -> what other ranks hold: the collectives of a stream, on a host group of its own."""
+"""Collectives of a stream's ranks on a gloo group of their own: messages, objects and exchanges."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Wire:
 
 
 def host_group(members: list[int], timeout_s: float) -> Any:
-    """Make a gloo group of some ranks; only they call this."""
+    """Create a gloo group of some ranks; only those ranks call this."""
     return dist.new_group(
         members,
         backend="gloo",

@@ -1,4 +1,4 @@
-"""Sources of other libraries -> shards: MosaicML Streaming by its shards, torchdata nodes by their states.
+"""Sources of other libraries (MosaicML Streaming, torchdata nodes, iterables with a state) -> shards.
 
 Nothing here imports these libraries: what a source is, its class tells.
 """
@@ -41,7 +41,7 @@ class MosaicShard:
 
 
 def is_mosaic(source: object) -> bool:
-    """Say whether a source is a MosaicML ``StreamingDataset``."""
+    """Return whether a source is a MosaicML ``StreamingDataset``."""
     return any(
         base.__name__ == "StreamingDataset" and base.__module__.startswith("streaming.")
         for base in type(source).__mro__
@@ -88,7 +88,7 @@ def _content(dataset: Any, number: int) -> str:
 
 
 def is_node(source: object) -> bool:
-    """Say whether a source is a ``torchdata.nodes.BaseNode``."""
+    """Return whether a source is a ``torchdata.nodes.BaseNode``."""
     return any(
         base.__name__ == "BaseNode" and base.__module__.startswith("torchdata.nodes")
         for base in type(source).__mro__

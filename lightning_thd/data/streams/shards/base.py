@@ -13,7 +13,7 @@ Rows = Iterator[tuple[int, Any, "int | Mark | None"]]
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """A record that cannot be read.
+    """A record that cannot be read, and the reason.
 
     Attributes:
         reason: what is wrong with it.
@@ -23,7 +23,7 @@ class Bad:
 
 
 class Shard(Protocol):
-    """Records in an order that never changes, numbered from 0.
+    """Numbered records in an order that never changes.
 
     Attributes:
         name: for messages.

@@ -139,7 +139,7 @@ def _positional(function: Callable[..., Any]) -> list[str]:
 
 
 def is_hf(source: object) -> bool:
-    """Say whether a source is a Hugging Face ``IterableDataset``, without importing datasets."""
+    """Return whether a source is a Hugging Face ``IterableDataset``, without importing datasets."""
     return any(
         base.__name__ == "IterableDataset" and base.__module__.startswith("datasets.")
         for base in type(source).__mro__

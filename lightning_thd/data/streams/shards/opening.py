@@ -29,7 +29,7 @@ def is_stream(source: object) -> bool:
 
 
 def open_shards(source: Any, *, parts: int) -> Shards:
-    """Take a source apart into shards.
+    """Split a source into shards.
 
     Args:
         source: paths and globs of ``.jsonl[.gz|.zst]``, ``.parquet``, ``.arrow`` and ``.tar`` files, in a
