@@ -50,7 +50,7 @@ def train_on_packs(
 
 
 def check_global_batch(global_batch: Packs | Sequences | None, accumulate: int) -> None:
-    """Refuse ``Packs(n)``, which the Trainer's options decide, and accumulation of whole steps.
+    """Refuse gradient accumulation with ``Sequences(n)``, one step of which is whole already.
 
     Raises:
         ValueError: saying which of the Trainer's options to use.

@@ -78,7 +78,7 @@ def backward(
 
 @cache
 def kernel_shares_heads() -> bool:
-    """Say whether this torch's kernel takes fewer key-value heads than query heads, forward and backward."""
+    """Return whether torch's kernel takes fewer key-value than query heads, forward and backward."""
     q, kv = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 1, 8)
     try:
         out, lse = _forward(q, kv, kv, 0.0, False)

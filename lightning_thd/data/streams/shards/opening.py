@@ -15,7 +15,7 @@ from lightning_thd.data.streams.shards.iterables import is_hf, iterable_shards
 
 
 def is_stream(source: object) -> bool:
-    """Say whether a source can only be iterated: iterable datasets, generators and their factories, tars."""
+    """Return whether a source can only be iterated: iterable datasets, generators, factories, tars."""
     if isinstance(source, str | Path):
         return str(source).endswith((".tar", ".tar.gz", ".tgz"))
     if isinstance(source, IterableDataset) or is_hf(source) or inspect.isgenerator(source):
