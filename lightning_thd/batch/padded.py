@@ -78,7 +78,7 @@ def _tensor(attention_mask: Any) -> Tensor:
 def _checked_lengths(
     input_ids: Tensor, attention_mask: Tensor, mask: Tensor, labels: Tensor | None
 ) -> list[int]:
-    """Read the length of every row back, and with them whether mask, ids and labels are what they must be."""
+    """Return the length of every row, after checking mask, ids and labels; one device read."""
     source = input_ids if labels is None else labels
     faults = [
         ((attention_mask != 0) & (attention_mask != 1)).any(),

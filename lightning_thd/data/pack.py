@@ -64,7 +64,7 @@ def pack_file(
     cache_dir: str | Path | None = None,
     progress: bool = False,
 ) -> dict[str, int]:
-    """Pack a source once and write the packs.
+    """Pack the sequences of a source once, and write the packs into files.
 
     Args:
         source: whatever ``THDDataModule`` takes, but a mixture.
@@ -183,7 +183,7 @@ class Packer:
     labels: bool
 
     def write(self, out: Path, first: int, last: int, *, progress: bool = False) -> dict[str, int]:
-        """Write the packs ``first`` to ``last`` of the plan in one step, and count them."""
+        """Write the packs ``first`` to ``last`` of the plan atomically, and count them."""
         pa = require("pyarrow", feature="writing packs")
         counts = dict.fromkeys(("packs", "sequences", "real_tokens", "slots"), 0)
         schema = pa.schema([(name, pa.list_(pa.int32())) for name in self._names])

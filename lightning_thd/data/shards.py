@@ -1,4 +1,4 @@
-"""A packer and a folder -> shards of packs and a manifest, going on where a killed run stopped."""
+"""A packer and a folder -> shards of packs and a manifest, resuming where a killed run stopped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Writer(Protocol):
         ...
 
     def write(self, out: Path, first: int, last: int, *, progress: bool = False) -> dict[str, int]:
-        """Write the packs ``first`` to ``last`` in one step, and count them."""
+        """Write the packs ``first`` to ``last`` atomically, and count them."""
         ...
 
 

@@ -119,7 +119,7 @@ def packing(stats: SeqStats, flops: FlopsBreakdown | None) -> dict[str, float]:
 
 
 def check_peak(peak: object) -> None:
-    """Refuse a peak that no device has.
+    """Refuse a peak that is neither None nor a positive, finite number of FLOP/s.
 
     Raises:
         ValueError: unless ``peak`` is None or a positive number.

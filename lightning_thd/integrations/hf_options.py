@@ -32,7 +32,7 @@ _HONOURED = """
 """
 HONOURED = frozenset(_HONOURED.split())
 
-# Read by nobody, and nothing is lost by that.
+# Options that packs do not read, since what they set follows from packing: the reason of each.
 IRRELEVANT: Mapping[str, str] = MappingProxyType(
     {
         "per_device_train_batch_size": "a batch is a pack of capacity tokens",
@@ -142,7 +142,7 @@ def refuse_options(args: Any) -> None:
 
 
 def _is_changed(args: Any, field: dataclasses.Field[Any]) -> bool:
-    """Return whether a field of transformers or TRL, not of a user's subclass, differs from its default."""
+    """Return whether an option of transformers or TRL differs from its default; a subclass's never counts."""
     owners = [base for base in type(args).__mro__ if field.name in inspect.get_annotations(base)]
     theirs = bool(owners) and owners[-1].__module__.partition(".")[0] in ("transformers", "trl")
     default = field.default

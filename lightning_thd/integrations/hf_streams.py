@@ -84,7 +84,7 @@ class StreamsMixin:
         return self._packs
 
     def _begin_stream(self) -> None:
-        if self._resumed is not None:  # Trainer does so after it skipped
+        if self._resumed is not None:  # as Trainer does after skipping the batches used before
             self._load_rng_state(self._resumed)  # type: ignore[attr-defined]
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None, *args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,7 @@ Callback = Callable[[ModuleType], None]
 
 
 class _Finder:
-    """Import finder that runs a callback after a module has been imported; first in ``sys.meta_path``."""
+    """Import finder, first in ``sys.meta_path``, that runs a callback after a module was imported."""
 
     def __init__(self) -> None:
         self.callbacks: dict[str, list[Callback]] = {}

@@ -1,4 +1,4 @@
-"""Lengths of any size and the oversize policy -> the sequences that take part, and the spans of each.
+"""Lengths of any size and the oversize policy -> the sequences in an epoch, and the spans of each.
 
 The lengths may lie in a memory map or be computed on demand; they are read once, in blocks, and never held.
 """

@@ -175,7 +175,7 @@ def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def gather_same(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
-    """Gather the ranks' parts along ``dim`` for work that all ranks do alike, without a reduction backward.
+    """Gather the ranks' parts along ``dim`` for work that all ranks do alike; backward keeps the own part.
 
     Each rank's gradient is its own part of theirs, which is the same everywhere.
     """
@@ -246,7 +246,7 @@ def keep_path(out: Tensor, *inputs: Tensor) -> Tensor:
 
 
 def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce partial sums that all ranks go on with alike; the gradient passes unchanged."""
+    """All-reduce partial sums whose total all ranks use in the same way; the gradient passes unchanged."""
     out: Tensor = _SumRanks.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 

@@ -33,7 +33,7 @@ class BackgroundSaves:
     """
 
     def __init__(self, *, is_first: bool) -> None:
-        # Of its own, as messages of two threads on one group would meet each other's.
+        # A group of its own: two threads that share one would receive each other's messages.
         self._group = dist.new_group(backend="gloo")
         self._is_first = is_first
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")

@@ -1,4 +1,4 @@
-"""``self.log`` calls of every microbatch of a step -> one value a step, as users of one batch expect."""
+"""``self.log`` calls of every microbatch of a step -> one logged value a step."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class StepMarks:
 
     @contextmanager
     def apart(self, part: str | None) -> Iterator[None]:
-        """Count the time inside this context for another part, or none, not for the part around it."""
+        """Count the time inside this context for ``part`` (or for none) instead of the part around it."""
         began = self._clock()
         try:
             yield

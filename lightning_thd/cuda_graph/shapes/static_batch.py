@@ -98,7 +98,7 @@ class StaticBatch(THDBatch):
 
 
 class StaticShard(StaticBatch, THDShard):
-    """The shard a captured step sees under context parallelism; ``layout`` is made of buffers."""
+    """The shard that a captured step sees under context parallelism, with a layout made of fixed buffers."""
 
     __slots__ = ()
 

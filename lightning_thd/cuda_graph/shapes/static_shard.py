@@ -67,7 +67,7 @@ class Cut(NamedTuple):
 
 
 def refuse_cut(batch: THDBatch, bucket: Bucket) -> None:
-    """Refuse shards whose cut depends on the padding of the pack, and buckets that cannot be cut.
+    """Refuse shards whose layout no graph can replay, and buckets that do not divide over the ranks.
 
     Raises:
         CaptureError: saying what to choose instead.
@@ -89,7 +89,7 @@ def refuse_cut(batch: THDBatch, bucket: Bucket) -> None:
 
 
 class StaticShardLayout(ShardLayout):
-    """A shard's layout whose index tensors are buffers of fixed address.
+    """The layout of a shard in a graph: its index tensors are buffers of fixed address.
 
     Args:
         bucket: their sizes.

@@ -1,4 +1,4 @@
-"""Bytes of a record -> text or JSON, or why they are neither."""
+"""Bytes of a record -> its text or parsed JSON, or a reason why they are neither."""
 
 from __future__ import annotations
 

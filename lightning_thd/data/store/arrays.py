@@ -1,4 +1,4 @@
-"""Named arrays <-> a folder of .npy files: written in one step, checked when opened, mapped into memory."""
+"""Named arrays <-> a folder of .npy files: written atomically, checked when opened, mapped into memory."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         return sample
 
     def save(self, folder: str | Path) -> None:
-        """Write ``folder`` in one step: it is either there and whole, or not there."""
+        """Write ``folder`` atomically: afterwards it is there and whole, or not there."""
         arrays = {"tokens": self.tokens, "offsets": self.offsets, "largest": np.array(self.largest)}
         if self.labels is not None:
             arrays |= {"labels": self.labels, "loss_tokens": self.loss_tokens}

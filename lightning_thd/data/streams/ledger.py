@@ -93,7 +93,7 @@ def begun(state: dict[str, Any]) -> Ledger:
 
 
 def pending_rows(state: dict[str, Any]) -> dict[int, dict[int, list[int]]]:
-    """Return, by shard and row, the passes that read a record which was still unused at the checkpoint."""
+    """Return the records that were read but unused at the checkpoint, by shard, row and pass."""
     rows: dict[int, dict[int, list[int]]] = {}
     for shard, row, number in state["pending"].tolist():
         rows.setdefault(shard, {}).setdefault(row, []).append(number)

@@ -19,7 +19,7 @@ OnError = Literal["raise", "skip"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """One record that was read, or the place where reading failed.
+    """One record that was read, or the place at which reading failed.
 
     Attributes:
         shard: number of its shard.

@@ -128,7 +128,7 @@ def _pack_steps(pool: Table, how: Scheduling, each: int, ended: bool) -> tuple[l
     for first in range(0, microsteps - each + 1, each):
         chosen = [bins[b] for b in bin_of[:, first : first + each].ravel()]
         steps.append(_planned(whole.table, chosen, how.dp))
-    # The lightest packs come last: what makes no whole step waits for better company.
+    # The lightest packs come last: those that make no whole step are packed again with the sequences to come.
     left = [bins[b] for b in bin_of[:, len(steps) * each :].ravel()]
     rest = whole.table[np.sort(np.concatenate([np.empty(0, np.int64), *left]))]
     if ended and how.tail == "pad" and len(rest):

@@ -65,7 +65,7 @@ def _attention(sizes: Sizes, kind: str) -> list[Term]:
 
 
 def _compressed(sizes: Sizes, kind: str) -> list[Term]:
-    """Return the terms of compressing keys, of choosing among them, and of their pairs."""
+    """Return the terms of attention to compressed keys: compressing, choosing blocks, and query-key pairs."""
     if kind == "sliding_attention":
         return []
     rates = sizes.get("compress_rates", default={_SPARSE: 4, _HEAVY: 128})

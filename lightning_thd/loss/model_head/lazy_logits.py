@@ -53,7 +53,7 @@ class LazyLogits(Tensor):
         return self
 
     def to_local(self, **_: object) -> LazyLogits:
-        """Return itself, as ``redistribute`` does."""
+        """Return itself: there is no DTensor to unwrap."""
         return self
 
     @classmethod
@@ -64,7 +64,7 @@ class LazyLogits(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Record scalings, caps and slices; let attributes through; refuse everything else."""
+        """Record scalings, caps and slices of the logits; allow attribute reads; refuse the rest."""
         name = getattr(func, "__name__", "")
         handler = _RECORDED.get(name)
         if handler is not None and isinstance(args[0], LazyLogits):

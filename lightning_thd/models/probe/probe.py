@@ -1,4 +1,4 @@
-"""A model -> proof, or the name of the layer, that no sequence of a pack sees another.
+"""A model -> a report that no sequence of a pack sees another, or an error that names the layer.
 
 Packs of random tokens are run; one sequence is changed at a time, and what moves elsewhere is leakage. So is
 a gradient that reaches the inputs of another sequence. Every sequence run alone must give what it gave in the

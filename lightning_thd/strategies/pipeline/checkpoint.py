@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 
 def rename_optimizer(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return an optimizer's state with some parameters renamed, in its lists too."""
+    """Return an optimizer's state with some parameters renamed, in its parameter groups too."""
     groups = [
         {**group, "params": [names.get(name, name) for name in group["params"]]}
         for group in state["param_groups"]
