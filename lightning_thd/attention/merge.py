@@ -43,7 +43,7 @@ class KeySource(Protocol):
         """Send the gradient of call number ``step`` to the rank whose keys it belongs to."""
 
     def total(self) -> Tensor:
-        """Return the gradient of the rows given to ``begin``, summed over all ranks."""
+        """Return the whole gradient of the rows given to ``begin``."""
 
     def release(self) -> None:
         """Drop all references to rows until ``begin`` is called again."""

@@ -309,7 +309,7 @@ class THDDataModule(L.LightningDataModule):
         return self._loader("train", kind="step", fixed_order=False)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Log what each source of a mixture gave and lost; Lightning calls this with every batch."""
+        """Log tokens and loss of each source of a mixture; Lightning calls this with every batch."""
         trainer = self.trainer if self.trainer is not None and self.trainer.training else None
         if trainer is not None and self._shares is not None:
             self._shares.update(trainer, trainer.current_epoch, self._host.ranks)

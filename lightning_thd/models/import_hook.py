@@ -23,7 +23,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the next finder that knows ``name``, its loader extended."""
+        """Return the spec of a module from the next finder, with a loader that runs the callback."""
         if name not in self.callbacks:
             return None
         for finder in sys.meta_path:

@@ -116,7 +116,7 @@ class Flash3:
 
 
 def _flash3_options(function: Any, at: Offsets, spec: AttentionSpec) -> dict[str, Any]:
-    """Return offsets and mask as keywords of the installed flash-attn 3, whose arguments were renamed.
+    """Return offsets and mask as keywords of the installed flash-attn 3, whose names differ by build.
 
     The tag has ``window_size`` and ``causal`` and no defaults before them; main has ``window_size_left`` and
     ``window_size_right``, and ``is_causal`` in the backward.

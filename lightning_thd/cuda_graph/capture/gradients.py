@@ -34,7 +34,7 @@ class GradientBuffers:
         return sum(x.nbytes for x in self._held if x is not None)
 
     def keep(self, index: int, leaf: Tensor, gradient: Tensor) -> Tensor:
-        """Copy a gradient into its buffer and return the buffer; return other than dense tensors as they are.
+        """Copy a dense gradient into its buffer and return the buffer; return any other as it is.
 
         Args:
             index: of the parameter.

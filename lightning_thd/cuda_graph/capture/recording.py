@@ -175,7 +175,7 @@ class RecordingBackend:
         self._tape.marks.append(len(self._tape.calls))
 
     def time_s(self, function: Callable[[], object]) -> float | None:
-        """Return None: a recording replays on the CPU, so its times mean nothing."""
+        """Return None: a recording is always slower than eager, so its times mean nothing."""
         return None
 
     def separate(self) -> RecordingBackend:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitMap:
-    """``z = cap * tanh(scale * x / cap) / temperature``, or ``scale * x / temperature`` without a cap.
+    """The map ``z = cap * tanh(scale * x / cap) / temperature``; uncapped ``scale * x / temperature``.
 
     Attributes:
         scale: factor before the cap; granite's 1 / ``logits_scaling``, cohere's ``logit_scale``.

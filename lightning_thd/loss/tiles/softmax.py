@@ -25,7 +25,7 @@ MAX, SUM, WEIGHTED, TARGET, TOTAL = range(5)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowGradients:
-    """Factors ``[R]`` of a row's gradient, combined from those of its outputs.
+    """The factors ``[R]`` of every row's gradient, combined from the gradients of its outputs.
 
     With ``p`` the softmax, ``dz = p * (direct + slope * log p) + onehot * target + flat``.
     """

@@ -151,7 +151,7 @@ def widened(layout: Layout, headers: Table) -> Layout | None:
 
 
 def settled(layout: Layout, headers: Table) -> Layout:
-    """Return the layout for the next messages, with as many runs as the last ones had."""
+    """Return the layout for the next messages, with room for as many runs of rows as the last ones had."""
     return replace(layout, runs=max(1, int(headers["runs"].max())))
 
 
