@@ -100,7 +100,7 @@ def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
 
 
 def _find_slots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Return T from the arguments of the first call that ends, the embedding's: ids ``[1, T]`` or ``[T]``."""
+    """Return T, the number of ids the embedding got: its call is the first of all modules' to end."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             return [value.numel()]

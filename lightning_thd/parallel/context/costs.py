@@ -45,7 +45,7 @@ class CommCosts:
             _check_number("gathered_bytes", self.gathered_bytes, above_zero=True)
 
     def seconds(self, received_bytes: float, *, messages: int) -> float:
-        """Return the seconds of exchanges: at 1 GB/s without latency, 1,000 bytes take 1 us."""
+        """Return the seconds of exchanges by bandwidth and latency: 1,000 bytes at 1 GB/s take 1 us."""
         return messages * self.latency_s + received_bytes / self.bandwidth_bytes_per_s
 
     @classmethod
