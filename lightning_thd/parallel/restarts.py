@@ -24,11 +24,13 @@ def begin_again(strategy: Any) -> None:
     environment = getattr(strategy, "cluster_environment", None)
     if start == "0" or not shared or environment is None or dist.is_initialized():
         return
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
     options = {"timeout": timeout} if (timeout := getattr(strategy, "_timeout", None)) is not None else {}
-    store = dist.TCPStore(environment.main_address, environment.main_port, is_master=False, **options)
+    store = TCPStore(environment.main_address, environment.main_port, is_master=False, **options)
     _init_dist_connection(
         environment,
         strategy._get_process_group_backend(),
-        store=dist.PrefixStore(f"start_{start}", store),
+        store=PrefixStore(f"start_{start}", store),
         **options,
     )
