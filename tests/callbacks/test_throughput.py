@@ -415,7 +415,7 @@ def test_a_clock_that_stands_still_gives_no_rate(tmp_path: Path) -> None:
         ({"peak": -1.0}, "peak=-1.0 is not"),
         ({"peak": "fast"}, "peak='fast' is not a device's dense FLOP/s.* 'measure' to time matmuls"),
         ({"every_n_steps": 0}, "every_n_steps=0: log every 1 or more steps"),
-        ({"warmup_steps": -1}, "warmup_steps=-1: leave 0 or more steps"),
+        ({"warmup_steps": -1}, "warmup_steps=-1; wanted 0 or more"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -148,7 +148,7 @@ def test_conversations_of_every_kind_become_the_same_ids(tmp_path: Path, record:
 
 def test_ids_in_lines_are_ids(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
-    file.write_text('{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}\n{"input_ids": [8]}\n')
+    file.write_text('{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}\n{"input_ids": [8], "labels": [8]}\n')
     store: Any = open_source(file)
     assert [store[i]["input_ids"].tolist() for i in range(2)] == [[5, 6, 7], [8]]
     assert store[0]["labels"].tolist() == [-100, 6, 7]
@@ -158,7 +158,7 @@ def test_ids_in_lines_are_ids(tmp_path: Path) -> None:
 
 
 BAD_LINES = {
-    "a surrogate": (b'{"text": "\\ud800"}', None),
+    "a surrogate": (b'{"text": "\\ud800"}', "line 2: .*surrogates not allowed"),
     "depth": (b'{"text": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "line 2: JSON that cannot be read"),
     "digits": (b'{"text": ' + b"7" * 5_000 + b"}", "line 2: JSON that cannot be read"),
     "torn": (b'{"text": "a', "line 2: not JSON"),
@@ -172,9 +172,6 @@ def test_bad_lines_are_named_or_skipped_and_listed(tmp_path: Path, name: str) ->
     line, message = BAD_LINES[name]
     file = tmp_path / "d.jsonl"
     file.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "too"}\n')
-    if message is None:
-        assert len(open_source(file)) == 3
-        return
     with pytest.raises(ValueError, match=message):
         open_source(file)
     data = THDDataModule(file, capacity=32, on_error="skip", cache_dir=tmp_path / "c")
