@@ -6,10 +6,6 @@ python examples/quickstart.py --data my.jsonl --text-key text    # or a folder o
 python examples/quickstart.py --precision bf16-mixed --compile   # twice as fast where the CPU has bf16
 """
 
-import gc
-
-gc.disable()  # until everything is imported: collecting among what stays is a fifth of the start
-
 import argparse
 import logging
 import warnings
@@ -27,20 +23,11 @@ from lightning_thd.data import ByteTokenizer, StdlibText
 from lightning_thd.report import show
 from lightning_thd.report.rows import number
 
-gc.freeze()
-gc.enable()
-
 
 def make_model() -> torch.nn.Module:
-    config = Qwen3Config(
-        num_hidden_layers=4,
-        hidden_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        intermediate_size=768,
-        vocab_size=ByteTokenizer.vocab_size,
-    )
+    sizes = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**sizes, **heads, vocab_size=ByteTokenizer.vocab_size)
     return AutoModelForCausalLM.from_config(config, attn_implementation="thd").train()
 
 
@@ -90,8 +77,9 @@ def main() -> None:
 
     leave_out_advice_of_other_packages()
     L.seed_everything(0)
-    source = args.data or StdlibText(max_bytes=2048)
-    data = THDDataModule(source, capacity=8_192, text_key=args.text_key, oversize="split")
+    data = THDDataModule(
+        args.data or StdlibText(max_bytes=2048), capacity=8_192, text_key=args.text_key, oversize="split"
+    )
     checkpoints = ModelCheckpoint(f"{args.out}/checkpoints", every_n_train_steps=20, save_last=True)
     callbacks = [THDThroughputMonitor(peak="measure", every_n_steps=5), checkpoints, OneLine()]
     if args.compile:

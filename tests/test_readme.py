@@ -115,7 +115,7 @@ def test_every_command_exists() -> None:
         if "examples/quickstart.py" in words:
             source = (ROOT / "examples" / "quickstart.py").read_text()
             assert all(f'"{word}"' in source for word in words if word.startswith("--"))
-    for name in re.findall(r"python -m (benchmarks[.a-z_]*)", README + "".join(DOCS.values())):
+    for name in re.findall(r"python -m (benchmarks[.a-z0-9_]*)", README + "".join(DOCS.values())):
         assert any((ROOT / f"{name.replace('.', '/')}{end}").exists() for end in (".py", "/__main__.py"))
     for link in re.findall(r"\]\(([a-zA-Z_/]+\.(?:py|md))\)", README):
         assert (ROOT / link).exists(), link

@@ -20,7 +20,6 @@ from lightning_thd.data.store import Rows, cached_store
 ROWS = st.lists(st.lists(st.integers(0, 70_000), max_size=9), max_size=12)
 
 
-@given(rows=ROWS)
 def test_documents_of_a_list_of_files(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
@@ -29,6 +28,7 @@ def test_documents_of_a_list_of_files(tmp_path: Path) -> None:
         list(read_documents(3))  # type: ignore[arg-type]
 
 
+@given(rows=ROWS)
 def test_store_gives_every_row_back(rows: list[list[int]]) -> None:
     store = TokenStore.from_rows(rows)
     assert [store[i]["input_ids"].tolist() for i in range(len(store))] == rows

@@ -53,7 +53,9 @@ def test_forward_work_is_a_third() -> None:
 
 @pytest.mark.parametrize("seconds", [0, 0.0, -1.0, math.nan, math.inf])
 def test_no_time_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match=r"seconds=.*: a rate needs time that has passed"):
+    with pytest.raises(
+        ValueError, match=r"seconds=.*(a rate needs time that has passed|wanted a finite number)"
+    ):
         throughput(STATS, seconds=seconds, model=MODEL)
 
 
@@ -64,7 +66,7 @@ def test_a_peak_of_zero_is_refused(peak: Any) -> None:
 
 
 def test_no_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="devices=0: at least one device does the work"):
+    with pytest.raises(ValueError, match="devices=0; wanted 1 or more"):
         throughput(STATS, seconds=1.0, devices=0)
 
 
