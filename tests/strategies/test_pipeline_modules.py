@@ -204,7 +204,7 @@ def test_refusals() -> None:
     wanted = {
         "beside": r"Beside trains \['gate.weight', 'gate.bias'\] beside the Qwen3ForCausalLM",
         "averaged": "EMAWeightAveraging averages a copy of the whole model",
-        "accumulated": "accumulate_grad_batches=2, but a pipeline or context_parallel_size='dynamic' runs",
+        "accumulated": "accumulate_grad_batches=2, but a pipeline runs all microbatches of a step",
         "other sizes": "cut for pipeline_parallel_size=2 with stages_per_rank=1 by an earlier Trainer",
     }
     for rank in run_ranks(refuse_all, 2, list(wanted)):
