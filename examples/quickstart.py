@@ -1,6 +1,5 @@
 """Train a small Qwen3 on packed text: Python's standard library, or your own.
 
-python examples/quickstart.py                                    # 100 steps of 8,192 tokens
 python examples/quickstart.py --resume --steps 200               # go on from the last checkpoint
 python examples/quickstart.py --data my.jsonl --text-key text    # or a folder of text files
 python examples/quickstart.py --precision bf16-mixed --compile   # twice as fast where the CPU has bf16
@@ -77,13 +76,11 @@ def main() -> None:
 
     leave_out_advice_of_other_packages()
     L.seed_everything(0)
-    data = THDDataModule(
-        args.data or StdlibText(max_bytes=2048), capacity=8_192, text_key=args.text_key, oversize="split"
-    )
+    source = args.data or StdlibText(max_bytes=2048)
+    data = THDDataModule(source, capacity=8_192, text_key=args.text_key, oversize="split")
     checkpoints = ModelCheckpoint(f"{args.out}/checkpoints", every_n_train_steps=20, save_last=True)
     callbacks = [THDThroughputMonitor(peak="measure", every_n_steps=5), checkpoints, OneLine()]
-    if args.compile:
-        callbacks.append(CompileLayers(report=print))
+    callbacks += [CompileLayers(report=print)] if args.compile else []
     trainer = L.Trainer(
         max_steps=args.steps,
         precision=args.precision,

@@ -47,7 +47,8 @@ def throughput(
         ValueError: for no time, no device, or a peak that is not positive.
     """
     instance(stats, "stats", SeqStats, advice="Pass batch.stats, or SeqStats.from_lengths(lengths).")
-    seconds = real_number(seconds, "seconds", advice="Read the clock before and after.")
+    passed = "Read the clock before and after: a rate needs time that has passed."
+    seconds = real_number(seconds, "seconds", advice=passed)
     if model is not None:
         instance(model, "model", FlopsModel, advice="Pass FlopsModel.from_config(config), or None.")
     choice(work, "work", *get_args(Work))

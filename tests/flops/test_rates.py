@@ -53,9 +53,7 @@ def test_forward_work_is_a_third() -> None:
 
 @pytest.mark.parametrize("seconds", [0, 0.0, -1.0, math.nan, math.inf])
 def test_no_time_is_refused(seconds: float) -> None:
-    with pytest.raises(
-        ValueError, match=r"seconds=.*(a rate needs time that has passed|wanted a finite number)"
-    ):
+    with pytest.raises(ValueError, match=r"seconds=.*: a rate needs time that has passed"):
         throughput(STATS, seconds=seconds, model=MODEL)
 
 
