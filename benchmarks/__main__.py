@@ -2,7 +2,8 @@
 
 ``python -m benchmarks`` takes about thirty minutes on two cores, which must have nothing else to do: where
 others keep more than half a core busy it refuses to write the file, unless ``--loaded`` says that it may,
-and then the file says so. ``--only packing loss`` runs some and writes nothing. What a GPU found
+and then the file says so. ``--only packing loss`` runs some and writes nothing; ``--again packing loss`` puts
+them in the place of what the file holds of them, each with its time. What a GPU found
 (``python -m benchmarks.gpu --json benchmarks/gpu.json``) is added where that file exists.
 """
 
@@ -59,13 +60,14 @@ NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One benchmark that ran: its results, its seconds, and the cores others kept busy meanwhile."""
+    """One benchmark that ran: its results, its seconds, the cores others kept busy, and when (UTC)."""
 
     name: str
     results: list[Result]
     seconds: float
     others: float
     failed: bool = False
+    when: str = ""
 
 
 def run(name: str) -> Run:
@@ -76,7 +78,8 @@ def run(name: str) -> Run:
         command = [sys.executable, "-m", "benchmarks", "--child", name, str(file)]
         failed = subprocess.run(command, check=False).returncode != 0
         rows = [] if failed else [Result(**row) for row in json.loads(file.read_text())]
-    done = Run(name, rows, time.perf_counter() - begun, load.others(), failed)
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
+    done = Run(name, rows, time.perf_counter() - begun, load.others(), failed, now)
     print(f"----- {name}: {done.seconds:.0f} s, others kept {done.others:.2f} cores busy", flush=True)
     return done
 
@@ -125,9 +128,9 @@ def report(runs: list[Run], *, loaded: bool) -> str:
         "median of the rounds' own. Spread is half the distance between the quartiles of our rounds. "
         f'Precision is that of the products measured, "{results.HOST}" where there are none.',
         "",
-        "| benchmark | seconds | cores busy with others |",
-        "| --- | ---: | ---: |",
-        *(f"| {one.name} | {one.seconds:.0f} | {one.others:.2f} |" for one in runs),
+        "| benchmark | seconds | cores busy with others | ended (UTC) |",
+        "| --- | ---: | ---: | --- |",
+        *(f"| {one.name} | {one.seconds:.0f} | {one.others:.2f} | {one.when} |" for one in runs),
         *(f"\n`benchmarks.{one.name}` ended with an error and is missing." for one in runs if one.failed),
     ]
     gpu = HERE / "gpu.json"
@@ -137,6 +140,21 @@ def report(runs: list[Run], *, loaded: bool) -> str:
     else:
         lines += ["Not run yet: `python -m benchmarks.gpu --json benchmarks/gpu.json`."]
     return "\n".join(lines) + "\n"
+
+
+def write(runs: list[Run], *, loaded: bool) -> None:
+    """Write RESULTS.md, and beside it what ``--again`` reads."""
+    (HERE / "results.json").write_text(json.dumps([asdict(one) for one in runs], indent=1) + "\n")
+    (HERE / "RESULTS.md").write_text(report(runs, loaded=loaded))
+
+
+def kept() -> dict[str, Run]:
+    """Return the benchmarks that RESULTS.md holds, by name."""
+    file = HERE / "results.json"
+    found = json.loads(file.read_text()) if file.exists() else []
+    return {
+        one["name"]: Run(**{**one, "results": [Result(**row) for row in one["results"]]}) for one in found
+    }
 
 
 def gpu_lines(found: dict[str, Any]) -> list[str]:
@@ -164,7 +182,9 @@ def too_busy(seconds: float = 5.0) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=NAMES)
+    some = parser.add_mutually_exclusive_group()
+    some.add_argument("--only", nargs="+", choices=NAMES, help="run these and write nothing")
+    some.add_argument("--again", nargs="+", choices=NAMES, help="run these and keep the file's other rows")
     parser.add_argument(
         "--loaded", action="store_true", help="write RESULTS.md on a busy machine; it says so"
     )
@@ -177,15 +197,17 @@ def main(argv: list[str] | None = None) -> int:
     if writes and not arguments.loaded and (busy := too_busy()):
         print(busy, file=sys.stderr)
         return 1
-    runs: list[Run] = []
-    for name in arguments.only or NAMES:
+    runs = kept() if arguments.again else {}
+    new: list[Run] = []
+    for name in arguments.only or arguments.again or NAMES:
         print(f"\n===== {name}", flush=True)
-        runs.append(run(name))
-        busy_now = sum((one.others - QUIET) * one.seconds for one in runs) > 0
+        new.append(run(name))
+        runs[name] = new[-1]
+        busy_now = sum((one.others - QUIET) * one.seconds for one in new) > 0
         if writes and (arguments.loaded or not busy_now):
             # again after each, so that a run that is cut short leaves what it has
-            (HERE / "RESULTS.md").write_text(report(runs, loaded=arguments.loaded))
-    print("\n" + report(runs, loaded=arguments.loaded or not writes))
+            write([runs[name] for name in NAMES if name in runs], loaded=arguments.loaded)
+    print("\n" + report(new, loaded=arguments.loaded or not writes))
     if writes and not arguments.loaded and busy_now:
         print(f"Others kept more than {QUIET} cores busy: RESULTS.md was not written.", file=sys.stderr)
         return 1

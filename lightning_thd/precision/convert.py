@@ -135,6 +135,8 @@ def replace_layers(
                 names.append(name)
             elif reason:
                 kept[name] = reason
+    if names and recipe.engine == "te":
+        model.get_submodule(names[0]).register_forward_pre_hook(te.WarnOutside())
     if isinstance(model, nn.Linear):
         kept[""] = "is the model itself, which cannot be replaced in place"
     model.__dict__[_MARK] = recipe

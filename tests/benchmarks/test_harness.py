@@ -140,6 +140,21 @@ def test_some_alone_write_nothing(machine: type[Busy], tmp_path: Path) -> None:
     assert not (tmp_path / "RESULTS.md").exists()
 
 
+def test_some_again_keep_the_other_rows(
+    machine: type[Busy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert harness.main([]) == 0
+    row = Result(what="new", ours=3.0, unit="s", peer=None, ratio=None, goal="<= 2 s", met=False)
+    later = harness.Run("one", [row], 30.0, 0.0, when="2026-01-02 03:04")
+    monkeypatch.setattr(harness, "run", lambda name: later)
+    assert harness.main(["--again", "one"]) == 0
+    text = (tmp_path / "RESULTS.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith(("| one | ", "| two | "))]
+    assert [line.split(" | ")[1] for line in rows[:2]] == ["new", "w"]
+    assert "| one | 30 | 0.00 | 2026-01-02 03:04 |" in text
+    assert "1 of 2 goals are met" in text
+
+
 def test_a_part_that_fails_is_named() -> None:
     text = harness.report([harness.Run("gone", [], 1.0, 0.0, failed=True)], loaded=False)
     assert "`benchmarks.gone` ended with an error and is missing." in text

@@ -37,7 +37,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_end_to_end_names_precisions_and_ways(small: None, found: list[Result]) -> None:
     ways = ["ours, fp32", "padded, fp32", "flattened, fp32", "ours, bf16", "flattened, bf16"]
-    end_to_end.main(["--batches", "1", "--rounds", "1", "--ways", *ways])
+    end_to_end.main(["--documents", "4", "--rounds", "1", "--ways", *ways])
     assert [row.what for row in found] == [
         "training, ours, fp32 / flattened, fp32",
         "training, ours, bf16 / flattened, bf16",

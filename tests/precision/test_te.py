@@ -200,6 +200,25 @@ def test_fabric_runs_a_converted_model_in_its_region(te: State) -> None:
     assert all(te.calls)
 
 
+@pytest.mark.parametrize("version", ["2.4", "2.20"])
+def test_training_outside_of_the_region_warns_once(
+    te: State, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    standins.install(monkeypatch, version=version)
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)).to(torch.bfloat16)
+    convert_linear(model, recipe="delayed")
+    x = torch.randn(16, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        model(x)  # evaluation in bf16 is the user's choice
+    with pytest.warns(UserWarning, match="trains outside of its region, so in bf16"):
+        model(x)
+    model(x)
+    other = nn.Sequential(nn.Linear(128, 128)).to(torch.bfloat16)
+    convert_linear(other, recipe="delayed")
+    with fp8_context(other):
+        other(x)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_hugging_faces_trainer_runs_a_converted_model_in_its_region(te: State, tmp_path: Path) -> None:
     from transformers import TrainingArguments
