@@ -8,16 +8,21 @@ COMPILE ?=
 
 .PHONY: quickstart test lint docs soak chaos fuzz determinism security coverage clean gpu test-oldest test-kernels
 
-.venv/.installed: setup.cfg pyproject.toml constraints.txt
+.venv/.quickstart: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python >= 3.11 is needed, this is " + sys.version'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	# torch first and by its exact version: a range would bring the newest build and gigabytes of CUDA.
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,cli,plots]'
+	touch $@
+
+# What the tests need beside it: every optional package that installs without a GPU.
+.venv/.installed: .venv/.quickstart
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
-quickstart: .venv/.installed
+quickstart: .venv/.quickstart
 	$(BIN)/python examples/quickstart.py --steps $(STEPS) $(if $(PRECISION),--precision $(PRECISION)) \
 		$(if $(COMPILE),--compile)
 
