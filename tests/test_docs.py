@@ -67,3 +67,25 @@ def test_every_page_is_in_the_menu() -> None:
     menu = (DOCS.parent / "mkdocs.yml").read_text()
     missing = [page for page in DOCS.rglob("*.md") if page.relative_to(DOCS).as_posix() not in menu]
     assert missing == []
+
+
+def _odd_entries(source: str) -> list[str]:
+    """Lines at the depth of a section's entries that do not read "name: what it is"."""
+    odd: list[str] = []
+    depth: int | None = None
+    for line in source.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        if re.fullmatch(r"\s*(Args|Raises|Attributes):", line):
+            depth = indent + 4
+        elif depth is not None and (not line.strip() or indent < depth):
+            depth = None
+        elif indent == depth and not re.match(r"\s*[*\w.\[\], ]+(\s*\(.*\))?:( |$)", line):
+            odd.append(line.strip())
+    return odd
+
+
+def test_sections_of_docstrings_are_read_by_the_documentations_parser() -> None:
+    wrong = '"""\n    Raises:\n        ValueError: for this and\n        for that.\n'
+    assert _odd_entries(wrong) == ["for that."]
+    modules = sorted((DOCS.parent / "lightning_thd").rglob("*.py"))
+    assert {m.name: odd for m in modules if (odd := _odd_entries(m.read_text()))} == {}

@@ -204,7 +204,7 @@ def read_lengths_csv(path: str | Path, column: str | int | None = None) -> IntAr
 
     Raises:
         ValueError: for a missing file, several columns and none chosen, or a cell that is no positive
-        integer.
+            integer.
     """
     if not Path(path).is_file():
         raise ValueError(f"There is no file {str(path)!r} with lengths. Correct the path.")

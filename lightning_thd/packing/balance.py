@@ -60,7 +60,7 @@ def balance(
 
     Raises:
         ValueError: when a sequence is longer than the capacity, or they do not fit the microbatches asked
-        for.
+            for.
     """
     check_capacity(capacity)
     check_count("dp", dp, "Pass the number of data-parallel ranks.", most=MOST_RANKS)
