@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.families`` writes ``benchmarks/FAMILIES.md``, a line a family: exact; refused, with the
 reason; wrong, with the error; crash; or could not be built. ``--only llama,gpt2`` prints instead of writing,
-``--kinds causal,image_text`` chooses tables. Families run in groups, a process each, so that one that
-crashes or hangs takes no other along.
+``--kinds causal,image_text`` chooses tables, ``--vary 7`` draws other sizes. Families run in groups, a
+process each, so that one that crashes or hangs takes no other along.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.tiny_configs import END, VOCAB, tiny
+from benchmarks.family_sizes import Sizes, draw
+from benchmarks.tiny_configs import END, VOCAB, known, tiny
 from lightning_thd import THDBatch
 
 KINDS = {
@@ -60,12 +61,12 @@ def families(kind: str) -> dict[str, str]:
     return {name: cls if isinstance(cls, str) else cls[0] for name, cls in names.items()}
 
 
-def build(family: str, model_class: str, attention: str) -> Any:
-    """Build a tiny model with random weights, the same for every attention."""
+def build(family: str, model_class: str, attention: Any, overrides: dict[str, Any] | None = None) -> Any:
+    """Build a tiny model with random weights, the same for every attention (a name, or a dict of them)."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = tiny(CONFIG_MAPPING[family])
+    config = tiny(CONFIG_MAPPING[family], known(CONFIG_MAPPING[family], overrides or {}))
     cls = getattr(transformers, model_class)
     if not isinstance(config, cls.config_class):
         config = next((x for x in vars(config).values() if isinstance(x, cls.config_class)), config)
@@ -83,10 +84,10 @@ def build(family: str, model_class: str, attention: str) -> Any:
     return model
 
 
-def samples(kind: str = "causal", seed: int = 0) -> list[Tensor]:
+def samples(kind: str = "causal", seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
     """Documents of ordinary tokens; where a head may look for an end, with one."""
     generator = torch.Generator().manual_seed(seed)
-    docs = [torch.randint(8, VOCAB - 8, (n,), generator=generator) for n in LENGTHS]
+    docs = [torch.randint(8, VOCAB - 8, (n,), generator=generator) for n in lengths]
     for ids in docs if kind == "sequence" else ():
         ids[-1] = END
     return docs
@@ -113,8 +114,8 @@ def _alone(model: Any, docs: Sequence[Tensor], kind: str) -> list[Tensor]:
     return [row if kind == "sequence" else row[0] for row in rows]
 
 
-def _packed(model: Any, docs: Sequence[Tensor], kind: str) -> list[Tensor]:
-    batch = THDBatch.collate([{"input_ids": ids} for ids in docs], pad_to=PAD_TO)
+def _packed(model: Any, docs: Sequence[Tensor], kind: str, pad_to: int) -> list[Tensor]:
+    batch = THDBatch.collate([{"input_ids": ids} for ids in docs], pad_to=pad_to)
     logits = model(**batch.hf_kwargs()).logits
     return [logits[i][None] for i in range(len(docs))] if kind == "sequence" else list(batch.unpack(logits))
 
@@ -123,13 +124,16 @@ def _error(got: Tensor, want: Tensor, scale: float) -> float:
     return float((got - want).abs().max() / max(scale, 1e-30))
 
 
-def compare(kind: str, family: str, model_class: str) -> tuple[str, str]:
+def compare(kind: str, family: str, model_class: str, sizes: Sizes | None = None) -> tuple[str, str]:
     """Give the verdict on one family and what there is to say about it."""
+    overrides, lengths, pad_to = {}, LENGTHS, PAD_TO
+    if sizes is not None:
+        overrides, lengths, pad_to = sizes.overrides, sizes.lengths, sum(sizes.lengths) + sizes.pad
     try:
-        stock = build(family, model_class, "eager")
+        stock = build(family, model_class, "eager", overrides)
     except Exception as error:
         return "not built", _brief(error)
-    docs = samples(kind)
+    docs = samples(kind, lengths=lengths)
     try:
         want = _alone(stock, docs, kind)
         targets = [ids[: x.shape[0]] for ids, x in zip(docs, want, strict=True)]
@@ -137,9 +141,9 @@ def compare(kind: str, family: str, model_class: str) -> tuple[str, str]:
     except Exception as error:
         return "no reference", _brief(error)
     try:
-        ours = build(family, model_class, "thd")
+        ours = build(family, model_class, "thd", overrides)
         ours.load_state_dict(stock.state_dict())
-        got = _packed(ours, docs, kind)
+        got = _packed(ours, docs, kind, pad_to)
         _loss(got, targets).backward()  # type: ignore[no-untyped-call]
     except ValueError as error:
         if "thd" in traceback.format_exc().split("Traceback")[-1] or "pack" in str(error):
@@ -179,7 +183,7 @@ def _brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}{place}"
 
 
-def _work(kind: str, names: Sequence[str]) -> None:
+def _work(kind: str, names: Sequence[str], vary: int | None) -> None:
     """Run families in this process, a JSON line each."""
     warnings.simplefilter("ignore")
     import transformers
@@ -187,18 +191,24 @@ def _work(kind: str, names: Sequence[str]) -> None:
     transformers.logging.set_verbosity_error()
     table = families(kind)
     for name in names:
-        verdict, detail = compare(kind, name, table[name])
+        sizes = None if vary is None else draw(vary, name)
+        verdict, detail = compare(kind, name, table[name], sizes)
+        if sizes is not None and verdict in ("wrong", "crash"):
+            detail += f" at {sizes}"
         line = Line(kind=kind, family=name, model=table[name], verdict=verdict, detail=detail)
         print("LINE " + json.dumps(asdict(line)), flush=True)
 
 
-def sweep(kind: str, names: Sequence[str], *, group: int = 12, timeout_s: int = 1200) -> Iterator[Line]:
+def sweep(
+    kind: str, names: Sequence[str], *, group: int = 12, timeout_s: int = 1200, vary: int | None = None
+) -> Iterator[Line]:
     """Run families in processes of ``group``; the one a process dies in is a crash, the rest goes on."""
     waiting = list(names)
     table = families(kind)
     while waiting:
         now = waiting[:group]
         command = [sys.executable, "-m", "benchmarks.families", "--worker", kind, "--only", ",".join(now)]
+        command += [] if vary is None else ["--vary", str(vary)]
         try:
             out = subprocess.run(
                 command, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -268,12 +278,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help="of " + ", ".join(KINDS))
     parser.add_argument("--only", default="", help="families, by model type; prints and writes nothing")
     parser.add_argument("--turn", default="", help="3/10: every tenth family, from the third; writes nothing")
+    parser.add_argument(
+        "--vary", type=int, help="a seed: other sizes of models and documents; writes nothing"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("FAMILIES.md"))
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     only = [name for name in args.only.split(",") if name]
     if args.worker:
-        _work(args.worker, only)
+        _work(args.worker, only, args.vary)
         return
     lines: list[Line] = []
     for kind in args.kinds.split(","):
@@ -281,11 +294,11 @@ def main(argv: list[str] | None = None) -> None:
         if args.turn:
             number, of = map(int, args.turn.split("/"))
             names = turn(names, number, of=of)
-        for line in sweep(kind, names):
+        for line in sweep(kind, names, vary=args.vary):
             lines.append(line)
             print(f"{line.kind:10} {line.family:28} {line.verdict:12} {line.detail}", flush=True)
     print(dict(Counter(f"{line.kind} {line.verdict}" for line in lines)))
-    if not only and not args.turn:
+    if not only and not args.turn and args.vary is None:
         args.out.write_text(table(lines), encoding="utf-8")
 
 

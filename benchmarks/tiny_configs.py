@@ -269,3 +269,13 @@ def _attributes(config_class: Any) -> set[str]:
     for base in config_class.__mro__:
         known |= set(vars(base).get("__annotations__", {}))
     return known | set(getattr(config_class, "attribute_map", {}))
+
+
+def known(config_class: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return those overrides that a config class has a name for and that its family does not settle."""
+    kind = getattr(config_class, "model_type", "")
+    settled = _EXTRA.get(kind, {})
+    names = _attributes(config_class)
+    mine = {name: value for name, value in overrides.items() if name in names and name not in settled}
+    text = _inner_configs(config_class).get("text_config")
+    return mine if text is None else {**mine, "text_config": known(text, overrides)}

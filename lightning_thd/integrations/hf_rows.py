@@ -152,12 +152,12 @@ def _attention(model: nn.Module, name: str) -> Generator[None]:
     configs = {id(config): config for module in model.modules() for config in _configs(module)}
     chosen = [config for config in configs.values() if config._attn_implementation == NAME]
     for config in chosen:
-        config._attn_implementation = name
+        config._attn_implementation_internal = name  # the public name would switch towers too
     try:
         yield
     finally:
         for config in chosen:
-            config._attn_implementation = NAME
+            config._attn_implementation_internal = NAME
 
 
 def _configs(module: nn.Module) -> list[Any]:

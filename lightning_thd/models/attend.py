@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.attention import varlen_attention
-from lightning_thd.models.inputs.masks import told_limit
-from lightning_thd.models.pack import CAUSAL, current_pack, current_scope, refuse_unannounced
+from lightning_thd.models.inputs.key_index import stands_for_every_key
+from lightning_thd.models.inputs.masks import hides_nothing, shows_all, told_limit
+from lightning_thd.models.pack import CAUSAL, current_pack, current_scope
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
@@ -95,10 +96,10 @@ def thd_attention(
     Returns:
         ``[B, T, H, E]`` and None for the weights.
     """
-    refuse_unannounced(module)
     told_window, chunk = told_limit(attention_mask)
-    _refuse(module, None if told_window or chunk else attention_mask, dropout, others)
-    causal = _is_causal(module, is_causal)
+    both_ways = attention_mask is not None and shows_all(attention_mask, current_pack())
+    _refuse(module, None if both_ways or hides_nothing(attention_mask) else attention_mask, dropout, others)
+    causal = not both_ways and _is_causal(module, is_causal)
     if cu_seq_lens_q is not None:
         _refuse_other_keys(module, query, key)
         bounds = _given(query, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
@@ -283,7 +284,8 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, ot
             "attn_implementation='eager' to look at weights."
         )
     for name, value in others.items():
-        if value is not None and value is not False and name not in _INERT:
+        inert = value is None or value is False or name in _INERT
+        if not inert and not stands_for_every_key(name, value):
             raise ValueError(
                 f"{type(module).__name__} passes {name} to its attention, which 'thd' does not apply. Use "
                 "attn_implementation='eager' for this model, or leave the argument out where it is yours."

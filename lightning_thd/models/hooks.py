@@ -5,43 +5,51 @@ Hooks are module-level functions: a model that carries them can be copied, pickl
 
 from __future__ import annotations
 
-import gc
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_thd.models.inputs.arguments import (
+    PACK_KWARGS,
+    REAL,
+    by_name,
+    find_pack,
+    parameter_names,
+    refuse_class,
+    refuse_mask_and_cache,
+)
+from lightning_thd.models.inputs.key_index import adopt_indexers
 from lightning_thd.models.inputs.labels import keep_labels_inside
 from lightning_thd.models.inputs.masks import learn_window
 from lightning_thd.models.inputs.position_tables import adopt_position_tables
-from lightning_thd.models.inputs.positions import pack_from_positions, refuse_plain_positions
+from lightning_thd.models.inputs.positions import refuse_plain_positions
 from lightning_thd.models.inputs.ropes import adopt_ropes
 from lightning_thd.models.inputs.zero_embeddings import adopt_zero_embeddings
 from lightning_thd.models.mixers import adopt_mixers
 from lightning_thd.models.pack import (
     Pack,
     Scope,
+    current_caller,
     current_scope,
-    know_model_of,
     packed,
     scoped,
     set_scope,
 )
-from lightning_thd.models.pooled_heads import a_row_a_sequence, adopt_pooled_head, may_pool, refuse_one_row
+from lightning_thd.models.pooled_heads import adopt_pooled_head, one_row_a_sequence, returns_pooled
 from lightning_thd.models.unknown_layers import unknown_layers
 
 if TYPE_CHECKING:
     from lightning_thd.batch import THDBatch
 
-NAME = "thd"
+NAME: Final = "thd"
 # By identity, so that a copy is never taken for the model it was made of.
 _MODELS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_REAL = "cu_seq_lens_real"
-PACK_KWARGS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", _REAL)
-_CACHE_KWARGS = ("past_key_values", "cache_params")
+# Classes of all models ever hooked: while there are none, no call of another model need be watched.
+_HOOKED: set[str] = set()
 
 
 def install(model: Any) -> None:
@@ -50,18 +58,30 @@ def install(model: Any) -> None:
         return
     model._thd_installed = True
     model._thd_takes_use_cache = "use_cache" in inspect.signature(type(model).forward).parameters
+    model._thd_parameters = parameter_names(type(model))
+    adopt(model)
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+    # Also when forward raises: an abandoned scope would claim the next batch.
+    model.register_forward_hook(leave, always_call=True)
+
+
+def adopt(model: Any) -> None:
+    """Teach the classes of a hooked model's layers about packs, in this process, once each.
+
+    A model that was pickled brings its hooks along; the classes of a new process know nothing yet.
+    """
     model._thd_checked = False
     _MODELS[id(model)] = model
+    _HOOKED.add(type(model).__name__)
+    model._thd_returns_pooled = returns_pooled(type(model))
+    model._thd_own_class = not type(model).__module__.startswith("transformers.")
     adopt_mixers(type(model))
     adopt_position_tables(type(model))
     adopt_ropes(type(model), model.config)
     adopt_zero_embeddings(type(model))
+    adopt_indexers(type(model), model.config)
     adopt_pooled_head(type(model))
     learn_window(model.config)
-    know_model_of(model.config)
-    model.register_forward_pre_hook(_enter, with_kwargs=True)
-    # Also when forward raises: an abandoned scope would claim the next batch.
-    model.register_forward_hook(_leave, always_call=True)
 
 
 def run_as_pack(model: Any, forward: Callable[..., Any], batch: THDBatch, **kwargs: Any) -> Any:
@@ -77,14 +97,25 @@ def run_as_pack(model: Any, forward: Callable[..., Any], batch: THDBatch, **kwar
         What ``forward`` returns; what it pooled of the pack is a row a sequence.
     """
     with packed(batch):
-        entered = _enter(model, (), {**batch.hf_kwargs(), **kwargs})
-        assert entered is not None  # None under another attention alone
-        output = forward(**entered[1])
-        pooled = _leave(model, (), output)
+        return call_announced(model, forward, (), {**batch.hf_kwargs(), **kwargs})
+
+
+def call_announced(
+    model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a hooked model's forward as its hooks would, where its call passes them by."""
+    entered = enter(model, args, kwargs)
+    if entered is None:
+        return forward(*args, **kwargs)
+    output: Any = None
+    try:
+        output = forward(*entered[0], **entered[1])
+    finally:
+        pooled = leave(model, (), output)
     return output if pooled is None else pooled
 
 
-def _enter(
+def enter(
     model: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -92,22 +123,24 @@ def _enter(
     """Find the pack in a model's arguments, check it, and push it on the stack of running models."""
     if model.config._attn_implementation != NAME:  # switched away by set_attn_implementation
         return None
-    if not torch.compiler.is_compiling():
-        know_model_of(model.config)  # of a copy too, which was never installed
     outer = current_scope()
     if outer is None and getattr(model, "_thd_packs_rows", False):
         return None  # its forward decides what becomes a pack: see run_as_pack
-    if outer is not None and outer.families and not _speaks(model, outer, args, kwargs):
+    if args and (named := by_name(model._thd_parameters, args, kwargs)) is not None:
+        args, kwargs = (), named
+    if outer is not None and outer.families and not _speaks(model, outer, kwargs):
         set_scope(Scope(None, outer, module=model, families=outer.families))
         return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
-    pack = _find_pack(outer, args, kwargs)
-    kwargs = {name: value for name, value in kwargs.items() if name != _REAL}  # ours alone
+    pack = find_pack(outer, args, kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name != REAL}  # ours alone
     if pack is not None:
-        _refuse_class(model)
-        _refuse_mask_and_cache(model, kwargs)
+        refuse_class(model)
+        refuse_mask_and_cache(model, kwargs)
         refuse_plain_positions(model, kwargs)
         _refuse_wrong_layers(model)
         if outer is None or outer.module is None:
+            _refuse_half(model)
+            _tell_caller(model, pack)
             kwargs = keep_labels_inside(model, kwargs, pack)
         if model._thd_takes_use_cache:
             kwargs = {**kwargs, "use_cache": False}
@@ -116,6 +149,42 @@ def _enter(
     masks = outer.masks if outer is not None and outer.families else ()
     set_scope(Scope(pack, outer, module=model, families=families, masks=masks))
     return args, kwargs
+
+
+def hooked_before() -> bool:
+    """Return whether any model of this process was ever given "thd"."""
+    return bool(_HOOKED)
+
+
+def _tell_caller(model: Any, pack: Pack) -> None:
+    """Tell the model around this one, which has no "thd", of the pack; refuse it where it makes a loss."""
+    caller = current_caller()
+    if caller is None:
+        return
+    if caller.labelled is not None:
+        raise ValueError(
+            f"{caller.labelled} got labels, and {type(model).__name__}, a model inside it, a pack: a loss "
+            f"over the row would cross its sequences. Call set_attn_implementation('thd') on "
+            f"{caller.labelled}, so that it knows of packs, or leave labels out and compute the loss from "
+            "the logits."
+        )
+    caller.pack = pack
+
+
+def _refuse_half(model: Any) -> None:
+    """Refuse a model that has "thd" around a language model that has not."""
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    if attention != NAME:
+        raise ValueError(other_attention(model, attention))
+
+
+def other_attention(model: Any, attention: str | None) -> str:
+    """Return why a model cannot run packs whose language model has another attention."""
+    return (
+        f"{type(model).__name__} got a pack, and its language model runs attn_implementation={attention!r}, "
+        "through which sequences of a pack would see each other. Give all of it 'thd': call "
+        "set_attn_implementation('thd') on the whole model."
+    )
 
 
 def _refuse_wrong_layers(model: Any) -> None:
@@ -133,31 +202,23 @@ def _refuse_wrong_layers(model: Any) -> None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _reason_of(identity: int) -> str | None:
-    """Return why a model that is being traced cannot run packs, or None.
-
-    A trace hands on constants alone. A copy, or what was unpickled, was never entered into the table.
-    """
+    """Return why a model that is being traced cannot run packs, or None; a trace hands on constants alone."""
     model = _MODELS.get(identity)
-    if model is None:
-        model = next((x for x in gc.get_objects() if id(x) == identity), None)
-    if model is None:  # frozen objects are not listed
+    if model is None:  # a class that copies or unpickles itself in a way of its own
         return "A copied model cannot be looked at while it is compiled: call it once uncompiled before."
     return unknown_layers(model)
 
 
-def _leave(model: Any, args: tuple[Any, ...], output: Any) -> Any:
+def leave(model: Any, args: tuple[Any, ...], output: Any) -> Any:
     """Pop a model off the stack, and replace or refuse what it pooled of the whole pack."""
     scope = current_scope()
-    if scope is None or scope.module is not model:  # _enter raised or did nothing
+    if scope is None or scope.module is not model:  # enter raised or did nothing
         return None
     set_scope(scope.outer)
     if scope.pack is None or output is None:
         return None
-    pooled = a_row_a_sequence(model, scope.pack, output) if may_pool(model) else None
     outermost = scope.outer is None or scope.outer.module is None
-    if outermost and not torch.compiler.is_compiling():  # a trace would take outputs for inputs of a graph
-        refuse_one_row(model, scope.pack, output)
-    return pooled
+    return one_row_a_sequence(model, scope.pack, output, outermost=outermost)
 
 
 def _families(model: nn.Module) -> tuple[type, ...]:
@@ -165,97 +226,12 @@ def _families(model: nn.Module) -> tuple[type, ...]:
     return type(config), type(config.get_text_config(decoder=True))
 
 
-def _speaks(model: nn.Module, outer: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _speaks(model: nn.Module, outer: Scope, kwargs: dict[str, Any]) -> bool:
     """Return whether an inner model continues the language model rather than, say, encoding images."""
     if type(model.config) in outer.families:
         return True
     embeds = kwargs.get("inputs_embeds")
     return embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
-
-
-def _find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pack | None:
-    tokens = _tokens(args, kwargs)
-    offsets = kwargs.get("cu_seq_lens_q")
-    known = None if outer is None else outer.pack
-    if offsets is not None:
-        if known is not None and known.cu_seqlens_q is offsets:
-            return known
-        return _pack_from_kwargs(kwargs, tokens, known)
-    if outer is not None:
-        if outer.module is not None:
-            return known
-        assert known is not None
-        # Under `packed`, but perhaps another model called along the way, with rows of its own.
-        if tokens is None or (tokens.shape[0] == 1 and tokens.shape[1] == known.slots):
-            return known
-    return pack_from_positions(kwargs.get("position_ids"))
-
-
-def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]):
-        if isinstance(value, Tensor) and value.ndim >= 2:
-            return value
-    return None
-
-
-def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None, outer: Pack | None) -> Pack:
-    missing = [name for name in ("max_length_q", "position_ids") if kwargs.get(name) is None]
-    if missing or tokens is None:
-        raise ValueError(
-            "A pack came with cu_seq_lens_q but without "
-            f"{', '.join(missing) or 'input_ids or inputs_embeds'}. Call model(**batch.hf_kwargs()), which "
-            "gives everything, or pass input_ids [1, T], position_ids that restart in every sequence, "
-            "cu_seq_lens_q/k (int32) and max_length_q/k (int)."
-        )
-    if tokens.shape[0] != 1:
-        raise ValueError(
-            f"A pack is one row, [1, T], but the input has shape {tuple(tokens.shape)}. Lay all sequences "
-            "end to end in one row, THDBatch.collate or THDBatch.from_padded."
-        )
-    offsets = kwargs["cu_seq_lens_q"]
-    offsets_k, longest_k = kwargs.get("cu_seq_lens_k"), kwargs.get("max_length_k")
-    real = kwargs.get(_REAL)
-    if real is None and outer is not None and outer.slots == tokens.shape[1]:
-        real = outer.cu_seqlens_real  # the model that calls this one was told
-    return Pack(
-        cu_seqlens_q=offsets,
-        cu_seqlens_k=offsets if offsets_k is None else offsets_k,
-        max_length_q=kwargs["max_length_q"],
-        max_length_k=kwargs["max_length_q"] if longest_k is None else longest_k,
-        slots=tokens.shape[1],
-        cu_seqlens_real=real,
-    )
-
-
-def _refuse_class(model: Any) -> None:
-    """Refuse model classes whose samples consist of several sequences."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"{type(model).__name__} got a pack. An encoder-decoder has two sequences for every sample, and "
-            "a pack holds one: feed it padded rows, or train its decoder alone."
-        )
-    if "MultipleChoice" in type(model).__name__:
-        raise ValueError(
-            f"{type(model).__name__} got a pack. It compares several sequences of every sample in one "
-            "softmax, and a pack does not say which belong together: feed it padded rows."
-        )
-
-
-def _refuse_mask_and_cache(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    mask = kwargs.get("attention_mask")
-    # A multimodal model hands its text model the masks it asked for, a layer type each: None from "thd".
-    if mask is not None and not (isinstance(mask, dict) and all(x is None for x in mask.values())):
-        raise ValueError(
-            f"{type(model).__name__} got a pack and an attention_mask. The boundaries of the pack are its "
-            "mask: pass attention_mask=None, and pad by a trailing sequence (THDBatch.collate(..., pad_to=))."
-        )
-    cache = next((name for name in _CACHE_KWARGS if kwargs.get(name) is not None), None)
-    if cache is not None or kwargs.get("use_cache"):
-        raise ValueError(
-            f"{type(model).__name__} got a pack and {cache or 'use_cache=True'}. Generation with a cache "
-            "through 'thd' is not possible: call the model with use_cache=False, or generate with "
-            "model.set_attn_implementation('eager')."
-        )
 
 
 def carry_scope(checkpoint: Callable[..., Any], *, compilable: bool) -> Callable[..., Any]:

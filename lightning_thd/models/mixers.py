@@ -43,6 +43,7 @@ MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
     "Qwen3NextGatedDeltaNet": _DELTA,
     "Qwen3_5GatedDeltaNet": _DELTA,
     "Qwen3_5MoeGatedDeltaNet": _DELTA,
+    "Qwen4ExpTextGatedDeltaNet": None,
     "OlmoHybridGatedDeltaNet": _DELTA,
     "KimiLinearDeltaAttention": _DELTA,
     "BailingHybridDeltaAttention": _DELTA,
@@ -54,7 +55,12 @@ MIXERS: Final[dict[str, tuple[str, ...] | None]] = {
     "RwkvSelfAttention": None,
     "RwkvFeedForward": None,
     "xLSTMLayer": None,
+    "ZayaCCAProjection": None,
+    "InklingShortConvolution": None,
+    "Inkling2ShortConvolution": None,
 }
+# Layers that return several values a token: queries, keys and values.
+_SEVERAL: Final = frozenset({"ZayaCCAProjection"})
 _CACHES = ("cache_params", "past_key_values", "past_key_value", "state")
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -71,7 +77,7 @@ def adopt_mixers(model_class: type) -> None:
             cls: Any = getattr(module, name, None)
             if cls is not None and not hasattr(cls.forward, "_thd_mixer"):
                 carried = adopt_functions(cls)
-                cls.forward = _pack_aware(cls.forward, kernels, carried)
+                cls.forward = _pack_aware(cls.forward, kernels, carried, several=name in _SEVERAL)
 
 
 def has_mixers(model: nn.Module) -> bool:
@@ -80,7 +86,7 @@ def has_mixers(model: nn.Module) -> bool:
 
 
 def _pack_aware(
-    forward: Callable[..., Any], kernels: tuple[str, ...] | None, carried: frozenset[str]
+    forward: Callable[..., Any], kernels: tuple[str, ...] | None, carried: frozenset[str], *, several: bool
 ) -> Callable[..., Any]:
     tokens_name = _tokens_name(forward)
 
@@ -102,7 +108,7 @@ def _pack_aware(
             return run_on_pack(functools.partial(pack_aware_forward, self), args, kwargs, shard)
         if kernels is not None and can_run(kernels, tokens):
             return forward(self, *args, **kwargs, **boundaries(kernels, pack, type(self)))
-        return _grouped(functools.partial(forward, self), args, kwargs)
+        return _grouped(functools.partial(forward, self), args, kwargs, several=several)
 
     pack_aware_forward._thd_mixer = True  # type: ignore[attr-defined]
     return pack_aware_forward
@@ -115,7 +121,9 @@ def _tokens_name(forward: Callable[..., Any]) -> str:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _grouped(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _grouped(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, several: bool
+) -> Any:
     """Run a layer on padded groups of sequences, outside torch.compile: shapes change with every batch."""
     pack = current_pack()
     assert pack is not None
@@ -126,7 +134,7 @@ def _grouped(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
             if shapes_are_static()
             else plan_groups(pack.lengths, device)
         )
-    return run_grouped(forward, args, kwargs, pack.cache["groups"], pack.slots)
+    return run_grouped(forward, args, kwargs, pack.cache["groups"], pack.slots, several=several)
 
 
 def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any]) -> None:

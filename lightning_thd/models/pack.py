@@ -10,7 +10,6 @@ Legend: T slots in a pack, S sequences (a trailing pad included).
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -183,38 +182,26 @@ class Scope:
         self.masks = masks
 
 
-# Configs of the models that announce their packs, by identity: a config has no hash.
-_CONFIGS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+class Caller:
+    """A running model without "thd", and what a model with it that runs inside has told it.
 
-
-def know_model_of(config: Any) -> None:
-    """Register a config as that of a model that announces its packs."""
-    _CONFIGS[id(config)] = config
-
-
-def refuse_unannounced(module: Any) -> None:
-    """Refuse a layer with "thd" attention whose model announces no packs.
-
-    Raises:
-        ValueError: where ``config._attn_implementation`` was assigned to by hand.
+    Attributes:
+        labelled: the model, this one or one around it, that was given labels to make a loss of.
+        pack: what a model inside worked on, once it has run.
     """
-    config = getattr(module, "config", None)
-    if (
-        current_scope() is None
-        and getattr(config, "_attn_implementation", "") == "thd"
-        and id(config) not in _CONFIGS
-    ):
-        raise ValueError(
-            f"{type(module).__name__} has a config that says 'thd', but its model was built with another "
-            "attention and knows nothing of packs. Call model.set_attn_implementation('thd'), or build it "
-            "with attn_implementation='thd'; do not assign to its config."
-        )
+
+    __slots__ = ("labelled", "pack")
+
+    def __init__(self, labelled: str | None) -> None:
+        self.labelled = labelled
+        self.pack: Pack | None = None
 
 
 # The top of the stack, one a thread, as backward recomputes checkpoints in threads of its own. No subclass
 # with a default: torch.compile (2.13) loses what a traced hook stores in one.
 _STATE = threading.local()
 _STATE.scope = None
+_STATE.caller = None
 
 
 def current_scope() -> Scope | None:
@@ -226,6 +213,17 @@ def current_scope() -> Scope | None:
 def set_scope(scope: Scope | None) -> None:
     """Replace the top of this thread's stack; the caller restores it."""
     _STATE.scope = scope
+
+
+def current_caller() -> Caller | None:
+    """Return the innermost running model of this thread that has no "thd", or None."""
+    caller: Caller | None = getattr(_STATE, "caller", None)
+    return caller
+
+
+def set_caller(caller: Caller | None) -> None:
+    """Replace the innermost running model without "thd"; the caller of this function restores it."""
+    _STATE.caller = caller
 
 
 @contextmanager

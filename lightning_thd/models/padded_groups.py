@@ -142,7 +142,13 @@ def _grid(
 
 
 def run_grouped(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, slots: int
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    groups: Groups,
+    slots: int,
+    *,
+    several: bool = False,
 ) -> Any:
     """Call ``function`` on each padded group and put its outputs back in the order of the pack.
 
@@ -153,18 +159,21 @@ def run_grouped(
         kwargs: likewise.
         groups: of ``plan_groups``.
         slots: T.
+        several: whether every entry of a tuple it returns is one of tokens, not the first alone.
 
     Returns:
-        What ``function`` returns for tokens, ``[N, L, ...]``, as ``[1, T, ...]``. Of a tuple that is the
-        first entry; the others are final states, of groups and not of the pack, and become None.
+        What ``function`` returns for tokens, ``[N, L, ...]``, as ``[1, T, ...]``. The other entries of a
+        tuple are final states, of groups and not of the pack, and become None.
     """
     outputs = []
     for source in groups.sources:
         take = _Taker(source, slots)
         outputs.append(function(*map(take, args), **{name: take(value) for name, value in kwargs.items()}))
     if isinstance(outputs[0], tuple):
-        joined = _join([output[0] for output in outputs], groups.back)
-        return joined, *(None for _ in outputs[0][1:])
+        parts = list(zip(*outputs, strict=True))
+        tokens = len(parts) if several else 1
+        joined = [_join(part, groups.back) for part in parts[:tokens]]
+        return *joined, *(None for _ in parts[tokens:])
     return _join(outputs, groups.back)
 
 
@@ -184,6 +193,6 @@ class _Taker:
         return rows.index_select(0, self.source.flatten()).view(*self.source.shape, *value.shape[2:])
 
 
-def _join(outputs: list[Tensor], back: Tensor) -> Tensor:
+def _join(outputs: Sequence[Tensor], back: Tensor) -> Tensor:
     rows = torch.cat([output.flatten(0, 1) for output in outputs])
     return rows.index_select(0, back)[None]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import typing
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -34,16 +35,64 @@ _A_ROW_A_TOKEN = re.compile(
 
 def adopt_pooled_head(model_class: Any) -> None:
     """Patch a sequence classifier or reward model to give one output a sequence of a pack."""
-    if _HEAD in model_class.__name__ and not hasattr(model_class.forward, "_thd_pooled"):
-        model_class.forward = _row_a_sequence(model_class.forward)
+    forward = model_class.forward
+    if _HEAD in model_class.__name__ and not hasattr(forward, "_thd_pooled"):
+        # Below the guard of front_door, where there is one: it announces the pack that is pooled here.
+        model_class.forward = _row_a_sequence(getattr(forward, "_thd_unguarded", forward))
+
+
+def one_row_a_sequence(model: Any, pack: Pack, output: Any, *, outermost: bool) -> Any:
+    """Replace what a model pooled of a whole pack by a row a sequence, or refuse it.
+
+    Args:
+        model: what returned ``output`` for a pack.
+        pack: of S sequences.
+        output: of transformers.
+        outermost: whether no model with "thd" is around it, so that the caller sees ``output``.
+
+    Returns:
+        The output to return in place of ``output``, or None where that stays.
+
+    Raises:
+        ValueError: where one row stands for all sequences.
+    """
+    if may_pool(model):
+        return _look_and_pool(model, pack, output, outermost=outermost)
+    # The classes of transformers say in their names what they return, so a trace need not look: it would
+    # take the outputs for inputs of a graph. Classes of the user's own are looked at all the same.
+    if outermost and (model._thd_own_class or not torch.compiler.is_compiling()):
+        refuse_one_row(model, pack, output)
+    return None
 
 
 def may_pool(model: Any) -> bool:
     """Return whether a model may pool a whole pack to one row, as no language model does."""
-    return getattr(model, "pooler", None) is not None or not _A_ROW_A_TOKEN.search(type(model).__name__)
+    return (
+        getattr(model, "pooler", None) is not None
+        or model._thd_returns_pooled
+        or not _A_ROW_A_TOKEN.search(type(model).__name__)
+    )
+
+
+def returns_pooled(model_class: Any) -> bool:
+    """Return whether a class named as a base model is annotated to pool, as CLIP's text model is."""
+    if not model_class.__name__.endswith("Model"):
+        return False
+    annotation = inspect.signature(model_class.forward).return_annotation
+    kinds = (annotation, *typing.get_args(annotation))
+    fields = {name for kind in kinds for name in getattr(kind, "__dataclass_fields__", ())}
+    return any(part in name for name in fields if "router" not in name for part in _ONE_ROW)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+def _look_and_pool(model: Any, pack: Pack, output: Any, *, outermost: bool) -> Any:
+    """Pool a row a sequence, and look at what is left; outside torch.compile, which may not look."""
+    pooled = a_row_a_sequence(model, pack, output)
+    if outermost:
+        refuse_one_row(model, pack, output)
+    return pooled
+
+
 def a_row_a_sequence(model: Any, pack: Pack, output: Any) -> Any:
     """Replace an encoder's pooled output of a whole pack by one pooled row a sequence.
 

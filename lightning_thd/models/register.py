@@ -2,7 +2,10 @@
 
 All that is replaced outside this package, each doing what it did for models without "thd":
 
-- ``PreTrainedModel.get_correct_attn_implementation``: a model given "thd" gets its hooks here.
+- ``PreTrainedModel.get_correct_attn_implementation``, ``set_attn_implementation`` and ``post_init``: a model
+  given "thd" gets its hooks here, and so does every model around it.
+- the forward of every ``PreTrainedModel`` class: looks for "thd" in the model's config (``front_door``).
+- ``PreTrainedModel.__setstate__``: a hooked model that was copied or unpickled is known again.
 - ``PreTrainedModel._set_gradient_checkpointing`` and torch's ``CheckpointWrapper``: recomputed layers find
   the pack they were first run on.
 - ``masking_utils._preprocess_mask_arguments``: positions are not searched for packs under "thd".
@@ -119,24 +122,23 @@ def _watch_wrappers(checkpoint_wrapper: ModuleType) -> None:
 
 def _watch_models(base: Any) -> None:
     """Hook every model that gets "thd" attention, and every activation checkpointing switched on."""
-    from lightning_thd.models.hooks import carry_scope, install
-    from lightning_thd.models.mixers import has_mixers
-    from lightning_thd.models.own_attention import keeps_own_attention, refuse_own_attention
+    from lightning_thd.models.front_door import guard_known_classes, watch_construction, watch_copies
 
-    choose: Callable[..., str] = base.get_correct_attn_implementation
+    checkpointing = _carrying_checkpoints(base)
+    watch_construction(base)
+    watch_copies(base)
+    base._set_gradient_checkpointing = checkpointing
+    guard_known_classes(base)
+
+
+def _carrying_checkpoints(base: Any) -> Callable[..., None]:
+    """Return a ``_set_gradient_checkpointing`` whose checkpoints carry the pack to their recomputation."""
+    from lightning_thd.models.hooks import carry_scope
+    from lightning_thd.models.mixers import has_mixers
+
     set_checkpointing: Callable[..., None] = base._set_gradient_checkpointing
     if "gradient_checkpointing_func" not in inspect.signature(set_checkpointing).parameters:
         raise TypeError("_set_gradient_checkpointing takes no gradient_checkpointing_func")
-
-    @functools.wraps(choose)
-    def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:
-        chosen = choose(self, *args, **kwargs)
-        if chosen == NAME and keeps_own_attention(self):
-            return choose(self, None)  # a tower: packs are none of its business
-        if chosen == NAME:
-            refuse_own_attention(self)
-            install(self)
-        return chosen
 
     @functools.wraps(set_checkpointing)
     def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -147,5 +149,4 @@ def _watch_models(base: Any) -> None:
         )
         set_checkpointing(*bound.args, **bound.kwargs)
 
-    base.get_correct_attn_implementation = get_correct_attn_implementation
-    base._set_gradient_checkpointing = _set_gradient_checkpointing
+    return _set_gradient_checkpointing

@@ -155,10 +155,12 @@ def test_positions_of_sequences_compile_with_inductor_in_as_many_graphs(
 @pytest.mark.parametrize("twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_compiled_before_its_first_call_is_refused_too(twin: Any) -> None:
     torch._dynamo.reset()
-    model = twin(families.build("zaya", "ZayaForCausalLM", "thd"))  # the original is gone
+    model: Any = build("llama", "thd")
+    model.model.layers[1].memory = torch.nn.Sequential(torch.nn.Conv1d(32, 32, 4, groups=32))
+    model = twin(model)  # the original is gone
     gc.collect()
     (batch, _) = matrix.packs()
-    with pytest.raises(ValueError, match=r"ZayaConvolution|mixes tokens by a convolution or a state"):
+    with pytest.raises(ValueError, match=r"mixes tokens by a convolution or a state"):
         torch.compile(model, backend="eager")(**batch.hf_kwargs())
 
 

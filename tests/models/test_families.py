@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from benchmarks.families import KINDS, Line, compare, families, sweep, table, turn
+from benchmarks.family_sizes import draw
 from lightning_thd.models import register_thd
 
 register_thd()
@@ -51,6 +52,13 @@ def test_the_families_whose_turn_is_today_are_exact_or_refused() -> None:
         ("image_text", "llava", "exact", ""),
         ("image_text", "got_ocr2", "exact", ""),
         ("encoder", "mobilebert", "refused", "trigram_input"),
+        ("causal", "deepseek_v32", "refused", "Use sequences of at most 4 tokens"),
+        ("causal", "zaya", "exact", ""),
+        ("causal", "inkling_text", "refused", "passes position_bias to its attention"),
+        ("causal", "doge", "refused", "needs the causal mask itself"),
+        ("causal", "qwen4_exp_text", "refused", "needs the causal mask itself"),
+        ("encoder", "layoutlm", "exact", ""),
+        ("token", "umt5", "refused", "position_bias"),
         ("causal", "rwkv", "exact", ""),
         ("causal", "falcon", "refused", "FALCON_ATTENTION_CLASSES, which has no 'thd'"),
         ("sequence", "albert", "exact", ""),
@@ -78,3 +86,20 @@ def test_the_table_counts_and_gives_reasons() -> None:
     assert "| causal | 1 | 1 | 0 | 0 | 0 | 0 |" in text
     assert "Exact: a." in text
     assert "| b | refused | because / of this |" in text
+
+
+@FAMILIES_WARN
+def test_other_sizes_of_the_models_whose_turn_it_is_are_exact_or_refused() -> None:
+    """Layers, heads, windows, ropes and documents are drawn anew every day."""
+    names = turn(list(families("causal")), TODAY, of=16)
+    drawn = {name: draw(TODAY, name) for name in names}
+    found = {name: compare("causal", name, families("causal")[name], drawn[name]) for name in names}
+    bad = {name: verdict for name, verdict in found.items() if verdict[0] in ("wrong", "crash")}
+    again = f"python -m benchmarks.families --kinds causal --vary {TODAY} --only {','.join(bad)}"
+    assert not bad, f"{again}\n{bad}"
+
+
+def test_sizes_are_drawn_by_seed_and_family() -> None:
+    assert draw(3, "llama") == draw(3, "llama")
+    assert len({str(draw(seed, "llama")) for seed in range(20)}) == 20
+    assert str(draw(3, "llama")) != str(draw(3, "mistral"))

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, current_scope
-from lightning_thd.parallel.context import layout
+from lightning_thd.models.inputs.key_index import keeps_all_keys, longest_sequence
+from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, Pack, current_scope
 
 _MASKING_UTILS = "transformers.masking_utils"
 _UNDERSTOOD = (
@@ -70,29 +70,69 @@ def thd_mask(
         )
     plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
     if not plain:
-        plain, window = _plain_after_all(mask_function)
+        plain, wanted, window = _plain_after_all(mask_function, kind)
         local_size = local_size or window
+        if wanted and keeps_all_keys(config, q_length):
+            return nothing_hidden(device)
+        if wanted:
+            raise ValueError(_wants_its_mask(config))
     if not plain:
         raise ValueError(
             f"{type(config).__name__}: this model needs a mask with a pattern of its own (tokens that see "
-            "each other both ways, blocks, an index), which 'thd' attention cannot apply. Leave "
-            "token_type_ids and images out where the text needs neither, or use "
-            "attn_implementation='eager' on padded rows."
+            "each other both ways, or blocks), which 'thd' attention cannot apply. Leave token_type_ids and "
+            "images out where the text needs neither, or use attn_implementation='eager' on padded rows."
         )
     if (
         local_size is not None
         and not _PASSES_WINDOW.get(type(config), False)
-        and _longest(q_length) > local_size
+        and longest_sequence(q_length) > local_size
     ):
         if getattr(config, "model_type", "") in _HANDS_MASKS_ON:
             return tell_limit(local_size, chunk=hasattr(config, "attention_chunk_size"), device=device)
         raise ValueError(
             f"{type(config).__name__}: this model hides keys by a window or chunk of {local_size} in its "
             "mask alone and does not tell its attention, so 'thd' cannot apply it to sequences of "
-            f"{_longest(q_length)}. Use sequences of at most {local_size}, switch the window off in the "
-            "config, or use attn_implementation='eager' on padded rows."
+            f"{longest_sequence(q_length)}. Use sequences of at most {local_size}, switch the window off in "
+            "the config, or use attn_implementation='eager' on padded rows."
         )
     return None
+
+
+def _wants_its_mask(config: Any) -> str:
+    """Return why a model cannot run that adds to its causal mask, or chooses keys by it."""
+    limit = getattr(config, "index_topk", None)
+    advice = "" if limit is None else f"Use sequences of at most {limit} tokens, which keep all keys, or "
+    return (
+        f"{type(config).__name__}: this model chooses the keys of every token by an index, or adds to its "
+        f"mask, so it needs the causal mask itself, which 'thd' never builds. {advice or 'Use '}padded rows "
+        "with attn_implementation='eager'."
+    )
+
+
+def nothing_hidden(device: torch.device | None) -> Tensor:
+    """Return a mask of no entries, ``[0, 1, 0, 0]``, for layers that must be handed one."""
+    return torch.empty((0, 1, 0, 0), dtype=torch.bool, device=device)
+
+
+def hides_nothing(mask: Tensor | None) -> bool:
+    """Return whether a mask is what ``nothing_hidden`` made, or what a layer has left of it."""
+    return mask is not None and mask.shape[0] == 0
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def shows_all(mask: Tensor, pack: Pack | None) -> bool:
+    """Return whether a padding mask ``[B, 1, 1, T]`` that a model made of nothing hides no token.
+
+    It then stands for attention in both directions, whatever the layer says. Reads the device, once a pack.
+    """
+    if mask.ndim != 4 or mask.shape[1:3] != (1, 1):
+        return False
+    if pack is not None and pack.cache.get("shows all") is mask:
+        return True
+    shown = bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())
+    if shown and pack is not None:
+        pack.cache["shows all"] = mask  # one for all layers
+    return shown
 
 
 def tell_limit(size: int, *, chunk: bool, device: torch.device | None) -> Tensor:
@@ -108,23 +148,26 @@ def told_limit(mask: Tensor | None) -> tuple[int | None, int | None]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _plain_after_all(mask_function: Callable[..., Any] | None) -> tuple[bool, int | None]:
-    """Return whether a composed mask equals a plain one on this batch, and the window it is cut to.
+def _plain_after_all(mask_function: Callable[..., Any] | None, kind: str) -> tuple[bool, bool, int | None]:
+    """Return whether a composed mask equals a plain one, whether that is wanted itself, and its window.
 
     Text through a multimodal model asks for blocks of tokens that see each other, and there are none. Looks
-    at their ids, a device read. A plain mask that must not be skipped is wanted for itself, by an index.
+    at their ids, a device read. A causal mask that nothing was added to and that must not be skipped is
+    wanted for itself.
     """
     window: int | None = None
+    added = kind == BIDIRECTIONAL
     parts = list(_parts(mask_function))
     for part in parts:
         variables = inspect.getclosurevars(part).nonlocals
         name = part.__qualname__.partition(".")[0]
         if part.__module__ != _MASKING_UTILS or name not in _UNDERSTOOD:
-            return False, None
+            return False, False, None
         if name == "blockwise_overlay" and bool((variables["block_sequence_ids"] >= 0).any()):
-            return False, None
+            return False, False, None
+        added = added or name == "blockwise_overlay"
         window = variables.get("sliding_window", window)
-    return len(parts) > 1, window
+    return len(parts) > 1 and added, bool(parts) and not added, window
 
 
 def _parts(mask_function: Callable[..., Any] | None) -> Iterator[Callable[..., Any]]:
@@ -136,14 +179,6 @@ def _parts(mask_function: Callable[..., Any] | None) -> Iterator[Callable[..., A
         yield mask_function
     for part in inner or ():
         yield from _parts(part)
-
-
-def _longest(q_length: int) -> int:
-    scope = current_scope()
-    if scope is None or scope.pack is None:
-        return q_length
-    shard = layout.layout_of(scope.pack.cu_seqlens_q) if layout.in_use else None
-    return scope.pack.max_length_q if shard is None else max(shard.padded_lengths)
 
 
 # Config classes of the models built so far, and whether their attention call carries the window that a mask
