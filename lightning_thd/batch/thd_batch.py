@@ -284,7 +284,8 @@ class THDBatch(Immutable):
         """
         x = _rows(x)
         slots = sum(self.padded_lengths)
-        if x.ndim > 1 and x.shape[0] == 1 and x.shape[0] != slots:
+        # One slot: [1, 1, V] are a model's logits of it.
+        if x.ndim > 1 and x.shape[0] == 1 and (slots != 1 or (x.ndim > 2 and x.shape[1] == 1)):
             x = x[0]
         if x.ndim == 0 or x.shape[0] != slots:
             raise ValueError(

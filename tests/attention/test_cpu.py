@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_thd.attention import varlen_attention
 from lightning_thd.attention.kernels import cpu, flash_cpu
 from lightning_thd.attention.kernels import plan as plan_module
 from lightning_thd.attention.spec import AttentionSpec, make_spec
@@ -180,6 +181,15 @@ def test_bitwise_reproducible() -> None:
             torch.equal(a, b)
             for a, b in zip(first, run(q, k, v, lengths, lengths, grad, **options), strict=True)
         )
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q = torch.randn(6, 2, 8, requires_grad=True)
+    cu = torch.tensor([0, 2, 6], dtype=torch.int32)
+    out = varlen_attention(q, q, q, cu, cu, 4, 4)
+    (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"no second derivative.*attn_implementation='eager'"):
+        first.sum().backward()
 
 
 @pytest.mark.parametrize("layout", ["heads first", "one projection", "size strided", "expanded heads"])

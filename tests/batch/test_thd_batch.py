@@ -211,6 +211,9 @@ def test_unpack_wants_one_row_a_slot() -> None:
     assert [x.shape for x in batch.unpack(logits)] == [(2, 7)]
     with pytest.raises(ValueError, match=r"shape \(3,\), but the batch has 2 slots"):
         batch.unpack(torch.zeros(3))
+    single = THDBatch.collate([{"input_ids": [5]}])
+    assert [x.shape for x in single.unpack(torch.zeros(1, 1, 7))] == [(1, 7)]
+    assert [x.shape for x in single.unpack(torch.zeros(1, 7))] == [(1, 7)]
 
 
 @pytest.mark.parametrize(

@@ -273,9 +273,19 @@ def test_arguments_given_by_position_are_looked_at_too() -> None:
         model(ids, input_ids=ids, position_ids=positions, **given)
 
 
-@pytest.mark.parametrize(
-    "name", ["mamba2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("lfm3", "opt"))]
-)
+def test_a_class_that_knows_no_packs_is_taught_when_its_model_is_unpickled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = build("mamba2", "thd").eval()
+    batch, mixer = small_pack(), type(model.backbone.layers[0].mixer)
+    want, pickled = model(**batch.hf_kwargs()).logits, pickle.dumps(model)
+    monkeypatch.setattr(mixer, "forward", mixer.forward.__wrapped__)  # as in a new process
+    assert not torch.equal(model(**batch.hf_kwargs()).logits, want)
+    assert torch.equal(pickle.loads(pickled)(**batch.hf_kwargs()).logits, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba2", "lfm3", "opt"])
 def test_a_model_unpickled_in_a_new_process_knows_its_packs(name: str, tmp_path: Path) -> None:
     """The classes of a new process have not been taught by the model's construction."""
     model: Any = build(name, "thd").eval()

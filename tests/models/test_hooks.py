@@ -24,6 +24,7 @@ from tests.models.families import build
 from tests.models.test_matrix import checkpoint, thd_model
 
 register_thd()
+OTHER = torch.tensor([0, 8, 9, 24, 27, 35], dtype=torch.int32)  # not the offsets of matrix.packs()[0]
 # Neither hands cu_seq_lens down to all layers that need it.
 SILENT = ["stablelm", "mamba2", "zamba2", "jamba"]
 
@@ -135,6 +136,11 @@ def test_autocast_to_bf16_stays_within_its_rounding() -> None:
         ({"past_key_values": object()}, r"got a pack and past_key_values"),
         ({"max_length_q": None}, r"with cu_seq_lens_q but without max_length_q"),
         ({"position_ids": None}, r"with cu_seq_lens_q but without position_ids"),
+        ({"cu_seq_lens_q": [0, 35]}, r"cu_seq_lens_q is list; wanted int32 offsets"),
+        ({"cu_seq_lens_q": torch.tensor([0, 35])}, r"cu_seq_lens_q is torch.int64 of shape \(2,\)"),
+        ({"cu_seq_lens_k": torch.tensor([[0, 35]])}, r"cu_seq_lens_k is torch.int64 of shape \(1, 2\)"),
+        ({"cu_seq_lens_k": OTHER[:2]}, r"cu_seq_lens_k is not cu_seq_lens_q"),
+        ({"cu_seq_lens_k": OTHER}, r"cu_seq_lens_k is not cu_seq_lens_q"),
         (
             {"input_ids": torch.ones(5, 7, dtype=torch.int64)},
             r"one row, \[1, T\], but the input has shape \(5, 7\)",

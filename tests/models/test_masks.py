@@ -15,7 +15,14 @@ from transformers import masking_utils
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import register_thd
 from lightning_thd.models.inputs import masks
-from lightning_thd.models.inputs.masks import tell_limit, told_limit
+from lightning_thd.models.inputs.masks import (
+    hides_nothing,
+    nothing_hidden,
+    shows_all,
+    tell_limit,
+    told_limit,
+)
+from lightning_thd.models.pack import Pack
 from lightning_thd.parallel.context import layout
 from lightning_thd.parallel.shard import shard_batch
 from tests.models.families import build
@@ -81,8 +88,21 @@ def test_blocks_that_hold_nothing_are_plain() -> None:
 
 
 def test_a_mask_wanted_for_itself_is_refused() -> None:
-    with pytest.raises(ValueError, match="pattern of its own"):
+    with pytest.raises(ValueError, match=r"LlamaConfig: this model chooses the keys .* or adds to its mask"):
         causal(config(), allow_is_causal_skip=False)
+
+
+def test_a_padding_mask_that_hides_nothing_is_looked_at_once_a_pack() -> None:
+    pack = Pack.from_batch(THDBatch.collate([{"input_ids": [3, 4]}, {"input_ids": [5]}]))
+    shown, hidden = torch.zeros(1, 1, 1, 3), torch.tensor([[[[0.0, -1e9, 0.0]]]])
+    assert shows_all(shown, pack)
+    assert shows_all(shown, pack)
+    assert pack.cache["shows all"] is shown
+    assert not shows_all(hidden, pack)
+    assert shows_all(torch.ones(2, 1, 1, 3, dtype=torch.bool), None)
+    assert not shows_all(torch.zeros(1, 1, 3, 3), pack)  # might be causal, and is not
+    assert hides_nothing(nothing_hidden(None)[:, 0])
+    assert not hides_nothing(None)
 
 
 def test_a_bidirectional_mask_is_nothing() -> None:

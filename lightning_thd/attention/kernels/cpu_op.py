@@ -110,3 +110,13 @@ def _backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | No
 
 
 varlen_attention_cpu.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _second_derivative(*_: Any) -> tuple[None, ...]:
+    raise NotImplementedError(
+        "Attention on packs has no second derivative (create_graph=True). Use padded rows with "
+        "attn_implementation='eager' for gradient penalties and Hessians."
+    )
+
+
+_backward_op.register_autograd(_second_derivative)

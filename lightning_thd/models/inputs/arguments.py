@@ -6,6 +6,7 @@ import inspect
 import itertools
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_thd.models.inputs.positions import pack_from_positions
@@ -82,19 +83,46 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None, outer: Pack
             f"A pack is one row, [1, T], but the input has shape {tuple(tokens.shape)}. Lay all sequences "
             "end to end in one row, THDBatch.collate or THDBatch.from_padded."
         )
-    offsets = kwargs["cu_seq_lens_q"]
-    offsets_k, longest_k = kwargs.get("cu_seq_lens_k"), kwargs.get("max_length_k")
+    offsets, longest_k = kwargs["cu_seq_lens_q"], kwargs.get("max_length_k")
+    _check_offsets(offsets, kwargs.get("cu_seq_lens_k"))
     real = kwargs.get(REAL)
     if real is None and outer is not None and outer.slots == tokens.shape[1]:
         real = outer.cu_seqlens_real  # the model that calls this one was told
     return Pack(
         cu_seqlens_q=offsets,
-        cu_seqlens_k=offsets if offsets_k is None else offsets_k,
+        cu_seqlens_k=offsets,
         max_length_q=kwargs["max_length_q"],
         max_length_k=kwargs["max_length_q"] if longest_k is None else longest_k,
         slots=tokens.shape[1],
         cu_seqlens_real=real,
     )
+
+
+def _check_offsets(offsets: Any, offsets_k: Any) -> None:
+    """Refuse what are no offsets, and keys of other sequences than the queries'."""
+    for name, value in (("cu_seq_lens_q", offsets), ("cu_seq_lens_k", offsets_k)):
+        known = isinstance(value, Tensor)
+        if known and value.ndim == 1 and value.dtype == torch.int32 or value is None:
+            continue
+        got = f"{value.dtype} of shape {tuple(value.shape)}" if known else type(value).__name__
+        raise ValueError(
+            f"{name} is {got}; wanted int32 offsets [sequences + 1], as THDBatch.hf_kwargs() and "
+            "lightning_thd.seqlens.cu_seqlens_from_lengths give."
+        )
+    if offsets_k is None or offsets_k is offsets:
+        return
+    message = (
+        "cu_seq_lens_k is not cu_seq_lens_q, but tokens of a pack attend to those of their own sequence. "
+        "Pass the same offsets for both, as THDBatch.hf_kwargs() does."
+    )
+    if offsets_k.shape != offsets.shape:
+        raise ValueError(message)
+    same = (offsets_k == offsets).all()
+    if same.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not same:
+            raise ValueError(message)
+    else:
+        torch._assert_async(same, message)  # looking would wait for the device, or break the graph
 
 
 def refuse_class(model: Any) -> None:
