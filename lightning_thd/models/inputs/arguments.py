@@ -102,7 +102,7 @@ def _check_offsets(offsets: Any, offsets_k: Any) -> None:
     """Refuse what are no offsets, and keys of other sequences than the queries'."""
     for name, value in (("cu_seq_lens_q", offsets), ("cu_seq_lens_k", offsets_k)):
         known = isinstance(value, Tensor)
-        if known and value.ndim == 1 and value.dtype == torch.int32 or value is None:
+        if (known and value.ndim == 1 and value.dtype == torch.int32) or value is None:
             continue
         got = f"{value.dtype} of shape {tuple(value.shape)}" if known else type(value).__name__
         raise ValueError(
