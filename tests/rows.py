@@ -27,6 +27,16 @@ class Outcome:
     error: str | None = None
 
 
+def error_or(outcome: Outcome, compare: Callable[[Any], Any]) -> Any:
+    """Return what a comparison makes of a rank's value, or the error the rank or the comparison raised."""
+    if outcome.error is not None:
+        return outcome.error
+    try:
+        return compare(outcome.value)
+    except AssertionError as err:
+        return f"AssertionError: {err}"
+
+
 def run_row(
     fn: Callable[..., Any], world_size: int, cells: Sequence[Any], *args: object, cell_timeout_s: float = 90.0
 ) -> list[list[Outcome]]:

@@ -34,6 +34,7 @@ from lightning_thd.strategies.guards import (
     refuse_second_context_parallelism,
 )
 from lightning_thd.strategies.hosts import cuts_weights, own_axes, resolve_axes
+from lightning_thd.strategies.modules.metrics import groups_of_sums
 from lightning_thd.strategies.loading import BroadcastLoader, set_data_rank
 
 _NOT_GIVEN: Any = object()
@@ -211,9 +212,8 @@ class ContextParallelMixin(Strategy):
         if self.context_parallel_size != 1:
             raise MisconfigurationException(
                 "self.log(reduce_fx='sum', sync_dist=True) while ranks share packs: a loss is the pack's on "
-                "each of them and would count several times. Pass sync_dist_group=self.trainer.strategy."
-                "data_parallel_group for what is the pack's, or torch.distributed.group.WORLD for what this "
-                "rank has counted of its own slots."
+                "each of them and would count several times. Set sync_dist_group to "
+                + groups_of_sums(dynamic=self.context_parallel_size == DYNAMIC)
             )
         return None if self.sizes.peers == 1 else self.data_parallel_group
 

@@ -20,6 +20,7 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.strategies.dynamic import log_traffic
 from lightning_thd.strategies.guards import refuse_unused_layout
 from lightning_thd.strategies.hosts import refuse_host
+from lightning_thd.strategies.modules.unfrozen import reduces_now
 from lightning_thd.strategies.sharding import ShardingMixin
 from lightning_thd.strategies.step_logs import StepLogs, weigh
 
@@ -67,7 +68,7 @@ class THDStrategyMixin(ShardingMixin):
                 "module would see the first microbatch alone. Use Packs(n), or automatic optimisation."
             )
         self._pending = (batch, tuple(rest))
-        self._logs = StepLogs(trainer)
+        self._logs = StepLogs(trainer, microbatches=len(batch), metrics=self._metrics)
         output = self._forward(batch.microbatches[0], tuple(rest), last=len(batch) == 1)
         self._losses = [loss_of(output).detach()]
         return output
@@ -75,7 +76,9 @@ class THDStrategyMixin(ShardingMixin):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Backpropagate the first microbatch, then run the others, each weighing 1 / their number."""
         if self._pending is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            result = super().backward(closure_loss, optimizer, *args, **kwargs)
+            self._average_unfrozen()
+            return result
         step, rest = self._pending
         assert self._losses is not None
         assert self._logs is not None
@@ -87,8 +90,13 @@ class THDStrategyMixin(ShardingMixin):
             self._losses.append(loss.detach())
             with self._synchronised(last=last):
                 result = super().backward(loss / len(step), optimizer, *args, **kwargs)
-        self._logs.finish(len(step))
+        self._average_unfrozen()
+        self._logs.finish()
         return result
+
+    def _average_unfrozen(self) -> None:
+        if self._unfrozen is not None and reduces_now(self.model):
+            self._unfrozen.average()
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Update the weights as the base strategy does, and report the mean loss of the step to callbacks."""

@@ -19,10 +19,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+from torchmetrics import Metric
 
 from lightning_thd.models.weights import draw_weights, read_weights, require_unchanged
 from lightning_thd.parallel import fsdp
 from lightning_thd.parallel.clip import clip_by_norm, clip_by_value, meshes
+from lightning_thd.parallel.draws import SharedDraws
 from lightning_thd.parallel.mesh import TENSOR
 from lightning_thd.parallel.plan import check_heads, model_plan
 from lightning_thd.parallel.sequence import apply_sequence_parallel
@@ -43,8 +45,11 @@ from lightning_thd.strategies.checkpoints import (
     without_fresh,
 )
 from lightning_thd.strategies.context import ContextParallelMixin
+from lightning_thd.strategies.dynamic import DYNAMIC
 from lightning_thd.strategies.guards import refuse_compiled_module, refuse_partial_sharding
 from lightning_thd.strategies.hosts import cuts_weights, local_gradients
+from lightning_thd.strategies.modules.metrics import SyncedMetrics, metrics_in, refuse_sums
+from lightning_thd.strategies.modules.unfrozen import Unfrozen, watch
 
 
 class ShardingMixin(ContextParallelMixin):
@@ -66,15 +71,20 @@ class ShardingMixin(ContextParallelMixin):
     asynchronous_checkpoints: bool = False
 
     _background: BackgroundSaves | None = None
-
+    _draws: SharedDraws | None = None
+    _metrics: tuple[Metric, ...] = ()
+    _synced: SyncedMetrics | None = None
     _towers: tuple[TowerPaths, ...] = ()
+    _unfrozen: Unfrozen | None = None
 
     def setup(self, trainer: L.Trainer) -> None:
         """Shard the model, unless the user has, then create the optimizers over its shards."""
         refuse_compiled_module(self.lightning_module, self.sizes)
         writes_behind = self._writes_behind()
+        self._count_once()
         if not cuts_weights(self):
             super().setup(trainer)
+            self._unfrozen = watch(self.model)
             return
         assert self.model is not None
         assert self.accelerator is not None
@@ -100,6 +110,20 @@ class ShardingMixin(ContextParallelMixin):
         plugin.clip_grad_by_value = self._clip_by_value
         if trainer.state.fn == TrainerFn.FITTING:
             _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _count_once(self) -> None:
+        """Prepare for tensor-parallel ranks and stages, which run the same tokens as their peers."""
+        assert self.lightning_module is not None
+        if self.context_parallel_size != 1:
+            refuse_sums(self.lightning_module, dynamic=self.context_parallel_size == DYNAMIC)
+        self._metrics = tuple(metrics_in(self.lightning_module))
+        sizes = self.sizes
+        if self._meshes is None or sizes.tensor * sizes.pipeline == 1:
+            return
+        self._synced = SyncedMetrics(self._metrics, self._meshes.data_context.get_group())
+        if sizes.tensor > 1:
+            place = self._meshes.data_context.get_local_rank()
+            self._draws = SharedDraws(self.broadcast(torch.initial_seed()), place)
 
     def _shard_model(self, module: nn.Module) -> None:
         if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
@@ -161,7 +185,12 @@ class ShardingMixin(ContextParallelMixin):
             seen = any_rank_sees(args[0], group, self._wire_device)
             for paths in self._towers:
                 paths.active = seen
-        return super().training_step(*args, **kwargs)
+        with self._drawing():
+            return super().training_step(*args, **kwargs)
+
+    def _drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which tensor-parallel ranks draw the same random numbers."""
+        return contextlib.nullcontext() if self._draws is None else self._draws.microbatch()
 
     def _policy(self) -> MixedPrecisionPolicy:
         precision = self.precision_plugin.precision
@@ -231,6 +260,10 @@ class ShardingMixin(ContextParallelMixin):
     def teardown(self) -> None:
         """Wait for this rank's part of the last checkpoint, then do as the base strategy does."""
         background, self._background = self._background, None
+        if self._synced is not None:
+            self._synced.close()
+        self._synced = self._draws = self._unfrozen = None
+        self._metrics = ()
         super().teardown()
         if cuts_weights(self):
             self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy leaves that out

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_thd.batch import THDBatch
+from lightning_thd.strategies.modules.metrics import StepMetrics
 
 _FX = "training_step"
 
@@ -22,10 +25,14 @@ class StepLogs:
 
     Args:
         trainer: the running trainer.
+        microbatches: of the step.
+        metrics: objects of the module that may be logged.
     """
 
-    def __init__(self, trainer: L.Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: L.Trainer, *, microbatches: int, metrics: Sequence[Metric] = ()) -> None:
+        self._trainer, self._microbatches = trainer, microbatches
+        self._objects = StepMetrics(metrics)
+        self._objects.begin(self._logged_objects())
         self._logged: dict[str, list[Tensor]] = {}
 
     def begin(self, batch: THDBatch) -> str | None:
@@ -51,15 +58,13 @@ class StepLogs:
         for key, metric in self._metrics().items():
             if metric._forward_cache is not None:
                 self._logged.setdefault(key, []).append(metric._forward_cache)
+        self._objects.end(self._logged_objects(), several=self._microbatches > 1)
 
-    def finish(self, microbatches: int) -> None:
+    def finish(self) -> None:
         """Write the reduced values where Lightning reads the values of the step.
 
         What other hooks log from now on, ``on_train_batch_end`` say, weighs as much as the step: its loss
         tokens on this rank.
-
-        Args:
-            microbatches: of the step.
         """
         for key, metric in self._metrics().items():
             values = self._logged.get(key)
@@ -68,8 +73,9 @@ class StepLogs:
                 if not metric.meta.on_epoch:
                     metric.value = metric._forward_cache
         self._logged.clear()
+        self._objects.finish(self._logged_objects())
         if self._results is not None and self._results.batch_size is not None:
-            self._results.batch_size *= microbatches
+            self._results.batch_size *= self._microbatches
 
     @property
     def _results(self) -> Any:
@@ -77,11 +83,15 @@ class StepLogs:
 
     def _metrics(self) -> dict[str, Any]:
         """Return the tensors logged on_step by ``training_step``; a logged Metric has its own state."""
+        return {key: metric for key, metric in self._on_step().items() if metric.is_tensor}
+
+    def _logged_objects(self) -> list[Any]:
+        return [result for result in self._on_step().values() if not result.is_tensor]
+
+    def _on_step(self) -> dict[str, Any]:
         results = self._results or {}
         return {
-            key: metric
-            for key, metric in results.items()
-            if metric.is_tensor and metric.meta.fx == _FX and metric.meta.on_step
+            key: metric for key, metric in results.items() if metric.meta.fx == _FX and metric.meta.on_step
         }
 
 

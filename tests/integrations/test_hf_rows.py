@@ -27,9 +27,9 @@ from tests.tiny import checkpoint_activations, largest_error
 trl = pytest.importorskip("trl")
 
 STEPS = 3
-TOLERANCE = 1e-6
-# TRL's fused head computes in fp32, in tiles of as many tokens as it is given.
-GRADIENTS = 1e-5
+# TRL's fused head and the balancing loss of experts compute in fp32, over as many tokens as they are given.
+OF_TRL = (1e-6, 1e-5)  # of losses, and of what is made of gradients or differences
+EXACT = (1e-10, 1e-9)
 WORDS = ["a pack", "of rows", "is one", "long row", "and no", "token", "sees", "another", "row at all"]
 # Of what a trainer logs, what is time or a name.
 UNLIKE = re.compile(r"runtime|per_second|time|flos|memory")
@@ -72,6 +72,33 @@ def reward_long(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(completion))) for completion in completions]
 
 
+class ExactHead:
+    """What TRL's fused head computes, in the dtype it is given: its own sums are fp32, tile by tile."""
+
+    @staticmethod
+    def apply(hidden: Any, weight: Any, bias: Any, labels: Any, temperature: float, *others: Any) -> Any:
+        logp = (torch.nn.functional.linear(hidden, weight, bias) / temperature).log_softmax(-1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        logits, found = torch.nn.functional.linear(hidden, weight, bias), logp.gather(-1, labels[:, None])
+        return found[:, 0], entropy, None, logits.mean(-1).detach(), logits.argmax(-1) == labels
+
+
+def exact_balance(gates: Any, experts: int, top_k: int, mask: Any = None) -> torch.Tensor:
+    """Compute transformers' balancing loss of experts, whose own sums are fp32."""
+    rows = torch.cat([gate if mask is None else gate[mask.reshape(-1).bool()] for gate in gates])
+    probabilities = rows.softmax(-1)
+    chosen = torch.nn.functional.one_hot(probabilities.topk(top_k, -1).indices, experts).sum(1)
+    return experts * (chosen.to(rows).mean(0) * probabilities.mean(0)).sum()
+
+
+def use_exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.mixtral import modeling_mixtral
+    from trl.trainer import utils
+
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", ExactHead)
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", exact_balance)
+
+
 def train(kind: str, packed: bool, out: str, options: dict[str, Any]) -> dict[str, Any]:
     """Train with TRL's own trainer, or with the same one on packs."""
     from datasets import Dataset
@@ -80,6 +107,9 @@ def train(kind: str, packed: bool, out: str, options: dict[str, Any]) -> dict[st
     tokenizer = make_tokenizer(PLAIN)
     options = dict(options)
     lora, experts = options.pop("lora", False), options.pop("experts", False)
+    patch = pytest.MonkeyPatch()
+    if options.pop("exact", False):
+        use_exact_sums(patch)
     name = {"dpo": "DPO", "reward": "Reward", "grpo": "GRPO"}[kind]
     trainer_class = getattr(trl, f"{name}Trainer")
     given: dict[str, Any] = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
@@ -116,6 +146,7 @@ def train(kind: str, packed: bool, out: str, options: dict[str, Any]) -> dict[st
         {key: float(value) for key, value in entry.items() if not UNLIKE.search(key)}
         for entry in running.state.log_history
     ]
+    patch.undo()
     return {"logs": logs, "params": {n: p.detach().clone() for n, p in running.model.named_parameters()}}
 
 
@@ -129,18 +160,21 @@ def both(kinds: list[str], out: str, options: dict[str, Any]) -> list[tuple[dict
     ]
 
 
-def check(kinds: list[str], folder: Path, world: int = 1, **options: Any) -> None:
+def check(
+    kinds: list[str], folder: Path, world: int = 1, to: tuple[float, float] = OF_TRL, **options: Any
+) -> None:
+    losses_to, others_to = to
     for found, wanted in [
         pair for of_rank in run_ranks(both, world, kinds, str(folder), options) for pair in of_rank
     ]:
         assert len(found["logs"]) >= STEPS
         for own, theirs in zip(found["logs"], wanted["logs"], strict=True):
-            assert own.pop("grad_norm", 0.0) == pytest.approx(theirs.pop("grad_norm", 0.0), rel=GRADIENTS)
+            assert own.pop("grad_norm", 0.0) == pytest.approx(theirs.pop("grad_norm", 0.0), rel=others_to)
             losses = [name for name in own if name.endswith("loss")]
             for name in losses:
-                assert own.pop(name) == pytest.approx(theirs.pop(name), rel=TOLERANCE, abs=TOLERANCE)
-            assert own == pytest.approx(theirs, rel=GRADIENTS, abs=GRADIENTS)  # differences of large sums
-        assert largest_error(found["params"], wanted["params"]) < GRADIENTS
+                assert own.pop(name) == pytest.approx(theirs.pop(name), rel=losses_to, abs=losses_to)
+            assert own == pytest.approx(theirs, rel=others_to, abs=others_to)  # differences of large sums
+        assert largest_error(found["params"], wanted["params"]) < others_to
 
 
 @pytest.mark.parametrize(
@@ -160,7 +194,8 @@ def test_losses_metrics_and_weights_are_those_of_padded_rows(kinds: list[str], t
         {"precompute_ref_log_probs": True},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"lora": True},
-        {"experts": True, "router_aux_loss_coef": 0.1, "learning_rate": 1e-3},
+        {"experts": True, "router_aux_loss_coef": 0.1, "exact": True, "to": EXACT},
+        {"exact": True, "to": EXACT},
         {"world": 2},
     ],
     ids=lambda options: "-".join(options),

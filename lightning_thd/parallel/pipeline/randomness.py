@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_thd.parallel.draws import restore, states
+
 
 def has_dropout(model: Any) -> bool:
     """Return whether a model has dropout: in one of its modules, or as an option of its config."""
@@ -32,11 +34,11 @@ def draw_from_own_stream(layer: nn.Module, index: int) -> None:
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
         number = take_number()
-        saved.append(_states())
+        saved.append(states())
         torch.manual_seed((number + 0x9E3779B97F4A7C15 * (index + 1)) % 2**63)  # the golden ratio's bits
 
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        _restore(saved.pop())
+        restore(saved.pop())
 
     layer.register_forward_pre_hook(enter)
     layer.register_forward_hook(leave, always_call=True)
@@ -46,13 +48,3 @@ def take_number() -> int:
     """Draw one number from the host's global random stream, as each layer's place does."""
     return int(torch.empty((), dtype=torch.int64).random_())
 
-
-def _states() -> list[torch.Tensor]:
-    on_device = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
-    return [torch.get_rng_state(), *on_device]
-
-
-def _restore(states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])

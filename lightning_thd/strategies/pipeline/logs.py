@@ -89,13 +89,14 @@ class RecordedLogs:
         return [torch.tensor(value, dtype=torch.float64, device=device) for value in values]
 
     def _log(self, batches: Sequence[THDBatch], logged: Sequence[Mapping[str, float]]) -> None:
-        module, logs = self._trainer.lightning_module, StepLogs(self._trainer)
+        module = self._trainer.lightning_module
+        logs = StepLogs(self._trainer, microbatches=len(logged))
         for m, values in enumerate(logged):
             before = logs.begin(batches[m])
             for name, value in values.items():
                 module.log(name, torch.tensor(value, dtype=torch.float64), **self._options(m, name))
             logs.end(before)
-        logs.finish(len(logged))
+        logs.finish()
 
     def _options(self, microbatch: int, name: str) -> dict[str, Any]:
         for (m, _), calls in self._calls.items():

@@ -186,6 +186,8 @@ class PipelineMixin(THDStrategyMixin):
                 f"gave {type(batch).__name__}. Use THDDataModule."
             )
         step = batch if isinstance(batch, THDStep) else THDStep([batch])
+        if self._draws is not None:
+            self._draws.begin()
         self._run = PipelineStep(self, step, tuple(rest))
         self._warn_of_bubble(self._run.schedule)
         return self._run.first()
@@ -210,6 +212,10 @@ class PipelineMixin(THDStrategyMixin):
             sum_tied(tied, run.channel)
         self._run = None
         return result
+
+    def _drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Leave the stream as it is inside a step: layers take their numbers from it in turn."""
+        return super()._drawing() if self._channel is None else contextlib.nullcontext()
 
     def forward_pass(self, batch: THDBatch, rest: tuple[Any, ...]) -> Any:
         """Run the user's ``training_step`` on one microbatch."""

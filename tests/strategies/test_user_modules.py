@@ -1,0 +1,174 @@
+"""What a user's module brings along: metric objects, random numbers, weights that are frozen for a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
+from torchmetrics.wrappers import Running
+
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd.strategies.modules.metrics import can_join, refuse_sums
+from tests.ranks import run_ranks
+from tests.strategies.jobs import Layout, data, full_parameters, make_trainer
+from tests.strategies.matrix import STEP, Plain
+
+
+class ByStep(Plain):
+    """Logs metric objects by step, and keeps what was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.total, self.largest, self.least = MeanMetric(), SumMetric(), MaxMetric(), MinMetric()
+        self.rare = MeanMetric()
+        self.logged: list[dict[str, float]] = []
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        loss = causal_lm_loss(self.model, batch)
+        tokens = float(batch.loss_tokens)
+        self.mean(loss.detach(), weight=1.0 / batch.loss_scale)
+        for metric in (self.total, self.largest, self.least):
+            metric(tokens)
+        both: dict[str, Any] = {"on_step": True, "on_epoch": True}
+        self.log("mean", self.mean, **both)
+        self.log("total", self.total, **both)
+        self.log("largest", self.largest, **both)
+        self.log("least", self.least, **both)
+        self.rare(tokens)
+        if batch_idx % 2:
+            self.log("rare", self.rare)
+        if len(self.seen) == batch_idx:
+            self.seen.append([])
+        self.seen[-1].append(tokens)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        connector = self.trainer._logger_connector
+        self.logged.append({name: float(value) for name, value in connector.metrics["log"].items()})
+
+
+def logged_by_step() -> tuple[list[dict[str, float]], list[list[float]], list[float], dict[str, float]]:
+    module = ByStep()
+    trainer = make_trainer(Layout(), strategy="thd", max_steps=-1, max_epochs=1, limit_train_batches=5)
+    trainer.fit(module, data(STEP))
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return module.logged, module.seen, module.losses, metrics
+
+
+def test_a_metric_object_tells_the_value_of_the_whole_step() -> None:
+    [(logged, seen, losses, metrics)] = run_ranks(logged_by_step, 1)
+    assert max(map(len, seen)) > 1  # several microbatches
+    for step, (found, tokens) in enumerate(zip(logged, seen, strict=True)):
+        assert found["mean_step"] == pytest.approx(losses[step], rel=1e-6)  # metrics keep fp32
+        assert found["total_step"] == sum(tokens)
+        assert (found["largest_step"], found["least_step"]) == (max(tokens), min(tokens))
+    everything = [count for step in seen for count in step]
+    assert metrics["total_epoch"] == sum(everything)
+    assert metrics["largest_epoch"] == max(everything)
+    weights = [sum(step) for step in seen]
+    mean = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
+    assert metrics["mean_epoch"] == pytest.approx(mean, rel=1e-6)
+    # Logged first in the second step, it could not be told from the one before; in the fourth it is.
+    assert "rare" not in logged[1]
+    assert logged[3]["rare"] == pytest.approx(sum(seen[3]) / len(seen[3]), rel=1e-6)
+
+
+class Own(Metric):
+    """A metric as people write it, without full_state_update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, value: float) -> None:
+        self.total = self.total + value
+
+    def compute(self) -> Tensor:
+        total: Tensor = self.total
+        return total
+
+
+class LogsOwn(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = Own()
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
+        self.own(1.0)
+        self.log("own", self.own)
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+def fit_own() -> None:
+    trainer = make_trainer(Layout(), strategy="thd", max_steps=1)
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"self\.log\('own', Own, on_step=True\) in a step of several microbatches.*set full_state_update",
+    ):
+        trainer.fit(LogsOwn(), data(STEP))
+
+
+def test_a_metric_that_cannot_tell_a_step_is_refused() -> None:
+    run_ranks(fit_own, 1)
+    assert not can_join(Own())
+    assert not can_join(Running(SumMetric(), window=2))
+    assert can_join(CatMetric())
+
+
+def test_sums_under_context_parallelism_must_say_of_what() -> None:
+    module = L.LightningModule()
+    module.parts = nn.ModuleDict({"tokens": SumMetric(), "mean": MeanMetric()})
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"LightningModule\.parts\.tokens is a SumMetric while.*trainer\.strategy\.data_parallel_group for",
+    ):
+        refuse_sums(module, dynamic=False)
+    with pytest.raises(MisconfigurationException, match="no group has every pack once"):
+        refuse_sums(module, dynamic=True)
+    module.parts["tokens"].process_group = object()
+    refuse_sums(module, dynamic=False)
+
+
+class Drops(Plain):
+    """Drops half of what goes into the head, and keeps a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Tensor] = []
+
+        def drop(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            if not self.training:
+                return output
+            mask = torch.rand_like(output) < 0.5
+            self.masks.append(mask)
+            return output * mask
+
+        self.model.model.norm.register_forward_hook(drop)
+
+
+def train_dropping(axes: dict[str, int]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    torch.manual_seed(dist.get_rank())  # as seed + rank would
+    module = Drops()
+    layout = Layout(**axes)
+    make_trainer(layout, max_steps=2).fit(module, data(STEP))
+    return full_parameters(module.model), module.masks
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, pytest.param({"tp": 2, "dp": 2}, marks=pytest.mark.slow)])
+def test_tensor_parallel_ranks_drop_the_same_activations(axes: dict[str, int]) -> None:
+    ranks = run_ranks(train_dropping, 2 * axes.get("dp", 1), axes)
+    for first, second in zip(ranks[::2], ranks[1::2], strict=True):
+        assert all(map(torch.equal, first[1], second[1]))
+    masks = [mask for params, found in ranks[::2] for mask in found]
+    assert all(not torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])
+    for params, _ in ranks[1:]:
+        assert all(torch.equal(params[name], value) for name, value in ranks[0][0].items())
