@@ -106,6 +106,15 @@ class _PackedTrainerMixin(StreamsMixin):
         self._tokens = TokenMeter()
         self._refuse_settings()
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the base class does, with counts, clock and model of this call alone."""
+        self._trained_sequences, self._setting = 0, None  # a model_init has made another model
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if self._setting is not None:
+                self._stage.pause(self._setting)
+
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this rank's training packs."""
         accumulate = self.args.gradient_accumulation_steps

@@ -120,6 +120,23 @@ def test_steps_of_n_sequences_equal_the_hand_loop(tmp_path: Path, world: int) ->
     assert runtime["train_samples_per_second"] == pytest.approx(60 / runtime["train_runtime"], rel=0.01)
 
 
+def train_twice(out: str) -> list[tuple[float, int]]:
+    trainer, found = make_trainer(out, 1), []
+    for _ in range(2):
+        trainer.seen.clear()
+        metrics = trainer.train().metrics
+        counted = metrics["train_samples_per_second"] * metrics["train_runtime"]
+        found.append((counted, sum(map(len, trainer.seen))))
+        assert not trainer._stage.meter.running  # what is between two calls is no time of training
+    return found
+
+
+def test_a_second_call_counts_its_own_sequences(tmp_path: Path) -> None:
+    [found] = run_ranks(train_twice, 1, str(tmp_path))
+    for counted, sequences_run in found:
+        assert counted == pytest.approx(sequences_run, rel=0.01)
+
+
 @pytest.mark.slow
 def test_steps_of_n_sequences_resume(tmp_path: Path) -> None:
     [whole] = run_ranks(train, 1, str(tmp_path), 1, None, Sequences(10))
