@@ -141,6 +141,23 @@ def refuse_options(args: Any) -> None:
             )
 
 
+def refuse_replicas(args: Any) -> None:
+    """Refuse several devices in one process, for which Trainer cuts every tensor of a batch in pieces.
+
+    Args:
+        args: a ``TrainingArguments``.
+
+    Raises:
+        ValueError: saying how to start a process a device.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"The Trainer would run on {args.n_gpu} GPUs from one process (nn.DataParallel), which cuts packs "
+            f"and their cu_seqlens in pieces. Start a process a GPU, torchrun --nproc-per-node={args.n_gpu}, "
+            "or show it one: CUDA_VISIBLE_DEVICES=0."
+        )
+
+
 def _is_changed(args: Any, field: dataclasses.Field[Any]) -> bool:
     """Return whether an option of transformers or TRL differs from its default; a subclass's never counts."""
     owners = [base for base in type(args).__mro__ if field.name in inspect.get_annotations(base)]

@@ -84,6 +84,14 @@ def test_trainers_with_a_loss_of_their_own_are_refused(kind: type, message: str)
         packed_trainer(kind)
 
 
+def test_several_devices_in_one_process_are_refused(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    assert args.n_gpu < 2
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match=r"on 2 GPUs from one process.*torchrun --nproc-per-node=2, or show"):
+        packed_trainer()(model=tiny_llama(), args=args, train_dataset=sequences(4), capacity=64)
+
+
 def test_a_loss_of_logits_is_refused(tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     given: dict[str, Any] = {
