@@ -21,6 +21,16 @@ from lightning_thd.loss import causal_lm_loss
 from lightning_thd.parallel.context.layout import Communication
 
 
+# Names of Fabric's strategies, for importing some needs their packages; why steps of packs cannot run in them.
+_REFUSED = {
+    "DeepSpeedStrategy": "whose engine accumulates, clips and steps by itself",
+    "XLAStrategy": "which compiles one step of fixed shapes",
+    "XLAFSDPStrategy": "which compiles one step of fixed shapes",
+    "SingleDeviceXLAStrategy": "which compiles one step of fixed shapes",
+    "DataParallelStrategy": "which cuts packs and their cu_seqlens in pieces, one a device",
+}
+
+
 def prepare_fabric(
     fabric: Fabric,
     model: nn.Module,
@@ -60,10 +70,12 @@ def prepare_fabric(
 
     Raises:
         TypeError: for what is no Fabric.
-        ValueError: for data of another kind, and for an optimizer of parameters that were replaced.
+        ValueError: for data of another kind, an optimizer of parameters that were replaced, and a strategy
+            that runs steps or cuts batches by itself.
     """
     instance(fabric, "fabric", Fabric, advice="Pass a lightning Fabric that was launched.")
     instance(model, "model", nn.Module, advice="Pass the model itself.")
+    _refuse_strategy(fabric.strategy)
     rank, ranks, group = _data_rank(fabric)
     shared = share_packs(
         model,
@@ -92,6 +104,15 @@ def prepare_fabric(
     return PackedLoop(
         host, model, loader, optimizer, loss_fn=loss_fn, peak=peak, log_every_n_steps=log_every_n_steps
     )
+
+
+def _refuse_strategy(strategy: object) -> None:
+    for base in type(strategy).__mro__:
+        if base.__name__ in _REFUSED and base.__module__.partition(".")[0].startswith("lightning"):
+            raise ValueError(
+                f"prepare_fabric under {base.__name__}, {_REFUSED[base.__name__]}. Use Fabric(strategy='ddp'), "
+                "'fsdp', ModelParallelStrategy or one device."
+            )
 
 
 def _data_rank(fabric: Fabric) -> tuple[int, int, Any]:

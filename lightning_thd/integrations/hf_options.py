@@ -141,21 +141,25 @@ def refuse_options(args: Any) -> None:
             )
 
 
-def refuse_replicas(args: Any) -> None:
-    """Refuse several devices in one process, for which Trainer cuts every tensor of a batch in pieces.
+def refuse_devices(trainer: Any) -> None:
+    """Refuse several devices in one process, for which Trainer cuts every tensor of a batch, and DeepSpeed.
 
     Args:
-        args: a ``TrainingArguments``.
+        trainer: of transformers, constructed.
 
     Raises:
-        ValueError: saying how to start a process a device.
+        ValueError: saying how to start it.
     """
-    if args.n_gpu > 1:
+    devices = trainer.args.n_gpu
+    if devices > 1:
         raise ValueError(
-            f"The Trainer would run on {args.n_gpu} GPUs from one process (nn.DataParallel), which cuts packs "
-            f"and their cu_seqlens in pieces. Start a process a GPU, torchrun --nproc-per-node={args.n_gpu}, "
-            "or show it one: CUDA_VISIBLE_DEVICES=0."
+            f"The Trainer would run on {devices} GPUs from one process (nn.DataParallel), which cuts packs and "
+            f"their cu_seqlens in pieces. Start a process a GPU, torchrun --nproc-per-node={devices}, or show "
+            "it one: CUDA_VISIBLE_DEVICES=0."
         )
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        _, why, remedy = REFUSED["deepspeed"]
+        raise ValueError(f"Accelerate's configuration starts DeepSpeed, which {why}. {remedy}.")
 
 
 def _is_changed(args: Any, field: dataclasses.Field[Any]) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.integrations.hf_options import refuse_replicas
+from lightning_thd.integrations.hf_options import refuse_devices
 from lightning_thd.models.hooks import NAME, run_as_pack
 
 # TRL's trainers whose rows go into one pack, by name: TRL is imported by whoever passes one.
@@ -51,7 +51,7 @@ class PackedRowsMixin:
                 "per_device_train_batch_size rows holds. Leave it out."
             )
         super().__init__(*args, **kwargs)
-        refuse_replicas(self.args)
+        refuse_devices(self)
         self._refuse_what_rows_cannot()
         self._pack_models()
 

@@ -26,7 +26,7 @@ from lightning_thd.integrations.evaluation import mean_loss
 from lightning_thd.integrations.hf_data import keyed_loader, packed_dataset
 from lightning_thd.integrations.hf_evaluation import Rows
 from lightning_thd.integrations.hf_losses import TokenMeter, dft_loss
-from lightning_thd.integrations.hf_options import refuse_options, refuse_replicas, refuse_trainer
+from lightning_thd.integrations.hf_options import refuse_devices, refuse_options, refuse_trainer
 from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
 from lightning_thd.integrations.hf_steps import check_global_batch, packs_of, train_on_packs
 from lightning_thd.integrations.hf_streams import StreamsMixin, is_streamed, streamed_dataset
@@ -351,7 +351,7 @@ class _PackedTrainerMixin(StreamsMixin):
         return "bf16-mixed" if self.args.bf16 else "16-mixed" if self.args.fp16 else "32-true"
 
     def _refuse_settings(self) -> None:
-        refuse_replicas(self.args)
+        refuse_devices(self)
         config = getattr(self.accelerator, "parallelism_config", None)
         if config is not None and (config.cp_enabled or config.sp_enabled or config.tp_enabled):
             raise ValueError(

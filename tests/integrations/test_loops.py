@@ -9,7 +9,7 @@ import accelerate
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies import DataParallelStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
 from lightning_thd import FlopsModel, Packs, Sequences, THDDataModule
@@ -158,6 +158,8 @@ def _refused(kind: str) -> str:
     data: Any = make_data(Packs(1))
     if kind == "cp":
         accelerator.state.parallelism_config = accelerate.ParallelismConfig(cp_size=2)
+    elif kind == "engine":
+        accelerator.state.distributed_type = accelerate.DistributedType.DEEPSPEED
     elif kind == "loader":
         data = torch.utils.data.DataLoader([1, 2])
     elif kind == "packs":
@@ -176,6 +178,7 @@ def _refused(kind: str) -> str:
     ("kind", "message"),
     [
         ("cp", "cp_size=2: its context parallelism replaces every mask"),
+        ("engine", "The accelerator runs DEEPSPEED, whose engine accumulates, clips and steps by itself"),
         ("loader", "type DataLoader, wanted a THDDataModule"),
         ("packs", "make 1 packs a step. Set Packs(1)"),
         ("sequences", "Set gradient accumulation to 1"),
@@ -184,6 +187,15 @@ def _refused(kind: str) -> str:
 def test_what_would_leak_or_change_the_loss_is_refused(kind: str, message: str) -> None:
     [found] = run_ranks(_refused, 1, kind)
     assert message in found
+
+
+def test_strategies_of_fabric_that_cut_batches_or_step_by_themselves_are_refused() -> None:
+    engine = type("DeepSpeedStrategy", (), {"__module__": "lightning.fabric.strategies.deepspeed"})
+    for strategy, why in ((DataParallelStrategy(), "which cuts packs"), (engine(), "whose engine accumulates")):
+        fabric: Any = object.__new__(L.Fabric)
+        fabric._strategy = strategy
+        with pytest.raises(ValueError, match=rf"prepare_fabric under \w+Strategy, {why}.*Use Fabric\(strategy='ddp'\)"):
+            prepare_fabric(fabric, tiny_llama(), make_data(Packs(1)), None)
 
 
 def _costs(host: str) -> tuple[Any, Any]:
