@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_thd import Packs, THDBatch, THDDataModule, causal_lm_loss
 from tests.strategies.attacks import ATTACKS, Found, attack, epochs, trained
-from tests.strategies.jobs import CAPACITY, full_parameters
+from tests.strategies.jobs import CAPACITY, full_parameters, make_optimizer
 from tests.strategies.matrix import STEP, Cell, Plain, given, logged
 from tests.tiny import sequences
 
@@ -90,6 +90,23 @@ class FreezesLater(Plain):
 
     def on_train_epoch_start(self) -> None:
         self.model.model.embed_tokens.requires_grad_(self.current_epoch == 0)
+
+
+class Planned(Plain):
+    """Plans its rates over the steps that the Trainer says it will run."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self.model)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Fused(Plain):
+    """Updates weights by one kernel for all of them."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-5, fused=True)
 
 
 class TwoSets(Plain):
@@ -195,6 +212,8 @@ MORE: dict[str, Callable[[Cell], Found]] = {
     "reloaded": lambda cell: epochs_of(cell, Plain(), reload_dataloaders_every_n_epochs=1),
     "not reloaded": lambda cell: epochs_of(cell, Plain()),
     "validated in between": packs_validated_in_between,
+    "planned": trained(Planned, **epochs(max_epochs=1)),
+    "fused": trained(Fused),
     "timer": trained(Plain, callbacks=lambda: [Timer({"hours": 1})]),
     "traced": trained(Plain, profiler="simple", detect_anomaly=True, deterministic=True),
     "no inference mode": trained(Plain, inference_mode=False, val_check_interval=1),
