@@ -6,7 +6,7 @@ distributed format, and everything else as one file in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.tensor import DTensor
@@ -75,10 +76,14 @@ def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) 
 
     Returns:
         The state with parameters numbered as ``optimizer.state_dict()`` does.
+
+    Raises:
+        ValueError: for states of parameters that the optimizer does not hold.
     """
     groups = state["param_groups"]
     if not any(isinstance(name, str) for group in groups for name in group["params"]):
         return state
+    refuse_unknown(state["state"], optimizer, module)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     settings = {name: group for group in groups for name in group["params"]}
     numbered: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -103,21 +108,98 @@ def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ]
 
 
-def options_of_fresh(path: Path, *, weights_only: bool | None = None) -> list[list[dict[str, Any]]]:
-    """Return the optimizers' options in a file saved before their first step.
-
-    torch cannot load such a state into sharded weights.
+def load_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    """Load whole optimizer states into the optimizers of a sharded model; a collective.
 
     Args:
-        path: of a file of whole weights; its tensors are mapped, not read.
-        weights_only: as of ``torch.load``.
+        states: of a file, whose parameters are named or numbered.
+        optimizers: that are to load them, in the same order.
+        model: sharded; its parameters are the optimizers'.
 
-    Returns:
-        Nothing where an optimizer has a state, or where there is none.
+    Raises:
+        ValueError: for states of other parameters than the optimizers hold.
     """
-    found = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-    states = found.get("optimizer_states", ())
-    return [] if any(state["state"] for state in states) else [state["param_groups"] for state in states]
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for state, optimizer in zip(states, optimizers, strict=False):
+        if not state["state"]:  # saved before the first step: torch would fail on it
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
+                group.update({name: value for name, value in saved.items() if name != "params"})
+            continue
+        named = by_name(state, optimizer, model)
+        refuse_unknown(named["state"], optimizer, model)
+        set_optimizer_state_dict(model, optimizer, optim_state_dict=dict(named), options=options)
+
+
+def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> Mapping[str, Any]:
+    """Replace numbers of parameters in an optimizer state by their names.
+
+    Args:
+        state: of any optimizer; returned as it is where it names parameters already.
+        optimizer: that is to load it: its groups and their order are those of the one that was saved.
+        module: whose ``named_parameters`` the names are.
+
+    Raises:
+        ValueError: for groups of other sizes.
+    """
+    if all(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
+        return state
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != own:
+        raise ValueError(
+            f"The checkpoint's optimizer has groups of {sizes} parameters, but this one of {own}. Make it as "
+            "it was made, with the same parameters in the same groups; a callback that adds groups later "
+            "(BackboneFinetuning) must hold them from the start under thd_model_parallel."
+        )
+    names = names_in(optimizer, module)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    of = dict(zip(numbers, names, strict=True))
+    groups = [
+        {**group, "params": [of[number] for number in group["params"]]} for group in state["param_groups"]
+    ]
+    return {**state, "state": {of[n]: found for n, found in state["state"].items()}, "param_groups": groups}
+
+
+def names_in(optimizer: Optimizer, module: nn.Module) -> list[str]:
+    """Return the names of an optimizer's parameters, as checkpoints have them, group after group."""
+    names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _plain(name: str) -> str:
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
+        name = name.replace(wrapper, "")
+    return name
+
+
+def refuse_unknown(saved: Iterable[str], optimizer: Optimizer, module: nn.Module) -> None:
+    """Refuse a checkpoint with states of parameters that its optimizer does not hold: they would be lost.
+
+    Args:
+        saved: names of the parameters that have a state.
+        optimizer: that is to load them.
+        module: whose parameters they are.
+
+    Raises:
+        ValueError: naming some.
+    """
+    others = {_plain(name) for name, _ in module.named_parameters()} - set(names_in(optimizer, module))
+    lost = sorted(set(saved) & others)
+    if lost:
+        raise ValueError(
+            f"The checkpoint has the optimizer's state of {len(lost)} parameters that this one does not hold, "
+            f"{lost[:3]} among them: it would be lost. Give it the parameters it had; those that a callback "
+            "adds later (BackboneFinetuning) from the start: frozen ones are not updated."
+        )
+
+
+def refuse_unknown_of_folder(path: Path, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
+    """Do what ``refuse_unknown`` does for a checkpoint folder."""
+    keys = FileSystemReader(path).read_metadata().state_dict_metadata.keys() if optimizers else ()
+    for i, optimizer in enumerate(optimizers):
+        start = f"optimizer_{i}.state."
+        saved = {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
+        refuse_unknown(saved, optimizer, module)
 
 
 def drop_unknown_options(optimizers: Iterable[Optimizer], path: str | Path) -> None:

@@ -39,8 +39,9 @@ from lightning_thd.strategies.checkpoints import (
     drop_unknown_options,
     is_folder,
     load_averaging,
-    options_of_fresh,
+    load_optimizers,
     read_folder,
+    refuse_unknown_of_folder,
     save_averaging,
     without_fresh,
 )
@@ -288,6 +289,8 @@ class ShardingMixin(ContextParallelMixin):
         path = Path(self.broadcast(checkpoint_path))
         if cuts_weights(self):
             if is_folder(path):
+                assert self.model is not None
+                refuse_unknown_of_folder(path, self.optimizers, self.model)
                 drop_unknown_options(self.optimizers, path)
             checkpoint = self._load_sharded(path, weights_only)
             self._no_foreach_over_meshes()  # the options of another layout's optimizers are loaded now
@@ -300,17 +303,16 @@ class ShardingMixin(ContextParallelMixin):
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        optimizers = self.optimizers
-        fresh = path.is_file() and optimizers and options_of_fresh(path, weights_only=weights_only)
-        if not fresh:
+        if not path.is_file() or not self.optimizers:
             loaded: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
             return loaded
-        self.optimizers = []
-        loaded = super().load_checkpoint(path, weights_only=weights_only)
-        self.optimizers = optimizers
-        for optimizer, groups in zip(optimizers, fresh, strict=False):
-            for group, saved in zip(optimizer.param_groups, groups, strict=False):
-                group.update({name: value for name, value in saved.items() if name != "params"})
+        optimizers, self.optimizers = self.optimizers, []  # Lightning takes numbers for the model's order
+        try:
+            loaded = super().load_checkpoint(path, weights_only=weights_only)
+        finally:
+            self.optimizers = optimizers
+        assert self.model is not None
+        load_optimizers(loaded.get("optimizer_states", ()), optimizers, self.model)
         return loaded
 
     def _leave_fresh(self, checkpoint: Mapping[str, Any]) -> None:

@@ -81,6 +81,8 @@ class Thaw(BaseFinetuning):
 
     def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: Any) -> None:
         model: Any = pl_module.model
+        if epoch >= 1:
+            self.make_trainable(model.model.layers[0])
         if epoch == 1:
             self.unfreeze_and_add_param_group(model.model.layers[0], optimizer, lr=1e-2)
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_thd import Sequences
 from lightning_thd.strategies import THDModelParallelStrategy
+from lightning_thd.strategies.checkpoints import by_index, by_name
 from tests.ranks import run_ranks
 from tests.rows import error_or, run_row
 from tests.strategies.jobs import CLIP, Job, Layout, data, family_model, full_parameters, make_trainer
@@ -80,6 +81,18 @@ def test_go_on_in_another_layout(tmp_path: Path, distributed: bool) -> None:
     assert largest_error(full_parameters(model), whole["params"]) == 0.0
 
 
+class Grouped(Job):
+    """Has groups of parameters in another order than the module's, and weights outside of the optimizer."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.model.model.embed_tokens.requires_grad_(False)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        norms = [parameter for parameter in trained if parameter.ndim == 1]
+        others = [parameter for parameter in reversed(trained) if parameter.ndim > 1]
+        groups = [{"params": norms, "lr": 2e-2, "weight_decay": 0.0}, {"params": others}]
+        return torch.optim.AdamW(groups, lr=1e-2, eps=1e-5, weight_decay=0.1)
+
+
 PLACES = {
     "ddp cp2": Layout(strategy="thd_ddp", cp=2),
     "ddp": Layout(strategy="thd_ddp", dp=2),
@@ -101,7 +114,7 @@ WAYS = [
 def written(cell: tuple[str, str], folder: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     source, kind = cell
-    module = Job("qwen3")
+    module = Grouped("qwen3")
     saver = ModelCheckpoint(
         f"{folder}/{source} {kind}", filename="{step}", every_n_train_steps=SAVED, save_top_k=-1
     )
@@ -121,7 +134,7 @@ def of_kind(layout: Layout, kind: str) -> Layout:
 def resumed(way: tuple[str, str, str], folder: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     source, target, kind = way
-    module = Job("qwen3")
+    module = Grouped("qwen3")
     trainer = make_trainer(PLACES[target], max_steps=STEPS)
     path = f"{folder}/{source} {kind}/step={SAVED}.ckpt"
     trainer.fit(module, data(Sequences(12)), ckpt_path=path)
@@ -164,7 +177,7 @@ def begun(cell: tuple[str, str, str | None], folder: str) -> dict[str, Any]:
     """Train with a checkpoint before the first step, or from such a one."""
     warnings.filterwarnings("ignore")
     place, kind, source = cell
-    module = Job("qwen3")
+    module = Grouped("qwen3")
     if source is None:
         path = f"{folder}/{place} {kind}.ckpt"
         module.on_train_start = lambda: module.trainer.save_checkpoint(path)  # type: ignore[method-assign]
@@ -193,6 +206,20 @@ def test_a_checkpoint_before_the_first_step_counts_no_step(
         for outcome in outcomes:
             assert outcome.error is None, (cell, outcome.error)
             assert largest_error(outcome.value, wanted) < 1e-10, cell
+
+
+def test_states_of_other_parameters_are_refused() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    whole = torch.optim.Adam(module.parameters())
+    module(torch.ones(1, 3)).sum().backward()
+    whole.step()
+    part = torch.optim.Adam(module[0].parameters())
+    with pytest.raises(ValueError, match=r"has groups of \[4\] parameters, but this one of \[2\]. Make it as"):
+        by_name(whole.state_dict(), part, module)
+    named = by_name(whole.state_dict(), whole, module)
+    assert list(named["state"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    with pytest.raises(ValueError, match=r"state of 2 parameters that this one does not hold, \['1.bias'"):
+        by_index(named, part, module)
 
 
 def test_what_to_export_must_be_clear(tmp_path: Path) -> None:
