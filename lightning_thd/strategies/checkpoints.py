@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-_META = "meta.pt"  # Lightning's name of the file with everything else
+META = "meta.pt"  # Lightning's name of the file with everything else
 CURRENT = "current_model_state"  # Lightning's WeightAveraging keeps the weights in training here
 FRESH = "lightning_thd_fresh_optimizers"  # indices of those that had made no step when they were saved
 _AVERAGING = "averaging"  # our folder with them, inside the checkpoint's
@@ -49,7 +49,7 @@ def read_folder(path: str | Path, *, weights_only: bool | None = None) -> dict[s
         ``by_index`` numbers them.
     """
     state = _read(Path(path))
-    found: dict[str, Any] = torch.load(Path(path) / _META, weights_only=bool(weights_only))
+    found: dict[str, Any] = torch.load(Path(path) / META, weights_only=bool(weights_only))
     optimizers = sorted(
         (name for name in state if name.startswith("optimizer_")), key=lambda name: int(name.split("_")[1])
     )
@@ -148,8 +148,7 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -
     if sizes != own:
         raise ValueError(
             f"The checkpoint's optimizer has groups of {sizes} parameters, but this one of {own}. Make it as "
-            "it was made, with the same parameters in the same groups; a callback that adds groups later "
-            "(BackboneFinetuning) must hold them from the start under thd_model_parallel."
+            "it was made, with the same parameters in the same groups: their states are numbered."
         )
     names = names_in(optimizer, module)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -188,8 +187,8 @@ def refuse_unknown(saved: Iterable[str], optimizer: Optimizer, module: nn.Module
     if lost:
         raise ValueError(
             f"The checkpoint has the optimizer's state of {len(lost)} parameters that this one does not hold, "
-            f"{lost[:3]} among them: it would be lost. Give it the parameters it had; those that a callback "
-            "adds later (BackboneFinetuning) from the start: frozen ones are not updated."
+            f"{lost[:3]} among them: it would be lost. Give it the parameters it had, those that are added later in "
+            "training too: frozen ones are not updated."
         )
 
 

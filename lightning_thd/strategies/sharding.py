@@ -49,6 +49,7 @@ from lightning_thd.strategies.context import ContextParallelMixin
 from lightning_thd.strategies.dynamic import DYNAMIC
 from lightning_thd.strategies.guards import refuse_compiled_module, refuse_partial_sharding
 from lightning_thd.strategies.hosts import cuts_weights, local_gradients
+from lightning_thd.strategies.modules.finetuning import restore_groups
 from lightning_thd.strategies.modules.metrics import SyncedMetrics, metrics_in, refuse_sums
 from lightning_thd.strategies.modules.unfrozen import Unfrozen, watch
 
@@ -288,14 +289,16 @@ class ShardingMixin(ContextParallelMixin):
         self.wait_for_checkpoint()
         path = Path(self.broadcast(checkpoint_path))
         if cuts_weights(self):
+            assert self.model is not None
+            if self.optimizers:
+                assert self.lightning_module is not None
+                restore_groups(self.lightning_module.trainer, path, weights_only=weights_only)
             if is_folder(path):
-                assert self.model is not None
                 refuse_unknown_of_folder(path, self.optimizers, self.model)
                 drop_unknown_options(self.optimizers, path)
             checkpoint = self._load_sharded(path, weights_only)
             self._no_foreach_over_meshes()  # the options of another layout's optimizers are loaded now
             self._leave_fresh(checkpoint)
-            assert self.model is not None
             load_averaging(checkpoint, path, self.model)
             return checkpoint
         if is_folder(path) and not isinstance(self, FSDPStrategy):
