@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_thd._checks import described, instance
@@ -171,8 +172,10 @@ def _data_rank(accelerator: Any) -> tuple[int, int, Any]:
     if mesh is None:
         return accelerator.process_index, accelerator.num_processes, None
     names = [name for name in ("dp_replicate", "dp_shard") if name in (mesh.mesh_dim_names or ())]
-    if not names:
-        return 0, 1, None
+    if not names:  # all ranks read the same: None would be the world, and count every pack on each
+        ranks_apart = [[rank] for rank in range(mesh.size())]
+        alone, _ = dist.new_subgroups_by_enumeration(ranks_apart)  # type: ignore[no-untyped-call]
+        return 0, 1, alone
     rank, ranks = 0, 1
     for name in names:
         rank, ranks = rank * mesh[name].size() + mesh[name].get_local_rank(), ranks * mesh[name].size()

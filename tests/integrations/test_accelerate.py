@@ -124,9 +124,9 @@ def _rank_in(sizes: dict[str, int]) -> tuple[int, int]:
     config = accelerate.ParallelismConfig(**sizes)
     mesh = config.build_device_mesh("cpu")
     rank, ranks, group = _data_rank(SimpleNamespace(parallelism_config=config, torch_device_mesh=mesh))
-    if group is not None:
-        assert torch.distributed.get_world_size(group) == ranks
-        assert torch.distributed.get_rank(group) == rank
+    # Without a group tokens would be counted over the world.
+    assert torch.distributed.get_world_size(group) == ranks
+    assert torch.distributed.get_rank(group) == rank
     return rank, ranks
 
 
