@@ -20,8 +20,7 @@ from lightning_thd.integrations.loop import Host, PackedLoop, as_loader
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.parallel.context.layout import Communication
 
-
-# Names of Fabric's strategies, for importing some needs their packages; why steps of packs cannot run in them.
+# Names of Fabric's strategies, for importing some needs packages of theirs: why packs cannot run in them.
 _REFUSED = {
     "DeepSpeedStrategy": "whose engine accumulates, clips and steps by itself",
     "XLAStrategy": "which compiles one step of fixed shapes",
@@ -110,8 +109,8 @@ def _refuse_strategy(strategy: object) -> None:
     for base in type(strategy).__mro__:
         if base.__name__ in _REFUSED and base.__module__.partition(".")[0].startswith("lightning"):
             raise ValueError(
-                f"prepare_fabric under {base.__name__}, {_REFUSED[base.__name__]}. Use Fabric(strategy='ddp'), "
-                "'fsdp', ModelParallelStrategy or one device."
+                f"prepare_fabric under {base.__name__}, {_REFUSED[base.__name__]}. Use "
+                "Fabric(strategy='ddp'), 'fsdp', ModelParallelStrategy or one device."
             )
 
 

@@ -153,9 +153,9 @@ def refuse_devices(trainer: Any) -> None:
     devices = trainer.args.n_gpu
     if devices > 1:
         raise ValueError(
-            f"The Trainer would run on {devices} GPUs from one process (nn.DataParallel), which cuts packs and "
-            f"their cu_seqlens in pieces. Start a process a GPU, torchrun --nproc-per-node={devices}, or show "
-            "it one: CUDA_VISIBLE_DEVICES=0."
+            f"The Trainer would run on {devices} GPUs from one process (nn.DataParallel), which cuts packs "
+            "and their cu_seqlens in pieces. Start a process a GPU, torchrun "
+            f"--nproc-per-node={devices}, or show it one: CUDA_VISIBLE_DEVICES=0."
         )
     if getattr(trainer, "is_deepspeed_enabled", False):
         _, why, remedy = REFUSED["deepspeed"]

@@ -108,7 +108,9 @@ def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ]
 
 
-def load_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+def load_optimizers(
+    states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], model: nn.Module
+) -> None:
     """Load whole optimizer states into the optimizers of a sharded model; a collective.
 
     Args:
@@ -186,9 +188,9 @@ def refuse_unknown(saved: Iterable[str], optimizer: Optimizer, module: nn.Module
     lost = sorted(set(saved) & others)
     if lost:
         raise ValueError(
-            f"The checkpoint has the optimizer's state of {len(lost)} parameters that this one does not hold, "
-            f"{lost[:3]} among them: it would be lost. Give it the parameters it had, those that are added later in "
-            "training too: frozen ones are not updated."
+            f"The checkpoint has the optimizer's state of {len(lost)} parameters that this one does not "
+            f"hold, {lost[:3]} among them: it would be lost. Give it the parameters it had, those that are added "
+            "later in training too: frozen ones are not updated."
         )
 
 

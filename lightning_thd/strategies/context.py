@@ -34,8 +34,8 @@ from lightning_thd.strategies.guards import (
     refuse_second_context_parallelism,
 )
 from lightning_thd.strategies.hosts import cuts_weights, own_axes, resolve_axes
-from lightning_thd.strategies.modules.metrics import groups_of_sums
 from lightning_thd.strategies.loading import BroadcastLoader, set_data_rank
+from lightning_thd.strategies.modules.metrics import groups_of_sums
 
 _NOT_GIVEN: Any = object()
 

@@ -191,10 +191,13 @@ def test_what_would_leak_or_change_the_loss_is_refused(kind: str, message: str) 
 
 def test_strategies_of_fabric_that_cut_batches_or_step_by_themselves_are_refused() -> None:
     engine = type("DeepSpeedStrategy", (), {"__module__": "lightning.fabric.strategies.deepspeed"})
-    for strategy, why in ((DataParallelStrategy(), "which cuts packs"), (engine(), "whose engine accumulates")):
+    for strategy, why in (
+        (DataParallelStrategy(), "which cuts packs"),
+        (engine(), "whose engine accumulates"),
+    ):
         fabric: Any = object.__new__(L.Fabric)
         fabric._strategy = strategy
-        with pytest.raises(ValueError, match=rf"prepare_fabric under \w+Strategy, {why}.*Use Fabric\(strategy='ddp'\)"):
+        with pytest.raises(ValueError, match=rf"prepare_fabric under \w+Strategy, {why}.*Use Fabric"):
             prepare_fabric(fabric, tiny_llama(), make_data(Packs(1)), None)
 
 

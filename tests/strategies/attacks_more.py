@@ -1,4 +1,4 @@
-"""More of what people do with a Trainer: metric objects, weights thawed later, checkpoints by name, many sets."""
+"""More of what people do with a Trainer: metric objects, weights thawed later, checkpoints by name."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def packs_validated_in_between(cell: Cell) -> Found:
 def of_epochs(cell: Cell) -> Found:
     """Return what metrics tell of whole epochs: a step's value is of the rank's own packs."""
     found = trained(Measured, val_check_interval=2, max_steps=4)(cell)
-    return {name: value for name, value in found.items() if "_step" not in name and "train/mean" != name[7:]}
+    return {name: value for name, value in found.items() if "_step" not in name and name[7:] != "train/mean"}
 
 
 MORE: dict[str, Callable[[Cell], Found]] = {

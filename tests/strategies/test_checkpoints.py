@@ -214,7 +214,7 @@ def test_states_of_other_parameters_are_refused() -> None:
     module(torch.ones(1, 3)).sum().backward()
     whole.step()
     part = torch.optim.Adam(module[0].parameters())
-    with pytest.raises(ValueError, match=r"has groups of \[4\] parameters, but this one of \[2\]. Make it as"):
+    with pytest.raises(ValueError, match=r"has groups of \[4\] parameters, but this one of \[2\]. Make it"):
         by_name(whole.state_dict(), part, module)
     named = by_name(whole.state_dict(), whole, module)
     assert list(named["state"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]

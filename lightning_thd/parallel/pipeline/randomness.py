@@ -47,4 +47,3 @@ def draw_from_own_stream(layer: nn.Module, index: int) -> None:
 def take_number() -> int:
     """Draw one number from the host's global random stream, as each layer's place does."""
     return int(torch.empty((), dtype=torch.int64).random_())
-

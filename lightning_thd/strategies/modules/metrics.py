@@ -58,8 +58,8 @@ def refuse_sums(module: nn.Module, *, dynamic: bool) -> None:
     for name, child in module.named_modules():
         if isinstance(child, SumMetric) and child.process_group is None:
             raise MisconfigurationException(
-                f"{type(module).__name__}.{name} is a {type(child).__name__} while ranks share packs: what is "
-                "the pack's would count on each of them. In setup(), set its process_group to "
+                f"{type(module).__name__}.{name} is a {type(child).__name__} while ranks share packs: what "
+                "is the pack's would count on each of them. In setup(), set its process_group to "
                 f"{groups_of_sums(dynamic=dynamic)}"
             )
 

@@ -34,7 +34,9 @@ class Unfrozen:
         if not trained:
             return
         ranks = dist.get_world_size(self._group)
-        used = torch.tensor([p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device)
+        used = torch.tensor(
+            [p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device
+        )
         dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
         found = [p for p, by_any in zip(trained, used.tolist(), strict=True) if by_any]
         for parameter in found:
