@@ -110,10 +110,12 @@ class _PackedTrainerMixin(StreamsMixin):
         """Train as the base class does, with counts, clock and model of this call alone."""
         self._trained_sequences, self._setting = 0, None  # a model_init has made another model
         try:
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            return super().train(*args, **kwargs)
         finally:
-            if self._setting is not None:
-                self._stage.pause(self._setting)
+            self._stop_clock()
+
+    def _stop_clock(self) -> bool:
+        return self._setting is not None and self._stage.pause(self._setting)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this rank's training packs."""
@@ -317,11 +319,10 @@ class _PackedTrainerMixin(StreamsMixin):
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        setting = self._setting
-        running = setting is not None and self._stage.pause(setting)
+        running = self._stop_clock()
         yield
-        if running and setting is not None:
-            self._stage.resume(setting)
+        if running:
+            self._stage.resume(self._ready)
 
     @property
     def _ready(self) -> Setting:

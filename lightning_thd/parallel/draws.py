@@ -45,7 +45,8 @@ class SharedDraws:
 
 def states() -> list[Tensor]:
     """Return the states of the global random streams: of the host, and of the current device if in use."""
-    on_device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_device = [torch.cuda.get_rng_state()] if in_use else []
     return [torch.get_rng_state(), *on_device]
 
 

@@ -189,8 +189,8 @@ def refuse_unknown(saved: Iterable[str], optimizer: Optimizer, module: nn.Module
     if lost:
         raise ValueError(
             f"The checkpoint has the optimizer's state of {len(lost)} parameters that this one does not "
-            f"hold, {lost[:3]} among them: it would be lost. Give it the parameters it had, those that are added "
-            "later in training too: frozen ones are not updated."
+            f"hold, {lost[:3]} among them: it would be lost. Give it the parameters it had, those that are "
+            "added later in training too: frozen ones are not updated."
         )
 
 

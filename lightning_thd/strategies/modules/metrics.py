@@ -126,7 +126,7 @@ class StepMetrics:
         for result in logged:
             metric = result.value
             if isinstance(metric, MaxMetric | MinMetric):
-                if metric._forward_cache is not None:
+                if isinstance(metric._forward_cache, Tensor):
                     self._values.setdefault(id(metric), []).append(metric._forward_cache)
             elif several and not can_join(metric):
                 raise MisconfigurationException(

@@ -50,7 +50,7 @@ class Unfrozen:
         dist.all_reduce(flat, group=self._group)
         flat /= ranks
         sizes = [gradient.numel() for gradient in gradients]
-        for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
+        for gradient, mean in zip(gradients, torch.split(flat, sizes), strict=True):
             gradient.copy_(mean.view_as(gradient))
 
 
