@@ -124,10 +124,11 @@ class StepMetrics:
             MisconfigurationException: for a metric that cannot tell the value of several microbatches.
         """
         for result in logged:
-            metric = result.value
+            metric: Any = result.value
             if isinstance(metric, MaxMetric | MinMetric):
-                if isinstance(metric._forward_cache, Tensor):
-                    self._values.setdefault(id(metric), []).append(metric._forward_cache)
+                told: Any = metric._forward_cache
+                if told is not None:
+                    self._values.setdefault(id(metric), []).append(told)
             elif several and not can_join(metric):
                 raise MisconfigurationException(
                     f"self.log({result.meta.name!r}, {type(metric).__name__}, on_step=True) in a step of "
