@@ -100,6 +100,8 @@ class THDStrategyMixin(ShardingMixin):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Update the weights as the base strategy does, and report the mean loss of the step to callbacks."""
+        if self._count_groups() != self._groups:  # a callback may have added one
+            self._no_foreach_over_meshes()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._losses and isinstance(closure, Closure) and closure._result is not None:
             closure._result.loss = sum(self._losses[1:], start=self._losses[0]) / len(self._losses)

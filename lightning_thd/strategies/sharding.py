@@ -74,6 +74,7 @@ class ShardingMixin(ContextParallelMixin):
 
     _background: BackgroundSaves | None = None
     _draws: SharedDraws | None = None
+    _groups: int = 0
     _metrics: tuple[Metric, ...] = ()
     _synced: SyncedMetrics | None = None
     _towers: tuple[TowerPaths, ...] = ()
@@ -207,10 +208,14 @@ class ShardingMixin(ContextParallelMixin):
 
     def _no_foreach_over_meshes(self) -> None:
         """Turn off foreach kernels for parameter groups that span two meshes."""
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers if cuts_weights(self) else ():
             for group in optimizer.param_groups:
                 if len(meshes(group["params"])) > 1 and not group.get("fused"):
                     group["foreach"] = False
+        self._groups = self._count_groups()
+
+    def _count_groups(self) -> int:
+        return sum(len(optimizer.param_groups) for optimizer in self.optimizers)
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
         clip_by_norm(self.precision_plugin.main_params(optimizer), float(clip_val))

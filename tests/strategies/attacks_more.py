@@ -84,7 +84,8 @@ class Thaw(BaseFinetuning):
         if epoch >= 1:
             self.make_trainable(model.model.layers[0])
         if epoch == 1:
-            self.unfreeze_and_add_param_group(model.model.layers[0], optimizer, lr=1e-2)
+            # Lightning's unfreeze_and_add_param_group compares weights by value, across meshes too.
+            optimizer.add_param_group({"params": list(model.model.layers[0].parameters()), "lr": 1e-2})
 
 
 class FreezesLater(Plain):

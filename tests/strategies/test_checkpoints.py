@@ -84,8 +84,11 @@ def test_go_on_in_another_layout(tmp_path: Path, distributed: bool) -> None:
 class Grouped(Job):
     """Has groups of parameters in another order than the module's, and weights outside of the optimizer."""
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def __init__(self) -> None:
+        super().__init__()
         self.model.model.embed_tokens.requires_grad_(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         norms = [parameter for parameter in trained if parameter.ndim == 1]
         others = [parameter for parameter in reversed(trained) if parameter.ndim > 1]
@@ -114,7 +117,7 @@ WAYS = [
 def written(cell: tuple[str, str], folder: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     source, kind = cell
-    module = Grouped("qwen3")
+    module = Grouped()
     saver = ModelCheckpoint(
         f"{folder}/{source} {kind}", filename="{step}", every_n_train_steps=SAVED, save_top_k=-1
     )
@@ -134,7 +137,7 @@ def of_kind(layout: Layout, kind: str) -> Layout:
 def resumed(way: tuple[str, str, str], folder: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
     source, target, kind = way
-    module = Grouped("qwen3")
+    module = Grouped()
     trainer = make_trainer(PLACES[target], max_steps=STEPS)
     path = f"{folder}/{source} {kind}/step={SAVED}.ckpt"
     trainer.fit(module, data(Sequences(12)), ckpt_path=path)
@@ -177,7 +180,7 @@ def begun(cell: tuple[str, str, str | None], folder: str) -> dict[str, Any]:
     """Train with a checkpoint before the first step, or from such a one."""
     warnings.filterwarnings("ignore")
     place, kind, source = cell
-    module = Grouped("qwen3")
+    module = Grouped()
     if source is None:
         path = f"{folder}/{place} {kind}.ckpt"
         module.on_train_start = lambda: module.trainer.save_checkpoint(path)  # type: ignore[method-assign]
