@@ -6,7 +6,8 @@ distributed format, and everything else as one file in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ def load_optimizers(
             continue
         named = by_name(state, optimizer, model)
         refuse_unknown(named["state"], optimizer, model)
-        set_optimizer_state_dict(model, optimizer, optim_state_dict=dict(named), options=options)
+        with trained(parameters_in(optimizer, model, named["state"])):
+            set_optimizer_state_dict(model, optimizer, optim_state_dict=dict(named), options=options)
 
 
 def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> Mapping[str, Any]:
@@ -194,13 +196,42 @@ def refuse_unknown(saved: Iterable[str], optimizer: Optimizer, module: nn.Module
         )
 
 
-def refuse_unknown_of_folder(path: Path, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
-    """Do what ``refuse_unknown`` does for a checkpoint folder."""
+def parameters_in(optimizer: Optimizer, module: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
+    """Return an optimizer's parameters of some names."""
+    wanted = set(names)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [p for p, name in zip(held, names_in(optimizer, module), strict=True) if name in wanted]
+
+
+@contextmanager
+def trained(parameters: Iterable[nn.Parameter]) -> Generator[None]:
+    """Mark parameters as trained inside this context: torch leaves out the states of frozen ones."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def parameters_of_folder(
+    path: Path, optimizers: Sequence[Optimizer], module: nn.Module
+) -> list[nn.Parameter]:
+    """Return the parameters whose optimizer states a checkpoint folder has.
+
+    Raises:
+        ValueError: for states of parameters that the optimizers do not hold.
+    """
     keys = FileSystemReader(path).read_metadata().state_dict_metadata.keys() if optimizers else ()
+    found = []
     for i, optimizer in enumerate(optimizers):
         start = f"optimizer_{i}.state."
         saved = {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
         refuse_unknown(saved, optimizer, module)
+        found += parameters_in(optimizer, module, saved)
+    return found
 
 
 def drop_unknown_options(optimizers: Iterable[Optimizer], path: str | Path) -> None:

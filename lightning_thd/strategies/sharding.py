@@ -40,9 +40,10 @@ from lightning_thd.strategies.checkpoints import (
     is_folder,
     load_averaging,
     load_optimizers,
+    parameters_of_folder,
     read_folder,
-    refuse_unknown_of_folder,
     save_averaging,
+    trained,
     without_fresh,
 )
 from lightning_thd.strategies.context import ContextParallelMixin
@@ -230,7 +231,8 @@ class ShardingMixin(ContextParallelMixin):
         """
         inner = getattr(optimizer, "_optimizer", optimizer)
         fresh = not inner.state
-        state: dict[str, Any] = super().optimizer_state(optimizer)
+        with trained(parameter for parameter in inner.state if cuts_weights(self)):
+            state: dict[str, Any] = super().optimizer_state(optimizer)
         if fresh:
             inner.state.clear()
         return state
@@ -298,10 +300,12 @@ class ShardingMixin(ContextParallelMixin):
             if self.optimizers:
                 assert self.lightning_module is not None
                 restore_groups(self.lightning_module.trainer, path, weights_only=weights_only)
+            saved: list[nn.Parameter] = []
             if is_folder(path):
-                refuse_unknown_of_folder(path, self.optimizers, self.model)
+                saved = parameters_of_folder(path, self.optimizers, self.model)
                 drop_unknown_options(self.optimizers, path)
-            checkpoint = self._load_sharded(path, weights_only)
+            with trained(saved):
+                checkpoint = self._load_sharded(path, weights_only)
             self._no_foreach_over_meshes()  # the options of another layout's optimizers are loaded now
             self._leave_fresh(checkpoint)
             load_averaging(checkpoint, path, self.model)
