@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -71,7 +72,7 @@ def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) 
     """Replace names of parameters in an optimizer state by their numbers.
 
     Args:
-        state: of any optimizer; returned as it is where it numbers parameters already.
+        state: of any optimizer; returned as it is where it numbers parameters as torch does.
         optimizer: that is to load it.
         module: whose ``named_parameters`` the names are.
 
@@ -81,11 +82,12 @@ def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) 
     Raises:
         ValueError: for states of parameters that the optimizer does not hold.
     """
-    groups = state["param_groups"]
-    if not any(isinstance(name, str) for group in groups for name in group["params"]):
+    if _is_numbered(state):
         return state
+    state = by_name(state, optimizer, module)
+    groups = state["param_groups"]
     refuse_unknown(state["state"], optimizer, module)
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
     settings = {name: group for group in groups for name in group["params"]}
     numbered: dict[str, Any] = {"state": {}, "param_groups": []}
     count = 0
@@ -138,7 +140,8 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -
     """Replace numbers of parameters in an optimizer state by their names.
 
     Args:
-        state: of any optimizer; returned as it is where it names parameters already.
+        state: of any optimizer; returned as it is where it names parameters already. torch numbers them
+            group after group; Lightning's ``ModelParallelStrategy`` by their place in the module.
         optimizer: that is to load it: its groups and their order are those of the one that was saved.
         module: whose ``named_parameters`` the names are.
 
@@ -147,20 +150,44 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -
     """
     if all(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
         return state
-    sizes = [len(group["params"]) for group in state["param_groups"]]
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != own:
-        raise ValueError(
-            f"The checkpoint's optimizer has groups of {sizes} parameters, but this one of {own}. Make it as "
-            "it was made, with the same parameters in the same groups: their states are numbered."
-        )
-    names = names_in(optimizer, module)
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    of = dict(zip(numbers, names, strict=True))
+    if _is_numbered(state):
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        own = [len(group["params"]) for group in optimizer.param_groups]
+        if sizes != own:
+            raise ValueError(
+                f"The checkpoint's optimizer has groups of {sizes} parameters, but this one of {own}. Make it "
+                "as it was made, with the same parameters in the same groups: their states are numbered."
+            )
+        names = names_in(optimizer, module)
+    else:
+        names = [_plain(name) for name, _ in module.named_parameters()]
     groups = [
-        {**group, "params": [of[number] for number in group["params"]]} for group in state["param_groups"]
+        {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
     ]
-    return {**state, "state": {of[n]: found for n, found in state["state"].items()}, "param_groups": groups}
+    kept = {names[number]: value for number, value in state["state"].items()}
+    return {**state, "state": kept, "param_groups": groups}
+
+
+def _is_numbered(state: Mapping[str, Any]) -> bool:
+    """Return whether a state numbers its parameters group after group, from 0."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    return numbers == list(range(len(numbers)))
+
+
+def whole_state(optimizer: Optimizer, model: nn.Module, *, keep: bool) -> Mapping[str, Any]:
+    """Gather an optimizer's whole state as torch writes it on one process; a collective.
+
+    Args:
+        optimizer: of a sharded model.
+        model: whose parameters are the optimizer's.
+        keep: whether this rank wants it: the first does.
+
+    Returns:
+        Parameters numbered group after group; nothing elsewhere.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    return by_index(state, optimizer, model) if keep else state
 
 
 def names_in(optimizer: Optimizer, module: nn.Module) -> list[str]:

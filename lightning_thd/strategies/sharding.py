@@ -44,6 +44,7 @@ from lightning_thd.strategies.checkpoints import (
     read_folder,
     save_averaging,
     trained,
+    whole_state,
     without_fresh,
 )
 from lightning_thd.strategies.context import ContextParallelMixin
@@ -229,10 +230,17 @@ class ShardingMixin(ContextParallelMixin):
 
         torch makes the state of sharded weights by a step with zero gradients, which Adam would count.
         """
+        host: Any = self
+        if not cuts_weights(self):
+            return super().optimizer_state(optimizer)
         inner = getattr(optimizer, "_optimizer", optimizer)
         fresh = not inner.state
-        with trained(parameter for parameter in inner.state if cuts_weights(self)):
-            state: dict[str, Any] = super().optimizer_state(optimizer)
+        with trained(inner.state):
+            if host._save_distributed_checkpoint:
+                state: dict[str, Any] = super().optimizer_state(optimizer)
+            else:  # Lightning would number parameters by their place in the module, which torch cannot load
+                assert self.model is not None
+                state = dict(whole_state(inner, self.model, keep=self.is_global_zero))
         if fresh:
             inner.state.clear()
         return state

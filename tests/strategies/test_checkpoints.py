@@ -221,6 +221,11 @@ def test_states_of_other_parameters_are_refused() -> None:
         by_name(whole.state_dict(), part, module)
     named = by_name(whole.state_dict(), whole, module)
     assert list(named["state"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    # Lightning's own strategy numbers by the module, in ascending order: here without the first weight.
+    state = {"state": {3: "b", 1: "a"}, "param_groups": [{"lr": 1.0, "params": [3]}, {"params": [1]}]}
+    theirs = torch.optim.Adam([{"params": [module[1].bias]}, {"params": [module[0].bias]}])
+    assert by_name(state, theirs, module)["state"] == {"1.bias": "b", "0.bias": "a"}
+    assert by_index(state, theirs, module)["state"] == {0: "b", 1: "a"}
     with pytest.raises(ValueError, match=r"state of 2 parameters that this one does not hold, \['1.bias'"):
         by_index(named, part, module)
 
