@@ -155,8 +155,8 @@ def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -
         own = [len(group["params"]) for group in optimizer.param_groups]
         if sizes != own:
             raise ValueError(
-                f"The checkpoint's optimizer has groups of {sizes} parameters, but this one of {own}. Make it "
-                "as it was made, with the same parameters in the same groups: their states are numbered."
+                f"The checkpoint's optimizer has groups of {sizes} parameters, but this one of {own}. Make "
+                "it as it was made, with the same parameters in the same groups: their states are numbered."
             )
         names = names_in(optimizer, module)
     else:

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -103,12 +104,20 @@ class THDStrategyMixin(ShardingMixin):
         if self._count_groups() != self._groups:  # a callback may have added one
             self._no_foreach_over_meshes()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._losses and isinstance(closure, Closure) and closure._result is not None:
-            closure._result.loss = sum(self._losses[1:], start=self._losses[0]) / len(self._losses)
+        if isinstance(closure, Closure) and closure._result is not None:
+            self._report_loss(closure._result)
         self._pending, self._losses, self._logs = None, None, None
         if self.context_parallel_size != 1:
             log_traffic(self._trainer)
         return result
+
+    def _report_loss(self, result: Any) -> None:
+        """Write the loss of the whole step into what callbacks get; of all ranks, for a rate finder."""
+        if self._losses:
+            result.loss = sum(self._losses[1:], start=self._losses[0]) / len(self._losses)
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        if result.loss is not None and any(isinstance(callback, _LRCallback) for callback in callbacks):
+            result.loss = self.reduce(result.loss.detach(), reduce_op="mean")
 
     def _forward(self, batch: THDBatch, rest: tuple[Any, ...], *, last: bool) -> Any:
         assert self._logs is not None
