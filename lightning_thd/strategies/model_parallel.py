@@ -107,6 +107,12 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         )
         _refuse_other_axes(expert=expert_parallel_size)
         _check_pipeline(pipeline_parallel_size, pipeline_schedule, stages_per_rank)
+        if pipeline_parallel_size > 1 and not save_distributed_checkpoint:
+            raise ValueError(
+                f"save_distributed_checkpoint=False with pipeline_parallel_size={pipeline_parallel_size}: "
+                "the first rank would write the weights of its own layers alone. Leave it True; "
+                "save_pretrained(folder) writes whole weights."
+            )
         self.pipeline_parallel_size = pipeline_parallel_size
         self.pipeline_schedule = pipeline_schedule
         self.stages_per_rank = stages_per_rank

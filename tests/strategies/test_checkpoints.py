@@ -230,6 +230,13 @@ def test_states_of_other_parameters_are_refused() -> None:
         by_index(named, part, module)
 
 
+def test_a_pipeline_writes_no_file() -> None:
+    with pytest.raises(
+        ValueError, match=r"pipeline_parallel_size=2: the first rank would write the weights of"
+    ):
+        THDModelParallelStrategy(pipeline_parallel_size=2, save_distributed_checkpoint=False)
+
+
 def test_what_to_export_must_be_clear(tmp_path: Path) -> None:
     strategy, module = THDModelParallelStrategy(), L.LightningModule()
     module.first, module.second = family_model("qwen3"), family_model("qwen3")
