@@ -31,6 +31,7 @@ SHAPES = (
     (64, "equal", 30.0),
     (512, "equal", 30.0),
     (128, "nearly equal", 30.0),
+    (128, "nearly equal, as planned", 30.0),
 )
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -53,14 +54,18 @@ class Row:
 
 
 def draw_lengths(documents: int, kind: str) -> list[int]:
-    """Cut TOKENS into documents: equally, within a tenth, or at uniformly drawn places (exponentially)."""
+    """Cut TOKENS into documents: equally, within a tenth, or at uniformly drawn places (exponentially).
+
+    As planned means longest first, as the planner lays the sequences of every pack.
+    """
     if kind == "equal":
         return [TOKENS // documents] * documents
-    if kind == "nearly equal":
+    if kind.startswith("nearly equal"):
         mean = TOKENS // documents
         steps = torch.randint(-(mean // 10), mean // 10 + 1, (documents // 2,), generator=_seeded(documents))
         lengths = [mean + s for step in steps.tolist() for s in (step, -step)]
-        return [*lengths[:-1], lengths[-1] + TOKENS - sum(lengths)]
+        lengths[-1] += TOKENS - sum(lengths)
+        return sorted(lengths, reverse=True) if kind.endswith("as planned") else lengths
     cuts = torch.randperm(TOKENS - 1, generator=_seeded(documents))[: documents - 1].sort().values + 1
     edges = [0, *cuts.tolist(), TOKENS]
     return [stop - start for start, stop in pairwise(edges)]

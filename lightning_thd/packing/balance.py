@@ -56,7 +56,8 @@ def balance(
         num_microbatches: microbatches of each rank; None takes the fewest that hold everything.
 
     Returns:
-        Per rank a list of as many microbatches, each an int64 array of positions in ``lengths``.
+        Per rank a list of as many microbatches, each an int64 array of positions in ``lengths``, the longest
+        sequence first.
 
     Raises:
         ValueError: when a sequence is longer than the capacity, or they do not fit the microbatches asked
@@ -115,7 +116,9 @@ def balanced_bins(
             f"num_microbatches={num_microbatches} has {count}. Pass num_microbatches={least}, or None."
         )
     owner = _best_owner(lengths, work, slots.usable, dp, count, packs)
-    order = np.argsort(owner, kind="stable")
+    # longest first inside a bin: sequences of one length lie side by side, and attention reads a run of them
+    # as one batch without a copy
+    order = np.lexsort((-lengths, owner))
     offsets = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(owner, minlength=count), out=offsets[1:])
     totals = _bin_work(owner, work, count)

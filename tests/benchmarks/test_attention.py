@@ -50,7 +50,7 @@ def test_the_table_compares_with_ours() -> None:
 
 
 def test_drawn_lengths_fill_the_pack() -> None:
-    for kind in ("equal", "nearly equal", "random"):
+    for kind in ("equal", "nearly equal", "nearly equal, as planned", "random"):
         lengths = attention.draw_lengths(32, kind)
         assert (sum(lengths), len(lengths)) == (256, 32)
         assert min(lengths) >= 1

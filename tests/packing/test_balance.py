@@ -104,6 +104,13 @@ def test_like_work_runs_together_and_the_heaviest_goes_to_the_rank_with_the_leas
     assert seats.tolist() == [[1, 4, 3], [2, 5, 0]]
 
 
+def test_the_longest_sequence_of_a_microbatch_comes_first_and_equal_ones_keep_their_order() -> None:
+    lengths = np.random.default_rng(0).integers(58, 71, 128)
+    for rank in balance(lengths, 1_024, dp=2):
+        for microbatch in rank:
+            assert microbatch.tolist() == sorted(microbatch.tolist(), key=lambda i: (-lengths[i], i))
+
+
 def test_fewer_sequences_than_ranks_leave_empty_microbatches() -> None:
     plan = balance([5, 3], 8, dp=4)
     assert sorted(len(rank[0]) for rank in plan) == [0, 0, 1, 1]
