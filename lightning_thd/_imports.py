@@ -56,11 +56,7 @@ _HINTS: dict[str, tuple[str, str]] = {
 
 @cache
 def available(name: str) -> bool:
-    """Return whether ``name`` imports here; a build for another ABI counts as absent.
-
-    Args:
-        name: dotted module name, for example ``"flash_attn"``.
-    """
+    """Return whether a module of a dotted name imports; a build for another ABI counts as absent."""
     try:
         if importlib.util.find_spec(name.partition(".")[0]) is None:
             return False

@@ -24,11 +24,6 @@ _said: set[tuple[object, ...]] = set()
 def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
     """Choose how a layer's keys reach other context-parallel ranks; all ranks of the group choose alike.
 
-    Args:
-        layout: of the shard.
-        sizes: of the layer.
-        spec: window and causality.
-
     Returns:
         What was asked for. With ``auto`` the cheapest way. A window under ``ring``, unless the shard is
         striped, is exchanged at once, as ``needed``: its keys are few and their distance differs from

@@ -88,12 +88,7 @@ class AtHand:
 
 
 class Ring:
-    """A key source that gets the keys of one rank after the other, the next ones while a kernel runs.
-
-    Args:
-        steps: what travels when.
-        group: the ranks.
-    """
+    """A key source that gets the keys of one rank after the other, the next ones while a kernel runs."""
 
     _own: Tensor | None
     _at_hand: Tensor | None

@@ -33,11 +33,6 @@ class SampleWeights:
 def sample_weights(sample: dict[str, Any], length: int, i: int) -> SampleWeights:
     """Read the weights of sample ``i``, one for all its tokens or one a token; 1 where there are none.
 
-    Args:
-        sample: with ``weights`` or without.
-        length: its tokens.
-        i: its place, for the message.
-
     Raises:
         ValueError: for another shape, or for weights that are negative or not finite.
     """

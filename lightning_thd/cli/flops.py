@@ -22,10 +22,6 @@ _PARTS = ("linear", "attention", "logits", "vision", "model", "recompute", "hard
 def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> Table:
     """Build a table of a training step's FLOPs by part, beside those of one sequence as long as all.
 
-    Args:
-        model: counts the FLOPs.
-        lengths: real tokens of every sequence.
-
     Returns:
         Of every part, FLOPs, its share of the model's, and FLOPs when counted as one sequence.
     """
@@ -52,9 +48,6 @@ def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> Table:
 
 def load_config(path: str) -> Any:
     """Load a config from a ``config.json``, a folder that holds one, or a name transformers can resolve.
-
-    Args:
-        path: file, folder, or model name.
 
     Raises:
         ValueError: for a file that is no JSON object with a ``model_type``.
@@ -92,11 +85,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``lightning-thd flops CONFIG --lengths 512 1024 2048``.
-
-    Args:
-        arguments: what follows the command's name; None takes them from the shell.
-    """
+    """Run ``lightning-thd flops CONFIG --lengths 512 1024 2048``."""
     parser = make_parser()
     given = parser.parse_args(arguments)
     try:

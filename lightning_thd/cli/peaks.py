@@ -16,11 +16,7 @@ _DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4")
 
 
 def peaks_table(rows: Sequence[Peak]) -> Table:
-    """Build a table of dense TFLOP/s by dtype, with the vendor's own figures and their sources.
-
-    Args:
-        rows: of the table.
-    """
+    """Build a table of dense TFLOP/s by dtype, with the vendor's own figures and their sources."""
     return Table(
         columns=("device", *_DTYPES, "printed", "source"),
         rows=[
@@ -48,11 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``lightning-thd peaks [DEVICE] [--json]``.
-
-    Args:
-        arguments: what follows the command's name; None takes them from the shell.
-    """
+    """Run ``lightning-thd peaks [DEVICE] [--json]``."""
     parser = make_parser()
     given = parser.parse_args(arguments)
     rows: Sequence[Peak] = PEAKS

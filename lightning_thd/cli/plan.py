@@ -86,9 +86,6 @@ def main(arguments: Sequence[str]) -> None:
 def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
     """Plan an epoch's first steps and measure their packs.
 
-    Args:
-        given: the parsed arguments.
-
     Returns:
         What to expect, and the lengths in each pack that was looked at.
     """

@@ -17,11 +17,7 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class MixedRows(Dataset[dict[str, Any]]):
-    """A dataset made of several datasets laid end to end.
-
-    Args:
-        datasets: of each source, by its name.
-    """
+    """A dataset made of several datasets laid end to end."""
 
     def __init__(self, datasets: Mapping[str, Any]) -> None:
         self.names = tuple(datasets)

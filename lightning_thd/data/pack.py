@@ -288,11 +288,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``lightning-thd pack data.jsonl packs.parquet --capacity 8192``.
-
-    Args:
-        arguments: what follows the command's name; None takes them from the shell.
-    """
+    """Run ``lightning-thd pack data.jsonl packs.parquet --capacity 8192``."""
     parser = make_parser()
     given = vars(parser.parse_args(arguments))
     as_json = given.pop("json")

@@ -81,13 +81,6 @@ def make_planner(
 ) -> Planner:
     """Make the planner of a set; evaluation takes one pack a rank and drops nothing.
 
-    Args:
-        data: the set, counted.
-        settings: how it is packed.
-        host: who runs it.
-        training: whether the steps are optimizer steps.
-        cache_dir: where the packs of every window are kept, for sets that are known by something.
-
     Raises:
         ValueError: when the set cannot be planned so.
     """

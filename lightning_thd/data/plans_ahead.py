@@ -39,10 +39,6 @@ class PlansAhead:
 
     A plan is a pure function of its epoch and step, so making it early changes nothing. Workers of a
     DataLoader make no plan ahead: their batches are ahead already, and the next step is another worker's.
-
-    Args:
-        planner: makes the plans.
-        dp: data-parallel ranks.
     """
 
     def __init__(self, planner: Planner, dp: int) -> None:

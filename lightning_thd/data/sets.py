@@ -48,12 +48,6 @@ class DataSet:
 def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, *, empty: Empty) -> DataSet:
     """Open the sources of a mixture, each ``(source, weight)``, and lay them end to end.
 
-    Args:
-        name: of the stage, for messages.
-        sources: by their names.
-        opener: how they are opened.
-        empty: what becomes of a sequence without tokens.
-
     Raises:
         TypeError: for what is no source with a weight.
         ValueError: as :func:`open_set`, and for rows that were packed before and are to stay packs.
@@ -105,12 +99,6 @@ def weighted(name: str, given: object) -> tuple[Any, float]:
 
 def open_set(name: str, source: Source, opener: Opener, *, empty: Empty) -> DataSet:
     """Open a source and count its sequences.
-
-    Args:
-        name: of the stage, for messages.
-        source: what ``THDDataModule`` takes.
-        opener: how it is opened.
-        empty: what becomes of a sequence without tokens.
 
     Raises:
         ValueError: for a source that holds no sequences, or bad ones.

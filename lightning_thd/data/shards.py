@@ -43,13 +43,6 @@ def write_shards(
     Beside every shard that is there stands, in ``.done``, what it holds; a run after a kill writes the
     others.
 
-    Args:
-        packer: writes packs of a plan.
-        folder: made if it is not there.
-        shard_packs: packs of a shard.
-        engine: what writes: this process, or a Ray cluster that sees the same folder.
-        progress: show a bar.
-
     Returns:
         ``packs``, ``sequences``, ``real_tokens`` and ``slots``, added up over the shards.
 

@@ -16,12 +16,6 @@ if TYPE_CHECKING:
 def make_shared_step(plan: SharedStepPlan, maker: BatchMaker, sharing: Sharing, rank: int) -> SharedStep:
     """Read and collate one rank's packs of a step; packs shared with other ranks are read whole.
 
-    Args:
-        plan: of the step.
-        maker: reads and collates.
-        sharing: what lengths must be multiples of at every degree.
-        rank: among those that read data.
-
     Returns:
         The step, with scales that make the mean over ranks and microbatches the step's: a pack counts on each
         of the c ranks that share it, so its own scale is 1 / c of the others'.

@@ -22,10 +22,6 @@ class SourceLog:
     Tokens and shares come from the plan, on the first process. Losses are those that ``causal_lm_loss`` sums
     anyway: added up on the device by source, and over the ranks once a log interval, when they are read.
     A step that is replayed from a graph, and a loss of another kind, show none; their keys are left out.
-
-    Args:
-        planner: of the mixture.
-        per_step: batches of a rank to a step of the plan.
     """
 
     def __init__(self, planner: MixturePlanner, per_step: int) -> None:

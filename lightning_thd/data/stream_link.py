@@ -100,15 +100,7 @@ def refuse_repeats(trainer: L.Trainer | None, plans: PlanSettings) -> None:
 def stream_policies(
     plans: PlanSettings, opener: Opener, *, drop_empty: bool, vocab_size: int | None, pin_memory: bool | None
 ) -> StreamPolicies:
-    """Collect the settings of a data module that apply to its streams.
-
-    Args:
-        plans: how steps are planned.
-        opener: how records become ids.
-        drop_empty: leave out sequences without tokens.
-        vocab_size: ids are checked against it.
-        pin_memory: page-lock batches.
-    """
+    """Collect the settings of a data module that apply to its streams."""
     return StreamPolicies(
         capacity=plans.capacity,
         global_batch=plans.global_batch,

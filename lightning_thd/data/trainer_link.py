@@ -221,11 +221,7 @@ def check_packs(step: Packs | Sequences | None, *, ranks: int, accumulate: int) 
 
 
 class Progress:
-    """A Trainer's position in its epoch, for a loader that saves where it stands.
-
-    Args:
-        trainer: runs the loader.
-    """
+    """A Trainer's position in its epoch, for a loader that saves where it stands."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer = trainer

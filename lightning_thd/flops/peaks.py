@@ -53,9 +53,6 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
 def find_peak(device_name: str) -> Peak | None:
     """Return a device's row of the table; all words that tell devices apart must match.
 
-    Args:
-        device_name: in any case.
-
     Returns:
         The row whose words are all in the name, while no other word of the name means another device: "RTX
         3070 Ti", "RTX 4090 D", a laptop's or a MIG slice of a device, and an A100 of 64 GB, which has more

@@ -105,12 +105,7 @@ def count(
 
 
 def packing(stats: SeqStats, flops: FlopsBreakdown | None) -> dict[str, float]:
-    """Return how full the packs are, and which share of the FLOPs is attention.
-
-    Args:
-        stats: the batches.
-        flops: of them, None when they are not known.
-    """
+    """Return how full the packs are, and which share of the FLOPs is attention."""
     ratios = {}
     if stats.slots:
         ratios["packing/fill"] = stats.real_tokens / stats.slots

@@ -54,11 +54,6 @@ class StepCounter(FlopCounterMode):
 def count_layers(run: Callable[[], object], stats: SeqStats, *, name: str) -> tuple[Layer, ...]:
     """Count one training step and return its FLOPs as layers.
 
-    Args:
-        run: runs a forward and a backward pass.
-        stats: of the batch that ``run`` uses.
-        name: of the model, for messages.
-
     Returns:
         Layers that scale the count with slots and pairs.
 

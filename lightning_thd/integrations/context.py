@@ -69,15 +69,6 @@ def share_packs(
 ) -> Shared:
     """Group neighbouring ranks to share packs by context parallelism; a collective of the world.
 
-    Args:
-        model: not prepared yet.
-        rank: of this process among those that would read different data.
-        ranks: their number.
-        data_group: of these; None is the world.
-        size: ranks that are to share a pack.
-        layout: how a pack is cut.
-        communication: what attention exchanges.
-
     Raises:
         TypeError: for a size that is no number of ranks.
         ValueError: for ranks that do not divide, a process mesh with other axes, a model in FP8.

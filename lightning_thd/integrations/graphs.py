@@ -42,17 +42,6 @@ def graphed_loss(
 ) -> GraphedStep | None:
     """Wrap a loss function into CUDA graphs, or report why that is not possible.
 
-    Args:
-        loss_fn: ``(model, batch) -> loss``.
-        model: as the host prepared it.
-        planner: of the training data; it tells which shapes are worth a capture.
-        ranks: that hold different data.
-        device: of this rank.
-        max_sequences: as in ``CUDAGraphCallback``.
-        costs: what "auto" reckons with; those of a launch-bound step when absent.
-        require: raise where graphs are not possible.
-        backend: CUDA graphs by default.
-
     Returns:
         The step, called with a batch; None where training goes on eagerly.
 

@@ -33,12 +33,7 @@ class Rows:
         self._rows: list[tuple[int, Any, Any, Any]] = []
 
     def add(self, model: nn.Module, batch: THDBatch) -> None:
-        """Run the model on a pack and store the results of its sequences on the host.
-
-        Args:
-            model: called once.
-            batch: on its device.
-        """
+        """Run the model on a pack and store the results of its sequences on the host."""
         logits = _rows(batch, model(**batch.hf_kwargs()).logits[0])
         labels = torch.full_like(_rows(batch, batch.targets), _PAD)
         labels[:, 1:] = _rows(batch, batch.targets)[:, :-1]  # nothing predicts a first token

@@ -12,10 +12,6 @@ from lightning_thd.loss import TokenStats, causal_lm_logprobs
 def dft_loss(model: nn.Module, batch: THDBatch) -> tuple[Tensor, TokenStats]:
     """Compute the loss of dynamic fine-tuning (arXiv:2508.05629): each token weighs its probability.
 
-    Args:
-        model: as for ``causal_lm_loss``.
-        batch: the microbatch, on the model's device.
-
     Returns:
         The sum of ``-p log p`` over the batch's tokens, p without a gradient, times its scale; and entropy
         and accuracy of the tokens.

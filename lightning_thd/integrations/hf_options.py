@@ -118,10 +118,7 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str, str]] = MappingProxyType
 
 
 def refuse_options(args: Any) -> None:
-    """Refuse Trainer options that packs would silently ignore, or that would change their loss.
-
-    Args:
-        args: a ``TrainingArguments``, TRL's ``SFTConfig``, or a subclass of them.
+    """Refuse options of a ``TrainingArguments`` that packs would ignore, or that would change their loss.
 
     Raises:
         ValueError: naming the option; also for one that transformers or TRL has added since and that was

@@ -37,11 +37,6 @@ def can_run(kernels: tuple[str, ...] | None, tokens: Tensor) -> bool:
 def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, Any]:
     """Return the boundaries of sequences as keywords that transformers passes on to the kernels.
 
-    Args:
-        kernels: packages of the layer.
-        pack: what the model works on.
-        layer: class of the layer.
-
     Returns:
         seq_idx int32 ``[1, T]`` and cu_seq_lens_q int32 ``[S + 1]`` on the device. For kernels of
         flash-linear-attention also cu_seqlens_cpu, the same on the host: without it they read the device.

@@ -87,12 +87,6 @@ def adopt(model: Any) -> None:
 def run_as_pack(model: Any, forward: Callable[..., Any], batch: THDBatch, **kwargs: Any) -> Any:
     """Run a model's forward on a pack from inside its call on other inputs, such as padded rows.
 
-    Args:
-        model: with "thd" attention.
-        forward: its forward, or what took its place.
-        batch: on the device of the model.
-        kwargs: further arguments of ``forward``.
-
     Returns:
         What ``forward`` returns; what it pooled of the pack is a row a sequence.
     """

@@ -66,11 +66,7 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 
 
 def adopt_mixers(model_class: type) -> None:
-    """Patch the state-space, linear-attention and convolution layers of a model class to handle packs.
-
-    Args:
-        model_class: a PreTrainedModel class; the modules it and its bases come from are searched.
-    """
+    """Patch the state-space, linear-attention and convolution layers of a model class to handle packs."""
     for base in model_class.__mro__:
         module = sys.modules.get(base.__module__)
         for name, kernels in MIXERS.items():

@@ -131,11 +131,6 @@ def a_row_a_sequence(model: Any, pack: Pack, output: Any) -> Any:
 def refuse_one_row(model: Any, pack: Pack, output: Any) -> None:
     """Refuse outputs that are a single row for all sequences of a pack, under any name.
 
-    Args:
-        model: the outermost, which returned ``output``.
-        pack: of S sequences.
-        output: of transformers, or the tuple it becomes with ``return_dict=False``.
-
     Raises:
         ValueError: naming the output.
     """

@@ -40,9 +40,6 @@ def unknown_layers(model: nn.Module) -> str | None:
 def refuse_unknown_layers(model: nn.Module) -> None:
     """Refuse layers that would silently mix sequences or count positions across them.
 
-    Args:
-        model: a PreTrainedModel with "thd" attention, complete.
-
     Raises:
         ValueError: naming the layer.
     """
@@ -65,10 +62,6 @@ def refuse_unknown_layers(model: nn.Module) -> None:
 
 def refuse_early_release(model_type: str, installed: str) -> None:
     """Refuse a model family that an early release of transformers computes differently.
-
-    Args:
-        model_type: of the config.
-        installed: version of transformers.
 
     Raises:
         ValueError: naming the first release that was proved exact.

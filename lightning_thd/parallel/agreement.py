@@ -37,11 +37,6 @@ def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
 def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.device) -> None:
     """Raise unless the ranks agree on what they are about to run; one all-gather of 16 bytes a rank.
 
-    Args:
-        batch: of this rank, on the CPU.
-        sizes: of the mesh.
-        device: where the world's backend communicates.
-
     Raises:
         ValueError: on every rank, when peers hold different batches or ranks run different steps.
     """

@@ -15,9 +15,6 @@ def begin_again(strategy: Any) -> None:
     torchrun's agent keeps one store over all starts of a job, where the addresses of dead ranks still stand:
     ranks that look there connect to nobody, and hang or end in "Connection refused". Here every start has
     keys of its own. Does nothing in a first start, without torchrun, or where a group exists.
-
-    Args:
-        strategy: of the Trainer, with its ``cluster_environment``.
     """
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)

@@ -26,10 +26,6 @@ from lightning_thd.parallel.towers import towers_of
 def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
     """Divide the slots between blocks among the tensor-parallel ranks, in place.
 
-    Args:
-        model: a PreTrainedModel that ``apply_tensor_parallel`` has cut.
-        group: the tensor-parallel ranks.
-
     Raises:
         ValueError: when the layers, the embedding or the last norm cannot be told, or for a vision tower.
     """

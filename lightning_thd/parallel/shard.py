@@ -188,10 +188,6 @@ def pack_value(loss: Tensor, batch: THDBatch) -> Tensor:
     Whatever a user logs of it is then the same on all ranks of the pack, with ``sync_dist`` or without, while
     the mean of the gradients over ranks stays what it was.
 
-    Args:
-        loss: float ``[]``, with ``batch.loss_scale`` in it.
-        batch: the batch it was computed of.
-
     Returns:
         ``[]``, the mean over the ranks that share the pack; ``loss`` itself for a whole pack. Shards' 1. and
         3. become 2. on both ranks.

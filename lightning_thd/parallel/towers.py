@@ -21,9 +21,6 @@ from lightning_thd.parallel.exchange import keep_path
 def towers_of(model: nn.Module) -> list[nn.Module]:
     """List the modules of a multimodal model beside its language model, such as a vision tower.
 
-    Args:
-        model: any module.
-
     Returns:
         Modules with parameters, such as a vision tower and its projector; none for a model of text.
     """
@@ -65,9 +62,6 @@ def _language_model(model: nn.Module, embedding: nn.Module | None) -> nn.Module 
 
 class TowerPaths:
     """Ties a model's towers to its embedding, so that every backward pass reaches their gradients.
-
-    Args:
-        model: of which ``towers_of`` lists some with parameters to train.
 
     Attributes:
         active: whether to; asked in the forward call of the embedding.

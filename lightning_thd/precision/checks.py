@@ -18,10 +18,6 @@ _EMULATE = _ELSE + "emulate=True, which rounds to FP8 and gains no time."
 def check_device(recipe: Recipe, device: torch.device) -> None:
     """Refuse a device that cannot multiply in the recipe's format.
 
-    Args:
-        recipe: resolved.
-        device: where training runs.
-
     Raises:
         MisconfigurationException: for a device that is no GPU, too old, or not served, and an old CUDA.
     """
@@ -61,10 +57,6 @@ def check_device(recipe: Recipe, device: torch.device) -> None:
 def check_model(module: nn.Module, recipe: Recipe) -> None:
     """Refuse a model that an FP8 engine would compute wrongly or not at all.
 
-    Args:
-        module: not converted yet.
-        recipe: resolved.
-
     Raises:
         MisconfigurationException: for layers of Transformer Engine, and with it sharded (DTensor) weights.
     """
@@ -93,10 +85,6 @@ def check_whole(module: nn.Module, recipe: Recipe) -> None:
 
 def check_strategy(strategy: object, recipe: Recipe) -> None:
     """Refuse a strategy that will shard the weights of Transformer Engine's layers.
-
-    Args:
-        strategy: of a Trainer; None for none.
-        recipe: resolved.
 
     Raises:
         MisconfigurationException: for strategies of FSDP and tensor parallelism.

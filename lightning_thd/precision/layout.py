@@ -30,11 +30,7 @@ class ParallelLayout:
 
 
 def layout_of(strategy: Any) -> ParallelLayout:
-    """Return the layout of a strategy of ours, or of Lightning's whose ranks hold different packs.
-
-    Args:
-        strategy: of a Trainer; None for none.
-    """
+    """Return the layout of a strategy of ours, or of Lightning's whose ranks hold different packs."""
     cp = getattr(strategy, "context_parallel_size", 1)
     if not isinstance(cp, int):
         cp = int(getattr(strategy, "max_context_parallel_size", 1) or 1)

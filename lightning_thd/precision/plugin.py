@@ -85,14 +85,7 @@ class FP8Precision(Precision):
         *,
         layout: Layout = "dual_chunk",
     ) -> Alignment:
-        """Return what packs must be multiples of; the data module joins it with the strategy's.
-
-        Args:
-            cp: context-parallel ranks.
-            tp: tensor-parallel ranks.
-            sequence_parallel: whether activations are cut along slots between tensor-parallel products.
-            layout: how context parallelism cuts a pack.
-        """
+        """Return what packs must be multiples of; the data module joins it with the strategy's."""
         return self.recipe.alignment(cp=cp, tp=tp, sequence_parallel=sequence_parallel, layout=layout)
 
     def convert_module(self, module: nn.Module) -> nn.Module:

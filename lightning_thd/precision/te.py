@@ -18,10 +18,6 @@ def make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
     """Build Transformer Engine's linear layer with the parameters of ``child``.
 
     It is built on the meta device, so that no memory is taken twice, and takes the weight and bias over.
-
-    Args:
-        child: stays as it is.
-        recipe: of Transformer Engine.
     """
     engine = require("transformer_engine.pytorch", feature="engine='te'")
     made: nn.Module = engine.Linear(

@@ -11,12 +11,7 @@ from lightning_thd.precision.recipes import Recipe
 
 
 def make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
-    """Build torchao's FP8 layer with the parameters of ``child``.
-
-    Args:
-        child: stays as it is.
-        recipe: of torchao.
-    """
+    """Build torchao's FP8 layer with the parameters of ``child``."""
     module = require("torchao.float8.float8_linear", feature="engine='torchao'")
     made: nn.Module = module.Float8Linear.from_float(child, config=recipe.config)
     return made

@@ -19,10 +19,6 @@ def shard_copies(callbacks: Iterable[L.Callback], model: nn.Module) -> None:
     ``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging`` copy the module before a
     strategy shards it; they update and swap parameter by parameter, never running the copy.
 
-    Args:
-        callbacks: of the Trainer.
-        model: sharded.
-
     Raises:
         MisconfigurationException: for a model that was cut by depth.
     """

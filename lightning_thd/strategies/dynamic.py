@@ -95,9 +95,6 @@ def check_ways(layout: object, communication: object, costs: object) -> None:
 def sharing_of(strategy: Any) -> Sharing:
     """Return how many ranks of a strategy may share a sequence, and at what cost.
 
-    Args:
-        strategy: with the mixin and ``context_parallel_size="dynamic"``.
-
     Raises:
         MisconfigurationException: when groups cannot be made of the ranks there are.
     """

@@ -18,12 +18,7 @@ _TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
 def refuse_other_attention(module: nn.Module, cp: int) -> None:
-    """Refuse a model whose attention would see only the slots of its own rank.
-
-    Args:
-        module: the LightningModule.
-        cp: context-parallel ranks, more than 1.
-    """
+    """Refuse a model whose attention would see only the slots of its own rank."""
     for name, child in module.named_modules():
         config: Any = getattr(child, "config", None)
         chosen = getattr(config, "_attn_implementation", None)
@@ -42,13 +37,7 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
 
 
 def refuse_indivisible_heads(module: nn.Module, cp: int, communication: str) -> None:
-    """Refuse, before the first step, head counts that ``ulysses`` cannot divide.
-
-    Args:
-        module: the LightningModule.
-        cp: context-parallel ranks, under dynamic degrees the most.
-        communication: what attention exchanges.
-    """
+    """Refuse, before the first step, head counts that ``ulysses`` cannot divide."""
     for name, child in module.named_modules() if communication == "ulysses" else ():
         config: Any = getattr(child, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else None
@@ -135,10 +124,6 @@ def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
 
 def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
     """Refuse a model sharded so that some of its gradients are never averaged.
-
-    Args:
-        model: with FSDP2 applied.
-        sizes: of the job; ranks of data x context see different tokens.
 
     Raises:
         MisconfigurationException: for whole weights, or weights sharded over other ranks than those.

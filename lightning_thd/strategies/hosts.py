@@ -41,9 +41,6 @@ def cuts_weights(strategy: object) -> bool:
 def own_axes(strategy: Any) -> tuple[int, int] | None:
     """Return the data and tensor sizes given to a ``ModelParallelStrategy`` itself.
 
-    Args:
-        strategy: with the mixin.
-
     Returns:
         Data and tensor, ``auto`` resolved as Lightning does; None for another strategy, and for one that was
         left at ``auto`` while the mixin's attributes give sizes.

@@ -22,12 +22,6 @@ def set_data_rank(dataloader: object, rank: int, size: int, peers: int) -> None:
     must read the same, one cut by ``datasets.distributed.split_dataset_by_node`` is checked, and any other
     refused.
 
-    Args:
-        dataloader: of the user.
-        rank: data-parallel rank.
-        size: data-parallel ranks.
-        peers: ranks that share data.
-
     Raises:
         MisconfigurationException: when the dataset can be told nothing.
     """

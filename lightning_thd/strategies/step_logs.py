@@ -22,11 +22,6 @@ class StepLogs:
     Values logged on_step are reduced over the microbatches of the step by their own ``reduce_fx`` (mean by
     default). That is exact for the loss, whose mean over microbatches and ranks is the step's: see
     ``THDBatch.loss_scale``. Values logged on_epoch are weighted by loss tokens, see ``weigh``.
-
-    Args:
-        trainer: the running trainer.
-        microbatches: of the step.
-        metrics: objects of the module that may be logged.
     """
 
     def __init__(self, trainer: L.Trainer, *, microbatches: int, metrics: Sequence[Metric] = ()) -> None:

@@ -102,12 +102,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, si
 
 
 def public_options(spec: AttentionSpec, *, shared_heads: bool) -> dict[str, Any] | None:
-    """Translate ``spec`` to keywords of torch's ``varlen_attn``; None where this torch lacks one of them.
-
-    Args:
-        spec: window and scale.
-        shared_heads: whether key-value heads are fewer than query heads.
-    """
+    """Translate ``spec`` to keywords of torch's ``varlen_attn``; None where this torch lacks one of them."""
     options: dict[str, Any] = {"scale": spec.scale, "window_size": (spec.left, spec.right)}
     if shared_heads:
         options["enable_gqa"] = True

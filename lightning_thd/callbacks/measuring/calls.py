@@ -48,9 +48,6 @@ class CallWatch:
 
     A model called as a whole tells by its own calls. One that is called below its outermost module tells by
     the calls of its first layer.
-
-    Args:
-        models: by path, as ``models_in`` finds them.
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:

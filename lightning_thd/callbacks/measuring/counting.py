@@ -22,15 +22,7 @@ _MAX_WATCHED = 3  # steps that may pass before calls are taken as unknown
 
 
 class Counting:
-    """Finds the ``FlopsModel`` of each stage, from configs or by counting its first step.
-
-    Args:
-        given: the user's own; None reads the configs of the models in the module.
-        causal: how pairs are counted.
-        tokens: what a token is.
-        recompute: "auto" reads the activation checkpointing off the models.
-        sharded: whether a rank sees a part of each pack.
-    """
+    """Finds the ``FlopsModel`` of each stage: the user's own, from configs, or by counting its first step."""
 
     def __init__(
         self, given: FlopsModel | None, *, causal: Causal, tokens: Tokens, recompute: Policy, sharded: bool
@@ -60,13 +52,7 @@ class Counting:
         return self._models.get("train") if self._shapes else self._models[""]
 
     def begin(self, stage: str, module: nn.Module, batch: Any = None) -> None:
-        """Watch what the step will run: calls of known models, or all operators where none is known.
-
-        Args:
-            stage: "train" or a kind of evaluation.
-            module: the LightningModule.
-            batch: of training, whose step torch's counter may have to count.
-        """
+        """Watch what the step will run: calls of known models, or all operators where none is known."""
         if self._given is not None or self._watch is not None or self._counter is not None:
             return
         if self._models[""] is not None:

@@ -74,11 +74,6 @@ def low_precision(module: torch.nn.Module, device: torch.device, peak: str | flo
     """Return which share of a model's FLOPs runs in low precision; None where none does.
 
     Emulation runs in bf16, and a peak that is given as a number holds for everything.
-
-    Args:
-        module: what is trained, converted by ``FP8Precision`` or ``convert_linear``.
-        device: the rank's.
-        peak: a number, "auto" or "measure".
     """
     recipe = recipe_of(module)
     if recipe is None or recipe.emulate or not isinstance(peak, str):
@@ -93,13 +88,7 @@ def resolve_peak(
     device: torch.device,
     dtype: torch.dtype | str,
 ) -> float | None:
-    """Return a device's dense FLOP/s: given, looked up or measured; None, with a warning, if unknown.
-
-    Args:
-        peak: a number, "auto" or "measure".
-        device: the rank's.
-        dtype: of the matmuls.
-    """
+    """Return a device's dense FLOP/s: given, looked up or measured; None, with a warning, if unknown."""
     if not isinstance(peak, str):
         return float(peak)
     name = device_name(device)

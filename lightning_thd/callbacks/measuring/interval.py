@@ -65,11 +65,7 @@ class Interval:
 
 
 class Meter:
-    """Collects the microbatches and running time of one rank between two reductions.
-
-    Args:
-        clock: returns seconds.
-    """
+    """Collects the microbatches and running time of one rank between two reductions."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -165,12 +161,7 @@ class Meter:
 
 
 def interval(rows: list[list[int]], model: FlopsModel | None) -> Interval:
-    """Sum the integers that ``Meter.flush`` gave over all ranks.
-
-    Args:
-        rows: one list of ``Meter.flush`` per rank.
-        model: the one they were made with.
-    """
+    """Sum the integers that ``Meter.flush`` gave over all ranks."""
     counts = num_ints(model)
     # Python integers: a sum over a thousand ranks may pass int64
     totals = rows[0] if len(rows) == 1 else [sum(column) for column in zip(*rows, strict=True)]
@@ -201,10 +192,6 @@ def _own_seconds(rows: list[list[int]], counts: int) -> float | None:
 def count_table(seen: list[Seen], model: FlopsModel | None) -> IntArray:
     """Return the counts of each microbatch, counting the model's windows where the collator did not.
 
-    Args:
-        seen: stats and lengths of each microbatch.
-        model: names the windows.
-
     Returns:
         int64 ``[microbatches, counts]``, the columns of ``flops.vector``.
     """
@@ -223,10 +210,6 @@ def work_weights(model: FlopsModel | None, work: Work) -> npt.NDArray[np.float64
     """Return the work of one unit of each count, in FLOPs, or in slots where FLOPs are unknown.
 
     FLOPs are linear in the counts, so the cost of a step is a product with these.
-
-    Args:
-        model: counts the FLOPs.
-        work: what was done.
     """
     weights = np.zeros(num_ints(model))
     if model is None:

@@ -16,9 +16,6 @@ class StepMarks:
     On a GPU the host runs ahead: what it waits for shows where it waits, at the latest in "other", where
     metrics are read. Exchanges between ranks run inside forward, backward and the optimizer, and count
     there. Time spent in validation is left out.
-
-    Args:
-        clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -22,10 +22,7 @@ _UNCOUNTED = 0.05  # share of the weights outside every known model from which o
 
 
 def models_in(module: nn.Module) -> dict[str, nn.Module]:
-    """Find the outermost modules with a transformers config, by their path.
-
-    Args:
-        module: the LightningModule, or a bare model, whose path is empty.
+    """Find the outermost modules with a transformers config, by their path; that of a bare model is empty.
 
     Returns:
         Each module once, though it may stand under several names.

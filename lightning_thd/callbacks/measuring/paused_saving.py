@@ -14,12 +14,7 @@ from lightning.pytorch import Trainer
 
 
 class PausedSaving:
-    """Wraps ``trainer.save_checkpoint`` until ``restore``.
-
-    Args:
-        trainer: whose method is wrapped, on the instance alone.
-        paused: makes the context of one save.
-    """
+    """Wraps ``trainer.save_checkpoint`` until ``restore``."""
 
     def __init__(self, trainer: Trainer, paused: Callable[[], AbstractContextManager[None]]) -> None:
         self._trainer = trainer

@@ -33,11 +33,7 @@ class Pictures:
         self._waiting = False
 
     def begin(self, capacity: int | None) -> None:
-        """Start collecting the packs of a new epoch.
-
-        Args:
-            capacity: slots of a pack; None takes the largest that comes.
-        """
+        """Start collecting the packs of an epoch; without a capacity, the largest pack is taken for it."""
         self._packs, self._capacity, self._waiting = [], capacity or 0, True
 
     def add(self, batch: Any) -> bool:
@@ -51,12 +47,7 @@ class Pictures:
         return len(self._packs) >= _PACKS
 
     def show(self, loggers: Iterable[Logger], step: int) -> None:
-        """Draw the stored packs into loggers that take pictures, then wait for the next epoch.
-
-        Args:
-            loggers: of the Trainer, on the rank that logs.
-            step: what scalars of this moment are logged under.
-        """
+        """Draw the stored packs into loggers that take pictures, then wait for the next epoch."""
         packs, self._packs, self._waiting = self._packs[:_PACKS], [], False
         if not packs:
             return

@@ -20,13 +20,7 @@ _WAYS_OUT = (
 
 
 class RunMeter:
-    """Measures one run: its stages, the FLOPs models of each, and when time counts.
-
-    Args:
-        setting: what every stage runs on; its model is chosen by ``counting``.
-        counting: finds what counts the FLOPs.
-        clock: returns seconds.
-    """
+    """Measures one run: its stages, the FLOPs models of each, and when time counts."""
 
     def __init__(self, setting: Setting, counting: Counting, clock: Callable[[], float]) -> None:
         self._setting = setting

@@ -46,13 +46,7 @@ class Setting:
 
 
 class Stage:
-    """Counts the work of one stage and turns every interval into metrics.
-
-    Args:
-        name: prefix of the keys.
-        work: a training step, or a forward pass only.
-        clock: returns seconds.
-    """
+    """Counts the work of one stage and turns every interval into metrics."""
 
     def __init__(self, name: str, work: Work, clock: Callable[[], float]) -> None:
         self.name = name

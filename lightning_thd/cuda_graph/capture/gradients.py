@@ -18,11 +18,7 @@ PIECE_BYTES = 25 << 20
 
 
 class GradientBuffers:
-    """Buffers for the gradients of a module's parameters, each allocated with its first gradient.
-
-    Args:
-        count: of the parameters.
-    """
+    """Buffers for the gradients of a module's parameters, each allocated with its first gradient."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -17,10 +17,6 @@ _SAMPLE = 512
 def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
     """Return the layouts of microbatches of steps spread over an epoch, the same on every rank.
 
-    Args:
-        planner: of the training set.
-        dp: data-parallel ranks.
-
     Returns:
         Up to 512 layouts.
     """

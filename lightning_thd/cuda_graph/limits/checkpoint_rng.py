@@ -53,11 +53,7 @@ def _drops_nothing(func: Any, args: tuple[Any, ...]) -> bool:
 
 @contextlib.contextmanager
 def without_saved_states(use: RandomUse | None = None) -> Iterator[None]:
-    """Stop checkpointing from saving and setting random states inside this context.
-
-    Args:
-        use: told when it wanted to.
-    """
+    """Stop checkpointing from saving and setting random states inside this context."""
     checkpoint: Any = torch.utils.checkpoint
     namespace: Any = torch
     get, set_, devices = torch.get_rng_state, torch.set_rng_state, checkpoint.get_device_states

@@ -87,9 +87,6 @@ class LoggedValue(NamedTuple):
 def guarded(module: nn.Module) -> Iterator[list[LoggedValue]]:
     """Record the step's ``self.log`` calls and refuse reads of the Trainer's progress, in this context.
 
-    Args:
-        module: any module; only a LightningModule has something to guard.
-
     Yields:
         What the step logs.
     """

@@ -19,12 +19,7 @@ _ABSENT = object()
 
 
 class Fingerprint:
-    """The addresses, flags and attributes that a graph has baked in, to be compared at every step.
-
-    Args:
-        module: what the step trains.
-        names: attributes of it that the step reads.
-    """
+    """The addresses, flags and attributes that a graph has baked in, to be compared at every step."""
 
     def __init__(self, module: nn.Module, names: Iterable[str] = ()) -> None:
         self._module = module

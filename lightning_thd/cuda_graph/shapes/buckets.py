@@ -87,10 +87,6 @@ class Bucket:
 def choose(buckets: Sequence[Bucket], batch: THDBatch) -> tuple[Bucket | None, Reason | None]:
     """Pick the cheapest bucket a batch fits: the fewest slots, then the fewest sequences.
 
-    Args:
-        buckets: sorted.
-        batch: the microbatch.
-
     Returns:
         The bucket, or None and what the bucket that came nearest lacks.
     """

@@ -59,10 +59,6 @@ def offsets_of(lengths: Ints) -> Tensor:
 def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
     """Pad a batch eagerly to a bucket's size, with everything the host knows of it.
 
-    Args:
-        batch: one that fits, whole.
-        bucket: the shape.
-
     Returns:
         A new batch on the same device, of T slots and S + 1 offsets. The tail has no targets.
     """

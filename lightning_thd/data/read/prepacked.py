@@ -162,10 +162,6 @@ class _Found(TorchDataset[IntArray]):
 def boundaries(row: Mapping[str, Any], i: int = 0) -> tuple[IntArray, IntArray]:
     """Find where the sequences of a row begin and how long they are; empty ones are left out.
 
-    Args:
-        row: as the module describes it.
-        i: its number, for messages.
-
     Returns:
         int64 first slots and lengths. ``{"input_ids": [7, 8, 9, 0], "lengths": [2, 1]}`` gives ``[0, 2]``
         and ``[2, 1]``.

@@ -23,10 +23,6 @@ def content_of(path: Path, cache_dir: str | Path | None = None) -> str:
     which, other than the time of modification, no program can set back: a file that was replaced by one of
     the same size and time is read again.
 
-    Args:
-        path: of the file.
-        cache_dir: where hashes are remembered.
-
     Returns:
         Hexadecimal digits.
     """

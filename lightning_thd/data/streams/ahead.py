@@ -14,11 +14,7 @@ _STOP_S = 30.0  # seconds that a process which ends waits for the steps other ra
 
 
 class Ahead:
-    """Makes a stream's steps in a thread: always the steps taken and two more, equally many on every rank.
-
-    Args:
-        engine: makes them.
-    """
+    """Makes a stream's steps in a thread: always the steps taken and two more, equally many on every rank."""
 
     def __init__(self, engine: Engine | PlannedEngine) -> None:
         self._engine = engine

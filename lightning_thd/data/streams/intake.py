@@ -55,18 +55,7 @@ class Source:
 
 
 class Intake:
-    """Reads the sources of a stream on one rank and tells all ranks what each has read.
-
-    Args:
-        shards: of the whole job, source after source.
-        sources: of which they are.
-        make_sampler: makes the policies of one reader.
-        wire: to the other ranks that read.
-        seed: of the order of shards.
-        num_workers: processes that read each source.
-        timeout_s: seconds until a worker that gives nothing is given up.
-        keep_offsets: tell the byte where each record begins.
-    """
+    """Reads the sources of a stream on one rank and tells all ranks what each has read."""
 
     def __init__(
         self,

@@ -138,14 +138,7 @@ class _Rows(IterableDataset[Read]):
 
 
 class Reader:
-    """Reads the shards of a rank in order, in this process or in workers, and counts what is left out.
-
-    Args:
-        reading: which shards and how.
-        starts: the first row of each own shard that was not read yet.
-        num_workers: processes that read.
-        timeout_s: seconds after which a worker that gives nothing counts as dead.
-    """
+    """Reads the shards of a rank in order, in this process or in workers, and counts what is left out."""
 
     def __init__(
         self, reading: Reading, starts: dict[int, int], *, num_workers: int = 0, timeout_s: float = 600.0

@@ -76,17 +76,7 @@ def unpacked(ids: Any, labels: Any, extra: bytes) -> dict[str, Any]:
 
 
 class Sampler:
-    """Turns records into samples by the policies of a data module, and counts what they leave out.
-
-    Args:
-        capacity: most tokens of a sequence.
-        oversize: what becomes of a longer one.
-        drop_empty: leave sequences without tokens out instead of raising.
-        tokenizer: for records without ids.
-        text_key: the key of the text in a record.
-        append_eos: end documents with the tokenizer's EOS.
-        vocab_size: ids are checked against it.
-    """
+    """Turns records into samples by the policies of a data module, and counts what they leave out."""
 
     def __init__(
         self,
@@ -235,10 +225,6 @@ def _cut(sample: dict[str, Any], length: int, capacity: int, row: int) -> dict[s
 
 def check_keys(table: npt.NDArray[Any], names: list[str]) -> None:
     """Raise when some sequences of the job carry a key that others lack.
-
-    Args:
-        table: ``META`` of any sequences.
-        names: of the shards.
 
     Raises:
         ValueError: naming the key and two shards; every rank that looks at the same table raises the same.

@@ -27,10 +27,6 @@ _FINAL_NORM = ("norm", "ln_f", "ln_out")
 def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[Layer, ...], Recompute]:
     """Return ``layers`` with the backward pass and adapters of ``module``, and its checkpointing policy.
 
-    Args:
-        layers: of a model of this architecture with everything trained.
-        module: the model with its frozen weights, adapters and checkpointing.
-
     Returns:
         The layers as ``module`` trains them, and how it recomputes activations.
     """

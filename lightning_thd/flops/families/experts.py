@@ -11,11 +11,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num
 
 
 def expert_layers(sizes: Sizes) -> set[int]:
-    """Return the indices of the layers whose MLP is a mixture of experts.
-
-    Args:
-        sizes: the text config.
-    """
+    """Return the indices of the layers whose MLP is a mixture of experts."""
     count = sizes.num_layers
     if sizes.optional(*_NUM_EXPERTS) == 0 and not sizes.optional("shared_intermediate_size"):
         return set()

@@ -9,12 +9,7 @@ from lightning_thd.stats import Chunk, Window
 
 
 def mixer(sizes: Sizes, index: int) -> list[Term]:
-    """Return the terms by which layer ``index`` mixes its tokens.
-
-    Args:
-        sizes: the text config.
-        index: of the layer.
-    """
+    """Return the terms by which layer ``index`` mixes its tokens."""
     if sizes.model_type == "falcon_h1":  # both in every layer, side by side
         return [*_mamba2(sizes), *_attention(sizes, index)]
     kinds = sizes.get("layers_block_type", "layer_types")

@@ -19,9 +19,6 @@ _TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwe
 def tower(config: Sizes) -> tuple[list[Layer], int]:
     """Return the layers of a vision tower and its projector.
 
-    Args:
-        config: the whole config, the vision config inside it.
-
     Returns:
         The layers, none for a family whose images are not counted, and the patches merged into one token.
     """

@@ -26,12 +26,7 @@ class TopTokens(NamedTuple):
 
 
 class Top:
-    """The k largest logits of every row among the tiles seen so far.
-
-    Args:
-        head: whose tiles will come.
-        k: how many; 0 for none.
-    """
+    """The k largest logits of every row among the tiles seen so far."""
 
     def __init__(self, head: Head, k: int) -> None:
         shape = (head.hidden.shape[0], k)

@@ -29,10 +29,7 @@ _FROM_TOKENS = re.compile(r"create_position_ids_from_input_ids\(\s*input_ids,\s*
 
 
 def adopt_position_tables(model_class: type) -> None:
-    """Patch a model class's position embeddings to restart in every sequence of a pack.
-
-    Args:
-        model_class: a PreTrainedModel class; the modules it and its bases come from are searched.
+    """Patch the position embeddings a model class and its bases use to restart in every sequence of a pack.
     """
     for base in model_class.__mro__:
         module = sys.modules.get(base.__module__)

@@ -24,12 +24,7 @@ from lightning_thd.parallel.context import layout
 
 
 def adopt_ropes(model_class: type, config: Any) -> None:
-    """Patch rotary embeddings whose frequencies depend on length to treat each sequence by itself.
-
-    Args:
-        model_class: a PreTrainedModel class; the modules it and its bases come from are searched.
-        config: of the model.
-    """
+    """Patch the length-dependent rotary embeddings a model class uses to treat each sequence by itself."""
     if not any(_depends_on_length(kind) for kind in _rope_types(config)):
         return
     for base in model_class.__mro__:

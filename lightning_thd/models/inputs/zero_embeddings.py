@@ -23,11 +23,7 @@ _TINY_HALF = 2.0**-11  # of float16: the square is one of its smallest numbers
 
 
 def adopt_zero_embeddings(model_class: type) -> None:
-    """Patch the embeddings of Gemma3n and its kind, whose zero rows for padding give NaN gradients.
-
-    Args:
-        model_class: a PreTrainedModel class; the modules it and its bases come from are searched.
-    """
+    """Patch the embeddings of Gemma3n and its kind, whose zero rows for padding give NaN gradients."""
     for base in model_class.__mro__:
         module = sys.modules.get(base.__module__)
         names = [] if module is None else list(vars(module))

@@ -99,9 +99,6 @@ def read_weights(module: nn.Module) -> None:
 def require_unchanged(module: nn.Module) -> None:
     """Refuse models that were changed between ``from_pretrained`` and now, before they are cut.
 
-    Args:
-        module: holds the models.
-
     Raises:
         ValueError: naming what was replaced, as by ``resize_token_embeddings``, or written into.
     """

@@ -92,9 +92,6 @@ class Tables:
         ranks together do at most their number times that, and no more than the sequences of most work a slot
         that fit their slots; the others share the rest evenly at best.
 
-        Args:
-            ranks: R.
-
         Returns:
             A bound that no plan can pass, which need not be reached: groups are whole, and so are sequences.
         """

@@ -55,13 +55,7 @@ class RingStep(NamedTuple):
 
 
 def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchanged:
-    """Return the exchange that brings every key this rank's queries see, computed once a batch.
-
-    Args:
-        layout: of the shard.
-        causal: queries see no later key.
-        left: keys before its own that a query sees, -1 for all.
-    """
+    """Return the exchange that brings every key this rank's queries see, computed once a batch."""
 
     def make() -> Exchanged:
         plan, where = needs.plan_exchange(
@@ -94,14 +88,7 @@ def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> Call:
 
 
 def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool) -> list[BlockCall]:
-    """Return the kernel calls on keys already on this rank, one for each rank they come from.
-
-    Args:
-        layout: of the shard.
-        causal: queries see no later key.
-        left: keys before its own that a query sees, -1 for all.
-        gathered: the keys lie as an all-gather left them; else as ``exchanged`` did.
-    """
+    """Return the kernel calls on keys at hand, as an all-gather or ``exchanged`` left them, one a source."""
 
     def make() -> list[BlockCall]:
         calls, slots = [], layout.local_slots

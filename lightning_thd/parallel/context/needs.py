@@ -125,15 +125,7 @@ class Exchange:
 def plan_exchange(
     padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout, causal: bool = True, left: int = -1
 ) -> tuple[Exchange, Ints]:
-    """Plan the one exchange after which every rank holds its own keys and all others it needs.
-
-    Args:
-        padded_lengths: slots of every sequence.
-        cp: context-parallel ranks.
-        rank: of them.
-        layout: see ``partition.pieces_of_rank``.
-        causal: queries see no later key.
-        left: keys before its own that a query sees, -1 for all.
+    """Plan the one exchange after which every rank holds its own keys and all it needs, as ``plan_keys``.
 
     Returns:
         The exchange, and int64 ``[T]``: where each slot of the pack lies in the rank's own rows followed by

@@ -85,13 +85,7 @@ def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout:
 
 
 def rank_indices(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Ints:
-    """Return the slots of the pack that a rank holds, in the rank's order.
-
-    Args:
-        padded_lengths: slots of every sequence.
-        cp: context-parallel ranks.
-        rank: of them.
-        layout: see ``pieces_of_rank``.
+    """Return the slots of the pack that a rank holds, in its order; arguments as in ``pieces_of_rank``.
 
     Returns:
         int64 ``[T / cp]``. ``([8, 8], cp=2, rank=0, layout="dual_chunk")`` gives ``[0, 1, 6, 7, 8, 9, 14,

@@ -143,11 +143,6 @@ def check_shared_agreement(
 ) -> None:
     """Raise unless all ranks run the same plan, and groups the same packs; a collective.
 
-    Args:
-        step: of this rank, on the CPU.
-        groups: degree -> this rank's group.
-        device: where groups communicate.
-
     Raises:
         ValueError: on every rank, when plans differ; on the ranks of a group, when their packs do.
     """

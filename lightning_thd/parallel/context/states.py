@@ -126,13 +126,7 @@ class StatePlan:
 
 
 def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> StatePlan:
-    """Plan the single exchange after which each rank knows the states that enter its stretches.
-
-    Args:
-        padded_lengths: slots of every sequence.
-        cp: context-parallel ranks.
-        rank: of them.
-        layout: any but ``striped``.
+    """Plan the exchange after which each rank knows the states that enter its stretches; never striped.
 
     Returns:
         The plan. ``([8, 4], cp=2, rank=0, layout="contiguous")`` opens the first 6 slots and sends one state.

@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 class NoEmbedding(nn.Module):
-    """Replaces the embedding on stages without it; returns NaN of the right shape.
-
-    Args:
-        embedding: whose width is taken.
-        channel: knows the dtype of hidden states.
-    """
+    """Replaces the embedding on stages without it; returns NaN of the right shape."""
 
     def __init__(self, embedding: nn.Module, channel: Channel) -> None:
         super().__init__()

@@ -126,12 +126,7 @@ class _Send(torch.autograd.Function):
 
 
 class Balance:
-    """Computes the balancing loss of a model whose layers lie on several ranks.
-
-    Args:
-        channel: to the pipeline's other ranks, used for nothing else.
-        stage: of this rank.
-    """
+    """Computes the balancing loss of a model whose layers lie on several ranks."""
 
     def __init__(self, channel: Channel, stage: Stage) -> None:
         self.channel, self.stage = channel, stage

@@ -234,9 +234,6 @@ def tied_weight(inner: Any) -> nn.Parameter | None:
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Return the head's name of a tied weight, mapped to the embedding's name of it.
 
-    Args:
-        model: a Hugging Face causal language model, perhaps wrapped, before it is cut.
-
     Returns:
         One entry, names as in ``model``; nothing for weights that are not tied.
     """

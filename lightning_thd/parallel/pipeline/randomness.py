@@ -24,12 +24,7 @@ def has_dropout(model: Any) -> bool:
 
 
 def draw_from_own_stream(layer: nn.Module, index: int) -> None:
-    """Let a layer draw from a random stream seeded by its index and the global stream, in place.
-
-    Args:
-        layer: of the model.
-        index: its place among the layers.
-    """
+    """Let a layer draw from a random stream seeded by its index and the global stream, in place."""
     saved: list[list[torch.Tensor]] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -229,13 +229,7 @@ class Stage:
         return values
 
     def expect(self, op: Op, slots: int, device: torch.device) -> None:
-        """Begin to receive the message that a coming pass needs, while another pass runs.
-
-        Args:
-            op: a pass of this rank.
-            slots: of its microbatch on this rank.
-            device: where it is needed.
-        """
+        """Begin to receive the message that a coming pass needs, while another pass runs."""
         stage = self._stage(op.chunk)
         waits = stage > 0 if op.forward else stage < self._last
         if waits and self._width is not None:
@@ -260,12 +254,7 @@ def _anchor(like: Tensor) -> Tensor:
 
 
 class StageLayers(nn.ModuleList):
-    """The layers of one rank under their names in the whole model, with boundaries in place of others.
-
-    Args:
-        layers: of the whole model.
-        stage: which of them to keep.
-    """
+    """The layers of one rank under their names in the whole model, with boundaries in place of others."""
 
     def __init__(self, layers: nn.ModuleList, stage: Stage) -> None:
         super().__init__()

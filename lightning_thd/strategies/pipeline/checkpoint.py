@@ -39,10 +39,6 @@ def rename_optimizer(state: Mapping[str, Any], names: Mapping[str, str]) -> dict
 def complete_groups(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
     """Add every stage's parameter names to an optimizer state's groups; a collective.
 
-    Args:
-        state: of this stage's optimizer, parameters by name.
-        group: the pipeline's ranks.
-
     Raises:
         ValueError: when stages have different numbers of groups.
     """
@@ -106,10 +102,6 @@ def load_folder(
 
 def gather_states(state: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     """Gather the whole weights of all stages on the first one; a collective of one pipeline.
-
-    Args:
-        state: this stage's weights.
-        group: the pipeline's ranks.
 
     Returns:
         All weights on the first stage, this stage's elsewhere.

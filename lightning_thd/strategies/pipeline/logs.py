@@ -23,12 +23,7 @@ from lightning_thd.strategies.step_logs import StepLogs
 
 
 class RecordedLogs:
-    """Records the ``self.log`` calls of a step's forward passes, and logs those of the last stage.
-
-    Args:
-        trainer: the running trainer.
-        channel: of the pipeline.
-    """
+    """Records the ``self.log`` calls of a step's forward passes, and logs those of the last stage."""
 
     def __init__(self, trainer: L.Trainer, channel: Channel) -> None:
         self._trainer, self._channel = trainer, channel

@@ -107,14 +107,7 @@ class PlannedSteps(Dataset[THDStep]):
 
 
 class PlannedEngine:
-    """Makes the steps of planned epochs, with the interface of ``Engine``.
-
-    Args:
-        steps: of the rank, in the first epoch that is made.
-        first: the step that comes first.
-        num_workers: processes that read.
-        timeout_s: seconds after which a worker that gives nothing counts as dead.
-    """
+    """Makes the steps of planned epochs, with the interface of ``Engine``."""
 
     moved_bytes = 0
 

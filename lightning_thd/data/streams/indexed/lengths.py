@@ -68,13 +68,7 @@ class LengthIndex:
 def index_key(
     shards: Sequence[Shard], policies: Mapping[str, Any], cache_dir: str | Path | None
 ) -> dict[str, Any]:
-    """Return the cache key of a length index: the content of the shards and the sample policies.
-
-    Args:
-        shards: of the stream.
-        policies: what decides which records become which samples.
-        cache_dir: where hashes of large files are remembered.
-    """
+    """Return the cache key of a length index: the content of the shards and the sample policies."""
     return {**policies, "contents": [_content(shard, cache_dir) for shard in shards]}
 
 
@@ -89,12 +83,7 @@ def _content(shard: Shard, cache_dir: str | Path | None) -> str:
 
 
 class LengthLog:
-    """The lengths of a stream's sequences, logged on disk while it is read.
-
-    Args:
-        key: of :func:`index_key`.
-        cache_dir: where it is kept.
-    """
+    """The lengths of a stream's sequences, logged on disk while it is read."""
 
     def __init__(self, key: Mapping[str, Any], cache_dir: str | Path | None) -> None:
         self._folder = cached_folder(_KIND, key, cache_dir)

@@ -38,11 +38,6 @@ def moved_bytes(planned: Planned) -> int:
 def exchange(planned: Planned, held: Held, wire: Wire) -> list[list[dict[str, Any]]]:
     """Exchange the samples of a step between ranks, and drop those that are used; a collective.
 
-    Args:
-        planned: the step, the same on every rank.
-        held: samples of this rank; those of the step are taken out.
-        wire: to the other ranks.
-
     Returns:
         The samples of each microbatch of this rank.
     """

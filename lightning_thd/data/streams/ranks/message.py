@@ -137,12 +137,7 @@ def decode(message: Bytes, header: Table, layout: Layout, most: int) -> Table:
 
 
 def widened(layout: Layout, headers: Table) -> Layout | None:
-    """Return a wider layout that all ranks' tables fit, or None where the present one suffices.
-
-    Args:
-        layout: with which the messages were sent.
-        headers: of all ranks.
-    """
+    """Return a wider layout that all ranks' tables fit, or None where the present one suffices."""
     wanted = Layout(
         columns=int(np.bitwise_or.reduce(headers["columns"])) | layout.columns,
         runs=max(1, int(headers["runs"].max())),

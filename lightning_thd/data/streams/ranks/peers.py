@@ -43,12 +43,6 @@ class Peers:
     def of_job(cls, data_rank: int, data_ranks: int, *, timeout_s: float, tell: Any = None) -> Peers:
         """Find which ranks share a data rank and receive the same packs; a collective over the job.
 
-        Args:
-            data_rank: of this process.
-            data_ranks: of the job.
-            timeout_s: seconds until a rank that gives nothing is given up.
-            tell: what the others are told of this rank.
-
         Raises:
             ValueError: when data ranks are missing: a job of several processes without a process group.
         """

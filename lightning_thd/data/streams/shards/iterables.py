@@ -45,12 +45,6 @@ class IterableShard:
 def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, Any]) -> Sequence[Shard]:
     """Split a source that is no path into shards.
 
-    Args:
-        source: an iterable, a dataset, or a function that begins an iterator.
-        parts: that a source which can be asked for any number is asked for.
-        prefix: of the names of the shards.
-        alone: gets what one rank reads for all.
-
     Raises:
         ValueError: for what is no stream, and what was split by rank already.
     """
