@@ -43,7 +43,7 @@ def leave_out_of_rates(trainer: L.Trainer) -> None:
 
 def planner_of(trainer: L.Trainer) -> tuple[PackPlanner, int] | None:
     """Return the planner of the training data and the number of ranks that read different data."""
-    planner = getattr(trainer.train_dataloader, "_planner", None)
+    planner = getattr(trainer.train_dataloader, "planner", None)
     if not isinstance(planner, PackPlanner):
         return None
     sampler: Any = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}

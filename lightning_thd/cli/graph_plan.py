@@ -67,7 +67,7 @@ def _from_data(
     data.prepare_data()
     data.setup("fit")
     loader = data.train_dataloader()
-    planner = getattr(loader, "_planner", None)
+    planner = getattr(loader, "planner", None)
     assert isinstance(planner, PackPlanner)
     slots, longest = planner.slots.usable, longest_sequence(planner)
     return needed_sequences(sample_layouts(planner), slots, longest), slots, longest

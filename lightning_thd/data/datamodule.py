@@ -17,14 +17,8 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
 from lightning_thd.data.mixing import ShareLog
-from lightning_thd.data.planning import (
-    Planner,
-    PlanSettings,
-    announce,
-    counts_of,
-    keep_long_rows,
-    make_planner,
-)
+from lightning_thd.data.planning import PlanSettings, announce, counts_of, keep_long_rows, make_planner
+from lightning_thd.data.plans_ahead import Planner
 from lightning_thd.data.read.conversations import Records
 from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
@@ -43,6 +37,7 @@ from lightning_thd.data.stream_link import (
 from lightning_thd.data.streams import Stream, StreamLoader, StreamMixture, stream_loader
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
+from lightning_thd.packing.lengths import check_choice
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner
 from lightning_thd.packing.planner import Tail
 
@@ -170,8 +165,7 @@ class THDDataModule(L.LightningDataModule):
             pad_to=pad_to,
             mixing=mixing,
         )
-        if empty not in get_args(Empty):
-            raise ValueError(f"empty={empty!r} is unknown. Choose one of {', '.join(get_args(Empty))}.")
+        check_choice("empty", empty, get_args(Empty))
         self._opener = Opener(
             tokenizer=tokenizer,
             text_key=text_key,
@@ -187,14 +181,9 @@ class THDDataModule(L.LightningDataModule):
         self.empty, self.vocab_size = empty, vocab_size
         self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
         self._stream = as_stream(train, on_error, max_errors, mixing)
-        if self._stream is not None:
-            train = None
         evaluated = {"val": val, "test": test, "predict": predict}
         refuse_streams(evaluated)
-        given = {"train": train, **evaluated}
-        self._sources = named_sources(
-            {stage: source for stage, source in given.items() if source is not None}
-        )
+        self._sources = named_sources({"train": None if self._stream is not None else train, **evaluated})
         for stage, source in evaluated.items():
             if source is None:  # a loader that is there makes Lightning ask for its step
                 hook = f"{stage}_dataloader"
@@ -241,6 +230,10 @@ class THDDataModule(L.LightningDataModule):
     def _host(self) -> link.Host:
         return self._attached if self.trainer is None else link.host_of(self.trainer)
 
+    @property
+    def _progress(self) -> link.Progress | None:
+        return None if self.trainer is None else link.Progress(self.trainer)
+
     def prepare_data(self) -> None:
         """Tokenise, count and cache what can be cached; Lightning calls this on one process a node."""
         for name, source in self._sources.items():
@@ -284,18 +277,12 @@ class THDDataModule(L.LightningDataModule):
             loader = self._streamed(self._stream, self._train_kind)
             self._shares = stream_shares(loader)
             return loader
-        planner = self._planner("train") if "train" in self._sets else None
-        if isinstance(planner, MixturePlanner):
-            whole = self._train_kind == "step"
-            per_step = 1 if whole else planner.global_batch.n // self._host.ranks
-            if self._source_log is None or self._source_log.planner is not planner:
-                self._source_log = SourceLog(planner, per_step)
-        return self._loader(
-            "train",
-            kind=self._train_kind,
-            fixed_order=getattr(self.trainer, "overfit_batches", 0) > 0,
-            progress=link.Progress(self.trainer) if self.trainer is not None else None,
-        )
+        again = getattr(self.trainer, "overfit_batches", 0) > 0
+        made = self._loader("train", kind=self._train_kind, fixed_order=again, progress=self._progress)
+        logged = None if self._source_log is None else self._source_log.planner
+        if isinstance(made.planner, MixturePlanner) and made.planner is not logged:
+            self._source_log = SourceLog(made.planner, made.per_step)
+        return made
 
     @property
     def _train_kind(self) -> Literal["pack", "step"]:
@@ -337,7 +324,6 @@ class THDDataModule(L.LightningDataModule):
     def _streamed(self, stream: Stream | StreamMixture, kind: Literal["pack", "step"]) -> StreamLoader:
         """Build the loader of a stream; a collective of the job."""
         refuse_repeats(self.trainer, self._plans)
-        progress = link.Progress(self.trainer) if self.trainer is not None else None
         policies = stream_policies(
             self._plans,
             self._opener,
@@ -350,8 +336,8 @@ class THDDataModule(L.LightningDataModule):
             policies,
             self._host,
             kind=kind,
-            consumed=progress.total if progress is not None else None,
-            on_load=progress.match if progress is not None else None,
+            consumed=None if self._progress is None else self._progress.total,
+            on_load=None if self._progress is None else self._progress.match,
         )
 
     def _evaluation(self, stage: str) -> THDLoader | list[THDLoader]:
@@ -386,10 +372,7 @@ class THDDataModule(L.LightningDataModule):
             per_step=1 if kind == "step" else planner.global_batch.n // host.ranks,
             kind=kind,
             fixed_order=fixed_order,
-            on_epoch=progress.resize if progress and isinstance(planner, MixturePlanner) else None,
-            consumed=progress.consumed if progress is not None else None,
-            limit=progress.limit if progress is not None else None,
-            on_load=progress.match if progress is not None else None,
+            **({} if progress is None else progress.hooks(resizes=isinstance(planner, MixturePlanner))),
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch_factor,
             pin_memory=host.on_gpu if self.pin_memory is None else self.pin_memory,

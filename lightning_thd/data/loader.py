@@ -214,12 +214,10 @@ class THDLoader:
     ) -> None:
         self._cursor = _Cursor(planner.num_steps, per_step, fixed_order, on_epoch)
         self.batch_sampler = _EpochTarget(self._cursor)
-        self._planner = planner
+        self.planner, self.per_step = planner, per_step
         self._consumed, self._limit, self._on_load = consumed, limit, on_load
         self._handed_out = 0
-        self.waited_s = (
-            0.0  # seconds spent so far on reading and collating, or on waiting for workers that do
-        )
+        self.waited_s = 0.0  # spent so far on reading and collating, or on waiting for workers that do
         self._loader: DataLoader[THDBatch | THDStep] = DataLoader(
             _Steps(planner, maker, rank, dp, kind),
             batch_size=None,
@@ -229,11 +227,6 @@ class THDLoader:
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
         )
-
-    @property
-    def planner(self) -> Planner:
-        """Return the planner that decides which sequences make which batch."""
-        return self._planner
 
     @property
     def epoch(self) -> int:
@@ -263,7 +256,7 @@ class THDLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in whole steps, the same on every rank and for every number of ranks."""
         consumed = self._handed_out if self._consumed is None else self._consumed()
-        return self._planner.state(self._cursor.epoch, consumed // self._cursor.per_step)
+        return self.planner.state(self._cursor.epoch, consumed // self._cursor.per_step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the last whole step of ``state``.
@@ -271,7 +264,7 @@ class THDLoader:
         Raises:
             ValueError: when the data or a setting that decides the plan has changed since.
         """
-        epoch, step = self._planner.resume(state)
+        epoch, step = self.planner.resume(state)
         self._cursor.epoch, self._cursor.start = epoch, step * self._cursor.per_step
         if step == self._cursor.num_steps:
             self._cursor.epoch, self._cursor.start = epoch + 1, 0

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset
 
+from lightning_thd.data.plans_ahead import Planner
 from lightning_thd.data.sets import DataSet
 from lightning_thd.data.store.arrays import cached_arrays
 from lightning_thd.data.store.columns import ColumnRows
@@ -28,8 +29,6 @@ from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
 from lightning_thd.packing.planner import Tail
 from lightning_thd.packing.sharing import Sharing
 from lightning_thd.packing.sharing.planner import SharedPlanner
-
-Planner = PackPlanner | MixturePlanner
 
 _VERSION = 1
 # What decides the packs of a window; the rest of a planner's settings may change under the same counts.

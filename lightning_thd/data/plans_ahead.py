@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from lightning_thd.packing import StepPlan
+from lightning_thd.packing import PackPlanner, StepPlan
+from lightning_thd.packing.mixtures import MixturePlanner
 
-
-class Planner(Protocol):
-    """The part of ``packing.PackPlanner`` that a loader calls."""
-
-    def __len__(self) -> int: ...
-
-    def num_steps(self, epoch: int) -> int:
-        """Return the number of steps of an epoch."""
-        ...
-
-    def step(self, epoch: int, k: int, dp: int) -> StepPlan:
-        """Plan a step."""
-        ...
-
-    def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the state of a position, for a checkpoint."""
-        ...
-
-    def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Check a state and return its epoch and step."""
-        ...
+Planner = PackPlanner | MixturePlanner
 
 
 class PlansAhead:

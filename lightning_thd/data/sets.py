@@ -124,11 +124,11 @@ def open_set(name: str, source: Source, opener: Opener, *, empty: Empty) -> Data
 
 
 def named_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Name each source of an evaluation stage that has several, as in ``val/code``."""
+    """Name each source that is given; of an evaluation stage that has several, as in ``val/code``."""
     named: dict[str, Any] = {}
     for stage, source in sources.items():
         if stage != "train" and is_mixture(source):
             named |= {f"{stage}/{name}": one for name, one in source.items()}
-        else:
+        elif source is not None:
             named[stage] = source
     return named

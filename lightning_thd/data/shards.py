@@ -6,37 +6,21 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
 from lightning_thd._imports import require
-from lightning_thd.packing import PackPlanner
+
+if TYPE_CHECKING:
+    from lightning_thd.data.pack import Packer
 
 MANIFEST = "manifest.json"
 _VERSION = 1
 
 
-class Writer(Protocol):
-    """The interface of ``pack.Packer``: writes packs of a plan into a file."""
-
-    @property
-    def planner(self) -> PackPlanner:
-        """Return the planner whose packs are written."""
-        ...
-
-    @property
-    def boundaries(self) -> str:
-        """Return the name of the column that holds the boundaries of sequences."""
-        ...
-
-    def write(self, out: Path, first: int, last: int, *, progress: bool = False) -> dict[str, int]:
-        """Write the packs ``first`` to ``last`` atomically, and count them."""
-        ...
-
-
 def write_shards(
-    packer: Writer, folder: Path, shard_packs: int, *, engine: Literal["local", "ray"], progress: bool
+    packer: Packer, folder: Path, shard_packs: int, *, engine: Literal["local", "ray"], progress: bool
 ) -> dict[str, int]:
     """Write all packs of a plan as ``shard-00000.parquet``, ... and ``manifest.json``, which comes last.
 
@@ -74,7 +58,7 @@ def write_shards(
 
 
 def _written(
-    packer: Writer, folder: Path, parts: list[tuple[int, int, int]], engine: str
+    packer: Packer, folder: Path, parts: list[tuple[int, int, int]], engine: str
 ) -> Iterator[tuple[int, dict[str, int]]]:
     if engine == "local" or not parts:
         for k, first, last in parts:
@@ -111,8 +95,7 @@ def _check_same(folder: Path, done: Path, settings: dict[str, Any]) -> None:
             changed = [name for name, value in settings.items() if found.get(name) != value]
             raise ValueError(
                 f"{folder} holds packs of other data or settings ({', '.join(changed)} changed). Give an "
-                "empty "
-                "folder, or delete this one."
+                "empty folder, or delete this one."
             )
     elif any(folder.glob("*.parquet")):
         raise ValueError(f"{folder} holds .parquet files that are no packs of ours. Give an empty folder.")

@@ -54,9 +54,7 @@ class SourceLog:
         where = self._source_of_slots(batch)
         where = where if slots.kept is None else where.index_select(0, slots.kept)
         if self._sums is None:
-            wide = torch.float32 if where.device.type == "mps" else torch.float64
-            columns = len(self.planner.mixture.names) + 1
-            self._sums = torch.zeros((2, columns), dtype=wide, device=where.device)
+            self._sums = self._zeros(where.device)
         found = torch.stack([slots.losses.flatten(), slots.weights.flatten()]).to(self._sums.dtype)
         self._sums.index_add_(1, where, found / scale)
 
@@ -95,13 +93,15 @@ class SourceLog:
         for logger in trainer.loggers:
             logger.log_metrics(logged, step=trainer.global_step)
 
+    def _zeros(self, device: torch.device) -> Tensor:
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        return torch.zeros((2, len(self.planner.mixture.names) + 1), dtype=wide, device=device)
+
     def _losses(self, trainer: L.Trainer) -> list[float | None]:
         """Sum the losses of all ranks and read each source's mean: one message and one read."""
-        columns = len(self.planner.mixture.names) + 1
         sums, self._sums = self._sums, None
         if sums is None:  # of a pipeline the last stage alone has losses
-            wide = torch.float32 if trainer.strategy.root_device.type == "mps" else torch.float64
-            sums = torch.zeros((2, columns), dtype=wide, device=trainer.strategy.root_device)
+            sums = self._zeros(trainer.strategy.root_device)
         summed = trainer.strategy.reduce(sums, reduce_op="sum")
         assert isinstance(summed, Tensor)
         total, weight = summed.tolist()

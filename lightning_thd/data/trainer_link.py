@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -225,6 +226,11 @@ class Progress:
 
     def __init__(self, trainer: L.Trainer) -> None:
         self._trainer = trainer
+
+    def hooks(self, *, resizes: bool) -> dict[str, Callable[..., Any]]:
+        """Return the functions by which a ``THDLoader`` follows the Trainer, by its arguments' names."""
+        told: dict[str, Any] = {"consumed": self.consumed, "limit": self.limit, "on_load": self.match}
+        return {**told, "on_epoch": self.resize} if resizes else told
 
     def consumed(self) -> int:
         """Return how many batches of this epoch the Trainer has finished."""

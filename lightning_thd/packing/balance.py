@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.bins import Packing, best_fit
+from lightning_thd.packing.bins import Packing, best_fit, regrouped
 from lightning_thd.packing.cost import Cost
 from lightning_thd.packing.lengths import (
     MOST_RANKS,
@@ -154,11 +154,8 @@ def _bin_work(owner: IntArray, work: FloatArray, count: int) -> FloatArray:
 
 def seated(order: IntArray, offsets: IntArray, totals: FloatArray, dp: int) -> tuple[IntArray, IntArray]:
     """Reorder bins by rank and microbatch, in the way :func:`deal` assigns them by their work."""
-    seats = deal(totals, dp)
-    sizes = np.diff(offsets)[seats]
-    ends = np.concatenate([[0], np.cumsum(sizes)])
-    within = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)
-    return order[np.repeat(offsets[:-1][seats], sizes) + within], ends
+    members, ends = regrouped(offsets, deal(totals, dp))
+    return order[members], ends
 
 
 def scheduled_bins(

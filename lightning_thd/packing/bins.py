@@ -152,6 +152,14 @@ def best_fit(padded: IntArray, slots: Slots) -> Packing:
     )
 
 
+def regrouped(offsets: IntArray, order: IntArray) -> tuple[IntArray, IntArray]:
+    """Lay groups of an array out in another order: ``([0, 2, 3], [1, 0])`` is ``[2, 0, 1], [0, 1, 3]``."""
+    sizes = np.diff(offsets)[order]
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    within = np.arange(ends[-1]) - np.repeat(ends[:-1], sizes)
+    return np.repeat(offsets[:-1][order], sizes) + within, ends
+
+
 def count_packs(lengths: IntArray, capacity: int) -> int:
     """Count the packs of :func:`pack_lengths` by best-fit decreasing, without laying them out.
 

@@ -79,8 +79,7 @@ def read_lengths(lengths: OpenLengths, positions: IntArray) -> IntArray:
     if values.shape != positions.shape or values.dtype.kind not in "iu":
         raise ValueError(
             f"lengths[...] answered {len(positions)} positions with shape {values.shape} and type "
-            f"{values.dtype}. "
-            "It must answer an int64 array of positions with as many integers."
+            f"{values.dtype}. It must answer an int64 array of positions with as many integers."
         )
     return values.astype(np.int64, copy=False)
 
@@ -162,8 +161,7 @@ class Entries:
             raise ValueError(
                 "The lengths changed since the planner was made: sequence "
                 f"{indices[int(lengths.argmin() if lengths.min() < 1 else lengths.argmax())]} does not fit "
-                f"any more. "
-                "Make a new planner."
+                "any more. Make a new planner."
             )
         if self.oversize == "split":
             return _split(indices, lengths, self.limit)
@@ -202,9 +200,8 @@ def make_entries(lengths: OpenLengths, summary: LengthSummary, *, limit: int, ov
     if len(gone) == summary.count:
         raise ValueError(
             f"None of the {summary.count} sequences is left: {counts['empty']} are empty and "
-            f"{counts['dropped']} "
-            f"are longer than the {limit} tokens that fit a pack. Raise capacity, or set "
-            f"oversize='truncate' or 'split'."
+            f"{counts['dropped']} are longer than the {limit} tokens that fit a pack. Raise capacity, or set "
+            "oversize='truncate' or 'split'."
         )
     return Entries(
         lengths=lengths,

@@ -92,6 +92,12 @@ def check_count(name: str, value: object, advice: str, *, least: int = 1, most: 
         raise ValueError(f"{name}={value!r}: wanted a whole number, {wanted}. {advice}")
 
 
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise unless a value is one of some words."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown. Choose one of {', '.join(choices)}.")
+
+
 def check_type(name: str, value: object, wanted: type, advice: str) -> None:
     """Raise TypeError for a value that is no instance of a class, saying what to pass."""
     if not isinstance(value, wanted):

@@ -1,9 +1,8 @@
 """Sizes and weights of sources -> how often each is used in an epoch, and with which sequences.
 
 An epoch of a mixture takes a fixed number of sequences of every source. Those of a source come from an
-endless
-row of shuffles of it, so that after any number of epochs each of its sequences was used as often as any
-other,
+endless row of shuffles of it, so that after any number of epochs each of its sequences was used as often as
+any other,
 or once more. Nothing is stored: the j-th draw of a source is a pure function of seed, source and j.
 """
 
@@ -21,7 +20,7 @@ from lightning_thd.packing.lengths import as_lengths, check_count, check_type, m
 from lightning_thd.packing.permutation import derive_key, permute
 from lightning_thd.packing.plan import StepPlan
 from lightning_thd.packing.planner import PackPlanner
-from lightning_thd.packing.resume import fingerprint, make_state, read_state
+from lightning_thd.packing.resume import Resumable
 
 IntArray = npt.NDArray[np.int64]
 EpochSize = Literal["longest", "shortest"] | int
@@ -273,7 +272,7 @@ class _EpochLengths:
         return read_lengths(self.lengths, self.mixture.indices(self.epoch, positions))
 
 
-class MixturePlanner:
+class MixturePlanner(Resumable):
     """Plans the steps of a mixture, each epoch by a ``PackPlanner`` of its drawn entries.
 
     Steps hold dataset indices, as those of ``PackPlanner`` do, and are pure functions of (seed, epoch, step,
@@ -328,18 +327,6 @@ class MixturePlanner:
         check_count("epoch", epoch, "Epochs count from 0.", least=0)
         plan = self.of_epoch(epoch).step(epoch, k, dp)
         return plan.with_indices(self.mixture.indices(epoch, plan.spans.index))
-
-    def fingerprint(self) -> str:
-        """Return a hash of the lengths and of all settings of a plan except dp."""
-        return fingerprint(self.settings)
-
-    def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the state a checkpoint needs to continue with ``step(epoch, step)``."""
-        return make_state(self.settings, epoch=epoch, step=step, num_steps=self.num_steps(epoch))
-
-    def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the epoch and next step of a state, or refuse one of other data or weights."""
-        return read_state(self.settings, state)
 
 
 def shares(mixture: Mixture, plans: Sequence[StepPlan]) -> dict[str, float]:

@@ -6,7 +6,6 @@ a killed job goes on where it stopped, on another number of ranks too, with the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -24,11 +23,11 @@ from lightning_thd.packing.entries import (
     read_lengths,
     summarize,
 )
-from lightning_thd.packing.lengths import MOST_RANKS, check_count, check_type, make_slots
+from lightning_thd.packing.lengths import MOST_RANKS, check_choice, check_count, check_type, make_slots
 from lightning_thd.packing.loss_tokens import LossTokens, count_loss_tokens, open_loss_tokens
 from lightning_thd.packing.permutation import derive_key, permute
 from lightning_thd.packing.plan import Packs, Sequences, Spans, StepPlan
-from lightning_thd.packing.resume import fingerprint, make_state, read_state
+from lightning_thd.packing.resume import Resumable
 from lightning_thd.packing.schedule import ScheduledPacks, open_schedule
 from lightning_thd.packing.windows import WindowedPacks, make_windows
 
@@ -44,7 +43,7 @@ class NoSuchStep(IndexError, ValueError):
     """Raised when a step is asked for that the epoch does not have."""
 
 
-class PackPlanner:
+class PackPlanner(Resumable):
     """Plans the steps of every epoch, each a pure function of (seed, epoch, step, dp).
 
     With ``Sequences(n)`` step k takes n entries of the epoch's permutation, balanced over the ranks in as
@@ -95,8 +94,8 @@ class PackPlanner:
         counts: npt.NDArray[np.uint32] | None = None,
         num_workers: int = 0,
     ) -> None:
-        _check_choice("oversize", oversize, get_args(Oversize))
-        _check_choice("tail", tail, get_args(Tail))
+        check_choice("oversize", oversize, get_args(Oversize))
+        check_choice("tail", tail, get_args(Tail))
         check_count("window", window, "It is the number of sequences packed together; the default is 4096.")
         check_count("seed", seed, "It decides every shuffle.", least=-(2**255), most=2**255)
         check_count("num_workers", num_workers, "It is the number of processes that count.", least=0)
@@ -268,23 +267,6 @@ class PackPlanner:
                 f"Use Packs({-(-self.global_batch.n // dp) * dp}), or Sequences(n), which takes any number "
                 f"of ranks."
             )
-
-    def fingerprint(self) -> str:
-        """Return a hash of the lengths and of all settings of a plan except dp."""
-        return fingerprint(self.settings)
-
-    def state(self, epoch: int, step: int) -> dict[str, Any]:
-        """Return the state a checkpoint needs to continue with ``step(epoch, step)``."""
-        return make_state(self.settings, epoch=epoch, step=step, num_steps=len(self))
-
-    def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the epoch and next step of a state, or refuse one of other data: see :func:`read_state`."""
-        return read_state(self.settings, state)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown. Choose one of {', '.join(choices)}.")
 
 
 def _check_batch(global_batch: object, *, scheduler: bool, schedule: bool) -> None:

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from lightning_thd.packing.lengths import check_type
+
+
+class Resumable(ABC):
+    """A planner that goes on from a checkpoint's state, as all its plans follow from its settings."""
+
+    settings: dict[str, Any]
+
+    @abstractmethod
+    def num_steps(self, epoch: int) -> int:
+        """Return the number of steps of an epoch."""
+
+    def fingerprint(self) -> str:
+        """Return a hash of the lengths and of all settings of a plan except dp."""
+        return fingerprint(self.settings)
+
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return the state a checkpoint needs to continue with ``step(epoch, step)``."""
+        return make_state(self.settings, epoch=epoch, step=step, num_steps=self.num_steps(epoch))
+
+    def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the epoch and next step of a state, or refuse one of other data: see :func:`read_state`."""
+        return read_state(self.settings, state)
 
 
 def fingerprint(settings: Mapping[str, Any]) -> str:
@@ -53,8 +76,7 @@ def read_state(settings: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[i
     if missing:
         raise ValueError(
             f"The state has no {', '.join(sorted(missing))}; it holds "
-            f"{', '.join(sorted(state)) or 'nothing'}. "
-            "Pass what PackPlanner.state() returned."
+            f"{', '.join(sorted(state)) or 'nothing'}. Pass what PackPlanner.state() returned."
         )
     if state["fingerprint"] != fingerprint(settings):
         raise ValueError(

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.bins import best_fit, count_packs
+from lightning_thd.packing.bins import best_fit, count_packs, regrouped
 from lightning_thd.packing.entries import Entries
 from lightning_thd.packing.lengths import Slots
 from lightning_thd.packing.permutation import derive_key, permute, shuffled
@@ -91,11 +91,8 @@ class WindowedPacks:
                     "changed since, or the counts belong to others. Make a new planner, without these counts."
                 )
             order = shuffled(len(packs), key=derive_key(self.seed, _PACKS, epoch, window))
-            sizes = np.diff(packs.offsets)[order]
-            offsets = np.concatenate([[0], np.cumsum(sizes)])
-            within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
-            flat = packs.indices[np.repeat(packs.offsets[:-1][order], sizes) + within]
-            self._packed = kept = (epoch, window), spans.take(flat), offsets
+            members, offsets = regrouped(packs.offsets, order)
+            self._packed = kept = (epoch, window), spans.take(packs.indices[members]), offsets
         return kept[1:]
 
 

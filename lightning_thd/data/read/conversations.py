@@ -1,8 +1,7 @@
 """A record -> its kind, by its keys, and the messages of a conversation whatever form it was written in.
 
 Forms: ``messages`` (role and content), ShareGPT (``conversations`` of from and value), Alpaca
-(``instruction``,
-``input``, ``output``), ``prompt`` with ``completion``, text under a key, and token ids.
+(``instruction``, ``input``, ``output``), ``prompt`` with ``completion``, text under a key, and token ids.
 """
 
 from __future__ import annotations

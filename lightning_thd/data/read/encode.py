@@ -50,8 +50,7 @@ def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
     if not isinstance(tokenizer, str) and not callable(tokenizer):
         raise TypeError(
             f"tokenizer is a {type(tokenizer).__name__}. Pass a function from a string to ids, a Hugging "
-            "Face "
-            "tokenizer or its name, or None for UTF-8 bytes."
+            "Face tokenizer or its name, or None for UTF-8 bytes."
         )
     if isinstance(tokenizer, str):
         transformers = require("transformers", feature=f"tokenizer={tokenizer!r}")

@@ -147,8 +147,7 @@ def _expand(source: str | Path) -> list[str]:
     if not found:
         raise ValueError(
             f"{text} does not exist, and no file matches it. Give a file, a folder, a glob or a list of "
-            "them: "
-            f"{', '.join((*LINES, '.json', *TABLES, *COLUMNS))} or text, also with {', '.join(PACKED)}."
+            f"them: {', '.join((*LINES, '.json', *TABLES, *COLUMNS))} or text, also with {', '.join(PACKED)}."
         )
     return found
 

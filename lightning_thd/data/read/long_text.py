@@ -1,10 +1,8 @@
 """A document too long to tokenise at once -> the ids that tokenising it whole gives, a piece at a time.
 
-A fast tokenizer keeps some 800 bytes a token while it works, so that one document of 4 million tokens
-takes 3 GB.
-Pieces overlap. Two neighbours are joined where both put the same tokens at the same characters, many in a
-row:
-from there on neither knows what came before.
+A fast tokenizer keeps some 800 bytes a token while it works, so that one document of 4 million tokens takes 3
+GB. Pieces overlap. Two neighbours are joined where both put the same tokens at the same characters, many in a
+row: from there on neither knows what came before.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from lightning_thd.data.read.tokenize import Engine, find_kind, tokenize
 from lightning_thd.data.store.journal import Rows
 from lightning_thd.data.store.measure import MapDataset, OnError, check_sample
 from lightning_thd.data.store.tokens import TokenStore, cached_store
-from lightning_thd.packing.lengths import check_count, check_type
+from lightning_thd.packing.lengths import check_choice, check_count, check_type
 
 Source = MapDataset | Dataset | str | Path | list[str | Path]  # type: ignore[type-arg]  # jsonargparse wants it bare
 Packed = Literal["auto", "sequences", "packs", "off"]
@@ -65,10 +65,7 @@ class Opener:
     def __post_init__(self) -> None:
         choices = {"records": Records, "packed": Packed, "on_error": OnError, "engine": Engine}
         for name, choice in choices.items():
-            if getattr(self, name) not in get_args(choice):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown. Choose one of {', '.join(get_args(choice))}."
-                )
+            check_choice(name, getattr(self, name), get_args(choice))
         check_count("num_workers", self.num_workers, "It is the number of processes that read.", least=0)
         if self.max_errors is not None:
             check_count("max_errors", self.max_errors, "None sets no bound.", least=0)

@@ -124,9 +124,8 @@ class SequenceIndex:
         if found != int(self.loss_tokens[i]):
             raise ValueError(
                 f"Sequence {i} has {found} loss tokens, but {int(self.loss_tokens[i])} were counted. The "
-                "labels "
-                "changed under the same fingerprint, or the dataset's `loss_tokens` are wrong: give the data "
-                "another fingerprint, or delete the cache."
+                "labels changed under the same fingerprint, or the dataset's `loss_tokens` are wrong: give "
+                "the data another fingerprint, or delete the cache."
             )
 
     def loss_weights(self, dataset: MapDataset, spans: Spans) -> tuple[float, float]:
@@ -238,9 +237,8 @@ def build_index(
     is_empty[index.bad] = False
     if empty == "error" and is_empty.any():
         raise ValueError(
-            f"Sequence {int(np.argmax(is_empty))} has no tokens "
-            f"({int(is_empty.sum())} of {len(index.lengths)} are empty). "
-            "Set empty='drop', or remove them."
+            f"Sequence {int(np.argmax(is_empty))} has no tokens ({int(is_empty.sum())} of "
+            f"{len(index.lengths)} are empty). Set empty='drop', or remove them."
         )
     return index
 

@@ -82,8 +82,7 @@ def told(folder: Path) -> Iterator[None]:
         raise CacheError(
             err.errno,
             f"The cache {folder} cannot be written ({what}). Pass cache_dir= (or set XDG_CACHE_HOME), a "
-            "folder "
-            "with room that you may write to.",
+            "folder with room that you may write to.",
         ) from err
 
 
@@ -176,9 +175,8 @@ def _acquire(folder: Path, path: Path) -> _Owner | None:
         waited = time.monotonic() - began
         if waited > limit:
             raise TimeoutError(
-                f"{path} is held by {_read(path)} for more than {limit:.0f} s. Wait for that job; if "
-                "there is "
-                f"none, delete the file. {_WAIT_ENV} sets how long to wait, cache_dir= another place."
+                f"{path} is held by {_read(path)} for more than {limit:.0f} s. Wait for that job; if there "
+                f"is none, delete the file. {_WAIT_ENV} sets how long to wait, cache_dir= another place."
             )
         if waited > _TELL_AFTER_S and not told_who:
             rank_zero_info(f"Waiting for {folder}, which another process prepares: {_read(path)}")

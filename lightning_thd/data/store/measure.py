@@ -42,9 +42,8 @@ def check_sample(sample: Any, i: int) -> Mapping[str, Any]:
     if isinstance(sample, Mapping | str):
         return sample  # type: ignore[return-value]  # text is tokenised before anything else
     raise TypeError(
-        f"Row {i} of the dataset is a {type(sample).__name__}, wanted a dict: {{'input_ids': ids}}, "
-        "perhaps with "
-        "'labels', or text, a prompt or messages. Wrap the dataset in one whose [i] gives that."
+        f"Row {i} of the dataset is a {type(sample).__name__}, wanted a dict: {{'input_ids': ids}}, perhaps "
+        "with 'labels', or text, a prompt or messages. Wrap the dataset in one whose [i] gives that."
     )
 
 

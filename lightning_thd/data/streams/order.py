@@ -228,8 +228,7 @@ def take_turns(
 
     Returns:
         The numbers of the sources, turn after turn, and the one whose turn could not be taken; None where
-        ``most`` turns were found. ``({0: 1, 1: 2}, [0, 0], [9, 4])`` gives
-        ``([1, 0, 1, 1, 0, 1], 1)``.
+        ``most`` turns were found. ``({0: 1, 1: 2}, [0, 0], [9, 4])`` gives ``([1, 0, 1, 1, 0, 1], 1)``.
     """
     names, total = list(shares), sum(shares.values())
     taken = {i: int(used[i]) for i in names}

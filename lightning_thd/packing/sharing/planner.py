@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lightning_thd.packing.bins import regrouped
 from lightning_thd.packing.entries import Lengths
 from lightning_thd.packing.plan import Packs, Sequences, StepPlan
 from lightning_thd.packing.planner import PackPlanner
@@ -98,10 +99,7 @@ class SharedPlanner(PackPlanner):
         bins = share_out(spans.lengths, self.rank_capacity, ranks=dp, sharing=self.sharing, cost=self.cost)
         whole = self._describe(epoch, k, 1, spans.take(bins.order), bins.offsets)
         group = _group_of_seats(bins, dp)
-        sizes = np.diff(bins.offsets)[group.ravel()]
-        offsets = np.concatenate([[0], np.cumsum(sizes)])
-        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
-        flat = np.repeat(bins.offsets[:-1][group.ravel()], sizes) + within
+        flat, offsets = regrouped(bins.offsets, group.ravel())
         counted = {field.name: getattr(whole, field.name) for field in fields(StepPlan)}
         counted.update(
             dp=dp,

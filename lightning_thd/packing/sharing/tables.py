@@ -71,18 +71,12 @@ class Tables:
 
     def worth(self, waste: float) -> BoolArray:
         """Return which degrees cost at most ``waste`` times the cheapest one's work, bool ``[C, S]``."""
-        spent = np.where(self.possible, self.load * np.array(self.degrees)[:, None], np.inf)
-        within: BoolArray = self.possible & (spent <= waste * spent.min(axis=0))
+        within: BoolArray = self.possible & (self._spent() <= waste * self._spent().min(axis=0))
         return within
 
-    def even_time(self, ranks: int) -> float:
-        """Return the time of a step if all work, at the cheapest degrees, were spread evenly over R ranks."""
-        return float(self._cheapest().sum()) / ranks
-
-    def _cheapest(self) -> FloatArray:
-        work: FloatArray = np.where(self.possible, self.load * np.array(self.degrees)[:, None], np.inf).min(
-            axis=0
-        )
+    def _spent(self) -> FloatArray:
+        """Return the work of all ranks of each degree that holds a sequence, float64 ``[C, S]``."""
+        work: FloatArray = np.where(self.possible, self.load * np.array(self.degrees)[:, None], np.inf)
         return work
 
     def least_time(self, ranks: int) -> float:
@@ -95,7 +89,8 @@ class Tables:
         Returns:
             A bound that no plan can pass, which need not be reached: groups are whole, and so are sequences.
         """
-        work, total = self._cheapest(), self.even_time(ranks)
+        work = self._spent().min(axis=0)
+        total = float(work.sum()) / ranks  # all of it at the cheapest degrees, spread evenly
         heaviest = float(np.where(self.possible, self.load, np.inf).min(axis=0).max(initial=0.0))
         slots = self.slots[0]
         order = np.argsort(-work / slots, kind="stable")
