@@ -12,13 +12,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_thd._checks import described, instance, whole_number
-from lightning_thd.callbacks.measuring.across_ranks import (
-    communication_device,
-    data_parallel_group,
-    group_size,
-)
+from lightning_thd.callbacks.measuring.across_ranks import data_parallel_group, group_size
 from lightning_thd.callbacks.measuring.counting import Counting
-from lightning_thd.callbacks.measuring.device_peak import compute_dtype, low_precision, resolve_peak
 from lightning_thd.callbacks.measuring.evaluation import EvaluationHooks
 from lightning_thd.callbacks.measuring.marks import StepMarks
 from lightning_thd.callbacks.measuring.models import Policy
@@ -243,16 +238,14 @@ class THDThroughputMonitor(EvaluationHooks):
                 sharded=getattr(strategy, "context_parallel_size", 1) != 1,
             )
             counting.find(pl_module)
-            device, group = strategy.root_device, data_parallel_group(strategy)
-            low = low_precision(pl_module, device, self.peak)
-            dtype = torch.bfloat16 if low else compute_dtype(trainer.precision_plugin, pl_module)
-            setting = Setting(
+            group = data_parallel_group(strategy)
+            setting = Setting.of(
+                pl_module,
+                strategy.root_device,
+                self.peak,
+                trainer.precision_plugin,
                 model=counting.model("train"),
-                peak=resolve_peak(self.peak, device, dtype),
-                low=low,
                 group=group,
-                device=device,
-                wire=communication_device(group, device),
                 ranks=group_size(group),
                 devices=trainer.world_size,
             )

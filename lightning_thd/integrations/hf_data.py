@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -43,6 +43,15 @@ def keyed_loader(loader: Any, *, pin_memory: bool) -> DataLoader[Any]:
     )
 
 
+def with_labels(sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Turn TRL's masks of learned tokens, where a sample has them, into labels."""
+    masks = [np.asarray(sample[name]) for name in _MASKS if sample.get(name) is not None]
+    if not masks or "labels" in sample:
+        return sample
+    learned = np.logical_and.reduce(masks)
+    return {**sample, "labels": np.where(learned, np.asarray(sample["input_ids"]), -100)}
+
+
 class WithLabels:
     """A dataset whose masks of learned tokens, where it has them, become labels."""
 
@@ -53,13 +62,8 @@ class WithLabels:
         return len(self._dataset)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        sample = self._dataset[i]
-        kept = {name: sample[name] for name in ("input_ids", "labels") if name in sample}
-        masks = [np.asarray(sample[name]) for name in _MASKS if name in sample]
-        if masks and "labels" not in kept:
-            learned = np.logical_and.reduce(masks)
-            kept["labels"] = np.where(learned, np.asarray(sample["input_ids"]), -100)
-        return kept
+        sample = with_labels(self._dataset[i])
+        return {name: sample[name] for name in ("input_ids", "labels") if name in sample}
 
 
 class KeyedLoader(DataLoader[Any]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,15 +38,25 @@ def train_on_packs(
         trainer.current_gradient_accumulation_steps,
         len(step),
     )
-    losses = []
     try:
-        for i, batch in enumerate(step.microbatches, start=1):
-            last = i == len(step)
-            apart = contextlib.nullcontext() if last else trainer.accelerator.no_sync(model)
-            with apart:
-                losses.append(one(model, {"batch": batch}))
+        return sum_over_packs(
+            step, trainer.accelerator.no_sync, model, lambda batch: one(model, {"batch": batch})
+        )
     finally:
         trainer.current_gradient_accumulation_steps = before
+
+
+def sum_over_packs(
+    step: THDStep,
+    no_sync: Callable[[nn.Module], AbstractContextManager[Any]],
+    model: nn.Module,
+    run: Callable[[THDBatch], Tensor],
+) -> Tensor:
+    """Run the microbatches of a step, all but the last under ``no_sync``, and sum their losses."""
+    losses = []
+    for i, batch in enumerate(step.microbatches, start=1):
+        with contextlib.nullcontext() if i == len(step) else no_sync(model):
+            losses.append(run(batch))
     return torch.stack(losses).sum()
 
 

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.streams import Stream, StreamLoader, is_stream
+from lightning_thd.integrations.hf_data import with_labels
 
 _FILE = "thd_stream.pt"  # in a checkpoint's folder
-_MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 where a token is to be learned
 
 
 def is_streamed(dataset: object) -> bool:
@@ -41,15 +40,7 @@ def streamed_dataset(dataset: Any, trainer: type) -> Any:
                 "around transformers.Trainer."
             )
         return dataset
-    return dataset.map(_with_labels) if prepared else dataset
-
-
-def _with_labels(record: dict[str, Any]) -> dict[str, Any]:
-    masks = [np.asarray(record[name]) for name in _MASKS if record.get(name) is not None]
-    if not masks or "labels" in record:
-        return record
-    learned = np.logical_and.reduce(masks)
-    return {**record, "labels": np.where(learned, np.asarray(record["input_ids"]), -100).tolist()}
+    return dataset.map(with_labels) if prepared else dataset
 
 
 class StreamsMixin:

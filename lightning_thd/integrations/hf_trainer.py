@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader
 from lightning_thd._checks import described
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.callbacks.measuring.across_ranks import communication_device
-from lightning_thd.callbacks.measuring.device_peak import compute_dtype, low_precision, resolve_peak
 from lightning_thd.callbacks.measuring.models import find_model
 from lightning_thd.callbacks.measuring.stage import Setting, Stage
 from lightning_thd.data import THDDataModule
@@ -327,16 +325,13 @@ class _PackedTrainerMixin(StreamsMixin):
     @property
     def _ready(self) -> Setting:
         if self._setting is None:
-            device = torch.device(self.args.device)
-            low = low_precision(self.model, device, self._peak)
-            dtype = torch.bfloat16 if low else compute_dtype(self, self.model)
-            self._setting = Setting(
+            self._setting = Setting.of(
+                self.model,
+                torch.device(self.args.device),
+                self._peak,
+                self,
                 model=find_model(self.model, causal="half", tokens="real", recompute="auto"),
-                peak=resolve_peak(self._peak, device, dtype),
-                low=low,
                 group=None,
-                device=device,
-                wire=communication_device(None, device),
                 devices=self.args.world_size,
                 ranks=self.args.world_size,
             )

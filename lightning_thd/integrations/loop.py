@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from lightning_thd._checks import whole_number
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.callbacks.measuring.across_ranks import communication_device
-from lightning_thd.callbacks.measuring.device_peak import compute_dtype, low_precision, resolve_peak
 from lightning_thd.callbacks.measuring.models import find_model
 from lightning_thd.callbacks.measuring.stage import Setting, Stage
 from lightning_thd.cuda_graph import GraphCosts, GraphedStep
@@ -29,6 +27,7 @@ from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.context import Shared
 from lightning_thd.integrations.evaluation import LossFn, mean_loss
 from lightning_thd.integrations.graphs import MaxSequences, graphed_loss
+from lightning_thd.integrations.hf_steps import sum_over_packs
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.precision.convert import in_low_precision
 
@@ -96,15 +95,13 @@ class PackedLoop:
         self._graphed: GraphedStep | None = None
         self._captured_s = 0.0
         flops_model = find_model(model, causal="half", tokens="real", recompute="auto")
-        low = low_precision(model, host.device, peak)
-        dtype = torch.bfloat16 if low else compute_dtype(host, model)
-        self._setting = Setting(
+        self._setting = Setting.of(
+            model,
+            host.device,
+            peak,
+            host,
             model=flops_model,
-            peak=resolve_peak(peak, host.device, dtype),
-            low=low,
             group=host.shared.data_group,
-            device=host.device,
-            wire=communication_device(host.shared.data_group, host.device),
             devices=host.devices,
             ranks=host.shared.ranks,
         )
@@ -125,16 +122,10 @@ class PackedLoop:
         """
         self._stage.resume(self._setting)
         step = step.to(self._host.device)
-        losses = []
-        for i, batch in enumerate(step.microbatches, start=1):
-            if i < len(step):
-                with self._host.no_sync(self.model):
-                    losses.append(self._run(batch, len(step)))
-            else:
-                losses.append(self._run(batch, len(step)))
+        loss = sum_over_packs(step, self._host.no_sync, self.model, lambda batch: self._run(batch, len(step)))
         self._stage.meter.add(step)
         self._end_step()
-        return torch.stack(losses).sum()
+        return loss
 
     def evaluate(self, data: THDDataModule | Iterable[THDBatch], *, name: str = "val") -> dict[str, float]:
         """Return and log the mean loss over all loss tokens of an evaluation set; every rank calls it.
@@ -205,7 +196,7 @@ class PackedLoop:
         self._graphed = graphed_loss(
             self._loss_fn,
             self.model,
-            getattr(self.loader, "_planner", None),
+            getattr(self.loader, "planner", None),
             ranks=self._host.shared.ranks,
             device=self._host.device,
             max_sequences=max_sequences,

@@ -204,7 +204,7 @@ def test_strategies_of_fabric_that_cut_batches_or_step_by_themselves_are_refused
 def _costs(host: str) -> tuple[Any, Any]:
     _, loop = make_loop(host, Sequences(12))
     wanted = Cost.from_flops(FlopsModel.from_config(tiny_llama().config), longest=CAPACITY)
-    planner: Any = loop.loader._planner
+    planner: Any = loop.loader.planner
     return planner.cost, wanted
 
 

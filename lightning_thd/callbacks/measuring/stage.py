@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_thd.callbacks.flops_metric import THDFlops
-from lightning_thd.callbacks.measuring.across_ranks import gather_ints
-from lightning_thd.callbacks.measuring.device_peak import LowPrecision
+from lightning_thd.callbacks.measuring.across_ranks import communication_device, gather_ints
+from lightning_thd.callbacks.measuring.device_peak import (
+    LowPrecision,
+    compute_dtype,
+    low_precision,
+    resolve_peak,
+)
 from lightning_thd.callbacks.measuring.interval import Interval, Meter, interval
 from lightning_thd.flops.breakdown import FlopsBreakdown
 from lightning_thd.flops.measure import synchronize
@@ -43,6 +49,16 @@ class Setting:
     ranks: int
     devices: int
     low: LowPrecision | None = None
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, device: torch.device, peak: str | float, precision: Any, **others: Any
+    ) -> Setting:
+        """Fill in a device's peak in the dtype of ``precision.precision`` for a module, and the rest."""
+        low = low_precision(module, device, peak)
+        found = resolve_peak(peak, device, torch.bfloat16 if low else compute_dtype(precision, module))
+        wire = communication_device(others["group"], device)
+        return cls(peak=found, low=low, device=device, wire=wire, **others)
 
 
 class Stage:
