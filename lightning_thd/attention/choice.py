@@ -41,9 +41,8 @@ def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> W
         return "ulysses"
     if ahead:
         raise ValueError(
-            f"A window of {spec.left} keys before and {spec.right} after a query looks ahead, which "
-            f"{asked} cannot express as one call of a kernel. Use "
-            "context_parallel_communication='ulysses'."
+            f"A window of {spec.left} keys before and {spec.right} after a query looks ahead, which {asked} "
+            "cannot express as one call of a kernel. Use context_parallel_communication='ulysses'."
         )
     if asked == "all_gather":
         return asked
@@ -90,7 +89,6 @@ def _compare(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec, *, div
         pairs=pairs,
         most_pairs=most,
         ulysses=divides,
-        others=True,
         ring=_rings(layout, spec),
     )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_thd.attention.choice import Way, choose_way
 from lightning_thd.attention.kernels.kernel import Offsets, RawKernel
-from lightning_thd.attention.merge import AtHand, Ring, merged_attention
+from lightning_thd.attention.merge import AtHand, Ring, joined, merged_attention, split
 from lightning_thd.attention.spec import AttentionSpec
 from lightning_thd.parallel.context import calls, traffic
 from lightning_thd.parallel.context.costs import LayerSizes
@@ -110,7 +110,7 @@ def _bring(
         them the others it needs.
     """
     assert layout.group is not None
-    rows = torch.cat([k_NGD.flatten(1), v_NGE.flatten(1)], dim=1)
+    rows = joined(k_NGD, v_NGE)
     if way == "all_gather":
         traffic.count(sizes.gather_bytes(layout.local_slots, layout.cp), way)
         rows = all_gather_rows(rows, layout.group)
@@ -121,10 +121,7 @@ def _bring(
             sent = rows.index_select(0, plan.send_rows)
             received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
             rows = torch.cat([rows, received])
-    rows = rows if index is None else rows.index_select(0, index)
-    width = k_NGD.shape[1] * k_NGD.shape[2]
-    k, v = rows[:, :width], rows[:, width:]
-    return k.reshape(-1, *k_NGD.shape[1:]), v.reshape(-1, *v_NGE.shape[1:])
+    return split(rows if index is None else rows.index_select(0, index), k_NGD, v_NGE)
 
 
 def _over_heads(
@@ -157,11 +154,9 @@ def _wanted_kv_heads(heads: int, kv_heads: int, layout: ShardLayout) -> Tensor |
     cp, share = layout.cp, heads // kv_heads
     if kv_heads % cp == 0:
         return None
-    key = ("kv_heads", heads, kv_heads)
-    if key not in layout.cache:
-        own = heads // cp
-        # One key-value head for each rank's query heads where they share it, else one for every query head.
-        step = own if share % own == 0 else 1
-        layout.cache[key] = (torch.arange(0, heads, step) // share).to(layout.device, non_blocking=True)
-    wanted: Tensor = layout.cache[key]
-    return wanted
+    # One key-value head for each rank's query heads where they share it, else one for every query head.
+    step = heads // cp if share % (heads // cp) == 0 else 1
+    return layout.once(
+        ("kv_heads", heads, kv_heads),
+        lambda: (torch.arange(0, heads, step) // share).to(layout.device, non_blocking=True),
+    )

@@ -232,11 +232,11 @@ class _Merged(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros((*q.shape[:2], v.shape[2]), dtype=wide)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
-        source.begin(_joined(k, v))
+        source.begin(joined(k, v))
         for step, call in enumerate(source.calls):
             rows = source.rows(step)
             if call is not None:
-                k_part, v_part = _split(rows.index_select(0, call.kv_index), k, v)
+                k_part, v_part = split(rows.index_select(0, call.kv_index), k, v)
                 part = kernel.forward(_take(q, call), k_part, v_part, _offsets(call), _sides(spec, call))
                 _merge(out, lse, *part, call)
         source.release()
@@ -253,18 +253,18 @@ class _Merged(torch.autograd.Function):
         grad, source, spec = grads[0].contiguous(), ctx.source, ctx.spec
         finite = lse.masked_fill(lse == -torch.inf, torch.inf)  # weights of such rows become exp(-inf) = 0
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        source.begin(_joined(k, v))
+        source.begin(joined(k, v))
         for step, call in enumerate(source.calls):
             rows = source.rows(step)
             drows = source.gradient(step, lse.dtype)
             if call is not None:
-                k_part, v_part = _split(rows.index_select(0, call.kv_index), k, v)
+                k_part, v_part = split(rows.index_select(0, call.kv_index), k, v)
                 saved = Saved(_take(q, call), k_part, v_part, _take(out, call), _take(finite, call))
                 parts = ctx.kernel.backward(_take(grad, call), saved, _offsets(call), _sides(spec, call))
                 _add(dq, parts[0], call)
-                drows.index_add_(0, call.kv_index, _joined(parts[1], parts[2]).to(drows.dtype))
+                drows.index_add_(0, call.kv_index, joined(parts[1], parts[2]).to(drows.dtype))
             source.give(step)
-        dk, dv = _split(source.total(), k, v)
+        dk, dv = split(source.total(), k, v)
         source.release()
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
         return None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, dsinks
@@ -306,10 +306,12 @@ def _sides(spec: AttentionSpec, call: BlockCall) -> AttentionSpec:
     return AttentionSpec(left=call.left, right=call.right, scale=spec.scale, softcap=spec.softcap)
 
 
-def _joined(k: Tensor, v: Tensor) -> Tensor:
+def joined(k: Tensor, v: Tensor) -> Tensor:
+    """Lay keys and values side by side, as rows that travel together."""
     return torch.cat([k.flatten(1), v.flatten(1)], dim=1)
 
 
-def _split(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def split(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Take apart what ``joined`` laid side by side, for keys and values like these."""
     width = k.shape[1] * k.shape[2]
     return rows[:, :width].reshape(-1, *k.shape[1:]), rows[:, width:].reshape(-1, *v.shape[1:])

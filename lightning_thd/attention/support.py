@@ -1,7 +1,6 @@
 """A call's features -> the backend that runs exactly this, or an error that lists what would.
 
-``SUPPORT`` is the one table; ``choose`` reads nothing but the table, so the table cannot be wrong
-in silence.
+``SUPPORT`` is the one table; ``choose`` reads nothing but the table, so the table cannot be wrong in silence.
 """
 
 from __future__ import annotations

@@ -95,18 +95,16 @@ def check_operands(
     """
     if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, wanted [T, H] and [V, "
-            "H] with one "
-            "H. Pass the head's weight as nn.Linear stores it, one row a vocabulary entry."
+            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, wanted [T, H] and [V, H] with "
+            "one H. Pass the head's weight as nn.Linear stores it, one row a vocabulary entry."
         )
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         if tensor.dtype not in _FLOATS:
             raise ValueError(f"{name} is {tensor.dtype}, wanted fp32, fp64, bf16 or fp16.")
     if hidden.dtype != weight.dtype and not autocast:
         raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}, wanted one dtype. Cast one of "
-            "them, or call "
-            "under torch.autocast, which casts both."
+            f"hidden is {hidden.dtype} and weight {weight.dtype}, wanted one dtype. Cast one of them, or "
+            "call under torch.autocast, which casts both."
         )
     _check_device("weight", weight, hidden)
     if bias is not None:
@@ -243,7 +241,6 @@ def refuse_double_backward(name: str) -> None:
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{name} was differentiated with create_graph=True, but it keeps no logits to "
-            "differentiate twice. "
-            "Use create_graph=False, or materialised logits for a second derivative."
+            f"{name} was differentiated with create_graph=True, but it keeps no logits to differentiate "
+            "twice. Use create_graph=False, or materialised logits for a second derivative."
         )

@@ -22,7 +22,7 @@ from lightning_thd.loss.tiles.logit_map import LogitMap
 from lightning_thd.loss.tiles.logits import Head
 from lightning_thd.loss.tiles.products import accumulator_dtype, has_autocast
 from lightning_thd.loss.tiles.rows import rows_with_target
-from lightning_thd.loss.tiles.vocab_parallel import GatherRows
+from lightning_thd.parallel.exchange import all_gather_rows
 
 Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
@@ -177,8 +177,8 @@ def _local(call: Call) -> Call:
 
 def _gathered(hidden: Tensor, x: Tensor | None, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None]:
     if x is None:
-        return GatherRows.apply(hidden, group), None  # type: ignore[no-untyped-call]
-    both = GatherRows.apply(torch.cat([hidden, x], dim=1), group)  # type: ignore[no-untyped-call]
+        return all_gather_rows(hidden, group), None
+    both = all_gather_rows(torch.cat([hidden, x], dim=1), group)
     return both[:, : hidden.shape[1]], both[:, hidden.shape[1] :]
 
 

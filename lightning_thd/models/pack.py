@@ -27,7 +27,7 @@ class Pack:
 
     Attributes:
         cu_seqlens_q: int32 ``[S + 1]``, offsets in memory, last entry T.
-        cu_seqlens_k: the same for keys; equal to ``cu_seqlens_q`` in self-attention.
+        cu_seqlens_k: the same for keys; ``cu_seqlens_q`` itself in self-attention.
         cu_seqlens_real: int32 ``[S + 1]``, cumulative lengths without padding inside sequences; None where
             there is none.
         cache: what is worked out once a batch and shared by all layers (seq_idx, plans of padded groups).
@@ -42,20 +42,20 @@ class Pack:
         self,
         *,
         cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
+        cu_seqlens_k: Tensor | None = None,
         max_length_q: int,
-        max_length_k: int,
+        max_length_k: int | None = None,
         slots: int,
         lengths: Sequence[int] | None = None,
         cu_seqlens_real: Tensor | None = None,
         real_lengths: Sequence[int] | None = None,
     ) -> None:
         self.cu_seqlens_q = cu_seqlens_q
-        self.cu_seqlens_k = cu_seqlens_k
+        self.cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         # Host integers as shapes of tensors without storage: torch.compile makes a size that changes
         # symbolic, while it compiles again for every new value of a plain int attribute.
         self._extent_q = cu_seqlens_q.new_empty(max_length_q, 0)
-        self._extent_k = cu_seqlens_k.new_empty(max_length_k, 0)
+        self._extent_k = cu_seqlens_q.new_empty(max_length_q if max_length_k is None else max_length_k, 0)
         self._slots = cu_seqlens_q.new_empty(slots, 0)
         self._lengths = None if lengths is None else tuple(lengths)
         self.cu_seqlens_real = cu_seqlens_real
@@ -69,9 +69,7 @@ class Pack:
         padded = batch.lengths != batch.padded_lengths[: len(batch.lengths)]
         return cls(
             cu_seqlens_q=batch.cu_seqlens_padded,
-            cu_seqlens_k=batch.cu_seqlens_padded,
             max_length_q=batch.max_seqlen,
-            max_length_k=batch.max_seqlen,
             slots=batch.input_ids.shape[-1],
             lengths=batch.padded_lengths,
             cu_seqlens_real=batch.cu_seqlens if padded else None,

@@ -23,6 +23,7 @@ from torch import Tensor
 # slots a call costs more than the padding.
 _SHARE = 2 / 3
 _SMALL = 32
+IntArray = npt.NDArray[np.int64]
 # Slots of a group of fixed size per token of the pack; past it eager groups are the better choice by far.
 _STATIC_WASTE = 32
 
@@ -54,15 +55,10 @@ def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes)])
     total = int(starts[-1])
-    order = np.argsort(-sizes, kind="stable")
-    order = order[sizes[order] > 0]
     back = np.empty(total, dtype=np.int64)
     sources: list[Tensor] = []
     placed = 0
-    while len(order):
-        longest = int(sizes[order[0]])
-        members, order = _split(order, sizes, longest)
-        grid = _grid(starts[members], sizes[members], longest, total)
+    for _, grid in _grids(sizes, starts):
         places = placed + np.arange(grid.size).reshape(grid.shape)
         real = grid < total
         back[grid[real]] = places[real]
@@ -86,11 +82,7 @@ def group_rows(
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes if padded is None else padded)])
-    order = np.argsort(-sizes, kind="stable")
-    while len(order):
-        longest = int(sizes[order[0]])
-        members, order = _split(order, sizes, longest)
-        grid = _grid(starts[members], sizes[members], longest, int(starts[-1]))
+    for members, grid in _grids(sizes, starts):
         yield torch.from_numpy(members).to(device), torch.from_numpy(grid).to(device)
 
 
@@ -126,19 +118,18 @@ def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups
     return Groups(sources=(sources,), back=members * max_seqlen + places)
 
 
-def _split(
-    order: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], longest: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    smallest = 1 if longest <= _SMALL else int(np.ceil(longest * _SHARE))
-    count = int(np.count_nonzero(sizes[order] >= smallest))  # order is by falling length
-    return order[:count], order[count:]
-
-
-def _grid(
-    starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], longest: int, total: int
-) -> npt.NDArray[np.int64]:
-    offsets = np.arange(longest)
-    return np.where(offsets < sizes[:, None], starts[:, None] + offsets, total)
+def _grids(sizes: IntArray, starts: IntArray) -> Iterator[tuple[IntArray, IntArray]]:
+    """Yield groups of sequences of similar length, longest first, and the slots of each, T for padding."""
+    order = np.argsort(-sizes, kind="stable")
+    order = order[sizes[order] > 0]
+    while len(order):
+        longest = int(sizes[order[0]])
+        smallest = 1 if longest <= _SMALL else int(np.ceil(longest * _SHARE))
+        count = int(np.count_nonzero(sizes[order] >= smallest))  # order is by falling length
+        members, order = order[:count], order[count:]
+        offsets = np.arange(longest)
+        inside = offsets < sizes[members, None]
+        yield members, np.where(inside, starts[members, None] + offsets, starts[-1])
 
 
 def run_grouped(

@@ -57,23 +57,16 @@ def run_on_pack(
             return value
         return value.index_select(1, layout.own)
 
-    whole = Scope(
-        _whole_pack(layout), scope.outer, module=scope.module, families=scope.families, masks=scope.masks
-    )
+    pack = layout.once("pack", lambda: _whole_pack(layout))
+    whole = Scope(pack, scope.outer, module=scope.module, families=scope.families, masks=scope.masks)
     with scoped(whole):
         return cut(function(*map(gather, args), **{name: gather(value) for name, value in kwargs.items()}))
 
 
 def _whole_pack(layout: ShardLayout) -> Pack:
-    if "pack" not in layout.cache:
-        longest = max(1, max(layout.padded_lengths))
-        layout.cache["pack"] = Pack(
-            cu_seqlens_q=layout.pack_offsets,
-            cu_seqlens_k=layout.pack_offsets,
-            max_length_q=longest,
-            max_length_k=longest,
-            slots=layout.slots,
-            lengths=layout.padded_lengths,
-        )
-    pack: Pack = layout.cache["pack"]
-    return pack
+    return Pack(
+        cu_seqlens_q=layout.pack_offsets,
+        max_length_q=max(1, *layout.padded_lengths),
+        slots=layout.slots,
+        lengths=layout.padded_lengths,
+    )

@@ -8,6 +8,8 @@ Legend: P ranks of the group, N rows of one rank, H heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,58 +19,59 @@ from torch import Tensor
 # torch 2.13 renamed both; the older ones have the same arguments.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Map = Callable[[Tensor], Tensor]
 
 
-class _AllGatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        out = rows.new_empty((rows.shape[0] * group.size(), *rows.shape[1:]))
-        _gather(out, rows.contiguous(), group=group)
-        return out
+class _Both(torch.autograd.Function):
+    """Maps a tensor, and its gradient by another map."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        _reduce_scatter(out, grad.contiguous(), group=ctx.group)
-        return out, None
-
-
-class _AllToAllRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, rows.contiguous(), group=group)
-        return out
+    def forward(ctx: Any, x: Tensor, there: Map, back: Map) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        out = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, grad.contiguous(), group=ctx.group)
-        return out, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grads[0]), None, None
 
 
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+def mapped(x: Tensor, there: Map, back: Map) -> Tensor:
+    """Return ``there(x)``, whose gradient is ``back`` of its own."""
+    out: Tensor = _Both.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return out
 
 
-def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def stacked(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather all ranks' ``[N, ...]`` as ``[P * N, ...]``, without a gradient."""
+    out = rows.new_empty((rows.shape[0] * group.size(), *rows.shape[1:]))
+    _gather(out, rows.contiguous(), group=group)
+    return out
+
+
+def _scattered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
+    _reduce_scatter(out, rows.contiguous(), group=group)
+    return out
+
+
+def _traded(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, rows.contiguous(), group=group)
+    return out
+
+
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     out = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(
         out, rows.contiguous(), output_split_sizes=received, input_split_sizes=sent, group=group
     )
+    return out
+
+
+def reduced(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum over ranks, without a gradient."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
     return out
 
 
@@ -100,78 +103,18 @@ class _KeepPath(torch.autograd.Function):
         return grads[0], *zeros
 
 
-class _SumRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _ReduceScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        out = rows.new_empty((rows.shape[0] // group.size(), *rows.shape[1:]))
-        _reduce_scatter(out, rows.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,) = grads
-        out = grad.new_empty((grad.shape[0] * ctx.group.size(), *grad.shape[1:]))
-        _gather(out, grad.contiguous(), group=ctx.group)
-        return out, None
-
-
-class _JoinColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        out = x.new_empty((group.size(), *x.shape))
-        _gather(out.view(-1), x.contiguous().view(-1), group=group)
-        return out.movedim(0, -2).flatten(-2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
-
-
-class _GatherSame(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _gather_dim(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _own_part(grads[0], ctx.group, ctx.dim), None, None
-
-
-class _KeepOwn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _own_part(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _gather_dim(grads[0], ctx.group, ctx.dim), None, None
-
-
 def _gather_dim(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    rows = x.movedim(dim, 0).contiguous()
-    out = rows.new_empty((rows.shape[0] * group.size(), *rows.shape[1:]))
-    _gather(out, rows, group=group)
-    return out.movedim(0, dim)
+    return stacked(x.movedim(dim, 0), group).movedim(0, dim)
 
 
 def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
+
+
+def _columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty((group.size(), *x.shape))
+    _gather(out.view(-1), x.contiguous().view(-1), group=group)
+    return out.movedim(0, -2).flatten(-2)
 
 
 def gather_same(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
@@ -179,14 +122,14 @@ def gather_same(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
 
     Each rank's gradient is its own part of theirs, which is the same everywhere.
     """
-    out: Tensor = _GatherSame.apply(x, group, dim)  # type: ignore[no-untyped-call]
-    return out
+    own = partial(_own_part, group=group, dim=dim)
+    return mapped(x, partial(_gather_dim, group=group, dim=dim), own)
 
 
 def keep_own(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     """Keep this rank's part along ``dim`` of a tensor that all ranks have; the gradient is gathered."""
-    out: Tensor = _KeepOwn.apply(x, group, dim)  # type: ignore[no-untyped-call]
-    return out
+    own = partial(_own_part, group=group, dim=dim)
+    return mapped(x, own, partial(_gather_dim, group=group, dim=dim))
 
 
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -199,8 +142,7 @@ def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         ``[P * N, ...]``. One all-gather of ``(P - 1) * N`` rows received by every rank, and the same back.
     """
-    out: Tensor = _AllGatherRows.apply(rows, group)  # type: ignore[no-untyped-call]
-    return out
+    return mapped(rows, partial(stacked, group=group), partial(_scattered, group=group))
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -215,14 +157,8 @@ def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dis
     Returns:
         ``[sum(received), ...]``, those of rank 0 first.
     """
-    out: Tensor = _ExchangeRows.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
-    return out
-
-
-def reduce_scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum all ranks' ``[P * N, ...]`` and keep this rank's ``[N, ...]``; the gradient is gathered."""
-    out: Tensor = _ReduceScatterRows.apply(rows, group)  # type: ignore[no-untyped-call]
-    return out
+    there = partial(_exchanged, sent=sent, received=received, group=group)
+    return mapped(rows, there, partial(_exchanged, sent=received, received=sent, group=group))
 
 
 def sum_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -247,8 +183,7 @@ def keep_path(out: Tensor, *inputs: Tensor) -> Tensor:
 
 def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-reduce partial sums whose total all ranks use in the same way; the gradient passes unchanged."""
-    out: Tensor = _SumRanks.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
+    return mapped(x, partial(reduced, group=group), lambda gradient: gradient)
 
 
 def join_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -256,8 +191,7 @@ def join_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     All ranks go on with the same, so a rank's gradient is its own columns of theirs.
     """
-    out: Tensor = _JoinColumns.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
+    return mapped(x, partial(_columns, group=group), partial(_own_part, group=group, dim=-1))
 
 
 def rows_to_heads(x_NHD: Tensor, group: dist.ProcessGroup, heads: Tensor | None = None) -> Tensor:
@@ -275,12 +209,12 @@ def rows_to_heads(x_NHD: Tensor, group: dist.ProcessGroup, heads: Tensor | None 
     ranks = group.size()
     wanted = x_NHD if heads is None else x_NHD.index_select(1, heads)
     sent = wanted.unflatten(1, (ranks, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
-    out: Tensor = _AllToAllRows.apply(sent, group)  # type: ignore[no-untyped-call]
-    return out.flatten(0, 1)
+    trade = partial(_traded, group=group)
+    return mapped(sent, trade, trade).flatten(0, 1)
 
 
 def heads_to_rows(x_PNhD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Undo ``rows_to_heads``: ``[P * N, h, D]`` -> ``[N, P * h, D]``."""
     sent = x_PNhD.unflatten(0, (group.size(), -1))  # type: ignore[no-untyped-call]
-    out: Tensor = _AllToAllRows.apply(sent, group)  # type: ignore[no-untyped-call]
-    return out.transpose(0, 1).flatten(1, 2)
+    trade = partial(_traded, group=group)
+    return mapped(sent, trade, trade).transpose(0, 1).flatten(1, 2)

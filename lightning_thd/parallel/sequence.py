@@ -15,11 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_thd.parallel.exchange import gather_same, keep_own, sum_gradients
+from lightning_thd.parallel.exchange import gather_same, keep_own
 from lightning_thd.parallel.fsdp import layers_of
 from lightning_thd.parallel.pipeline.absent import PassThrough
 from lightning_thd.parallel.pipeline.stage import stage_of
-from lightning_thd.parallel.tensor import parameters_as
+from lightning_thd.parallel.tensor import sum_own_gradients
 from lightning_thd.parallel.towers import towers_of
 
 
@@ -50,14 +50,14 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
         _check_layer(layer)
         for child in layer.children():
             if _is_norm(child):
-                _sum_gradients_of(child, group)
+                sum_own_gradients(child, group)
             else:
                 _gather_and_keep(child, group)
     stage = stage_of(model)
     if isinstance(last[0], PassThrough):  # a stage of a pipeline that has no last norm
         _gather_output(last[0], group, lambda: False)
         return
-    _sum_gradients_of(last[0], group)
+    sum_own_gradients(last[0], group)
     _gather_output(last[0], group, lambda: stage is None or stage.holds_head)
 
 
@@ -120,16 +120,6 @@ def _gather_output(module: Any, group: dist.ProcessGroup, wanted: Callable[[], b
         return out[:, :1].expand(-1, out.shape[1] * group.size(), -1)
 
     module.forward = gathering_forward
-
-
-def _sum_gradients_of(module: Any, group: dist.ProcessGroup) -> None:
-    forward = module.forward
-
-    def summing_forward(x: Tensor) -> Any:
-        with parameters_as(module, lambda parameter: sum_gradients(parameter, group)):
-            return forward(x)
-
-    module.forward = summing_forward
 
 
 def _gather_and_keep(module: nn.Module, group: dist.ProcessGroup) -> None:

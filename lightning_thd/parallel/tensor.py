@@ -197,9 +197,9 @@ def _embedding(module: Any, shards: _Shards) -> None:
     module.forward = embedding_forward
 
 
-def _sum_own_gradients(module: Any, shards: _Shards) -> None:
-    """Sum the gradients of a replicated parameter that each rank uses for its own heads."""
-    forward, group = module.forward, shards.group
+def sum_own_gradients(module: Any, group: dist.ProcessGroup) -> None:
+    """Sum the gradients of replicated parameters that each rank uses for heads or slots of its own."""
+    forward = module.forward
 
     def summing_forward(*args: Any, **kwargs: Any) -> Any:
         with parameters_as(module, lambda parameter: sum_gradients(parameter, group)):
@@ -320,7 +320,7 @@ _STYLES: dict[str, Callable[[nn.Module, _Shards], None]] = {
     "rowwise_split_input": _rowwise_split_input,
     "colwise_gather_output": _colwise_gather_output,
     "embedding_rowwise": _embedding,
-    "replicated_with_grad_allreduce": _sum_own_gradients,
+    "replicated_with_grad_allreduce": lambda module, shards: sum_own_gradients(module, shards.group),
     "moe_tp_experts": _experts,
 }
 _CHECKS: dict[str, Callable[[str, nn.Module, int], None]] = {

@@ -1,9 +1,8 @@
 """A multimodal model -> ranks whose packs are text alone also take part in its towers' gradients.
 
-A vision tower runs only where a pack has images. Gradients are averaged by collectives over the same
-weights on every rank, so a rank that skips the tower would leave the others waiting. Where any rank has
-images, all give the tower's weights a gradient, of zero if need be; where none has, none does, as in one
-process.
+A vision tower runs only where a pack has images. Gradients are averaged by collectives over the same weights
+on every rank, so a rank that skips the tower would leave the others waiting. Where any rank has images, all
+give the tower's weights a gradient, of zero if need be; where none has, none does, as in one process.
 """
 
 from __future__ import annotations

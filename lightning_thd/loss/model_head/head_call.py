@@ -152,10 +152,9 @@ class HeadCall:
         logits = getattr(outputs, "logits", None)
         if not any(logits is made for made in job.logits):
             raise ValueError(
-                f"{type(self.inner).__name__}.forward returned a {type(outputs).__name__} whose "
-                "logits did not "
-                "come from its head (get_output_embeddings()). Set config.return_dict=True if it is a tuple; "
-                "else use loss.fused_linear_cross_entropy on the last hidden states."
+                f"{type(self.inner).__name__}.forward returned a {type(outputs).__name__} whose logits did "
+                "not come from its head (get_output_embeddings()). Set config.return_dict=True if it is a "
+                "tuple; else use loss.fused_linear_cross_entropy on the last hidden states."
             )
         assert isinstance(logits, LazyLogits)
         job.seen = logits.record.as_map()

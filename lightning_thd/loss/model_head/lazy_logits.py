@@ -73,11 +73,9 @@ class LazyLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise NotImplementedError(
-            f"causal_lm_loss never makes the logits, and the model applies {name or func!r} to them "
-            "after its "
-            "head. It follows factors, tanh caps, casts and vocabulary slices. Compute this model's "
-            "loss with "
-            "loss.fused_linear_logprobs on its last hidden states, or with its own logits."
+            f"causal_lm_loss never makes the logits, and the model applies {name or func!r} to them after "
+            "its head. It follows factors, tanh caps, casts and vocabulary slices. Compute this model's loss "
+            "with loss.fused_linear_logprobs on its last hidden states, or with its own logits."
         )
 
 

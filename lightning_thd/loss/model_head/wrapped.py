@@ -53,9 +53,8 @@ def _check_attention(inner: Any) -> None:
     if implementation == "thd":
         return
     raise ValueError(
-        f"{type(inner).__name__} runs attn_implementation={implementation!r}, which can let packed "
-        "sequences see "
-        "each other without an error. Load it with attn_implementation='thd', or call "
+        f"{type(inner).__name__} runs attn_implementation={implementation!r}, which can let packed sequences "
+        "see each other without an error. Load it with attn_implementation='thd', or call "
         "model.set_attn_implementation('thd')."
     )
 
@@ -126,9 +125,8 @@ def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
     weight, bias = getattr(base, "weight", None), getattr(base, "bias", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         raise ValueError(
-            f"The model's head is a {type(base).__name__} without a weight [V, H]; causal_lm_loss "
-            "follows nn.Linear "
-            "and its like, LoRA included. Use the model's own logits for this head."
+            f"The model's head is a {type(base).__name__} without a weight [V, H]; causal_lm_loss follows "
+            "nn.Linear and its like, LoRA included. Use the model's own logits for this head."
         )
     low_rank = _low_rank(head, hidden) if base is not head else None
     group, partial = None, False
@@ -178,9 +176,8 @@ def _low_rank(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
     for name in names:
         if name in getattr(head, "lora_variant", ()) or getattr(head.lora_B[name], "bias", None) is not None:
             raise ValueError(
-                f"The head's adapter {name!r} is a LoRA variant (DoRA or one with a bias), wanted "
-                "plain LoRA. Leave "
-                "lm_head out of target_modules, or use the model's own logits."
+                f"The head's adapter {name!r} is a LoRA variant (DoRA or one with a bias), wanted plain "
+                "LoRA. Leave lm_head out of target_modules, or use the model's own logits."
             )
         down, up = head.lora_A[name], head.lora_B[name].weight
         x = down(head.lora_dropout[name](hidden.to(down.weight.dtype))) * head.scaling[name]

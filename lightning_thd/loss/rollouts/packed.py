@@ -244,9 +244,8 @@ class PackedRollouts:
         row = self.row[slots.clamp(0, total - 1)]
         if bool((slots < 0).any() | (slots >= total).any() | (row[1:] < row[:-1]).any()):
             raise ValueError(
-                f"shard() got slots {slots.tolist()[:8]}... of {total}, wanted indices 0 to "
-                f"{total - 1} that keep "
-                "the sequences in order, as every partition of a pack does."
+                f"shard() got slots {slots.tolist()[:8]}... of {total}, wanted indices 0 to {total - 1} that "
+                "keep the sequences in order, as every partition of a pack does."
             )
         held = self.batch.targets[slots] if batch is None else batch.targets
         return replace(
@@ -263,8 +262,7 @@ class PackedRollouts:
         index = self.predicted if of == "prediction" else self.held
         if index.device != values.device:
             raise ValueError(
-                f"values are on {values.device} and the rollouts on {index.device}, wanted one "
-                "device. Pack them "
-                "where the model runs: from_padded keeps the device of input_ids."
+                f"values are on {values.device} and the rollouts on {index.device}, wanted one device. Pack "
+                "them where the model runs: from_padded keeps the device of input_ids."
             )
         return index

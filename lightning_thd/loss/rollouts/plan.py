@@ -40,9 +40,8 @@ def check_masks(
     if bool((response & ~mask).any()):
         row = int((response & ~mask).any(1).nonzero()[0])
         raise ValueError(
-            f"response_mask marks tokens of row {row} that attention_mask hides, wanted a part of "
-            "it. Multiply "
-            "the two."
+            f"response_mask marks tokens of row {row} that attention_mask hides, wanted a part of it. "
+            "Multiply the two."
         )
     return mask, response
 

@@ -5,11 +5,13 @@ T slots, B segments.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_thd.parallel.exchange import mapped, reduced
 
 
 def segment_sums(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
@@ -31,20 +33,5 @@ def segment_sums(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
 
 def sum_over_group(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum a tensor over ranks, with the gradient of the sum of all ranks' losses."""
-    total: Tensor = _SumOverGroup.apply(values, group)  # type: ignore[no-untyped-call]
-    return total
-
-
-class _SumOverGroup(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+    total = partial(reduced, group=group)
+    return mapped(values, total, total)

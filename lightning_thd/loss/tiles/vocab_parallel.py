@@ -5,14 +5,13 @@ R rows, P ranks of the tensor-parallel group. Rank k holds columns k * V/P to (k
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._static import shapes_are_static
 from lightning_thd.loss.tiles.softmax import LOWEST, MAX, SUM, TARGET, TOTAL, WEIGHTED, without_infinity
+from lightning_thd.parallel.exchange import stacked
 
 # Groups whose shards were seen to be equal; accelerators read the sizes back once, the CPU every time.
 _EQUAL_SHARDS: set[tuple[int, int]] = set()
@@ -38,22 +37,9 @@ def merge_statistics(
     ranks = dist.get_world_size(group)
     sent = torch.cat([stats, others])
     sent = torch.cat([sent, sent.new_full((len(sent), 1), float(columns))], dim=1)
-    gathered = sent.new_empty((ranks * len(sent), sent.shape[1]))
-    _all_gather(gathered, sent, group)
-    every = gathered.view(ranks, *sent.shape)
+    every = stacked(sent, group).view(ranks, *sent.shape)
     _check_equal(every[:, 0, -1], group)
     return merge_ranks(every[:, : len(stats), :-1]), every[:, len(stats) :, :-1]
-
-
-def _all_gather(out: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
-    # torch 2.13 renamed both and warns about the old names
-    function: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    function(out, part, group=group)
-
-
-def _reduce_scatter(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
-    function: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    function(out, whole, group=group)
 
 
 def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
@@ -100,23 +86,3 @@ def sum_over_ranks(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor
     joined = torch.cat(parts, dim=1)
     dist.all_reduce(joined, group=group)
     return list(torch.split(joined, [part.shape[1] for part in parts], dim=1))
-
-
-class GatherRows(torch.autograd.Function):
-    """Gather sequence-parallel rows ``[R / P, H]`` to ``[R, H]``; reduce-scatter their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Gather the rows of all ranks."""
-        ctx.group = group
-        out = rows.new_empty((rows.shape[0] * dist.get_world_size(group), *rows.shape[1:]))
-        _all_gather(out, rows.contiguous(), group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Reduce-scatter the gradients of all ranks' columns."""
-        (grad,) = grads
-        out = grad.new_empty((grad.shape[0] // dist.get_world_size(ctx.group), *grad.shape[1:]))
-        _reduce_scatter(out, grad.contiguous(), ctx.group)
-        return out, None

@@ -83,16 +83,14 @@ def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None, outer: Pack
             f"A pack is one row, [1, T], but the input has shape {tuple(tokens.shape)}. Lay all sequences "
             "end to end in one row, THDBatch.collate or THDBatch.from_padded."
         )
-    offsets, longest_k = kwargs["cu_seq_lens_q"], kwargs.get("max_length_k")
-    _check_offsets(offsets, kwargs.get("cu_seq_lens_k"))
+    _check_offsets(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
     real = kwargs.get(REAL)
     if real is None and outer is not None and outer.slots == tokens.shape[1]:
         real = outer.cu_seqlens_real  # the model that calls this one was told
     return Pack(
-        cu_seqlens_q=offsets,
-        cu_seqlens_k=offsets,
+        cu_seqlens_q=kwargs["cu_seq_lens_q"],
         max_length_q=kwargs["max_length_q"],
-        max_length_k=kwargs["max_length_q"] if longest_k is None else longest_k,
+        max_length_k=kwargs.get("max_length_k"),
         slots=tokens.shape[1],
         cu_seqlens_real=real,
     )

@@ -29,8 +29,7 @@ _FROM_TOKENS = re.compile(r"create_position_ids_from_input_ids\(\s*input_ids,\s*
 
 
 def adopt_position_tables(model_class: type) -> None:
-    """Patch the position embeddings a model class and its bases use to restart in every sequence of a pack.
-    """
+    """Patch the position embeddings a model class uses to restart in every sequence of a pack."""
     for base in model_class.__mro__:
         module = sys.modules.get(base.__module__)
         if module is None or ".modeling_" not in base.__module__:

@@ -82,14 +82,7 @@ def _pack_from_row(continues: list[bool], device: torch.device) -> Pack:
     starts = [0, *(i + 1 for i, goes_on in enumerate(continues) if not goes_on), len(continues) + 1]
     lengths = [end - start for start, end in pairwise(starts)]
     offsets = cu_seqlens_from_lengths(lengths).to(device)
-    return Pack(
-        cu_seqlens_q=offsets,
-        cu_seqlens_k=offsets,
-        max_length_q=max(lengths),
-        max_length_k=max(lengths),
-        slots=len(continues) + 1,
-        lengths=lengths,
-    )
+    return Pack(cu_seqlens_q=offsets, max_length_q=max(lengths), slots=len(continues) + 1, lengths=lengths)
 
 
 def _refuse_restarts(position_ids: Tensor) -> None:

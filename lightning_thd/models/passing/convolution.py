@@ -59,7 +59,7 @@ def convolve_shard(
         received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
         traffic.count(received.numel() * received.element_size(), "convolution")
         rows = keep_path(torch.cat([rows, received]), received)
-    reach = _reach(layout, left)
+    reach = layout.once(("convolution", left), lambda: _reach(layout, left))
     taken = torch.cat([rows.index_select(0, reach.rows), rows.new_zeros(1, rows.shape[1])])
     outputs = []
     for source in reach.groups.sources:
@@ -71,22 +71,13 @@ def convolve_shard(
 
 
 def _reach(layout: ShardLayout, left: int) -> _Reach:
-    key = ("convolution", left)
-    if key not in layout.cache:
-        plan = partition.plan_keys(
-            layout.padded_lengths, **layout.cut, rank=layout.rank, causal=True, left=left
-        )
-        groups = plan_groups(plan.kv_lengths.tolist(), torch.device("cpu"))
-        ends = np.cumsum(plan.kv_lengths)
-        own = partition.ranges(ends - plan.q_lengths, ends)
-        call = calls.needed_call(layout, causal=True, left=left)
-        layout.cache[key] = _Reach(
-            call.kv_index,
-            Groups(
-                sources=tuple(source.to(layout.device, non_blocking=True) for source in groups.sources),
-                back=groups.back,
-            ),
-            layout.put(groups.back.numpy()[own]),
-        )
-    reach: _Reach = layout.cache[key]
-    return reach
+    plan = partition.plan_keys(layout.padded_lengths, **layout.cut, rank=layout.rank, causal=True, left=left)
+    groups = plan_groups(plan.kv_lengths.tolist(), torch.device("cpu"))
+    ends = np.cumsum(plan.kv_lengths)
+    own = partition.ranges(ends - plan.q_lengths, ends)
+    sources = tuple(source.to(layout.device, non_blocking=True) for source in groups.sources)
+    return _Reach(
+        calls.needed_call(layout, causal=True, left=left).kv_index,
+        Groups(sources=sources, back=groups.back),
+        layout.put(groups.back.numpy()[own]),
+    )

@@ -60,7 +60,7 @@ def scan_shard(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> T
         ``[N, H, V]``. Where the states would be more bytes than the inputs of the pack, as with many short
         sequences in dual chunks, those are gathered instead, the same on every rank.
     """
-    at = _plan(layout)
+    at = layout.once("states", lambda: _plan(layout))
     states, gathered = _received(recurrence, inputs, at.plan, layout)
     if states > gathered:
         traffic.count(gathered, "gathered")
@@ -169,13 +169,14 @@ def _on_pack(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> Ten
     """Gather the inputs, run whole sequences, and keep this rank's slots; a collective."""
     gathered = tuple(gather_pack(x, layout) for x in inputs)
     padded = tuple(torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in gathered)
-    key = "recurrences of the pack"
-    if key not in layout.cache:
+
+    def make() -> tuple[list[_Rows], Tensor]:
         lengths = np.asarray([length for length in layout.padded_lengths if length], dtype=np.int64)
-        groups = _group(np.stack([np.cumsum(lengths) - lengths, lengths]), layout.slots)
-        back = layout.put(_back([groups], layout.slots)).index_select(0, layout.own)
-        layout.cache[key] = _put(groups, layout), back
-    groups, back = layout.cache[key]
+        found = _group(np.stack([np.cumsum(lengths) - lengths, lengths]), layout.slots)
+        own = layout.put(_back([found], layout.slots)).index_select(0, layout.own)
+        return _put(found, layout), own
+
+    groups, back = layout.once("recurrences of the pack", make)
     outputs: list[Tensor] = []
     for rows in groups:
         _run(recurrence, padded, rows, None, outputs)
@@ -183,24 +184,21 @@ def _on_pack(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> Ten
 
 
 def _plan(layout: ShardLayout) -> _At:
-    if "states" not in layout.cache:
-        plan, slots = plan_states(layout.padded_lengths, **layout.cut, rank=layout.rank), layout.local_slots
-        kinds = [_group(kind, slots) for kind in (plan.opening, plan.spanning, plan.closing, plan.whole)]
-        opening, spanning, closing, whole = (_put(kind, layout) for kind in kinds)
-        layout.cache["states"] = _At(
-            plan=plan,
-            whole=whole,
-            opening=opening,
-            spanning=spanning,
-            closing=closing,
-            back=layout.put(_back(kinds, slots)),
-            send_states=[layout.put(i) for i in plan.send_states],
-            send_changes=[layout.put(i) for i in plan.send_changes],
-            steps=[(layout.put(step.states), layout.put(step.changes)) for step in plan.steps],
-            entering=layout.put(plan.entering),
-        )
-    at: _At = layout.cache["states"]
-    return at
+    plan, slots = plan_states(layout.padded_lengths, **layout.cut, rank=layout.rank), layout.local_slots
+    kinds = [_group(kind, slots) for kind in (plan.opening, plan.spanning, plan.closing, plan.whole)]
+    opening, spanning, closing, whole = (_put(kind, layout) for kind in kinds)
+    return _At(
+        plan=plan,
+        whole=whole,
+        opening=opening,
+        spanning=spanning,
+        closing=closing,
+        back=layout.put(_back(kinds, slots)),
+        send_states=[layout.put(i) for i in plan.send_states],
+        send_changes=[layout.put(i) for i in plan.send_changes],
+        steps=[(layout.put(step.states), layout.put(step.changes)) for step in plan.steps],
+        entering=layout.put(plan.entering),
+    )
 
 
 _HostRows: TypeAlias = list[tuple[Ints, Ints]]

@@ -5,8 +5,7 @@ Each is worked out once a batch and kind of layer, and kept by the layout: all l
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -14,8 +13,6 @@ from torch import Tensor
 from lightning_thd.parallel.context import needs, partition
 from lightning_thd.parallel.context.layout import Call, ShardLayout, offsets_of
 from lightning_thd.parallel.context.partition import Ints
-
-_T = TypeVar("_T")
 
 
 class Exchanged(NamedTuple):
@@ -65,26 +62,17 @@ def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchanged:
             layout.put(plan.send_rows), plan.send_counts, plan.receive_counts, plan.group_rows, where
         )
 
-    return _once(layout, ("exchange", causal, left), make)
+    return layout.once(("exchange", causal, left), make)
 
 
 def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> Call:
     """Return the kernel call on this rank's keys followed by those that ``exchanged`` brings."""
 
     def make() -> Call:
-        plan = partition.plan_keys(
-            layout.padded_lengths, **layout.cut, rank=layout.rank, causal=causal, left=left
-        )
         where = exchanged(layout, causal=causal, left=left).where
-        return Call(
-            kv_index=layout.put(where[plan.kv_slots]),
-            cu_seqlens_q=offsets_of(plan.q_lengths, layout.device),
-            cu_seqlens_kv=offsets_of(plan.kv_lengths, layout.device),
-            max_seqlen_q=int(plan.q_lengths.max(initial=1)),
-            max_seqlen_kv=int(plan.kv_lengths.max(initial=1)),
-        )
+        return layout.make_call(where, causal=causal, left=left)
 
-    return _once(layout, ("needed call", causal, left), make)
+    return layout.once(("needed call", causal, left), make)
 
 
 def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool) -> list[BlockCall]:
@@ -104,7 +92,7 @@ def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool)
             calls.append(_put_block(layout, block, rows))
         return calls
 
-    return _once(layout, ("blocks", causal, left, gathered), make)
+    return layout.once(("blocks", causal, left, gathered), make)
 
 
 def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep]:
@@ -113,11 +101,10 @@ def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep
     At step t every rank sends to the rank t places after it just the rows which that one needs, so that a key
     travels once and no rank holds keys of more than two others: those it works on and those on their way.
     """
-
-    def make() -> list[RingStep]:
-        return [_ring_step(layout, distance, causal, left) for distance in range(layout.cp)]
-
-    return _once(layout, ("ring", causal, left), make)
+    distances = range(layout.cp)
+    return layout.once(
+        ("ring", causal, left), lambda: [_ring_step(layout, d, causal, left) for d in distances]
+    )
 
 
 def _ring_step(layout: ShardLayout, distance: int, causal: bool, left: int) -> RingStep:
@@ -151,10 +138,3 @@ def _put_block(layout: ShardLayout, block: needs.Block, where: Ints) -> BlockCal
         left=block.left,
         right=block.right,
     )
-
-
-def _once(layout: ShardLayout, key: tuple[Any, ...], make: Callable[[], _T]) -> _T:
-    if key not in layout.cache:
-        layout.cache[key] = make()
-    found: _T = layout.cache[key]
-    return found

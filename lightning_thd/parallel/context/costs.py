@@ -189,7 +189,6 @@ def compare_ways(
     pairs: float,
     most_pairs: float,
     ulysses: bool,
-    others: bool,
     ring: bool,
 ) -> list[Choice]:
     """Compute the cost of each way of communicating that a layer may use, cheapest first.
@@ -203,8 +202,7 @@ def compare_ways(
         pairs: query-key pairs of the whole pack.
         most_pairs: those of the rank with most, under this partition.
         ulysses: whether trading heads can run this layer.
-        others: whether the ways that send keys can.
-        ring: whether the ring can.
+        ring: whether the ring can; the other ways always can.
 
     Returns:
         Those that fit ``gathered_bytes``, by time; all by bytes held where none fits.
@@ -212,48 +210,20 @@ def compare_ways(
     needed = needed_rows * sizes.key_bytes
     gathered, traded = sizes.gather_bytes(slots, cp), sizes.ulysses_bytes(slots, cp) if ulysses else 0
     even, most = (x * sizes.pair_flops / costs.flops_per_s for x in (pairs / cp, most_pairs))
-    ways = []
-    if ulysses:
-        ways.append(
-            Choice(
-                name="ulysses",
-                received_bytes=traded,
-                exchange_s=costs.seconds(traded, messages=4),
-                kernel_s=even,
-                held_bytes=traded,
-            )
+
+    def way(name: str, received: int, messages: int, kernel_s: float, held: int) -> Choice:
+        exchange_s = costs.seconds(received, messages=messages)
+        return Choice(
+            name=name, received_bytes=received, exchange_s=exchange_s, kernel_s=kernel_s, held_bytes=held
         )
-    if others:
-        ways.append(
-            Choice(
-                name="needed",
-                received_bytes=needed,
-                exchange_s=costs.seconds(needed, messages=1 if needed else 0),
-                kernel_s=most,
-                held_bytes=needed,
-            )
-        )
-        ways.append(
-            Choice(
-                name="all_gather",
-                received_bytes=gathered,
-                exchange_s=costs.seconds(gathered, messages=1),
-                kernel_s=most,
-                held_bytes=gathered,
-            )
-        )
+
+    ways = [way("ulysses", traded, 4, even, traded)] if ulysses else []
+    ways.append(way("needed", needed, 1 if needed else 0, most, needed))
+    ways.append(way("all_gather", gathered, 1, most, gathered))
     limit = costs.gathered_bytes
-    fitting = [way for way in ways if limit is None or way.held_bytes <= limit]
+    fitting = [one for one in ways if limit is None or one.held_bytes <= limit]
     if ring and not fitting:
-        fitting.append(
-            Choice(
-                name="ring",
-                received_bytes=needed,
-                exchange_s=costs.seconds(needed, messages=cp - 1),
-                kernel_s=most,
-                held_bytes=2 * min(needed, slots * sizes.key_bytes),
-            )
-        )
+        fitting.append(way("ring", needed, cp - 1, most, 2 * min(needed, slots * sizes.key_bytes)))
     if fitting:
-        return sorted(fitting, key=lambda way: way.seconds)
-    return sorted(ways, key=lambda way: way.held_bytes)
+        return sorted(fitting, key=lambda one: one.seconds)
+    return sorted(ways, key=lambda one: one.held_bytes)

@@ -10,8 +10,8 @@ Legend: T slots in a pack, S sequences, N = T / cp slots of a shard.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from lightning_thd.parallel.context import partition
 from lightning_thd.parallel.context.costs import CommCosts
 
 Communication = Literal["auto", "all_gather", "ulysses", "needed", "ring"]
+_T = TypeVar("_T")
 
 
 class Call(NamedTuple):
@@ -100,57 +101,52 @@ class ShardLayout:
         """Return int64 ``[T]`` such that ``gathered[restore]`` is in pack order; None if it already is."""
         if self.layout == "contiguous":
             return None
-        if "restore" not in self.cache:
-            indices = partition.restore_indices(self.padded_lengths, cp=self.cp, layout=self.layout)
-            self.cache["restore"] = self.put(indices)
-        restore: Tensor = self.cache["restore"]
-        return restore
+        return self.once(
+            "restore", lambda: self.put(partition.restore_indices(self.padded_lengths, **self.cut))
+        )
 
     @property
     def gathered(self) -> Tensor | None:
         """Return int64 ``[T]`` such that ``pack[gathered]`` is all shards end to end."""
         if self.layout == "contiguous":
             return None
-        if "gathered" not in self.cache:
-            shards = [
-                partition.rank_indices(self.padded_lengths, cp=self.cp, rank=rank, layout=self.layout)
-                for rank in range(self.cp)
-            ]
-            self.cache["gathered"] = self.put(np.concatenate(shards))
-        gathered: Tensor = self.cache["gathered"]
-        return gathered
+        ranks, lengths = range(self.cp), self.padded_lengths
+        shards = (partition.rank_indices(lengths, rank=rank, **self.cut) for rank in ranks)
+        return self.once("gathered", lambda: self.put(np.concatenate(list(shards))))
 
     @property
     def pack_offsets(self) -> Tensor:
         """Return int32 ``[S + 1]``, where the sequences begin in the whole pack."""
-        if "offsets" not in self.cache:
-            self.cache["offsets"] = offsets_of(np.asarray(self.padded_lengths), self.device)
-        offsets: Tensor = self.cache["offsets"]
-        return offsets
+        return self.once("offsets", lambda: offsets_of(np.asarray(self.padded_lengths), self.device))
 
     def call(self, *, causal: bool, left: int) -> Call:
         """Return the kernel call of this rank's queries on gathered keys, computed once a batch."""
-        key = ("call", causal, left)
-        if key not in self.cache:
-            self.cache[key] = self._make_call(causal, left)
-        call: Call = self.cache[key]
-        return call
 
-    def _make_call(self, causal: bool, left: int) -> Call:
-        plan = partition.plan_keys(
-            self.padded_lengths, cp=self.cp, rank=self.rank, layout=self.layout, causal=causal, left=left
-        )
-        index = plan.kv_slots
-        if self.layout != "contiguous":
-            restore = partition.restore_indices(self.padded_lengths, cp=self.cp, layout=self.layout)
-            index = restore[index]
+        def make() -> Call:
+            where = None
+            if self.layout != "contiguous":
+                where = partition.restore_indices(self.padded_lengths, **self.cut)
+            return self.make_call(where, causal=causal, left=left)
+
+        return self.once(("call", causal, left), make)
+
+    def make_call(self, where: partition.Ints | None, *, causal: bool, left: int) -> Call:
+        """Build the kernel call on keys of which ``where`` tells the row of each slot; None is its own."""
+        plan = partition.plan_keys(self.padded_lengths, **self.cut, rank=self.rank, causal=causal, left=left)
         return Call(
-            kv_index=self.put(index),
+            kv_index=self.put(plan.kv_slots if where is None else where[plan.kv_slots]),
             cu_seqlens_q=offsets_of(plan.q_lengths, self.device),
             cu_seqlens_kv=offsets_of(plan.kv_lengths, self.device),
             max_seqlen_q=int(plan.q_lengths.max(initial=1)),
             max_seqlen_kv=int(plan.kv_lengths.max(initial=1)),
         )
+
+    def once(self, key: Any, make: Callable[[], _T]) -> _T:
+        """Return what ``make`` gives, worked out once a batch: all layers of a kind share it."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        found: _T = self.cache[key]
+        return found
 
     @property
     def cut(self) -> dict[str, Any]:

@@ -74,7 +74,8 @@ def plan_block(
     assert left < 0, "a window needs the striped partition"
     q_lengths, visible, first = _visible(padded_lengths, cp, rank, source, layout, causal=causal)
     right = 0 if causal and rank == source else -1
-    return _block(_starts(q_lengths), q_lengths, first, visible, -1, right, int(q_lengths.sum()))
+    first_rows, slots = partition.firsts_of(q_lengths), int(q_lengths.sum())
+    return _block(first_rows, q_lengths, first, visible, -1, right, slots)
 
 
 def needed_rows(
@@ -203,7 +204,7 @@ def _visible(
 ) -> tuple[Ints, Ints, Ints]:
     """Return queries per call, keys of the source they see, and the first such key's row."""
     held = partition.held_lengths(padded_lengths, cp=cp, rank=source, layout=layout)
-    first = _starts(held)
+    first = partition.firsts_of(held)
     if rank == source:
         return held, held, first
     if not causal:
@@ -263,8 +264,3 @@ def _unique(rows: Ints) -> Ints:
     marked = np.zeros(int(rows.max(initial=-1)) + 1, dtype=bool)
     marked[rows] = True
     return np.flatnonzero(marked)
-
-
-def _starts(lengths: Ints) -> Ints:
-    starts: Ints = np.cumsum(lengths) - lengths
-    return starts

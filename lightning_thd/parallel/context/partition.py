@@ -95,7 +95,7 @@ def rank_indices(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: L
         total = int(_checked(padded_lengths, cp, rank, layout).sum())
         return np.arange(rank, total, cp, dtype=np.int64)
     pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
-    firsts = _firsts(padded_lengths)[pieces.sequence]
+    firsts = firsts_of(padded_lengths)[pieces.sequence]
     return ranges(firsts + pieces.start, firsts + pieces.stop)
 
 
@@ -132,12 +132,7 @@ def held_real_lengths(
 ) -> Ints:
     """Count the real tokens of every sequence that a rank holds, without the padding at its end.
 
-    Args:
-        lengths: real tokens; a trailing pad counts as its slots, or is left out.
-        padded_lengths: slots.
-        cp: context-parallel ranks.
-        rank: of them.
-        layout: see ``pieces_of_rank``.
+    A trailing pad counts as its slots in ``lengths``, or is left out there.
 
     Returns:
         int64 ``[S]``. Lengths 5 and 6 padded to 8 and 8 over 2 ranks give ``[2, 2]`` and ``[3, 4]``.
@@ -154,20 +149,14 @@ def held_real_lengths(
 def striped_rows(
     padded_lengths: Sequence[int], *, cp: int, rank: int, real: Ints | None = None
 ) -> tuple[Ints, Ints]:
-    """Return which rows of a striped shard belong to each sequence.
-
-    Args:
-        padded_lengths: slots of every sequence.
-        cp: context-parallel ranks.
-        rank: of them.
-        real: int64 ``[S]``, tokens at the start of each sequence to count; None counts all slots.
+    """Return which rows of a striped shard belong to each sequence, or to its first ``real`` tokens.
 
     Returns:
         int64 ``[S]`` first rows and ``[S]`` rows after the last. ``([3, 5], cp=2, rank=0)`` gives ``[0, 2]``
         and ``[2, 4]``: slots 0 and 2, then 4 and 6.
     """
     lengths = _checked(padded_lengths, cp, rank, "striped")
-    firsts = _firsts(padded_lengths)
+    firsts = firsts_of(padded_lengths)
     stops = firsts + (lengths if real is None else real)
     return -((rank - firsts) // cp), -((rank - stops) // cp)
 
@@ -199,13 +188,8 @@ def plan_keys(
 ) -> KeyPlan:
     """Split a rank's attention into kernel calls of unequal query and key lengths.
 
-    Args:
-        padded_lengths: slots of every sequence.
-        cp: context-parallel ranks.
-        rank: of them.
-        layout: see ``pieces_of_rank``.
-        causal: queries see no later key; else every key of their sequence.
-        left: keys before its own that a query sees, -1 for all.
+    A query sees ``left`` keys before its own, -1 for all, and where it is not ``causal`` every key of its
+    sequence; the other arguments are those of ``pieces_of_rank``.
 
     Returns:
         The plan. ``([8], cp=2, rank=0, layout="dual_chunk")`` has 2 queries on 2 keys and 2 on 8.
@@ -233,7 +217,7 @@ def key_spans(
         int64 ``[P]`` first slots and ``[P]`` slots after the last; see ``plan_keys``.
     """
     pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
-    firsts = _firsts(padded_lengths)[pieces.sequence]
+    firsts = firsts_of(padded_lengths)[pieces.sequence]
     if not causal:
         return firsts, firsts + np.asarray(padded_lengths, dtype=np.int64)[pieces.sequence]
     start = np.zeros_like(pieces.start) if left < 0 else np.maximum(pieces.start - left, 0)
@@ -252,7 +236,7 @@ def causal_work(
     for rank in range(cp):
         if layout == "striped":
             own = rank_indices(padded_lengths, cp=cp, rank=rank, layout=layout)
-            firsts = np.repeat(_firsts(padded_lengths), np.asarray(padded_lengths, dtype=np.int64))
+            firsts = np.repeat(firsts_of(padded_lengths), np.asarray(padded_lengths, dtype=np.int64))
             work[rank] = per_slot * len(own) + per_pair * (own - firsts[own] + 1).sum()
             continue
         pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
@@ -269,7 +253,8 @@ def ranges(starts: Ints, stops: Ints) -> Ints:
     return slots
 
 
-def _firsts(padded_lengths: Sequence[int]) -> Ints:
+def firsts_of(padded_lengths: Sequence[int] | Ints) -> Ints:
+    """Return where each stretch begins when all lie end to end: lengths ``[2, 3]`` give ``[0, 2]``."""
     lengths = np.asarray(padded_lengths, dtype=np.int64)
     firsts: Ints = np.cumsum(lengths) - lengths
     return firsts

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd.parallel.pipeline.channel import Channel
+from lightning_thd.parallel.pipeline.channel import Channel, Receive, Send
 
 if TYPE_CHECKING:
     from lightning_thd.parallel.pipeline.stage import Stage
@@ -93,38 +93,6 @@ def balance_of(parts: Tensor) -> Tensor:
     return ((counts / rows) * (sums / rows)).sum() * experts
 
 
-class _Receive(torch.autograd.Function):
-    """Receives the sums of earlier stages' routers; sends their gradient back."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, channel: Channel, size: int) -> Tensor:
-        """Receive the sums; ``anchor`` only ties them to the autograd graph."""
-        ctx.channel = channel
-        return channel.receive(torch.Size((size,)), anchor.device, "down")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        """Send the gradient of the sums to the stage before."""
-        ctx.channel.send(grads[0], "up")
-        return None, None, None
-
-
-class _Send(torch.autograd.Function):
-    """Sends the sums of routers on and returns a zero loss; its gradient comes from the next stage."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, parts: Tensor, channel: Channel) -> Tensor:
-        """Send the sums to the next stage and return zero."""
-        ctx.channel, ctx.shape, ctx.device = channel, parts.shape, parts.device
-        channel.send(parts, "down")
-        return parts.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
-        """Receive the gradient of the sums from the next stage, ignoring that of the zero."""
-        return None, ctx.channel.receive(ctx.shape, ctx.device, "up"), None
-
-
 class Balance:
     """Computes the balancing loss of a model whose layers lie on several ranks."""
 
@@ -149,10 +117,11 @@ class Balance:
         anchor = torch.zeros((), device=stage.device, requires_grad=True)
         if stage.has_stage_before:
             if self.received is None:  # a call that is run again has its parts already
-                self.received = _Receive.apply(anchor, self.channel, size)  # type: ignore[no-untyped-call]
+                shape = torch.Size((size,))
+                self.received = Receive.apply(anchor, self.channel, shape)  # type: ignore[no-untyped-call]
             empty = self.received
         parts = add_routers(empty, given, experts, top_k)
-        send: Any = _Send.apply
+        send: Any = Send.apply
         loss: Tensor = balance_of(parts) if stage.holds_head else send(anchor, parts, self.channel)
         stage.made.append(loss.grad_fn)
         return loss
