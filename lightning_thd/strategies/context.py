@@ -46,16 +46,8 @@ class ContextParallelMixin(Strategy):
     Attributes:
         data_parallel_size: groups that read different data; ``auto`` takes what the other axes leave, and
             None also lets a ``ModelParallelStrategy`` say so by its own arguments.
-        context_parallel_size: ranks that share the slots of a pack; ``dynamic`` lets the plan of every step
-            choose for each microbatch.
-        max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
-        tensor_parallel_size: ranks that share weights.
-        sequence_parallel: tensor-parallel ranks share slots between their products.
-        context_parallel_layout: ``dual_chunk``, ``contiguous``, ``striped`` or ``mixed``.
-        context_parallel_communication: ``auto``, ``all_gather``, ``ulysses``, ``needed`` or ``ring``.
-        context_parallel_costs: what ``auto`` compares the ways by; ``measure`` times the group's link once.
-        broadcast_data: one rank reads for all that share its data.
-        check_plans: compare what ranks are about to run at every batch, not only at the first of a stage.
+
+    The others are the arguments of ``THDModelParallelStrategy`` and ``THDDDPStrategy`` of the same names.
     """
 
     data_parallel_size: int | Literal["auto"] | None = None

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.data.trainer_link import model_config
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing.sharing import Sharing, check_tiling
 from lightning_thd.parallel.context import traffic
@@ -169,28 +170,22 @@ def exchange_costs(module: nn.Module | None, costs: CommCosts, largest: int) -> 
         they divide or all keys, at ``bandwidth_bytes_per_s``, against the FLOPs of a token at
         ``flops_per_s``. None for a model that does not tell.
     """
-    for child in module.modules() if module is not None else ():
-        config: Any = getattr(child, "config", None)
-        if config is None or not hasattr(config, "get_text_config"):
-            continue
-        text = config.get_text_config()
-        try:
-            flops = float(
-                FlopsModel.from_config(config).training_flops(SeqStats.from_lengths([1024])).hardware
-            )
-        except ValueError:
-            return None
-        heads = getattr(text, "num_attention_heads", 0) or 0
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        head_size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
-        layer = LayerSizes(
-            heads=heads, kv_heads=kv_heads, head_size=head_size, value_size=head_size, element_bytes=2
-        )
-        token_s = flops / 1024 / costs.flops_per_s
-        passes = 2 * text.num_hidden_layers
-        degrees = (1 << i for i in range(1, largest.bit_length()))
-        return tuple(passes * _least_bytes(layer, c) / costs.bandwidth_bytes_per_s / token_s for c in degrees)
-    return None
+    config = model_config(module)
+    if config is None:
+        return None
+    text = config.get_text_config()
+    try:
+        flops = float(FlopsModel.from_config(config).training_flops(SeqStats.from_lengths([1024])).hardware)
+    except ValueError:
+        return None
+    heads = getattr(text, "num_attention_heads", 0) or 0
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    layer = LayerSizes(heads=heads, kv_heads=kv_heads, head_size=size, value_size=size, element_bytes=2)
+    token_s = flops / 1024 / costs.flops_per_s
+    passes = 2 * text.num_hidden_layers
+    degrees = (1 << i for i in range(1, largest.bit_length()))
+    return tuple(passes * _least_bytes(layer, c) / costs.bandwidth_bytes_per_s / token_s for c in degrees)
 
 
 def _least_bytes(layer: LayerSizes, ranks: int) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
@@ -117,22 +118,17 @@ def local_gradients(strategy: Strategy) -> AbstractContextManager[Any] | None:
         context: AbstractContextManager[Any] = model.no_sync()
         return context
     if isinstance(strategy, ModelParallelStrategy) and model is not None:
-        return _LocalGradients([child for child in model.modules() if isinstance(child, FSDPModule)])
+        return _local_gradients([child for child in model.modules() if isinstance(child, FSDPModule)])
     return None
 
 
-class _LocalGradients(AbstractContextManager[None]):
-    """Keeps FSDP2 from reducing gradients inside this context."""
-
-    def __init__(self, sharded: list[FSDPModule]) -> None:
-        self._sharded = sharded
-
-    def __enter__(self) -> None:
-        self._set(sync=False)
-
-    def __exit__(self, *_: object) -> None:
-        self._set(sync=True)
-
-    def _set(self, *, sync: bool) -> None:
-        for module in self._sharded:
-            module.set_requires_gradient_sync(sync, recurse=False)
+@contextmanager
+def _local_gradients(sharded: list[FSDPModule]) -> Generator[None]:
+    """Keep FSDP2 from reducing gradients inside this context."""
+    for module in sharded:
+        module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.set_requires_gradient_sync(True, recurse=False)

@@ -36,29 +36,17 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         data_parallel_size: groups that read different data; ``auto`` takes what the others leave.
         data_parallel_replicas: groups of neighbours among the data-parallel ranks, nodes say, that each share
             all weights among them: weights are gathered within a group, gradients averaged over groups too.
-        context_parallel_size: ranks that share the slots of a pack; the others read different data.
-            ``dynamic`` chooses 1, 2, 4, ... ranks for every microbatch: long sequences are shared, short ones
-            stay whole. ``THDDataModule(capacity=...)`` then is what one rank holds, a pack of ``Packs(n)``
-            what the largest group does.
-        max_context_parallel_size: most ranks that share a sequence under ``dynamic``, a power of two.
+        context_parallel_size, max_context_parallel_size, context_parallel_layout,
+            context_parallel_communication, context_parallel_costs, broadcast_data, check_plans: as in
+            ``THDDDPStrategy``.
         tensor_parallel_size: ranks that share the rows and columns of weights.
         tensor_parallel_plan: module names below a model to styles (``parallel.tensor``), in place of the
             model's own plan.
         sequence_parallel: tensor-parallel ranks share the slots between blocks, which saves memory of norms
             and residuals for two more collectives a block.
-        context_parallel_layout: ``dual_chunk`` gives ranks equal work; ``contiguous`` pads nothing between
-            sequences; ``striped`` does both, with one kernel call a rank of the group; ``mixed`` cuts long
-            sequences as ``dual_chunk`` and keeps short ones whole, so that few keys travel.
-        context_parallel_communication: what attention exchanges: ``all_gather`` all keys and values,
-            ``needed`` those that some query sees, ``ring`` these one rank after the other, ``ulysses`` rows
-            for heads; ``auto`` takes what ``context_parallel_costs`` make the cheapest, layer by layer.
-        context_parallel_costs: bandwidth, latency and FLOP rate; None is those of one node of H100s, and
-            ``measure`` times the link when the job starts.
         reshard_after_forward: free a layer's gathered weights between its forward and backward pass; a
             pipeline then gathers them for every microbatch, and else once a step. ``auto`` frees them, but
             for pipelines whose gathered weights take no more than a quarter of a rank's memory.
-        broadcast_data: one rank reads for all that share its data.
-        check_plans: compare what ranks are about to run at every batch.
         save_distributed_checkpoint: every rank writes its part into a folder that any layout can load; else
             rank 0 writes one file of whole weights.
         asynchronous_checkpoints: write those folders in the background; a checkpoint takes its name when it

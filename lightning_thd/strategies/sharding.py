@@ -59,15 +59,8 @@ from lightning_thd.strategies.modules.unfrozen import Unfrozen, watch
 class ShardingMixin(ContextParallelMixin):
     """Shards the user's model on a ``ModelParallelStrategy``; leaves other strategies unchanged.
 
-    Attributes:
-        tensor_parallel_plan: module names below a model to styles (``parallel.tensor``), in place of the
-            model's own plan.
-        reshard_after_forward: free a layer's gathered weights between its forward and backward pass; ``auto``
-            does, but for pipelines whose stage fits into memory whole.
-        data_parallel_replicas: groups of neighbouring ranks, nodes say, that each share all weights among
-            them; gradients are then averaged over the groups (hybrid sharding).
-        asynchronous_checkpoints: write checkpoint folders while training goes on; also what Lightning's
-            ``AsyncCheckpointIO`` among the Trainer's plugins asks for.
+    Its attributes are arguments of ``THDModelParallelStrategy``. ``asynchronous_checkpoints`` is also what
+    Lightning's ``AsyncCheckpointIO`` among the Trainer's plugins asks for.
     """
 
     tensor_parallel_plan: dict[str, str] | None = None

@@ -41,8 +41,7 @@ class RecordedLogs:
                 raise MisconfigurationException(
                     f"self.log({name!r}, {type(value).__name__}) in training_step: only the last pipeline "
                     "stage has the numbers, and sends them to the others. Log numbers or tensors of one "
-                    "element, options by keyword; update metric objects in validation_step.\n  "
-                    f"{user_line()}"
+                    f"element, options by keyword; update metric objects in validation_step.\n  {user_line()}"
                 )
             calls[name] = (value.detach() if isinstance(value, Tensor) else value, kwargs)
 

@@ -46,11 +46,9 @@ from lightning_thd.strategies.pipeline.training_step import refuse_decisions_on_
 class PipelineMixin(THDStrategyMixin):
     """Runs a model cut by depth over the ranks of a pipeline; a size of 1 changes nothing.
 
+    Its settings are arguments of ``THDModelParallelStrategy``.
+
     Attributes:
-        pipeline_parallel_size: ranks that share the layers of a model.
-        pipeline_schedule: ``1f1b``, or ``interleaved`` with several stages a rank.
-        stages_per_rank: stages of each rank, above 1 for ``interleaved``.
-        pipeline_split: ``auto`` by FLOPs and memory, or the number of layers of each stage.
         waited: share of the last step that this rank waited for other stages, on a CPU.
         expected_wait: the same by the schedule's formula.
     """
