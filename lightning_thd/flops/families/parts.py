@@ -165,24 +165,26 @@ def experts(
     return terms
 
 
+def _scanned(hidden: int, inner: int, projected: int, *between: Term) -> list[Term]:
+    """Return the terms of a mixer: a projection in, what stands between, and one from ``inner`` out."""
+    return [matmul("in", projected), *between, matmul("out", inner * hidden)]
+
+
+def _delta_rule(hidden: int, value: int, projected: int, conv: int, delta: int) -> list[Term]:
+    return _scanned(hidden, value, projected, recurrence("conv", conv), recurrence("delta", delta))
+
+
 def mamba1(hidden: int, inner: int, *, state: int, dt_rank: int) -> list[Term]:
     """Return Mamba's terms: its projections, and 9 FLOPs a state for the scan (VMamba)."""
-    return [
-        matmul("in", hidden * 2 * inner),
-        matmul("x_dt", inner * (dt_rank + 2 * state) + dt_rank * inner),
-        recurrence("scan", 9 * inner * state),
-        matmul("out", inner * hidden),
-    ]
+    x_dt = matmul("x_dt", inner * (dt_rank + 2 * state) + dt_rank * inner)
+    return _scanned(hidden, inner, hidden * 2 * inner, x_dt, recurrence("scan", 9 * inner * state))
 
 
 def mamba2(hidden: int, heads: int, head_dim: int, *, groups: int, state: int) -> list[Term]:
     """Return Mamba 2's terms as Megatron-LM counts them: 7 FLOPs a state, no convolution."""
     inner = heads * head_dim
-    return [
-        matmul("in", hidden * (2 * inner + 2 * groups * state + heads)),
-        recurrence("scan", 7 * inner * state),
-        matmul("out", inner * hidden),
-    ]
+    projected = hidden * (2 * inner + 2 * groups * state + heads)
+    return _scanned(hidden, inner, projected, recurrence("scan", 7 * inner * state))
 
 
 def gated_delta(
@@ -190,12 +192,8 @@ def gated_delta(
 ) -> list[Term]:
     """Return the terms of a gated delta net as Megatron-LM counts it, convolution included."""
     qk, value = qk_heads * qk_dim, v_heads * v_dim
-    return [
-        matmul("in", hidden * (2 * qk + 2 * value + 2 * v_heads)),
-        recurrence("conv", 2 * kernel * (2 * qk + value)),
-        recurrence("delta", 8 * v_heads * qk_dim * v_dim),
-        matmul("out", value * hidden),
-    ]
+    conv, delta = 2 * kernel * (2 * qk + value), 8 * v_heads * qk_dim * v_dim
+    return _delta_rule(hidden, value, hidden * (2 * qk + 2 * value + 2 * v_heads), conv, delta)
 
 
 def gated_delta2(
@@ -205,73 +203,35 @@ def gated_delta2(
 
     All its gates are projections of full rank, as Megatron-LM's ``GatedDeltaNet2`` makes them; its scan has
     the four products of a gated delta net. No transformers family uses it: see ``FlopsModel.register``.
-
-    Args:
-        hidden: hidden size.
-        qk_heads: query and key heads.
-        qk_dim: size of one.
-        v_heads: value heads, which have a state each.
-        v_dim: size of one.
-        kernel: taps of the short convolution.
     """
     qk, value = qk_heads * qk_dim, v_heads * v_dim
-    return [
-        matmul("in", hidden * (4 * qk + 3 * value)),  # q, k, decay, erase; v, output gate, write
-        recurrence("conv", 2 * kernel * (2 * qk + value)),
-        recurrence("delta", 8 * v_heads * qk_dim * v_dim),
-        matmul("out", value * hidden),
-    ]
+    conv, delta = 2 * kernel * (2 * qk + value), 8 * v_heads * qk_dim * v_dim
+    projected = hidden * (4 * qk + 3 * value)  # q, k, decay, erase; v, output gate, write
+    return _delta_rule(hidden, value, projected, conv, delta)
 
 
 def kimi_delta(hidden: int, *, heads: int, head_dim: int, kernel: int) -> list[Term]:
-    """Return the terms of Kimi delta attention: a gated delta net with a low-rank vector of decay.
-
-    Args:
-        hidden: hidden size.
-        heads: of queries, keys and values alike.
-        head_dim: their size, and the rank of the two gates.
-        kernel: taps of the short convolutions.
-    """
+    """Return the terms of Kimi delta attention: a gated delta net with a decay of rank ``head_dim``."""
     inner = heads * head_dim
     gates = 2 * (hidden * head_dim + head_dim * inner)
-    return [
-        matmul("in", 3 * hidden * inner + gates + hidden * heads),
-        recurrence("conv", 2 * kernel * 3 * inner),
-        recurrence("delta", 8 * heads * head_dim * head_dim),
-        matmul("out", inner * hidden),
-    ]
+    projected = 3 * hidden * inner + gates + hidden * heads
+    return _delta_rule(hidden, inner, projected, 2 * kernel * 3 * inner, 8 * heads * head_dim * head_dim)
 
 
 def gated_delta_product(
     hidden: int, *, heads: int, qk_dim: int, v_dim: int, householders: int, kernel: int
 ) -> list[Term]:
-    """Return the terms of a gated delta product: several delta-rule steps a token.
-
-    Args:
-        hidden: hidden size.
-        heads: of queries, keys and values alike.
-        qk_dim: size of a query or key head.
-        v_dim: size of a value head.
-        householders: steps a token; 1 is a gated delta net.
-        kernel: taps of the short convolutions.
-    """
+    """Return the terms of a gated delta product: ``householders`` steps a token; 1 is a gated delta net."""
     qk, value = heads * qk_dim, heads * v_dim
     keys = householders * (qk + value)
-    return [
-        matmul("in", hidden * (qk + keys + value + (1 + householders) * heads)),
-        recurrence("conv", 2 * kernel * (qk + keys)),
-        recurrence("delta", (6 * householders + 2) * heads * qk_dim * v_dim),
-        matmul("out", value * hidden),
-    ]
+    projected = hidden * (qk + keys + value + (1 + householders) * heads)
+    delta = (6 * householders + 2) * heads * qk_dim * v_dim
+    return _delta_rule(hidden, value, projected, 2 * kernel * (qk + keys), delta)
 
 
 def short_conv(hidden: int, *, kernel: int) -> list[Term]:
     """Return the terms of LFM2's gated short convolution: projections in and out, ``kernel`` taps."""
-    return [
-        matmul("in", 3 * hidden * hidden),
-        recurrence("conv", 2 * kernel * hidden),
-        matmul("out", hidden * hidden),
-    ]
+    return _scanned(hidden, hidden, 3 * hidden * hidden, recurrence("conv", 2 * kernel * hidden))
 
 
 def prediction_head(hidden: int) -> Term:

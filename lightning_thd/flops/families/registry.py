@@ -209,11 +209,10 @@ def _prediction(layers: list[Layer], sizes: Sizes, count: int) -> list[Layer]:
 
 _NORM_AFTER = ("gemma2", "gemma3_text", "olmo2", "olmo3", "glm4", "exaone4")  # a norm behind the MLP
 _DENSE = (
-    "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi3 phi4_multimodal "
-    "olmo olmo2 olmo3 granite stablelm cohere cohere2 smollm3 glm glm4 ernie4_5 seed_oss hunyuan_v1_dense "
-    "exaone4 helium qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_5_text lfm2 cwm bitnet "
-    "granite_swa vaultgemma hyperclovax internlm3 iquestcoder minicpm3 "
-    "olmo_hybrid"
+    "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi3 phi4_multimodal olmo olmo2 "
+    "olmo3 granite stablelm cohere cohere2 smollm3 glm glm4 ernie4_5 seed_oss hunyuan_v1_dense exaone4 "
+    "helium qwen2_vl_text qwen2_5_vl_text qwen3_vl_text qwen3_5_text lfm2 cwm bitnet granite_swa vaultgemma "
+    "hyperclovax internlm3 iquestcoder minicpm3 olmo_hybrid"
 )
 _EXPERTS = (
     "mixtral phimoe qwen2_moe qwen3_moe olmoe granitemoe granitemoeshared glm4_moe deepseek_v2 "

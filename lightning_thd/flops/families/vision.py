@@ -1,8 +1,7 @@
 """A vision config of the Qwen-VL line -> the layers of its tower and projector, per patch and per frame.
 
-Megatron-Bridge's count: attention between all patches of one frame, never halved, and a projector run
-once for the tower and once for every deepstack layer; and the convolution that makes patches, which it leaves
-out.
+Megatron-Bridge's count: attention between all patches of one frame, never halved, and a projector run once
+for the tower and once for every deepstack layer; and the convolution that makes patches, which it leaves out.
 """
 
 from __future__ import annotations
