@@ -215,10 +215,7 @@ class Alignment:
         return -(-length // self.sequence_multiple) * self.sequence_multiple
 
     def padded_lengths(self, lengths: npt.ArrayLike | Tensor) -> npt.NDArray[np.int64]:
-        """Round the lengths of many sequences up, in one call.
-
-        Args:
-            lengths: ``[S]`` tokens: a list, array or tensor of integers.
+        """Round the lengths ``[S]`` of many sequences up, in one call.
 
         Returns:
             int64 ``[S]`` slots. ``[13, 8]`` becomes ``[16, 8]`` where sequence_multiple is 8.

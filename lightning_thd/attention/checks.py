@@ -17,13 +17,6 @@ from lightning_thd._checks import instance
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> None:
     """Check the shapes, dtypes and devices of q, k, v and offsets, without reading a value.
 
-    Args:
-        q: ``[Tq, H, D]``.
-        k: ``[Tkv, G, D]``.
-        v: ``[Tkv, G, E]``.
-        cu_seqlens_q: int32 ``[S + 1]``.
-        cu_seqlens_kv: int32 ``[S + 1]``.
-
     Raises:
         TypeError: for what is no tensor.
         ValueError: for other shapes, dtypes and devices.

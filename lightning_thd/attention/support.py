@@ -181,11 +181,7 @@ class Request:
 
 
 def choose(backend: Backend, request: Request) -> Kernel:
-    """Pick the first kernel of a backend that runs exactly what is asked.
-
-    Args:
-        backend: a name, or "auto" for any, the fastest for the device first.
-        request: the call.
+    """Pick the first kernel of a backend ("auto": of any, the device's fastest first) that runs a request.
 
     Returns:
         The kernel. A bf16 call of head size 128 with ``backend="auto"`` gives "torch" on a CUDA device where

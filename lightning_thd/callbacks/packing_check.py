@@ -65,11 +65,7 @@ class PackingCheck(L.Callback):
 
 
 def find_model(pl_module: nn.Module, name: str | None) -> nn.Module:
-    """Find the model to probe inside a Lightning module.
-
-    Args:
-        pl_module: the Lightning module.
-        name: attribute path, or None for the outermost module with a transformers config.
+    """Find the model to probe in a Lightning module, by its path or as the outermost one with a config.
 
     Raises:
         MisconfigurationException: when there is none.

@@ -51,13 +51,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def load_model(name: str, attention: str, *, layers: int | None = None, weights: bool = False) -> Any:
-    """Build a causal language model from a config, or load it with its weights.
-
-    Args:
-        name: a ``config.json``, a folder that holds one, or what ``from_pretrained`` takes.
-        attention: the ``attn_implementation``.
-        layers: number of layers to build in place of the config's.
-        weights: load the weights as well.
+    """Build a causal language model from a config, perhaps of fewer layers, or load it with its weights.
 
     Raises:
         ValueError: for ``layers`` together with ``weights``.

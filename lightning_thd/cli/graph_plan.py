@@ -18,11 +18,7 @@ number of sequences in a batch. Costs are relative to one eager step unless give
 
 
 def graph_plan(arguments: Sequence[str]) -> GraphPlan:
-    """Return the plan of CUDA graphs for the arguments of the command line.
-
-    Args:
-        arguments: of the command line, ``["corpus.jsonl", "--capacity", "8192"]``.
-    """
+    """Return the plan of CUDA graphs for arguments such as ``["corpus.jsonl", "--capacity", "8192"]``."""
     parser = make_parser()
     given = parser.parse_args(list(arguments))
     if (given.data is None) == (given.quantiles is None):

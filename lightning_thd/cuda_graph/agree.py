@@ -7,12 +7,7 @@ import torch.distributed as dist
 
 
 def all_agree(agrees: bool, device: torch.device) -> bool:
-    """Return whether every rank agrees; in a single process, return this one's answer.
-
-    Args:
-        agrees: this rank's answer.
-        device: of the module; NCCL reduces there, gloo anywhere.
-    """
+    """Return whether every rank agrees; in a single process, return this one's answer."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return agrees
     votes = torch.tensor(int(agrees), device=device)

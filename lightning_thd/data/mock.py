@@ -71,11 +71,7 @@ class LognormalLengths:
             )
 
     def draw(self, positions: npt.ArrayLike, *, seed: int = 0) -> IntArray:
-        """Draw the lengths at given positions, without drawing the others.
-
-        Args:
-            positions: ints ``[K]``, numbers of sequences from 0.
-            seed: another seed, other lengths.
+        """Draw the lengths of the sequences of given numbers ``[K]``, without drawing the others.
 
         Returns:
             int64 ``[K]``, tokens of each.
@@ -193,11 +189,7 @@ def _take(config: dict[str, Any], *required: str, **optional: Any) -> list[Any]:
 
 
 def read_lengths_csv(path: str | Path, column: str | int | None = None) -> IntArray:
-    """Read lengths from a table, with or without a line of column names.
-
-    Args:
-        path: file of comma-separated values.
-        column: name or number of the column; None takes the only one.
+    """Read lengths from a column (name, number, or None: the only one) of a CSV, with or without names.
 
     Returns:
         int64 ``[N]``.

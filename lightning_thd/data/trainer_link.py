@@ -122,12 +122,7 @@ def vocab_size(module: nn.Module | None) -> int | None:
 
 
 def model_cost(module: nn.Module | None, longest: int) -> Cost | None:
-    """Return the cost of a sequence by the model's FLOPs; None where these are unknown.
-
-    Args:
-        module: that is trained, or what holds it.
-        longest: tokens at which the work is exact.
-    """
+    """Return the cost of a sequence by the model's FLOPs, exact at ``longest``; None where unknown."""
     config = model_config(module)
     if config is None:
         return None

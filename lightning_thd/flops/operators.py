@@ -53,9 +53,6 @@ def formulas() -> dict[Any, Any]:
 def unknown_product(packet: Any) -> str | None:
     """Return the name of an operator that may multiply and has no FLOP formula, or None.
 
-    Args:
-        packet: ``torch.ops.namespace.name``.
-
     Returns:
         ``"flash_attn::_flash_attn_varlen_forward"``; None for elementwise operators, views and collectives.
     """

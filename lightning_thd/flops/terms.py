@@ -86,15 +86,7 @@ class Layer:
 def matmul(
     name: str, macs: int, *, kind: Kind = "linear", basis: Basis = "token", last: bool = False
 ) -> Term:
-    """Return a term for a weight applied to every unit of ``basis``, at 2 FLOPs a multiply-add.
-
-    Args:
-        name: what it is.
-        macs: multiply-adds per unit: rows x columns of the weight.
-        kind: column of the breakdown.
-        basis: the count it multiplies.
-        last: see ``Term``.
-    """
+    """Return a term for a weight applied to every unit of ``basis``, at 2 FLOPs a multiply-add."""
     cost = 2 * macs
     return Term(name=name, kind=kind, basis=basis, forward=cost, input_grad=cost, weight_grad=cost, last=last)
 
@@ -109,17 +101,7 @@ def scores(
     kind: Kind = "attention",
     name: str = "attention",
 ) -> Term:
-    """Return a term for attention's two products, per (query, key) pair.
-
-    Args:
-        heads: query heads.
-        qk_dim: head size of queries and keys.
-        v_dim: head size of values.
-        window: window of the layer, None when it sees the whole sequence.
-        basis: which pairs.
-        kind: column of the breakdown.
-        name: what it is.
-    """
+    """Return a term for attention's two products, per (query, key) pair; window None is a whole sequence."""
     cost = 2 * heads * (qk_dim + v_dim)
     return Term(
         name=name, kind=kind, basis=basis, forward=cost, input_grad=2 * cost, weight_grad=0, window=window
@@ -139,14 +121,6 @@ def units(
     The whole square of a causal layer is 2 x exact - tokens, for a window as for a whole sequence; "half" is
     half of that, so that a window no sequence reaches changes nothing under any convention. Pairs with
     compressed keys (``Blocks``) have no diagonal: "half" is exact, "full" twice that.
-
-    Args:
-        basis: which count.
-        window: of the layer, None when it sees the whole sequence.
-        stats: the batch.
-        causal: how pairs are counted.
-        tokens: what a token is.
-        merge: patches that the projector merges into one.
 
     Returns:
         (numerator, denominator). Two sequences of 3 and 5 have 34 / 2 pairs under "half".

@@ -17,12 +17,7 @@ def num_ints(model: FlopsModel | None) -> int:
 
 
 def to_ints(stats: SeqStats, model: FlopsModel | None) -> list[int]:
-    """Return the counts as a list in a fixed order, then the pairs of every window of ``model``.
-
-    Args:
-        stats: counted with the windows of ``model``, or empty.
-        model: None when FLOPs are not known.
-    """
+    """Return the counts as a list in a fixed order, then the pairs of every window of ``model``."""
     counts = [int(getattr(stats, name)) for name in COUNTS]
     if model is None:
         return counts

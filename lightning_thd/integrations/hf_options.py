@@ -179,11 +179,7 @@ REPLACED = (
 
 
 def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
-    """Refuse a Trainer class with a loss or data loading of its own, which packs would skip.
-
-    Args:
-        trainer_class: to be packed.
-        known: ``Trainer`` and TRL's ``SFTTrainer``, whose methods are replaced knowingly.
+    """Refuse a Trainer class, but ``known`` ones, with its own loss or data loading, which packs would skip.
 
     Raises:
         ValueError: naming the method.

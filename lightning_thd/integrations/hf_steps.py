@@ -23,13 +23,7 @@ def packs_of(inputs: dict[str, THDBatch | THDStep]) -> tuple[THDBatch, ...]:
 def train_on_packs(
     trainer: Any, one: Callable[[nn.Module, dict[str, THDBatch]], Tensor], model: nn.Module, step: THDStep
 ) -> Tensor:
-    """Run every microbatch of a step forward and backward, synchronising gradients only in the last.
-
-    Args:
-        trainer: of transformers, whose loss is divided by its ``current_gradient_accumulation_steps``.
-        one: its ``training_step``.
-        model: as the Trainer wrapped it.
-        step: of this rank; every rank's has as many microbatches.
+    """Run every microbatch of a step by ``one``, forward and backward; the last synchronises gradients.
 
     Returns:
         This rank's part of the step's loss, detached.

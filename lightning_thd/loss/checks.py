@@ -131,12 +131,7 @@ def _check_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
 
 
 def check_targets(targets: Tensor, hidden: Tensor, shape: torch.Size) -> None:
-    """Check the targets' shape, dtype and device.
-
-    Args:
-        targets: wanted integers of ``shape``.
-        hidden: what they belong to.
-        shape: that of ``hidden`` without H; with sequence parallel, of all ranks' rows.
+    """Check that targets are integers of ``shape`` (sequence parallel: of all ranks' rows) on the device.
 
     Raises:
         ValueError: saying which of the three is off.
@@ -152,12 +147,7 @@ def check_targets(targets: Tensor, hidden: Tensor, shape: torch.Size) -> None:
 
 
 def check_target_values(targets: Tensor, ignore_index: int, vocabulary: int) -> None:
-    """Check that every target is in the vocabulary; an error on the CPU, a device assert on an accelerator.
-
-    Args:
-        targets: int64 ``[R]``.
-        ignore_index: allowed besides.
-        vocabulary: columns that exist, over all ranks.
+    """Check that targets are in the whole vocabulary; an error on the CPU, a device assert elsewhere.
 
     Raises:
         ValueError: naming the first offender.
@@ -180,12 +170,7 @@ def check_target_values(targets: Tensor, ignore_index: int, vocabulary: int) -> 
 
 
 def check_top_tokens(tokens: Tensor, missing: Tensor, vocabulary: int) -> None:
-    """Check a teacher's likeliest tokens; an error on the CPU, a device assert on an accelerator.
-
-    Args:
-        tokens: int64 ``[R, k]``.
-        missing: bool ``[R, k]``, where there is none.
-        vocabulary: columns that exist, over all ranks.
+    """Check a teacher's likeliest tokens ``[R, k]``; an error on the CPU, a device assert elsewhere.
 
     Raises:
         ValueError: for a token outside of the vocabulary, or twice in a row: its share would be lost.
@@ -208,12 +193,7 @@ def check_top_tokens(tokens: Tensor, missing: Tensor, vocabulary: int) -> None:
 
 
 def check_rows(rows: Tensor, tokens: int, device: torch.device) -> Tensor:
-    """Check the ``rows`` argument and return it as indices.
-
-    Args:
-        rows: int64 ``[R]`` or bool ``[T]``.
-        tokens: T.
-        device: where the hidden states are.
+    """Check the ``rows`` argument, int64 ``[R]`` or bool ``[T]``, and return it as indices.
 
     Raises:
         ValueError: for another dtype, shape or device, or an index out of range (on the CPU).

@@ -49,11 +49,7 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
 
 
 def targets_after(batch: THDBatch, depth: int) -> Tensor:
-    """Shift a batch's targets by ``depth``; those of a context-parallel shard over the whole pack.
-
-    Args:
-        batch: the microbatch.
-        depth: see ``mtp_targets``; above 0, a shard's costs one collective.
+    """Shift a batch's targets by ``depth``; those of a shard over the whole pack, by one collective.
 
     Returns:
         int64, one a slot held here.

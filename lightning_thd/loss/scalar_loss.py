@@ -44,13 +44,6 @@ def scalar_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return a differentiable scalar whose gradients are computed already in the forward pass.
 
-    Args:
-        operands: of ``prepare``.
-        targets: int64 ``[R]``.
-        settings: of ``prepare``.
-        chunk: tokens whose logits are kept at a time, or "auto".
-        job: makes the scalar and its gradients.
-
     Returns:
         The scalar, differentiable, and the part to report, ``[]`` each.
     """

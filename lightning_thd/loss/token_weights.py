@@ -28,14 +28,7 @@ def loss_weights(
     *,
     smoothed: bool,
 ) -> Factors:
-    """Return the function that computes the factor of every slot's loss.
-
-    Args:
-        batch: the microbatch.
-        reduction: "tokens" or "sequences".
-        weights: ``[T]``, further factors.
-        class_weights: ``[V]``, likewise, by target.
-        smoothed: labels are smoothed, which class weights would have to weigh as well.
+    """Return what computes the factor of every slot's loss; ``weights`` are ``[T]``, of classes ``[V]``.
 
     Returns:
         From targets int64 ``[T]``, their depth (0 for the next token) and V to targets, -100 where a weight

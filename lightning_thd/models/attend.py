@@ -216,12 +216,7 @@ def _in_chunks(module: nn.Module, bounds: _Boundaries, chunk: int, slots: int) -
 
 
 def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
-    """Cut sequences into chunks by operations of fixed shape, without reading the device.
-
-    Args:
-        cu_seqlens: int32 ``[S + 1]``, last entry T.
-        slots: T.
-        chunk: longest piece.
+    """Cut sequences into chunks of at most ``chunk`` slots, in fixed shapes, without reading the device.
 
     Returns:
         int32 ``[S + T // chunk + 1]`` or fewer; empty pieces at the end. ``[0, 5, 7]``, 7 and 4 give

@@ -51,12 +51,7 @@ _finder = _Finder()
 
 
 def after_import(name: str, callback: Callback) -> None:
-    """Run ``callback(module)`` after ``name`` has been imported; at once if it has been already.
-
-    Args:
-        name: dotted module name, ``"transformers.modeling_utils"``.
-        callback: takes the module. An error in it fails the import, so that nothing goes on half set up.
-    """
+    """Run ``callback(module)`` after ``name`` has been imported; its errors fail the import."""
     module = sys.modules.get(name)
     if module is not None:
         callback(module)

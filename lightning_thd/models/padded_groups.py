@@ -42,11 +42,7 @@ class Groups:
 
 
 def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
-    """Sort sequences into groups of similar length, to be run as padded rows.
-
-    Args:
-        lengths: slots of every sequence, in the order of the pack; zeros are skipped.
-        device: where the indices shall live; nothing is read back from it.
+    """Sort sequences by slots into groups of similar length, to be run as padded rows; zeros are skipped.
 
     Returns:
         The plan. ``[2, 3]`` is one group with sources ``[[2, 3, 4], [0, 1, 5]]`` and back ``[3, 4, 0, 1,
@@ -87,14 +83,9 @@ def group_rows(
 
 
 def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups:
-    """Put every sequence into one group of fixed size, without knowing a length on the host.
+    """Put every sequence into one group of fixed size; on the host only an upper limit of lengths is known.
 
     For steps that are recorded and replayed: the sizes depend on S, T and ``max_seqlen`` alone.
-
-    Args:
-        cu_seqlens: int32 ``[S + 1]``, last entry T.
-        max_seqlen: upper limit of the lengths, on the host.
-        slots: T.
 
     Returns:
         The plan, on the device of ``cu_seqlens``. ``[0, 2, 5]``, 4 and 5 give sources

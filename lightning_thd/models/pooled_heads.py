@@ -94,12 +94,7 @@ def _look_and_pool(model: Any, pack: Pack, output: Any, *, outermost: bool) -> A
 
 
 def a_row_a_sequence(model: Any, pack: Pack, output: Any) -> Any:
-    """Replace an encoder's pooled output of a whole pack by one pooled row a sequence.
-
-    Args:
-        model: what returned ``output`` for a pack.
-        pack: of S sequences.
-        output: of transformers; ``pooler_output`` ``[1, D]`` becomes ``[S, D]``.
+    """Replace an encoder's pooled output ``[1, D]`` of a whole pack by one row a sequence, ``[S, D]``.
 
     Raises:
         ValueError: where the pooling is not known, or logits are one row for all sequences.

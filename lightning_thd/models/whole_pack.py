@@ -25,14 +25,7 @@ from lightning_thd.parallel.shard import gather_pack
 def run_on_pack(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], layout: ShardLayout
 ) -> Any:
-    """Call ``function`` on the whole pack, gathered, and keep this rank's slots; a collective.
-
-    Args:
-        function: a layer that takes and gives one row a token.
-        args: what it takes for the shard; tensors ``[1, N, ...]``, alone or in a tuple, are gathered, the
-            rest is passed as it is.
-        kwargs: likewise.
-        layout: of the shard.
+    """Call a layer on the whole pack, its tensors ``[1, N, ...]`` gathered, and keep this rank's slots.
 
     Returns:
         What ``function`` returns, tensors ``[1, T, ...]`` cut to ``[1, N, ...]``.

@@ -161,12 +161,7 @@ def regrouped(offsets: IntArray, order: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def count_packs(lengths: IntArray, capacity: int) -> int:
-    """Count the packs of :func:`pack_lengths` by best-fit decreasing, without laying them out.
-
-    Args:
-        lengths: int64 ``[S]``, each in ``[1, capacity]``.
-        capacity: slots of a pack.
-    """
+    """Count the packs of :func:`pack_lengths` by best-fit decreasing, without laying them out."""
     if not len(lengths):
         return 0
     sizes, counts = _histogram(np.sort(lengths)[::-1])

@@ -20,12 +20,7 @@ MOST_RANKS = 2**20  # of a job; a plan is a list a rank
 def as_lengths(
     lengths: npt.ArrayLike | Sequence[int], *, name: str = "lengths", least: int = 1
 ) -> npt.NDArray[np.int64]:
-    """Check a one-dimensional collection of ints and return it as int64.
-
-    Args:
-        lengths: ints ``[S]``: a list, an array of any integer type, a tensor on the CPU.
-        name: what to call it in the error.
-        least: smallest value allowed.
+    """Check a list, array or CPU tensor of ints, each ``least`` or above, and return it as int64 ``[S]``.
 
     Returns:
         int64 ``[S]``. ``as_lengths((3, 4))`` becomes ``array([3, 4])``.
@@ -123,10 +118,6 @@ class Slots:
 
 def make_slots(capacity: int, align: Alignment | None) -> Slots:
     """Return how many slots of a capacity an alignment leaves usable.
-
-    Args:
-        capacity: slots of a pack.
-        align: multiples of the padded lengths and of their total; None asks for nothing.
 
     Returns:
         The slots: ``capacity=100`` with multiples of 8 and 32 leaves 96 slots, in steps of 8.

@@ -33,16 +33,11 @@ def open_loss_tokens(loss_tokens: LossTokens | None, count: int) -> OpenLengths 
 def count_loss_tokens(
     loss_tokens: OpenLengths | Literal["all"] | None, spans: Spans, lengths: npt.NDArray[np.int64]
 ) -> int | None:
-    """Sum the loss tokens of spans.
+    """Sum the loss tokens of the spans of a step.
 
     A whole sequence has its count. Of a part of one we know only what follows when all its tokens are loss
     tokens: a piece that goes on keeps a target for each of its tokens, a truncated or last one for all but
         the last.
-
-    Args:
-        loss_tokens: as :func:`open_loss_tokens` gave it.
-        spans: the spans of a step.
-        lengths: int64 ``[S]``, tokens of the whole sequence of each span.
 
     Returns:
         Their number, or None when no counts were given or a part of a partly masked sequence is among them.

@@ -223,14 +223,7 @@ def make_mixture(
     seed: int = 0,
     most: int | None = None,
 ) -> Mixture:
-    """Build a mixture of sources whose lengths are known.
-
-    Args:
-        lengths: tokens of the sequences of each source; empty ones take no part.
-        weights: share of each.
-        mixing: see :class:`Mixing`.
-        seed: of the shuffles.
-        most: tokens beyond which a sequence takes no part (``oversize="drop"``); None lets all.
+    """Build a mixture of sources of known lengths; a sequence of more than ``most`` tokens takes no part.
 
     Raises:
         TypeError: for lengths that are no dict, or hold no numbers.

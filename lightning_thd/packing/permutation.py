@@ -27,10 +27,7 @@ _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 
 def derive_key(*parts: int) -> int:
-    """Mix integers into one 64-bit key; any change in any of them, or in their order, gives another key.
-
-    Args:
-        parts: ints of any sign, for example a seed, an epoch and a purpose.
+    """Mix ints of any sign into one 64-bit key; any change in them, or in their order, gives another key.
 
     Returns:
         An int in ``[0, 2**64)``.
@@ -44,12 +41,7 @@ def derive_key(*parts: int) -> int:
 
 
 def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
-    """Return the entries that a keyed shuffle of ``range(total)`` puts at some positions.
-
-    Args:
-        positions: ints ``[K]``, each in ``[0, total)``.
-        total: size n of the permutation.
-        key: from :func:`derive_key`; another key gives another permutation.
+    """Return the entries that the shuffle of ``range(total)`` by ``key`` puts at positions ``[K]``.
 
     Returns:
         int64 ``[K]``: distinct positions give distinct entries of ``range(total)``. Memory O(K), not O(n).

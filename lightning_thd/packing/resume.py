@@ -42,14 +42,7 @@ def fingerprint(settings: Mapping[str, Any]) -> str:
 
 
 def make_state(settings: Mapping[str, Any], *, epoch: int, step: int, num_steps: int) -> dict[str, Any]:
-    """Return the state (epoch, next step, settings) to resume training from, the same on every rank.
-
-    Args:
-        settings: all that a plan depends on; ``"seed"`` is one of them.
-        epoch: number of the epoch, from 0.
-        step: the next step of it; ``num_steps`` when the epoch is over.
-        num_steps: steps of an epoch.
-    """
+    """Return the state (epoch, next step, settings) to resume training from, the same on every rank."""
     whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in (epoch, step))
     if not whole or epoch < 0 or not 0 <= step <= num_steps:
         raise ValueError(

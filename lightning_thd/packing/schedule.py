@@ -51,13 +51,7 @@ class ScheduledPacks:
 def open_schedule(
     schedule: npt.ArrayLike | Sequence[int], entries: Entries, count: int, slots: Slots
 ) -> ScheduledPacks:
-    """Check a schedule and sort the sequences by their microbatch; empty sequences stay out.
-
-    Args:
-        schedule: ints ``[N]``, the number of the microbatch of each sequence. Numbers may leave gaps.
-        entries: the sequences that take part.
-        count: number of sequences N.
-        slots: what a pack offers.
+    """Sort sequences by microbatch after a checked schedule ``[N]`` (gaps allowed); empty ones stay out.
 
     Raises:
         ValueError: when it is not one number a sequence, or a microbatch holds more than a pack offers.

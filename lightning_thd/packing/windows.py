@@ -143,16 +143,7 @@ def count_windows(
     num_workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> npt.NDArray[np.uint32]:
-    """Count the packs of every window.
-
-    Args:
-        entries: the sequences that take part.
-        slots: what a pack offers.
-        window: entries of a window.
-        seed: of the shuffle that fills the windows.
-        num_workers: processes that count; 0 counts in this one. They are forked, as a DataLoader's are, to
-            see the lengths without a copy, and touch nothing but numpy.
-        progress: called with the windows done and their total, block after block.
+    """Count the packs of every window, in forked processes that touch only numpy, or in this one for 0.
 
     Returns:
         uint32 ``[W]``.

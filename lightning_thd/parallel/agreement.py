@@ -13,10 +13,7 @@ from lightning_thd.parallel.mesh import AxisSizes
 
 
 def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
-    """Hash a batch on the host to two numbers, which ranks compare with each other.
-
-    Args:
-        batch: on the CPU.
+    """Hash a batch on the CPU to two numbers, which ranks compare with each other.
 
     Returns:
         Two int63: of everything, which context- and tensor-parallel peers share; and of what all ranks share,

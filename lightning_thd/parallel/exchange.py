@@ -133,11 +133,7 @@ def keep_own(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
 
 
 def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather all ranks' rows end to end; the gradient is reduce-scattered.
-
-    Args:
-        rows: ``[N, ...]``, the same shape on every rank.
-        group: the ranks.
+    """Gather all ranks' rows, equally many, end to end; the gradient is reduce-scattered.
 
     Returns:
         ``[P * N, ...]``. One all-gather of ``(P - 1) * N`` rows received by every rank, and the same back.
@@ -146,13 +142,7 @@ def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send every rank its own number of rows; gradients travel back the same way.
-
-    Args:
-        rows: ``[sum(sent), ...]``, those for rank 0 first.
-        sent: rows for each rank, known on the host.
-        received: rows from each rank.
-        group: the ranks.
+    """Send every rank its own number of rows, rank 0's first; gradients travel back the same way.
 
     Returns:
         ``[sum(received), ...]``, those of rank 0 first.

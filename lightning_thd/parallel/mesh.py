@@ -167,12 +167,7 @@ def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Mes
 
 
 def another_group(sizes: AxisSizes, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Create a second process group of this rank's pipeline; a collective of the whole job.
-
-    Args:
-        sizes: ranks along each axis.
-        timeout: of its collectives and messages; None is torch's default.
-    """
+    """Create a second process group of this rank's pipeline; a collective of the whole job."""
     rank = dist.get_rank()
     own: dist.ProcessGroup | None = None
     for place in range(sizes.stage):

@@ -104,11 +104,7 @@ class THDShard(THDBatch):
 
 
 def gather_pack(x: Tensor, layout: ShardLayout) -> Tensor:
-    """Gather the shards of all ranks in the order of the pack; a differentiable collective.
-
-    Args:
-        x: ``[N, ...]``.
-        layout: of the shard.
+    """Gather the shards ``[N, ...]`` of all ranks in the order of the pack; a differentiable collective.
 
     Returns:
         ``[T, ...]``.

@@ -49,13 +49,7 @@ class Recipe:
     def alignment(
         self, *, cp: int = 1, tp: int = 1, sequence_parallel: bool = False, layout: Layout = "dual_chunk"
     ) -> Alignment:
-        """Return what lengths and totals of packs must be multiples of.
-
-        Args:
-            cp: context-parallel ranks.
-            tp: tensor-parallel ranks.
-            sequence_parallel: whether activations are cut along slots between tensor-parallel products.
-            layout: how context parallelism cuts a pack.
+        """Return what lengths and totals of packs must be multiples of in a parallel layout.
 
         Returns:
             "current" on one rank wants totals that are multiples of 16, with cp=4 and tp=2 in sequence
@@ -105,11 +99,6 @@ _TE_CLASSES = {
 
 def resolve(recipe: Any, engine: str, *, emulate: bool = False) -> Recipe:
     """Return the ``Recipe`` for a user's name or recipe object, importing its engine.
-
-    Args:
-        recipe: a name, or a recipe object of the engine.
-        engine: "te" or "torchao".
-        emulate: compute in high precision what FP8 would round, on any device; torchao alone can.
 
     Raises:
         ValueError: for an engine, or a name, that does not exist; for ``emulate`` with Transformer Engine.

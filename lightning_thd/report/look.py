@@ -49,12 +49,7 @@ def look_of(theme: Theme) -> Look:
 
 
 def new_figure(width: float, height: float, theme: Theme) -> Any:
-    """Make an empty matplotlib figure of a theme.
-
-    Args:
-        width: inches.
-        height: inches.
-        theme: ``light`` or ``dark``.
+    """Make an empty matplotlib figure of a theme; its size is in inches.
 
     Raises:
         ModuleNotFoundError: without matplotlib.
@@ -66,16 +61,7 @@ def new_figure(width: float, height: float, theme: Theme) -> Any:
 
 
 def dress(axes: Any, theme: Theme, *, title: str, x: str, y: str = "", grid: bool = True) -> None:
-    """Set the colours, title and labels of axes.
-
-    Args:
-        axes: matplotlib's.
-        theme: ``light`` or ``dark``.
-        title: what the picture says.
-        x: label with its unit.
-        y: likewise.
-        grid: faint horizontal lines.
-    """
+    """Set the colours, title, labels and faint horizontal lines of matplotlib's axes."""
     look = look_of(theme)
     axes.set_facecolor(look.paper)
     axes.set_title(title, color=look.ink, fontsize=11, loc="left")

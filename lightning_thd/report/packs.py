@@ -50,14 +50,7 @@ def draw_packs(
 def draw_lengths(
     lengths: Sequence[int], packs: Sequence[Sequence[int]], capacity: int, *, theme: Theme = "light"
 ) -> Any:
-    """Draw the lengths of sequences, and how full the packs made of them are.
-
-    Args:
-        lengths: tokens of each sequence.
-        packs: lengths of each pack's sequences.
-        capacity: slots of a pack.
-        theme: ``light`` or ``dark``.
-    """
+    """Draw the lengths of sequences, and how full the packs made of them are."""
     _require_fit(packs, capacity)
     figure = new_figure(8, 3.2, theme)
     before, after = figure.subplots(1, 2)
@@ -82,13 +75,7 @@ def draw_fill(packs: Sequence[Sequence[int]], capacity: int, *, theme: Theme = "
 
 
 def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme = "light") -> Any:
-    """Draw the work of each rank in a step, unbalanced and balanced.
-
-    Args:
-        before: work of each rank without balancing, in any unit.
-        after: the same sequences as planned.
-        theme: ``light`` or ``dark``.
-    """
+    """Draw the work of each rank in a step, in any unit, unbalanced and balanced."""
     if len(before) != len(after) or not len(after):
         raise ValueError(
             f"draw_work() got {len(before)} ranks before and {len(after)} after; wanted the same ranks twice."
@@ -115,13 +102,7 @@ def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme =
 
 
 def draw_shares(shares: dict[str, float], *, title: str, theme: Theme = "light") -> Any:
-    """Draw parts of a whole as bars: FLOPs by part, bytes by kind, batches by bucket.
-
-    Args:
-        shares: names to values of any unit, not negative.
-        title: over the picture.
-        theme: ``light`` or ``dark``.
-    """
+    """Draw parts of a whole as bars: FLOPs by part, bytes by kind, batches by bucket."""
     total = sum(shares.values())
     if total <= 0 or min(shares.values()) < 0:
         raise ValueError(f"draw_shares() got {shares}; wanted values of 0 or more with a sum above 0.")

@@ -19,10 +19,7 @@ PARTS = {
 
 
 def step_times(series: Series) -> dict[str, float]:
-    """Average the parts of a step over a run.
-
-    Args:
-        series: of ``read_metrics``.
+    """Average the parts of a step over the run that ``read_metrics`` read.
 
     Returns:
         Title of a part -> milliseconds a step, in the order of a step; empty where the run did not log them.
@@ -37,13 +34,7 @@ def step_times(series: Series) -> dict[str, float]:
 
 
 def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None:
-    """Draw the parts of a mean step as bars, each beginning where the one above ends.
-
-    Args:
-        axes: matplotlib's.
-        series: of ``read_metrics``.
-        theme: ``light`` or ``dark``.
-    """
+    """Draw the parts of a mean step as bars, each beginning where the one above ends."""
     times, at = step_times(series), 0.0
     total = max(sum(times.values()), 1e-9)
     for row, (colour, (title, ms)) in enumerate(zip(CYCLE, times.items(), strict=False)):

@@ -40,11 +40,7 @@ class BackgroundSaves:
         self._running: Future[None] | None = None
 
     def save(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Begin to write a checkpoint, once the one before it is written; a collective.
-
-        Args:
-            checkpoint: as Lightning has made it; taken as it is now, weights and optimizers copied.
-            path: of the folder, the same on every rank.
+        """Begin to write a copy of a checkpoint to a folder, once the one before is written; a collective.
 
         Raises:
             OSError: when the checkpoint before this one could not be written; also other errors of torch.

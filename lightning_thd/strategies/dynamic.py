@@ -160,11 +160,6 @@ def know_whole_packs(batch: Any) -> None:
 def exchange_costs(module: nn.Module | None, costs: CommCosts, largest: int) -> tuple[float, ...] | None:
     """Return the exchange's cost for each slot of a rank, in tokens' worth of linear work.
 
-    Args:
-        module: that is trained; its transformers config gives heads, sizes and layers.
-        costs: of the exchange and of a FLOP.
-        largest: ranks of the largest group.
-
     Returns:
         For groups of 2, 4, ... ranks: the bytes of all layers, forward and backward, by heads for rows where
         they divide or all keys, at ``bandwidth_bytes_per_s``, against the FLOPs of a token at

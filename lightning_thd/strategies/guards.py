@@ -51,11 +51,7 @@ def refuse_indivisible_heads(module: nn.Module, cp: int, communication: str) -> 
 
 
 def refuse_unused_layout(batch: object) -> None:
-    """Refuse a model that ran on a shard without an attention that sees other ranks' slots.
-
-    Args:
-        batch: what ``training_step`` was given, after it ran.
-    """
+    """Refuse a model that ran on a shard without an attention that sees other ranks' slots."""
     if isinstance(batch, THDShard) and not batch.layout.used:
         raise MisconfigurationException(
             f"context_parallel_size={batch.layout.cp}, but the model ran without calling varlen_attention on "

@@ -72,13 +72,6 @@ def resolve_axes(
     Ranks that share a pack are taken from the data axis of a host that has one: its mesh's ``data_parallel``
     ranks are those that see different tokens, among which FSDP2 shards and averages.
 
-    Args:
-        strategy: with the mixin, its number of processes known.
-        data: groups that read different data, as the mixin was told.
-        context: ranks that share a pack.
-        tensor: ranks that share weights; 1 takes the host's.
-        pipeline: ranks that share the layers of a model.
-
     Raises:
         ValueError: when they do not make up the job, or contradict the host's.
     """

@@ -178,11 +178,7 @@ def _check_pipeline(size: int, schedule: str, stages_per_rank: int) -> None:
 
 
 def whole_state_dict(model: nn.Module, *, keep: bool | None = None) -> Mapping[str, torch.Tensor]:
-    """Gather every weight whole onto the CPU of rank 0; a collective.
-
-    Args:
-        model: sharded or not.
-        keep: whether this rank wants them; the job's first one by default.
+    """Gather every weight whole onto the CPU of ranks that ``keep`` them (rank 0 by default); a collective.
 
     Returns:
         Names to tensors; empty on the other ranks.

@@ -14,14 +14,9 @@ from lightning_thd.parallel.pipeline.stage import Stage
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
-    """Compute the norm of every parameter's whole gradient and of all together; a collective where sharded.
+    """Compute the p-norm of each parameter's whole gradient and of all; p may be "inf"; a collective.
 
     Lightning's function of this name fails on sharded gradients ("data is not allocated").
-
-    Args:
-        module: with gradients, whole or sharded; every rank calls it.
-        norm_type: p above 0, or "inf".
-        group_separator: between the name of the group and of the parameter.
 
     Returns:
         ``grad_2.0_norm/<name>`` and ``grad_2.0_norm_total``, ``[]`` each; nothing without gradients. Norms 3

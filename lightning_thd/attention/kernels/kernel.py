@@ -77,15 +77,6 @@ def attend(
 ) -> Tensor:
     """Run a raw kernel differentiably, with sinks, at any head size up to its largest.
 
-    Args:
-        kernel: one whose ``sizes`` are not None here.
-        q: ``[Tq, H, D]``.
-        k: ``[Tkv, G, D]``.
-        v: ``[Tkv, G, E]``.
-        at: the sequences.
-        spec: window, scale and softcap.
-        sinks: ``[H]``, or None.
-
     Returns:
         ``[Tq, H, E]``.
     """

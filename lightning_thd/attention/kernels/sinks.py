@@ -16,11 +16,6 @@ from torch import Tensor
 def apply_sinks(out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Rescale out and lse as if every query saw one more key, of logit ``sinks[h]`` and value zero.
 
-    Args:
-        out_THE: ``[T, H, E]`` without sinks.
-        lse_TH: ``[T, H]`` without sinks, -inf where a query saw no key.
-        sinks: ``[H]``.
-
     Returns:
         out and lse with them. One key of logit 0 and a sink of logit 0 halve out and make lse log 2.
     """

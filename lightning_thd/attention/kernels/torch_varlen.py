@@ -79,14 +79,6 @@ def is_plain_causal(spec: AttentionSpec) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
     """Attend by ``torch.nn.attention.varlen``, or by the raw kernel where that has no such option.
 
-    Args:
-        q: ``[Tq, H, D]`` fp16 or bf16 on a CUDA device.
-        k: ``[Tkv, G, D]``.
-        v: ``[Tkv, G, E]``.
-        at: the sequences.
-        spec: window and scale; softcap is 0.
-        sinks: ``[H]``, or None.
-
     Returns:
         ``[Tq, H, E]``.
     """

@@ -15,12 +15,7 @@ def gather_ints(
     group: Any,
     device: torch.device,
 ) -> list[list[int]]:
-    """Gather equally many integers from every rank of ``group``.
-
-    Args:
-        values: this rank's, the same number on every rank.
-        group: the process group; None is the whole world.
-        device: where the group's backend communicates.
+    """Gather equally many integers from every rank of ``group``; None is the whole world.
 
     Returns:
         One list per rank, in group order; of this rank alone where nothing is distributed.

@@ -64,13 +64,7 @@ class Counting:
             self._count(batch)
 
     def end(self, stage: str, module: nn.Module, step: Sequence[Seen], *, discard: bool = False) -> bool:
-        """Update the FLOPs model of a stage from its first step, which has just run.
-
-        Args:
-            stage: "train" or a kind of evaluation.
-            module: the LightningModule.
-            step: its microbatches.
-            discard: the step ran more than its microbatches, as when a graph was captured: watch another.
+        """Update the FLOPs model of a stage from its first step, which has just run; not where ``discard``.
 
         Returns:
             Whether the step was slowed down by being counted.

@@ -130,14 +130,7 @@ class Meter:
     def flush(
         self, model: FlopsModel | None, *, work: Work, peak: float | None, per_step: bool = True
     ) -> list[int]:
-        """Return the counts as a list of integers, equally long on all ranks, and reset them.
-
-        Args:
-            model: counts FLOPs and names the windows.
-            work: what was done.
-            peak: dense FLOP/s of this rank's device, None when not known.
-            per_step: tell the work of every step, for the imbalance; a rank alone has none.
-        """
+        """Return the counts as integers, equally many on all ranks, and reset them; ``peak`` in FLOP/s."""
         sizes = [len(step) for step in self.steps if step]
         measured = count_table(list(chain.from_iterable(self.steps)), model)
         left_out = count_table(self.left_out, model)

@@ -43,14 +43,7 @@ def find_model(
     recompute: Policy,
     passes: Mapping[str, Passes] | None = None,
 ) -> FlopsModel | None:
-    """Count every transformers model in ``module``, and which of its weights are trained.
-
-    Args:
-        module: the LightningModule.
-        causal: how pairs are counted.
-        tokens: what a token is.
-        recompute: "auto" reads the activation checkpointing off the model.
-        passes: how often a token goes through each model, by path; once and trained where absent.
+    """Count every transformers model in ``module``, and which weights are trained; ``passes`` is by path.
 
     Returns:
         None, having said why, when there is no config, or one of an unknown family.

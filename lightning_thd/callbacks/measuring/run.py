@@ -70,13 +70,7 @@ class RunMeter:
             self._counting.end(name, module, meter.steps[-1])
 
     def end_step(self, module: nn.Module, *, leave_out: bool, discard: bool) -> None:
-        """Close a step after the optimizer's update, and decide whether its time counts in the rates.
-
-        Args:
-            module: the LightningModule.
-            leave_out: the step is no part of the rates.
-            discard: the step ran more than its microbatches.
-        """
+        """Close a step after the optimizer's update, and decide whether its time counts in the rates."""
         stage = self._stages["train"]
         counted = self._counting.end("train", module, stage.meter.steps[-1], discard=discard)
         stage.meter.end_step()

@@ -30,13 +30,7 @@ class GradientBuffers:
         return sum(x.nbytes for x in self._held if x is not None)
 
     def keep(self, index: int, leaf: Tensor, gradient: Tensor) -> Tensor:
-        """Copy a dense gradient into its buffer and return the buffer; return any other as it is.
-
-        Args:
-            index: of the parameter.
-            leaf: the parameter or its stand-in, whose strides the buffer takes.
-            gradient: of it, in its dtype.
-        """
+        """Copy a dense gradient into its buffer and return the buffer; return any other as it is."""
         if not (is_plain(leaf) and is_plain(gradient)) or gradient.layout is not torch.strided:
             return gradient
         held = self._held[index]
@@ -74,14 +68,7 @@ class ReadyOrder:
 def caught(
     leaves: Sequence[Tensor], first: int, buffers: GradientBuffers, order: ReadyOrder | None = None
 ) -> Iterator[None]:
-    """Move every gradient of a backward into its buffer once it is complete, so that its memory is freed.
-
-    Args:
-        leaves: that are differentiated; those from ``first`` on have buffers.
-        first: leaves before it keep their gradients.
-        buffers: one for each of the others.
-        order: told of every gradient.
-    """
+    """Move every gradient of a backward into its buffer once it is complete, so that its memory is freed."""
 
     def hook_of(index: int, leaf: Tensor) -> Callable[[Tensor], Tensor]:
         def hook(gradient: Tensor) -> Tensor:

@@ -103,11 +103,7 @@ class GraphPair:
         self.pieces = [tuple(piece) for piece in order.pieces]
 
     def __call__(self, leaves: Sequence[Tensor]) -> Any:
-        """Replay the call on the present content of the static tensors, differentiably.
-
-        Args:
-            leaves: as at capture, or the tensors that static inputs were filled from.
-        """
+        """Replay the call on the present content of the static tensors, differentiably."""
         links: tuple[Tensor, ...] = ()
         for number in range(len(self.pieces) - 1, 0, -1):
             later = (leaves[i] for i in self.pieces[number])

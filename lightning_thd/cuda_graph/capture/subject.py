@@ -65,11 +65,6 @@ def differentiate(
     Inside of autocast the backward of an operator that ran in fp32 would be cast again, and its gradient
     would differ from that of an eager step.
 
-    Args:
-        outputs: one or more, see :func:`differentiable`.
-        leaves: what gradients are wanted for.
-        grad_outputs: where the gradients start; ones when absent.
-
     Returns:
         A gradient for every leaf; None for a leaf that no output depends on.
     """

@@ -63,12 +63,7 @@ class GraphCosts:
 
 
 def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) -> float:
-    """Return the expected cost of a batch under a choice of buckets.
-
-    Args:
-        needs: int64 ``[N]``, sequences that each sampled batch needs a bucket for, dummies included.
-        sequences: S of every bucket.
-        costs: of a step.
+    """Return the expected cost of batches that need ``[N]`` sequences under a choice of buckets.
 
     Returns:
         ``sum P(bucket) * replay(S) + P(fallback) * eager``. Needs ``[10, 20]`` with a bucket of 10 cost
@@ -85,11 +80,6 @@ def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) 
 
 def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tuple[int, ...]:
     """Choose at most ``num_buckets`` buckets of least expected cost, exactly, by dynamic programming.
-
-    Args:
-        needs: int64 ``[N]``, see :func:`expected_cost`.
-        num_buckets: at most this many.
-        costs: of a step.
 
     Returns:
         S of every bucket, ascending; empty when eager is cheapest. Every bucket beyond the first has to
@@ -119,15 +109,10 @@ def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tupl
 
 
 def lengths_from_quantiles(quantiles: Mapping[float, int], largest: int, *, count: int = 10_000) -> IntArray:
-    """Make a sample of lengths with given quantiles, log-normal between them.
+    """Make ``count`` lengths up to ``largest`` with given quantiles (share -> value), log-normal between.
 
     Numbers of sequences in a pack are near log-normal; straight lines through the logarithms over the normal
     quantiles hit what is published exactly and stay close between.
-
-    Args:
-        quantiles: share -> value, for example ``{0.5: 12, 0.9: 43, 0.99: 106}``.
-        largest: the greatest value.
-        count: size of the sample.
 
     Returns:
         int64 ``[count]``, ascending, at least 1.

@@ -20,13 +20,6 @@ def measured_costs(
 ) -> GraphCosts | None:
     """Capture a small and a large bucket, time both against eager steps, and drop them.
 
-    Args:
-        subject: what may be captured.
-        example: a real call.
-        needs: int64 ``[N]``, sequences that batches need.
-        slots: T.
-        max_seqlen: of the buckets.
-
     Returns:
         The costs in seconds, rank 0's on every rank; None where times mean nothing or the capture fails,
         which the capture of the chosen buckets then explains.

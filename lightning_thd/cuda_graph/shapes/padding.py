@@ -84,14 +84,7 @@ def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
 def dummy_batch(
     layout: Layout, device: torch.device, *, axes: int | None = None, multiple: int = 1
 ) -> THDBatch:
-    """Make a batch of token 0 with a target in every slot but the last, for warm-up and timing.
-
-    Args:
-        layout: its size; the sequences are of nearly equal length.
-        device: where it lives.
-        axes: rows of ``position_ids``, for M-RoPE.
-        multiple: of the lengths.
-    """
+    """Make a batch of token 0 with a target in every slot but the last, for warm-up and timing."""
     units = layout.slots // multiple
     count = max(1, min(layout.sequences, units))
     lengths = [multiple * (units // count + (i < units % count)) for i in range(count)]

@@ -174,10 +174,7 @@ class StaticShardLayout(ShardLayout):
         return call
 
     def refill(self, padded_lengths: Ints) -> list[tuple[Tensor, Tensor]]:
-        """Return the new content of every buffer for a pack.
-
-        Args:
-            padded_lengths: int64 ``[S]``, summing up to T.
+        """Return the new content of every buffer for padded lengths, int64 ``[S]``, that sum to T.
 
         Returns:
             Pairs of a buffer and its new content on the CPU.

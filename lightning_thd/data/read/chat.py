@@ -22,13 +22,7 @@ Message = dict[str, Any]
 def encode_chat(
     tokenizer: Any, messages: Sequence[Message], *, tools: list[Any] | None = None, skip: int = 0
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Encode a conversation.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer with a chat template.
-        messages: dicts with ``role`` and ``content``, as the template wants them.
-        tools: given to the template.
-        skip: messages at the start that are the prompt, without loss on what the assistant says there.
+    """Encode a conversation of ``role`` and ``content``; the first ``skip`` messages are a prompt.
 
     Returns:
         The ids ``[n]``, and bool ``[n]``, True where the assistant speaks: from the first token of its answer

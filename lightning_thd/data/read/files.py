@@ -100,13 +100,9 @@ def _suffix(name: str) -> str:
 
 
 def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[SourceFile]:
-    """List the files behind a path, a glob, a folder, an address, or a list of them, in sorted order.
+    """List the files behind a path, glob, folder or address in sorted order, or behind a list in its own.
 
     Files elsewhere are fetched through fsspec, and compressed ones unpacked, into the cache, once.
-
-    Args:
-        source: what names the files; a list keeps its order.
-        cache_dir: where fetched and unpacked files are kept.
 
     Raises:
         TypeError: for what is no path.

@@ -26,13 +26,7 @@ def is_long(tokenizer: Any, text: str) -> bool:
 def encode_long(
     tokenizer: Any, text: str, *, piece: int = _PIECE, overlap: int = _OVERLAP
 ) -> NDArray[np.integer]:
-    """Tokenise a document piece by piece.
-
-    Args:
-        tokenizer: a fast one of transformers.
-        text: the document.
-        piece: characters of a piece.
-        overlap: characters that neighbours share.
+    """Tokenise a document in pieces of ``piece`` characters, of which neighbours share ``overlap``.
 
     Returns:
         The ids that ``tokenizer(text)`` gives. Where neighbours agree on no run of tokens it is tokenised

@@ -36,11 +36,7 @@ _UNDERSTOOD = ("input_ids", "labels", *_BOUNDARIES)
 
 
 def holds_packs(dataset: MapDataset, *, sure: bool = False) -> bool:
-    """Return whether rows hold several sequences, judged by the keys of the first row.
-
-    Args:
-        dataset: gives rows.
-        sure: the user says so: their absence is an error then.
+    """Return whether rows hold several sequences, by the first row's keys; an error where ``sure`` is wrong.
 
     Raises:
         ValueError: when ``sure``, and nothing tells where a sequence begins.
@@ -98,14 +94,7 @@ def open_packed(
     key: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
 ) -> PackedRows:
-    """Find the sequences in rows that were packed before.
-
-    Args:
-        rows: gives rows as the module describes them; all are read once.
-        num_workers: processes that read.
-        progress: show a bar.
-        key: what the rows are known by; where every sequence lies is kept under it.
-        cache_dir: where that is kept.
+    """Find the sequences in rows that were packed before; all are read once, the places kept under ``key``.
 
     Raises:
         ValueError: for a row whose boundaries do not fit its ids; the message names the row.

@@ -245,12 +245,7 @@ def file_chunks(
     chunk_bytes: int = CHUNK_BYTES,
     cache_dir: str | Path | None = None,
 ) -> list[Chunk]:
-    """Cut files into chunks of records.
-
-    Args:
-        source: what names the files, see ``files.find_files``, or the files.
-        chunk_bytes: most bytes of a chunk, unless one record or file has more.
-        cache_dir: where fetched and unpacked files are kept.
+    """Cut files into chunks of records, of ``chunk_bytes`` unless one record or file has more.
 
     Raises:
         ValueError: for what does not exist or holds no records.

@@ -160,14 +160,7 @@ def open_source(
     cache_dir: str | Path | None = None,
     num_workers: int = 0,
 ) -> MapDataset:
-    """Open paths as a dataset of token ids.
-
-    Args:
-        path: a path, glob, folder or address, or a list of them, as for ``THDDataModule``.
-        tokenizer: ``str -> ids``, the name of a Hugging Face tokenizer, or None for UTF-8 bytes.
-        text_key: the key of the text in a record.
-        cache_dir: where the tokenised text is kept.
-        num_workers: processes that tokenise.
+    """Open paths as a dataset of token ids; the arguments are those of ``THDDataModule``.
 
     Raises:
         ValueError: for a path that does not exist or holds no such thing.

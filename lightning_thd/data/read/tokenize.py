@@ -72,14 +72,7 @@ def tokenize(
     progress: bool = False,
     engine: Engine = "local",
 ) -> Iterator[Rows]:
-    """Encode chunk after chunk, with only a few chunks in memory at a time.
-
-    Args:
-        chunks: of one source, all records of one kind.
-        encoder: how records become ids.
-        num_workers: processes that read and encode; the order stays.
-        progress: show a bar.
-        engine: ``"local"`` processes, or ``"ray"``: a Ray cluster, by Ray Data.
+    """Encode chunk after chunk, in order, with only a few chunks in memory at a time.
 
     Raises:
         ValueError: for a record that cannot be encoded, unless the encoder skips those.

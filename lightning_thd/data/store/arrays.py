@@ -119,14 +119,10 @@ def load_array(path: Path) -> NDArray[Any]:
 
 @contextmanager
 def new_folder(folder: str | Path, *, version: int) -> Iterator[Path]:
-    """Create a temporary folder for .npy files, renamed to ``folder`` if the context succeeds.
+    """Create a temporary folder for .npy files, renamed to ``folder``, which it replaces, on success.
 
     ``folder`` is either there and whole, or not there; of two writers the later one wins. Caches, which many
     processes want at once, are built by ``build_once`` instead.
-
-    Args:
-        folder: the final place; replaced if it exists.
-        version: of what is written, wanted again by ``open_arrays``.
     """
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)

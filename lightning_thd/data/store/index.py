@@ -59,10 +59,6 @@ class SequenceIndex:
     def check_vocabulary(self, vocab_size: int | None, name: str) -> None:
         """Refuse ids outside a model's vocabulary, as far as they were seen when the data was counted.
 
-        Args:
-            vocab_size: entries of the vocabulary; None checks nothing.
-            name: of the set, for the message.
-
         Raises:
             ValueError: naming the row and the id.
         """

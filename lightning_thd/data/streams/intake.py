@@ -94,13 +94,7 @@ class Intake:
         ]
 
     def open(self, number: int, round_: int, cursors: IntArray) -> None:
-        """Start to read a source, or its next pass; worker processes start in the calling thread.
-
-        Args:
-            number: of the source.
-            round_: the pass over it.
-            cursors: int64 ``[K]``, rows of each shard of the stream that were read in this round.
-        """
+        """Start to read a source, or its next pass; worker processes start in the calling thread."""
         source, before = self._sources[number], self._readers[number]
         own = set(self._owners[number][self._wire.rank])
         order = shard_order(
@@ -131,10 +125,7 @@ class Intake:
         return np.asarray(self.exhausted.all(axis=1))
 
     def gather(self, wanted: IntArray) -> Table:
-        """Read this rank's share, and return what all ranks read, in turn; a collective.
-
-        Args:
-            wanted: int64 ``[N, ranks]``, sequences of each source.
+        """Read this rank's share of ``[N, ranks]`` sequences and return what all read, in turn; a collective.
 
         Returns:
             ``POOL``, the same on every rank.

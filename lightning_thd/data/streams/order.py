@@ -93,18 +93,7 @@ def order_of(
     seed: int = 0,
     most: int | None = None,
 ) -> Order:
-    """Order a pool of unplanned sequences: shuffled, and with sources taking turns by their shares.
-
-    Args:
-        pool: ``POOL`` of what nobody planned.
-        source: int64 ``[S]``, the number of its source for each entry.
-        sources: of the stream.
-        ledger: what was drawn, and how far the pass is.
-        exhausted: bool ``[N]``, the sources of which all ranks have read everything.
-        dry: what happens when a source runs dry.
-        seed: of what is drawn at random.
-        most: sequences that are enough; None for all.
-    """
+    """Order a pool of unplanned sequences: shuffled, and with sources taking turns by their shares."""
     rng = np.random.default_rng([seed, ledger.number, ledger.steps, 1])
     queues = []
     for number, one in enumerate(sources):
@@ -200,10 +189,7 @@ def dry_notice(name: str, dry: Dry) -> str:
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
-    """Convert weights to whole numbers of the same proportions, so that shares stay exact for ever.
-
-    Args:
-        weights: above 0, in any unit.
+    """Convert weights above 0 to whole numbers of the same proportions, so that shares stay exact for ever.
 
     Returns:
         Whole numbers without a common divisor: ``[0.3, 0.7]`` becomes ``[3, 7]``.

@@ -43,12 +43,7 @@ class Read:
 
 
 def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int]]:
-    """Assign shards to ranks by size, the largest first, each to the rank with the least so far.
-
-    Args:
-        sizes: of the shards.
-        ranks: that read.
-        first: the rank that gets the largest; with several sources not always the same.
+    """Assign shards to ranks, the largest to rank ``first``, each next one to the rank with the least so far.
 
     Returns:
         The numbers of each rank's shards, in order; the same on every rank. ``([5, 1, 4], 2)`` gives
@@ -187,10 +182,7 @@ class Reader:
         return taken
 
     def again(self, pending: dict[int, dict[int, list[int]]]) -> list[Read]:
-        """Read records again that had been read but not used when a checkpoint was written.
-
-        Args:
-            pending: per shard and row the passes in which it was read.
+        """Read records again, by shard, row and pass, that a checkpoint tells were read but not used.
 
         Raises:
             ValueError: when a row is not there any more.

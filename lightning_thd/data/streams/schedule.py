@@ -98,12 +98,7 @@ def rows_of(table: Table, rows: IntArray) -> Table:
 
 
 def plan_steps(pool: Table, how: Scheduling, *, ended: bool) -> tuple[list[Planned], Table]:
-    """Plan as many steps as the sequences at hand allow.
-
-    Args:
-        pool: ``POOL`` of sequences nobody planned yet, in the order they are to be used.
-        how: what decides the steps.
-        ended: no more sequences will come.
+    """Plan as many steps as the sequences at hand allow, in the order of the pool.
 
     Returns:
         The steps, in order, and what is left of the pool. No step where more sequences are needed first.

@@ -130,11 +130,7 @@ class StreamMixture:
 
 
 def open_sources(stream: Stream | StreamMixture, parts: int) -> Opened:
-    """Open the sources of a stream as shards.
-
-    Args:
-        stream: one, or a mixture.
-        parts: that sources which can be asked for any number of parts are asked for.
+    """Open the sources of a stream or a mixture as shards, ``parts`` of each that any number can be asked of.
 
     Raises:
         ValueError: for what is no source, naming it in a mixture.

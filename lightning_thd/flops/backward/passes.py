@@ -53,9 +53,6 @@ def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[
 def checkpointing(module: nn.Module) -> tuple[Recompute, set[str]]:
     """Return which activation checkpointing is switched on, and in which layers.
 
-    Args:
-        module: a transformers model, or one wrapped by torch's ``checkpoint_wrapper``.
-
     Returns:
         The policy, and the paths of the checkpointed layers; no paths when it is not set layer by layer.
     """

@@ -35,13 +35,7 @@ def expert_layers(sizes: Sizes) -> set[int]:
 
 
 def moe(sizes: Sizes, index: int, *, gated: bool) -> list[Term]:
-    """Return the terms of one layer of experts.
-
-    Args:
-        sizes: the text config.
-        index: of the layer; some families send tokens through other numbers of experts in each.
-        gated: the experts have a gate projection.
-    """
+    """Return the terms of one layer of experts."""
     hidden, shared = sizes.hidden, shared_size(sizes)
     num_experts = sizes.optional(*_NUM_EXPERTS)
     if num_experts == 0:  # granitemoehybrid without experts keeps the shared MLP

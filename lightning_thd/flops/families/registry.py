@@ -28,11 +28,7 @@ def read_config(
     *,
     mtp_layers: int = 0,
 ) -> tuple[str, tuple[Layer, ...], int]:
-    """Return the layers of the model that ``config`` describes.
-
-    Args:
-        config: ``PretrainedConfig`` or its dict.
-        mtp_layers: multi-token-prediction layers to add.
+    """Return the layers of the model that a ``PretrainedConfig`` or its dict describes.
 
     Returns:
         The model type, the layers in the order they run, and the patches the vision projector merges.

@@ -176,14 +176,10 @@ class _Open(torch.autograd.Function):
 
 
 def carry_values(values: Tensor, shape: tuple[int, ...]) -> LazyLogits:
-    """Wrap a head's results as lazy logits of ``shape`` that pass gradients on.
+    """Wrap a head's results ``[n]`` as lazy logits ``(1, T, V)`` that pass gradients on.
 
     The hooks that FSDP2 and DDP hang on a module's outputs then see the gradient pass, gather the weights
     again in time, and reduce their gradients.
-
-    Args:
-        values: ``[n]``.
-        shape: what the head would have returned, ``(1, T, V)``.
     """
     logits = _Carry.apply(values, shape)  # type: ignore[no-untyped-call]
     assert isinstance(logits, LazyLogits)

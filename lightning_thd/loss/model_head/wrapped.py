@@ -111,11 +111,7 @@ class HeadOperands:
 
 
 def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
-    """Read the operands of a head during its forward call, when FSDP2 has gathered its weight.
-
-    Args:
-        head: an nn.Linear or what looks like one, perhaps wrapped by PEFT, perhaps with DTensor parameters.
-        hidden: what it was called with.
+    """Read a head's operands, perhaps PEFT's, during its forward call, when FSDP2 has gathered its weight.
 
     Raises:
         ValueError: for a head that does more than multiply and add.

@@ -45,13 +45,7 @@ def sequence_sums(values: Tensor, batch: THDBatch, *, group: dist.ProcessGroup |
 
 
 def weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) -> Tensor:
-    """Average over responses or pairs, by their number, the sum of their weights, or not at all.
-
-    Args:
-        losses: ``[P]``.
-        weights: ``[P]``, without gradient.
-        scale: the factor of the sum, in place of a division.
-    """
+    """Average losses ``[P]`` by their number or the sum of their weights; ``scale`` is the factor instead."""
     if weights is not None:
         check_rows(losses=losses, weights=weights)
         losses = losses * weights.detach()

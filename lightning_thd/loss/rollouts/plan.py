@@ -47,12 +47,7 @@ def check_masks(
 
 
 def index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute for every slot the token it holds, the one it predicts, and its row.
-
-    Args:
-        mask: bool ``[B, N]`` on the CPU.
-        batch: the pack of its rows that are not empty.
-    """
+    """Compute for every slot the token it holds, the one it predicts, and its row of the mask ``[B, N]``."""
     nowhere = mask.numel()
     tokens = mask.flatten().nonzero().squeeze(1)
     sequences = len(batch.lengths)

@@ -22,14 +22,7 @@ _WIDEST_ACCELERATOR = 8192
 def tile_shape(
     rows: int, columns: int, *, device: torch.device, itemsize: int, chunk: int | Literal["auto"]
 ) -> tuple[int, int]:
-    """Choose rows and columns of a tile so that two of them fit the budget of their device.
-
-    Args:
-        rows: R, tokens with a target.
-        columns: V, columns of the vocabulary held here.
-        device: where the tiles live.
-        itemsize: bytes of an accumulator, 4 or 8.
-        chunk: rows of a tile, or "auto".
+    """Choose rows and columns of a tile of R x V so that two of them fit the budget of their device.
 
     Returns:
         For 8,192 x 32,000 in fp32 on a CPU ``(1024, 2048)``.
@@ -51,14 +44,7 @@ def tile_shape(
 def stash_rows(
     rows: int, columns: int, *, device: torch.device, itemsize: int, chunk: int | Literal["auto"]
 ) -> int:
-    """Choose the rows whose logits the scalar loss keeps at a time.
-
-    Args:
-        rows: R, tokens with a target.
-        columns: V.
-        device: where the logits live.
-        itemsize: bytes of a kept logit.
-        chunk: rows, or "auto": as many as the budget holds, but enough to keep the multiplier busy.
+    """Choose how many rows' logits the scalar loss keeps: what fits, but enough to keep the multiplier busy.
 
     Returns:
         On a CPU for 8,192 rows and 32,000 columns in fp32 512, for 151,936 columns 256.

@@ -56,13 +56,7 @@ def operand(tile: Tensor, compute: torch.dtype, accumulator: torch.dtype) -> Ten
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    """Write ``a @ b.T`` into ``out``.
-
-    Args:
-        a: ``[c, k]``, as ``operand`` gives it.
-        b: ``[v, k]``, likewise.
-        out: ``[c, v]``, the accumulator's dtype.
-    """
+    """Write ``a @ b.T``, ``[c, k]`` and ``[v, k]``, into ``out``, ``[c, v]`` in the accumulator's dtype."""
     if a.dtype == out.dtype:
         return torch.mm(a, b.t(), out=out)
     if a.is_cuda:
@@ -74,14 +68,7 @@ def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
 
 
 def rounded_product(a: Tensor, b: Tensor, *, kept: Tensor, out: Tensor) -> Tensor:
-    """Write ``a @ b.T``, rounded to bf16, into ``kept`` and widened into ``out``.
-
-    Args:
-        a: bf16 ``[c, k]``.
-        b: bf16 ``[v, k]``.
-        kept: bf16 ``[c, v]``.
-        out: ``[c, v]``, the accumulator's dtype.
-    """
+    """Write ``a @ b.T``, as :func:`product`, rounded to bf16 into ``kept`` and widened into ``out``."""
     return out.copy_(torch.mm(a, b.t(), out=kept))
 
 

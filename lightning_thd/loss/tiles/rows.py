@@ -17,11 +17,7 @@ _WORTH_SKIPPING = 0.05
 
 
 def rows_with_target(targets: Tensor, ignore_index: int) -> tuple[Tensor | None, bool]:
-    """Return the rows whose target counts, or None where all rows should be multiplied.
-
-    Args:
-        targets: int64 ``[T]``.
-        ignore_index: marks rows that do not count.
+    """Return the rows whose target ``[T]`` counts, or None where all rows should be multiplied.
 
     Returns:
         int64 ``[R]``, and whether the rows to multiply are known to count, all of them.

@@ -74,12 +74,7 @@ def merge_ranks(every: Tensor) -> Tensor:
 
 
 def sum_over_ranks(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Sum gradients over ranks in place, in one all-reduce.
-
-    Args:
-        parts: ``[R, H_i]`` each, one dtype.
-        group: the tensor-parallel group.
-    """
+    """Sum gradients ``[R, H_i]`` of one dtype over ranks in place, in one all-reduce."""
     if len(parts) == 1:
         dist.all_reduce(parts[0], group=group)
         return parts

@@ -23,11 +23,6 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
     A causal LM's own loss shifts labels by one slot along the row; the first token of a sequence is never a
     target of its own sequence, so hiding it changes nothing else.
 
-    Args:
-        model: what is called.
-        kwargs: its arguments; ``labels`` int64 ``[1, T]``, not shifted, as transformers wants them.
-        pack: of T slots.
-
     Returns:
         The arguments to call it with.
 

@@ -13,12 +13,9 @@ from lightning_thd.seqlens import cu_seqlens_from_lengths
 
 
 def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
-    """Build a pack from positions that restart at 0; reads the device once.
+    """Build a pack from positions that restart at 0, ``[B, T]`` or (M-RoPE) ``[3, B, T]``; reads the device.
 
     transformers' rule: a new sequence begins where a position is not its predecessor's plus one.
-
-    Args:
-        position_ids: int64 ``[B, T]``, ``[3, B, T]`` for M-RoPE, or None.
 
     Returns:
         The pack, or None where every row is one sequence. ``[[0, 1, 0, 1, 2]]`` is lengths 2 and 3.
@@ -53,12 +50,7 @@ def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
 
 
 def refuse_plain_positions(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Refuse images for a model with M-RoPE when the pack's positions count like text.
-
-    Args:
-        model: the outermost model.
-        kwargs: what it is called with.
-    """
+    """Refuse images for a model with M-RoPE when the pack's positions count like text."""
     if kwargs.get("pixel_values") is None and kwargs.get("pixel_values_videos") is None:
         return
     position_ids = kwargs.get("position_ids")

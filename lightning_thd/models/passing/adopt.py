@@ -134,10 +134,7 @@ _CONVOLUTION_ALONE: Final = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm
 
 
 def adopt_functions(layer: type) -> frozenset[str]:
-    """Patch the convolution and scan functions that a layer calls, so that they handle shards.
-
-    Args:
-        layer: a class of transformers, its forward still its own.
+    """Patch the convolution and scan functions that a layer's own forward calls, so that they handle shards.
 
     Returns:
         Names of what carries something along the sequence; none where the layer's forward is not known to
@@ -165,13 +162,6 @@ def run_on_shard(
     wanted: frozenset[str],
 ) -> Any:
     """Call a layer's forward on a shard, its states passed from rank to rank; a collective.
-
-    Args:
-        function: the layer's own forward.
-        args: what it takes.
-        kwargs: likewise.
-        layout: of the shard.
-        wanted: what of ``adopt_functions`` it must call once each.
 
     Raises:
         RuntimeError: when it did not, as where a kernel from elsewhere was put in their place.

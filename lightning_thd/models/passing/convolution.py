@@ -37,15 +37,7 @@ def convolve_shard(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """Run a causal convolution over the stretches of a shard; a collective.
-
-    Args:
-        original: convolves rows ``[R, C, L]`` that begin with a sequence.
-        layout: of the shard; not striped.
-        x_1CN: ``[1, C, N]``.
-        weight: ``[C, W]``.
-        bias: ``[C]`` or None.
-        activation: name of what is applied to the output.
+    """Run a causal convolution, weight ``[C, W]``, over the stretches of a shard; a collective.
 
     Returns:
         ``[1, C, N]``. A rank receives at most W - 1 rows for each of its stretches.

@@ -51,11 +51,6 @@ class _At(NamedTuple):
 def scan_shard(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> Tensor:
     """Run a recurrent layer over the sequences of a pack of which this rank holds a shard; a collective.
 
-    Args:
-        recurrence: the layer.
-        inputs: what it takes, each ``[N, ...]``.
-        layout: of the shard; not striped.
-
     Returns:
         ``[N, H, V]``. Where the states would be more bytes than the inputs of the pack, as with many short
         sequences in dual chunks, those are gathered instead, the same on every rank.

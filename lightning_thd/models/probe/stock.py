@@ -52,10 +52,6 @@ def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
 def lengths_to_reach(model: nn.Module, longest: int) -> tuple[list[int], list[str]]:
     """Find sequence lengths beyond which windows, chunks or ropes make a model compute differently.
 
-    Args:
-        model: with a transformers config, or any.
-        longest: sequence that is tried anyway.
-
     Returns:
         Lengths to try too, and the limits that are too far away, as text.
     """

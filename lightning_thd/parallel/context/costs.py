@@ -54,11 +54,6 @@ class CommCosts:
     ) -> CommCosts:
         """Time a small and a 16 MiB all-to-all of the group; a collective of the whole job.
 
-        Args:
-            group: ranks that share packs.
-            device: where they communicate.
-            clock: seconds; the wall clock by default.
-
         Returns:
             Latency and bandwidth of the slowest rank of the job, the same on all. The kernel's rate is not
             measured.

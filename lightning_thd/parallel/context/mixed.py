@@ -21,11 +21,7 @@ Stretch = tuple[int, int, int]  # sequence, first slot in it, slot after the las
 
 @lru_cache(maxsize=128)
 def cut_mixed(padded_lengths: tuple[int, ...], cp: int) -> tuple[NDArray[np.int64], ...]:
-    """Return which stretches of which sequences each rank holds under the mixed layout.
-
-    Args:
-        padded_lengths: slots of every sequence, all multiples of 2 cp.
-        cp: context-parallel ranks.
+    """Return which stretches of which sequences, multiples of 2 cp, each rank holds under the mixed layout.
 
     Returns:
         For every rank int64 ``[3, P]``: sequence, first slot and the slot after the last, sequence after

@@ -59,12 +59,7 @@ def digest_of(degrees: Any) -> int:
 
 
 def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **how: Any) -> THDStep:
-    """Cut every microbatch of a step to this rank's part.
-
-    Args:
-        step: on the device it is needed on.
-        groups: degree -> this rank's group of that size.
-        how: layout, communication and costs of ``shard_batch``.
+    """Cut every microbatch of a step on the device to this rank's part, by the group of its degree.
 
     Returns:
         The step; microbatches of degree 1 are whole packs.
@@ -91,12 +86,7 @@ def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **how: A
 
 
 def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
-    """Divide the counts of a pack into whole numbers that sum to it over the parts.
-
-    Args:
-        stats: of the pack.
-        parts: how many.
-        part: which, from 0; the first ones take what does not divide.
+    """Divide the counts of a pack into whole numbers that sum to it; the first parts take the remainder.
 
     Returns:
         ``real_tokens=7`` in 2 parts is 4 and 3.

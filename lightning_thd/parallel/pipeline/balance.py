@@ -79,10 +79,7 @@ def add_routers(parts: Tensor, logits: Sequence[Tensor], experts: int, top_k: in
 
 
 def balance_of(parts: Tensor) -> Tensor:
-    """Compute the balancing loss, ``E * sum(count / rows * sum / rows)``.
-
-    Args:
-        parts: ``[2 E + 1]`` of all layers; counts and rows have no gradient.
+    """Compute the balancing loss of sums ``[2 E + 1]``, ``E * sum(count / rows * sum / rows)``.
 
     Returns:
         ``[]``. Two experts, chosen equally often, with equal probabilities: 1 for one expert a slot.

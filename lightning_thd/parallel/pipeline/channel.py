@@ -89,13 +89,7 @@ class Channel:
         self._posted[direction].append((work, buffer))
 
     def receive(self, shape: torch.Size, device: torch.device, direction: Direction) -> Tensor:
-        """Wait for the next message from a direction.
-
-        Args:
-            shape: of the message, which both sides know.
-            device: where it is needed.
-            direction: ``down`` for activations of the stage before, ``up`` for gradients of the one behind.
-        """
+        """Wait for the next message: ``down`` of the stage before, ``up`` (gradients) of the one behind."""
         if not self._posted[direction]:
             self.post(shape, device, direction)
         work, buffer = self._posted[direction].popleft()

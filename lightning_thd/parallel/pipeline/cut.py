@@ -197,15 +197,7 @@ def plan_split(
     split: Literal["auto"] | Sequence[int] = "auto",
     lengths: Sequence[int] = _LENGTHS,
 ) -> Split:
-    """Choose which stage holds which layers, by FLOPs first and parameters second.
-
-    Args:
-        inner: the whole model; on the meta device it will do.
-        ranks: of the pipeline.
-        stages_per_rank: stages each of them holds.
-        split: ``auto``, or the number of layers of each stage.
-        lengths: tokens of sequences like those to come.
-    """
+    """Choose which stage holds which layers, by FLOPs first and parameters second."""
     layers = decoder_stack(inner)[2]
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()

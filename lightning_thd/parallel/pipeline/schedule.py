@@ -136,12 +136,7 @@ class Timed(NamedTuple):
 
 
 def timeline(schedule: Schedule, work: Work, *, transfer: float = 0.0) -> list[list[Timed]] | None:
-    """Simulate a step and return when each pass starts and ends.
-
-    Args:
-        schedule: who runs what.
-        work: time of a forward pass of (stage, microbatch); a backward pass takes twice that.
-        transfer: time between a pass and the one on another rank that needs its result.
+    """Simulate a step (a backward takes twice ``work``) and return when each pass starts and ends.
 
     Returns:
         For each rank its passes with their times; None when ranks wait for each other for ever.
@@ -229,10 +224,6 @@ def best_order(schedule: Schedule, work: Sequence[float]) -> list[int]:
 
     Orders tried are the given one, by size up and down, and those with the smallest at both ends, where the
     pipeline fills and drains; the best one is improved by exchanges of neighbours in size.
-
-    Args:
-        schedule: who runs what.
-        work: of each microbatch, in any unit.
 
     Returns:
         Indices of microbatches; the given order where nothing is better.

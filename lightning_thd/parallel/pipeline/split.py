@@ -174,11 +174,6 @@ def layer_flops(
 ) -> tuple[list[float], float, float] | None:
     """Count a model's layers one by one with ``FlopsModel``.
 
-    Args:
-        config: of a transformers model.
-        num_layers: of the decoder stack.
-        lengths: tokens of sequences like those to come.
-
     Returns:
         Training FLOPs of each layer, of what stands before them, and of what stands behind them (the head);
         None for a family whose FLOPs are not known layer by layer.

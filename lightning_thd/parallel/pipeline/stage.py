@@ -134,9 +134,6 @@ class Stage:
     def require_one_call(self, step: str = "training_step") -> None:
         """Raise unless a step called the model exactly once, as other stages expect one message.
 
-        Args:
-            step: where the step is written.
-
         Raises:
             ValueError: naming the lines of the calls.
         """
@@ -161,12 +158,7 @@ class Stage:
         return chunk is not None and self.active in (None, chunk)
 
     def cross(self, index: int, hidden: Tensor) -> Tensor:
-        """Cross a stage boundary: send the layer before's output, receive the layer behind's input.
-
-        Args:
-            index: the place of the boundary among the layers.
-            hidden: ``[1, T, H]``.
-        """
+        """Cross a stage boundary: send one layer's output ``[1, T, H]``, receive the next one's input."""
         self.device = hidden.device
         if index and self.runs(index - 1):
             self._width = hidden.shape[-1]
@@ -180,14 +172,10 @@ class Stage:
         return hidden
 
     def stand_in(self, size: int, hidden: Tensor) -> Tensor:
-        """Return what a rank without the head uses in place of the values that the head computed.
+        """Return what a rank without the head uses in place of the ``size`` values that the head computed.
 
         While gradients are wanted these are zeros that lead back through this rank's layers; without
         gradients, the values themselves, one broadcast.
-
-        Args:
-            size: number of values.
-            hidden: what the head was called with, ``[1, T, H]``.
 
         Returns:
             ``[size]``.
@@ -202,10 +190,7 @@ class Stage:
         return self.broadcast(torch.empty(size, dtype=dtype, device=hidden.device))
 
     def share(self, values: Tensor) -> Tensor:
-        """Broadcast values that the head computed, when no gradients are wanted.
-
-        Args:
-            values: ``[n]``.
+        """Broadcast values ``[n]`` that the head computed, when no gradients are wanted.
 
         Returns:
             The same.

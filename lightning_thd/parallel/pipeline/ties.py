@@ -13,12 +13,7 @@ from lightning_thd.parallel.pipeline.channel import Channel
 
 
 def copy_tied(weight: nn.Parameter, channel: Channel) -> None:
-    """Copy the first stage's tied weight to the last stage; both call it.
-
-    Args:
-        weight: this rank's copy, perhaps sharded in the same way on both.
-        channel: of the pipeline.
-    """
+    """Copy the first stage's tied weight, whole or sharded, to the last stage; both call it."""
     data = _local(weight.detach())
     if channel.rank == 0:
         dist.send(data.contiguous(), _other_end(channel), group=channel.down)
@@ -29,12 +24,7 @@ def copy_tied(weight: nn.Parameter, channel: Channel) -> None:
 
 
 def sum_tied(weight: nn.Parameter, channel: Channel) -> None:
-    """Sum the gradients of the embedding's and the head's copies of a tied weight; both stages call it.
-
-    Args:
-        weight: this rank's copy, its gradient already reduced over the ranks of its stage.
-        channel: of the pipeline.
-    """
+    """Sum the reduced gradients of the embedding's and head's tied weight; both stages call it."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)
     own = _local(weight.grad)

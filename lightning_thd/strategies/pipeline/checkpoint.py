@@ -61,14 +61,7 @@ def load_folder(
     names: Mapping[str, str],
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Load this stage's part of a checkpoint folder; a collective of the whole job.
-
-    Args:
-        path: the folder.
-        model: the LightningModule.
-        optimizers: of the trainer; none when only evaluating.
-        names: this stage's name of a tied weight to the checkpoint's.
-        weights_only: as of ``torch.load``.
+    """Load this stage's part of a folder, ``names`` by tied weight; a collective of the whole job.
 
     Returns:
         What the checkpoint holds besides.

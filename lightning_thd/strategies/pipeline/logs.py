@@ -57,12 +57,7 @@ class RecordedLogs:
     def share(
         self, batches: Sequence[THDBatch], losses: Mapping[int, Tensor], *, holds_head: bool
     ) -> list[Tensor]:
-        """Send the last stage's losses and logs to all stages, and log them.
-
-        Args:
-            batches: the microbatches in the order in which they ran.
-            losses: of each microbatch, on the last stage.
-            holds_head: whether this rank is the last stage.
+        """Send the last stage's losses and logs, microbatches in running order, to all stages, and log them.
 
         Returns:
             The losses, on every rank.

@@ -95,13 +95,7 @@ class LengthLog:
         return None if found is None else LengthIndex(**found)
 
     def add(self, fresh: Table, before: IntArray, after: IntArray) -> None:
-        """Append the lengths of sequences just read, and which rows they cover.
-
-        Args:
-            fresh: ``META`` of it.
-            before: int64 ``[K]``, the cursors of the shards before it.
-            after: int64 ``[K]``, and after.
-        """
+        """Append the lengths of sequences just read, of the rows between two cursors ``[K]``."""
         moved = np.flatnonzero(after > before)
         rows = np.zeros(len(fresh) + len(moved), _ROW)
         for name in _ROW.names or ():
@@ -122,11 +116,7 @@ class LengthLog:
                 os.truncate(self._log, size)
 
     def finish(self, cursors: IntArray) -> LengthIndex | None:
-        """Write the index if the log covers every row; else return None.
-
-        Args:
-            cursors: int64 ``[K]``, rows of each shard up to the last that gave a sequence.
-        """
+        """Write the index if the log covers every row up to the cursors ``[K]``; else return None."""
         if (found := self.open()) is not None or not self._log.exists():
             return found
         rows, _ = self._read()

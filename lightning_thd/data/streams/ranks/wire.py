@@ -50,11 +50,7 @@ class Wire:
         return found
 
     def exchange(self, outgoing: list[Int32], sizes: list[int]) -> list[Int32]:
-        """Send each rank its part and receive one from each.
-
-        Args:
-            outgoing: int32, one array a rank; the own one is empty.
-            sizes: numbers that come from each rank.
+        """Send each rank its part, int32, the own one empty, and receive ``sizes[rank]`` numbers from each.
 
         Returns:
             int32, one array a rank.
