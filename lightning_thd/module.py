@@ -35,9 +35,6 @@ def adamw(
         lr: learning rate.
         betas: of the two running means.
         options: more of AdamW's own.
-
-    Returns:
-        The optimizer; its ``param_groups`` say ``fused``.
     """
     given: list[Any] = list(groups)
     parameters = [p for g in given for p in (g["params"] if isinstance(g, dict) else [g])]

@@ -90,16 +90,13 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
 
 
 def checked_offsets(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> list[int]:
-    """Read offsets that lie on the CPU and check that they cover every row.
+    """Read offsets on the CPU as ints and check that they cover every row.
 
     Args:
         cu_seqlens: int ``[S + 1]`` on the CPU.
         total: rows of the packed tensor.
         max_seqlen: what the caller says the longest sequence is.
         side: "q" or "kv", for the message.
-
-    Returns:
-        The offsets as ints.
     """
     offsets: list[int] = cu_seqlens.tolist()
     name = f"cu_seqlens_{side}"

@@ -57,9 +57,6 @@ def context_parallel_attention(
         spec: window and causality, which decide what keys are needed.
         sinks: ``[H]`` or None.
 
-    Returns:
-        ``[N, H, E]``.
-
     Raises:
         ValueError: when ``ulysses`` is asked for and the heads do not divide, or a window looks ahead under
             another way.

@@ -20,11 +20,7 @@ _PARTS = ("linear", "attention", "logits", "vision", "model", "recompute", "hard
 
 
 def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> Table:
-    """Build a table of a training step's FLOPs by part, beside those of one sequence as long as all.
-
-    Returns:
-        Of every part, FLOPs, its share of the model's, and FLOPs when counted as one sequence.
-    """
+    """Build a table of a training step's FLOPs by part, beside those of one sequence as long as all."""
     packed = model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows))
     as_one = model.training_flops(SeqStats.from_lengths([sum(lengths)], windows=model.windows))
     names = [name for name in _PARTS if getattr(packed, name)]

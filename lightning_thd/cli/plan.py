@@ -84,11 +84,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
-    """Plan an epoch's first steps and measure their packs.
-
-    Returns:
-        What to expect, and the lengths in each pack that was looked at.
-    """
+    """Plan an epoch's first steps; return what to expect, and the lengths in each pack looked at."""
     step = Sequences(given.sequences) if given.sequences else Packs(given.dp)
     data = THDDataModule(
         given.data,

@@ -71,11 +71,7 @@ class LognormalLengths:
             )
 
     def draw(self, positions: npt.ArrayLike, *, seed: int = 0) -> IntArray:
-        """Draw the lengths of the sequences of given numbers ``[K]``, without drawing the others.
-
-        Returns:
-            int64 ``[K]``, tokens of each.
-        """
+        """Draw the lengths of the sequences of given numbers, int64 ``[K]``, without drawing the others."""
         places = np.asarray(positions, dtype=np.uint64)
         uniform = torch.from_numpy(_uniform(places, derive_key(seed, _LENGTHS)))
         sigma = float(self.lognormal_sigma)
@@ -189,10 +185,7 @@ def _take(config: dict[str, Any], *required: str, **optional: Any) -> list[Any]:
 
 
 def read_lengths_csv(path: str | Path, column: str | int | None = None) -> IntArray:
-    """Read lengths from a column (name, number, or None: the only one) of a CSV, with or without names.
-
-    Returns:
-        int64 ``[N]``.
+    """Read lengths, int64 ``[N]``, from a column (name, number, or None: the only one) of a CSV.
 
     Raises:
         ValueError: for a missing file, several columns and none chosen, or a cell that is no positive

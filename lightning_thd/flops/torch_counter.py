@@ -52,10 +52,7 @@ class StepCounter(FlopCounterMode):
 
 
 def count_layers(run: Callable[[], object], stats: SeqStats, *, name: str) -> tuple[Layer, ...]:
-    """Count one training step and return its FLOPs as layers.
-
-    Returns:
-        Layers that scale the count with slots and pairs.
+    """Count one training step; return its FLOPs as layers that scale with slots and pairs.
 
     Raises:
         ValueError: when nothing was counted, or the batch is empty.

@@ -40,10 +40,7 @@ def graphed_loss(
     require: bool,
     backend: Backend | None,
 ) -> GraphedStep | None:
-    """Wrap a loss function into CUDA graphs, or report why that is not possible.
-
-    Returns:
-        The step, called with a batch; None where training goes on eagerly.
+    """Wrap a loss function into CUDA graphs, or return None, having said why that is not possible.
 
     Raises:
         ValueError: for numbers of sequences below 1, and with ``require`` where there can be no graphs.

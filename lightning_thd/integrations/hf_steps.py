@@ -23,11 +23,7 @@ def packs_of(inputs: dict[str, THDBatch | THDStep]) -> tuple[THDBatch, ...]:
 def train_on_packs(
     trainer: Any, one: Callable[[nn.Module, dict[str, THDBatch]], Tensor], model: nn.Module, step: THDStep
 ) -> Tensor:
-    """Run every microbatch of a step by ``one``, forward and backward; the last synchronises gradients.
-
-    Returns:
-        This rank's part of the step's loss, detached.
-    """
+    """Run a step's microbatches by ``one``, gradients synchronised in the last; return this rank's loss."""
     before, trainer.current_gradient_accumulation_steps = (
         trainer.current_gradient_accumulation_steps,
         len(step),

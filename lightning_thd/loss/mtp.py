@@ -49,11 +49,7 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
 
 
 def targets_after(batch: THDBatch, depth: int) -> Tensor:
-    """Shift a batch's targets by ``depth``; those of a shard over the whole pack, by one collective.
-
-    Returns:
-        int64, one a slot held here.
-    """
+    """Shift a batch's targets by ``depth``; those of a shard over the whole pack, by one collective."""
     if depth == 0 or not isinstance(batch, THDShard):
         return mtp_targets(batch.targets, batch.cu_seqlens_padded, depth)
     layout = batch.layout

@@ -42,11 +42,7 @@ class Job(Protocol):
 def scalar_loss(
     operands: Operands, targets: Tensor, settings: Settings, chunk: int | Literal["auto"], job: Job
 ) -> tuple[Tensor, Tensor]:
-    """Return a differentiable scalar whose gradients are computed already in the forward pass.
-
-    Returns:
-        The scalar, differentiable, and the part to report, ``[]`` each.
-    """
+    """Return a scalar with gradients computed already in the forward pass, and the part to report."""
     rest = (targets, settings, chunk, job, *job.further)
     results: tuple[Tensor, Tensor] = _ScalarLoss.apply(*operands, *rest)  # type: ignore[no-untyped-call]
     return results

@@ -25,11 +25,7 @@ from lightning_thd.parallel.shard import gather_pack
 def run_on_pack(
     function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], layout: ShardLayout
 ) -> Any:
-    """Call a layer on the whole pack, its tensors ``[1, N, ...]`` gathered, and keep this rank's slots.
-
-    Returns:
-        What ``function`` returns, tensors ``[1, T, ...]`` cut to ``[1, N, ...]``.
-    """
+    """Call a layer on the whole pack, ``[1, N, ...]`` gathered, and keep this rank's slots of its tensors."""
     scope = current_scope()
     assert scope is not None
 

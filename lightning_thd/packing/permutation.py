@@ -27,11 +27,7 @@ _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 
 def derive_key(*parts: int) -> int:
-    """Mix ints of any sign into one 64-bit key; any change in them, or in their order, gives another key.
-
-    Returns:
-        An int in ``[0, 2**64)``.
-    """
+    """Mix ints of any sign into a key in ``[0, 2**64)``, which any change in them or their order changes."""
     key = len(parts)
     for part in parts:
         key = _mix_int((key ^ (part & _MASK)) + _GAMMA)

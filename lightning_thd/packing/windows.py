@@ -143,11 +143,7 @@ def count_windows(
     num_workers: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> npt.NDArray[np.uint32]:
-    """Count the packs of every window, in forked processes that touch only numpy, or in this one for 0.
-
-    Returns:
-        uint32 ``[W]``.
-    """
+    """Count the packs of every window, ``[W]``, in forked processes that touch only numpy, or here for 0."""
     total = -(-entries.total // window)
     step = max(1, _BLOCK // window)
     blocks = [(first, min(first + step, total)) for first in range(0, total, step)]

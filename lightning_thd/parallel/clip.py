@@ -21,7 +21,7 @@ def clip_by_norm(
     across: dist.ProcessGroup | None = None,
     counted_elsewhere: Collection[int] = (),
 ) -> Tensor:
-    """Scale gradients so that their norm over everything is at most ``max_norm``; a collective.
+    """Scale gradients to a norm over everything of at most ``max_norm`` and return the norm; a collective.
 
     torch's own function wants all gradients on one mesh, but weights that tensor parallelism leaves whole
     are on another than those it cuts.
@@ -31,9 +31,6 @@ def clip_by_norm(
         max_norm: the largest norm.
         across: ranks with other parameters of the same model, the stages of a pipeline.
         counted_elsewhere: ``id`` of parameters that another of those ranks holds too and counts.
-
-    Returns:
-        The norm before, ``[]``, the same on every rank.
     """
     own = list(parameters)
     groups = _by_mesh(own)

@@ -142,11 +142,7 @@ def all_gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send every rank its own number of rows, rank 0's first; gradients travel back the same way.
-
-    Returns:
-        ``[sum(received), ...]``, those of rank 0 first.
-    """
+    """Send every rank its own number of rows, rank 0's first, and receive; gradients travel back likewise."""
     there = partial(_exchanged, sent=sent, received=received, group=group)
     return mapped(rows, there, partial(_exchanged, sent=received, received=sent, group=group))
 

@@ -30,9 +30,6 @@ def shard_parameters(
         policy: dtypes of weights in products, and of gradient sums.
         reshard_after_forward: free the gathered weights of a layer between its forward and backward pass.
 
-    Returns:
-        The sharded models.
-
     Raises:
         ValueError: for parameters that no model holds.
     """

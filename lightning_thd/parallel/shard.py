@@ -104,11 +104,7 @@ class THDShard(THDBatch):
 
 
 def gather_pack(x: Tensor, layout: ShardLayout) -> Tensor:
-    """Gather the shards ``[N, ...]`` of all ranks in the order of the pack; a differentiable collective.
-
-    Returns:
-        ``[T, ...]``.
-    """
+    """Gather the shards ``[N, ...]`` of all ranks to ``[T, ...]`` in the pack's order; a collective."""
     assert layout.group is not None
     gathered = all_gather_rows(x, layout.group)
     return gathered if layout.restore is None else gathered.index_select(0, layout.restore)

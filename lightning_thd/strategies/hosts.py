@@ -101,11 +101,7 @@ def resolve_axes(
 
 
 def local_gradients(strategy: Strategy) -> AbstractContextManager[Any] | None:
-    """Return a context in which gradients stay unreduced on their rank, or None.
-
-    Returns:
-        None for hosts that bring their own (DDP) or need none.
-    """
+    """Return a context in which gradients stay unreduced; None for hosts that have their own or need none."""
     model: Any = getattr(strategy, "model", None)
     if isinstance(strategy, FSDPStrategy) and isinstance(model, FullyShardedDataParallel):
         context: AbstractContextManager[Any] = model.no_sync()

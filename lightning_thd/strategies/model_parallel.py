@@ -178,11 +178,7 @@ def _check_pipeline(size: int, schedule: str, stages_per_rank: int) -> None:
 
 
 def whole_state_dict(model: nn.Module, *, keep: bool | None = None) -> Mapping[str, torch.Tensor]:
-    """Gather every weight whole onto the CPU of ranks that ``keep`` them (rank 0 by default); a collective.
-
-    Returns:
-        Names to tensors; empty on the other ranks.
-    """
+    """Gather every weight onto the CPU of ranks that ``keep`` them (0 by default), by name; a collective."""
     first = (not dist.is_initialized() or dist.get_rank() == 0) if keep is None else keep
     state: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():

@@ -31,11 +31,7 @@ class StepLogs:
         self._logged: dict[str, list[Tensor]] = {}
 
     def begin(self, batch: THDBatch) -> str | None:
-        """Prepare Lightning's logging for a microbatch that runs outside Lightning's ``training_step``.
-
-        Returns:
-            The hook Lightning thinks it is in, to be given back to ``end``.
-        """
+        """Prepare Lightning's logging for a microbatch outside its call; return the hook it was in."""
         results = self._results
         if results is not None:
             weigh(results, batch)

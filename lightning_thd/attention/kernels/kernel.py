@@ -75,11 +75,7 @@ def empty_gradients(saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
 def attend(
     kernel: RawKernel, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
-    """Run a raw kernel differentiably, with sinks, at any head size up to its largest.
-
-    Returns:
-        ``[Tq, H, E]``.
-    """
+    """Run a raw kernel differentiably, with sinks, at any head size up to its largest; ``[Tq, H, E]``."""
     value_size = v.shape[2]
     q, k, v = widen(kernel, q, k, v)
     out: Tensor = _Attention.apply(kernel, q, k, v, at, spec, sinks)  # type: ignore[no-untyped-call]

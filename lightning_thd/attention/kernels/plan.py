@@ -189,11 +189,7 @@ class _Cutter:
         return whole.sees_all(self.left, self.right)
 
     def cut(self, rows: int, keys: int) -> tuple[tuple[Tiles, ...], tuple[int, int]]:
-        """Cut one sequence into tiles.
-
-        Returns:
-            The calls, and the range of keys that queries see.
-        """
+        """Cut one sequence into tiles; return the calls and the range of keys that queries see."""
         shapes = self._columns(rows, keys) if self.by_keys else self._rows(rows, keys)
         calls: list[Tiles] = []
         for rows_of_tile, keys_of_tile, shift, q_start, k_start in shapes:

@@ -77,11 +77,7 @@ def is_plain_causal(spec: AttentionSpec) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-    """Attend by ``torch.nn.attention.varlen``, or by the raw kernel where that has no such option.
-
-    Returns:
-        ``[Tq, H, E]``.
-    """
+    """Attend by ``torch.nn.attention.varlen``, or by the raw kernel where that has no such option."""
     if sinks is not None:
         return kernel.attend(AtenFlash(), q, k, v, at, spec, sinks)
     value_size, heads = v.shape[2], q.shape[1]

@@ -64,11 +64,7 @@ class Counting:
             self._count(batch)
 
     def end(self, stage: str, module: nn.Module, step: Sequence[Seen], *, discard: bool = False) -> bool:
-        """Update the FLOPs model of a stage from its first step, which has just run; not where ``discard``.
-
-        Returns:
-            Whether the step was slowed down by being counted.
-        """
+        """Update a stage's FLOPs model from its first step; return whether that slowed the step down."""
         if self._counter is not None:
             self._take_counter(stage, module, step)
             return True

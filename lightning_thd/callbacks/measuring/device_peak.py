@@ -24,14 +24,11 @@ _BY_PRECISION: dict[str, torch.dtype] = {
 
 
 def compute_dtype(plugin: Any, module: torch.nn.Module) -> torch.dtype | str:
-    """Return the dtype of the training matmuls.
+    """Return the dtype of the training matmuls: torch's, "tf32", "fp8" or "fp4".
 
     Args:
         plugin: the Trainer's precision plugin.
         module: its parameters decide under "32-true", which leaves a bfloat16 model as it is.
-
-    Returns:
-        A torch dtype, "tf32" where float32 may use tensor cores, "fp8" or "fp4" in low precision.
     """
     precision = str(getattr(plugin, "precision", "32-true"))
     if precision.startswith("fp8-") or "transformer-engine" in precision:

@@ -183,11 +183,7 @@ def _own_seconds(rows: list[list[int]], counts: int) -> float | None:
 
 
 def count_table(seen: list[Seen], model: FlopsModel | None) -> IntArray:
-    """Return the counts of each microbatch, counting the model's windows where the collator did not.
-
-    Returns:
-        int64 ``[microbatches, counts]``, the columns of ``flops.vector``.
-    """
+    """Return the counts of each microbatch, ``[microbatches, counts]``, the model's windows among them."""
     if not seen:
         return np.zeros((0, num_ints(model)), dtype=np.int64)
     columns = [np.array([_BASE(stats) for stats, _ in seen], dtype=np.int64)]

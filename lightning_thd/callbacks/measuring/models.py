@@ -22,11 +22,7 @@ _UNCOUNTED = 0.05  # share of the weights outside every known model from which o
 
 
 def models_in(module: nn.Module) -> dict[str, nn.Module]:
-    """Find the outermost modules with a transformers config, by their path; that of a bare model is empty.
-
-    Returns:
-        Each module once, though it may stand under several names.
-    """
+    """Find the outermost modules with a transformers config, each once, by path; a bare model's is ""."""
     found: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
         inside = any(name.startswith(f"{outer}.") or outer == "" for outer in found)

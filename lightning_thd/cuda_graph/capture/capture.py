@@ -125,13 +125,10 @@ def warm_up(
     inputs: StaticInputs,
     leaves: list[Tensor],
 ) -> list[list[LoggedValue]]:
-    """Run forward and backward a few times on other buffers, then make ``inputs`` ready for the capture.
+    """Run forward and backward a few times, then ready ``inputs`` for capture; return what each run logged.
 
     Their own, as kernels may remember what they worked out for a tensor by its identity, and would then not
     work it out again for the graph.
-
-    Returns:
-        What each run logged.
     """
     runs = []
     before = host_state(module)

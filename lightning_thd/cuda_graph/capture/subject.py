@@ -60,13 +60,10 @@ def differentiable(output: Any) -> list[Tensor]:
 def differentiate(
     outputs: Sequence[Tensor], leaves: Sequence[Tensor], grad_outputs: Sequence[Tensor] | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of outputs with autocast off, as trainers call ``backward()``.
+    """Compute gradients, None for a leaf that no output depends on, with autocast off as ``backward()`` does.
 
     Inside of autocast the backward of an operator that ran in fp32 would be cast again, and its gradient
     would differ from that of an eager step.
-
-    Returns:
-        A gradient for every leaf; None for a leaf that no output depends on.
     """
     starts = [torch.ones_like(x) for x in outputs] if grad_outputs is None else grad_outputs
     with torch.autocast(outputs[0].device.type, enabled=False):

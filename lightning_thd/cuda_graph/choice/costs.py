@@ -109,13 +109,10 @@ def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tupl
 
 
 def lengths_from_quantiles(quantiles: Mapping[float, int], largest: int, *, count: int = 10_000) -> IntArray:
-    """Make ``count`` lengths up to ``largest`` with given quantiles (share -> value), log-normal between.
+    """Make ``[count]`` ascending lengths with given quantiles (share -> value), log-normal between.
 
     Numbers of sequences in a pack are near log-normal; straight lines through the logarithms over the normal
     quantiles hit what is published exactly and stay close between.
-
-    Returns:
-        int64 ``[count]``, ascending, at least 1.
     """
     if len(quantiles) < 2 or any(not 0 < q < 1 for q in quantiles):
         raise ValueError(f"quantiles={dict(quantiles)}: wanted two or more shares between 0 and 1.")

@@ -15,11 +15,7 @@ _SAMPLE = 512
 
 
 def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
-    """Return the layouts of microbatches of steps spread over an epoch, the same on every rank.
-
-    Returns:
-        Up to 512 layouts.
-    """
+    """Return up to 512 layouts of microbatches of steps spread over an epoch, the same on every rank."""
     steps = np.random.default_rng(0).choice(len(planner), size=min(len(planner), _SAMPLE), replace=False)
     found = (
         Layout.of(planner.slots.padded(spans.lengths).tolist())

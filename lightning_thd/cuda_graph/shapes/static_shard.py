@@ -174,11 +174,7 @@ class StaticShardLayout(ShardLayout):
         return call
 
     def refill(self, padded_lengths: Ints) -> list[tuple[Tensor, Tensor]]:
-        """Return the new content of every buffer for padded lengths, int64 ``[S]``, that sum to T.
-
-        Returns:
-            Pairs of a buffer and its new content on the CPU.
-        """
+        """Pair every buffer with its new content, for padded lengths int64 ``[S]`` that sum to T."""
         of = {"cp": self.cp, "layout": self.layout}
         held = [partition.rank_indices(padded_lengths, rank=r, **of) for r in range(self.cp)]  # type: ignore[arg-type]
         gathered = np.concatenate(held)

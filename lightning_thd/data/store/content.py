@@ -16,14 +16,11 @@ _SAMPLES = 64
 
 
 def content_of(path: Path, cache_dir: str | Path | None = None) -> str:
-    """Hash a file: all of it up to 1 GiB, of a larger one 64 MiB spread over it and its change time.
+    """Hash a file in hex: all of it up to 1 GiB, of a larger one 64 MiB spread over it and its change time.
 
     The hash of a file of more than 64 MiB is remembered with the file's inode, size, and times. The change
     time (ctime) is among them, which, other than the time of modification, no program can set back: a file
     that was replaced by one of the same size and time is read again.
-
-    Returns:
-        Hexadecimal digits.
     """
     status = path.stat()
     if status.st_size <= _REMEMBER_BYTES:

@@ -35,15 +35,12 @@ class CacheError(OSError):
 
 
 def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = False) -> bool:
-    """Build a folder unless it exists; one of several processes builds while the others wait.
+    """Build a folder unless it exists, while other processes wait; return whether this one built it.
 
     Args:
         folder: is either there and whole, or not there.
         build: fills a folder that is given to it; with ``resume`` perhaps one that a killed job left.
         resume: keep what a killed build has done for the next one.
-
-    Returns:
-        Whether this process built it.
 
     Raises:
         CacheError: when the folder cannot be written.

@@ -125,10 +125,7 @@ class Intake:
         return np.asarray(self.exhausted.all(axis=1))
 
     def gather(self, wanted: IntArray) -> Table:
-        """Read this rank's share of ``[N, ranks]`` sequences and return what all read, in turn; a collective.
-
-        Returns:
-            ``POOL``, the same on every rank.
+        """Read this rank's share of ``[N, ranks]`` sequences; return ``POOL`` of what all read; a collective.
 
         Raises:
             ValueError: when any rank cannot go on; the message names rank, shard and row.

@@ -147,7 +147,7 @@ def wanted_of(
     holder: npt.NDArray[np.integer],
     exhausted: BoolArray,
 ) -> IntArray:
-    """Return how many sequences of each source each rank has to read.
+    """Return how many sequences of each source each rank has to read, int64 ``[N, ranks]``.
 
     Args:
         window: sequences that each rank is to hold together.
@@ -157,9 +157,6 @@ def wanted_of(
         pool_source: int64 ``[S]``, the source of what nobody planned.
         holder: int ``[S]``, the rank that holds it.
         exhausted: bool ``[N, ranks]``.
-
-    Returns:
-        int64 ``[N, ranks]``.
     """
     sources, ranks = exhausted.shape
     held = np.bincount(pool_source * ranks + holder, minlength=sources * ranks).reshape(sources, ranks)

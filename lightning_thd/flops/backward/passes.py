@@ -25,11 +25,7 @@ _FINAL_NORM = ("norm", "ln_f", "ln_out")
 
 
 def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[Layer, ...], Recompute]:
-    """Return ``layers`` with the backward pass and adapters of ``module``, and its checkpointing policy.
-
-    Returns:
-        The layers as ``module`` trains them, and how it recomputes activations.
-    """
+    """Return the layers as ``module`` trains them, with adapters, and its checkpointing policy."""
     groups = weights_by_layer(module, _active(module))
     rest = groups.get("", [])
     before = [weight for weight in rest if not any(key in weight.path for key in _FINAL_NORM)]

@@ -151,7 +151,7 @@ def divergence_and_gradients(
     group: dist.ProcessGroup | None,
     partial_hidden: bool,
 ) -> tuple[Tensor, HeadGradients]:
-    """Sum ``weights * divergence`` over the rows and differentiate it.
+    """Return the sum of ``weights * divergence`` over the rows, ``[]``, and its gradients.
 
     Args:
         head: the student's operands; the rows of its tiles are those whose logits are kept.
@@ -161,9 +161,6 @@ def divergence_and_gradients(
         needs: whether the student's hidden, weight, bias and LoRA need gradients.
         group: ranks that share the vocabulary; one or two collectives a tile of rows.
         partial_hidden: leave the gradient of hidden a partial sum over the group.
-
-    Returns:
-        The sum ``[]`` and the gradients.
     """
     losses = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)

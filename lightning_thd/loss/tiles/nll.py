@@ -81,7 +81,7 @@ def nll_and_gradients(
     needs: tuple[bool, bool, bool, bool],
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, HeadGradients]:
-    """Sum ``weights * loss`` over the rows and differentiate it.
+    """Return the sum of ``weights * loss`` over the rows, the part that ``z_loss`` adds, and the gradients.
 
     Args:
         head: the operands; all columns on this rank, the rows of its tiles those whose logits are kept.
@@ -90,9 +90,6 @@ def nll_and_gradients(
         penalties: label smoothing and z-loss.
         needs: whether hidden, weight, bias and the LoRA need gradients.
         seen: ``[R]`` in the accumulator's dtype, filled with the losses of the rows, or None.
-
-    Returns:
-        The loss ``[]``, the part of it that ``z_loss`` adds, and the gradients.
     """
     loss, z_part = head.hidden.new_zeros((2,), dtype=head.accumulator).unbind()
     sums = GradientSums(head, needs=needs, rows_outside=True)

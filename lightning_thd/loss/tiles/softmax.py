@@ -53,7 +53,7 @@ def softmax_statistics(
     total: bool,
     seen: Callable[[Tensor, slice, slice], None] | None = None,
 ) -> Tensor:
-    """Compute five statistics of every row's logits in one pass over the tiles.
+    """Compute five statistics of every row's logits, ``[5, R]``, in one pass over the tiles.
 
     Args:
         head: the operands.
@@ -61,9 +61,6 @@ def softmax_statistics(
         entropy: fill WEIGHTED.
         total: fill TOTAL.
         seen: is shown every tile of logits ``[c, v]``, its rows and its columns; must not change it.
-
-    Returns:
-        ``[5, R]`` in the accumulator's dtype, see ``MAX`` and following.
     """
     stats = head.hidden.new_zeros((5, head.hidden.shape[0]), dtype=head.accumulator)
     stats[MAX] = -torch.inf

@@ -18,13 +18,10 @@ _IGNORED = -100
 
 
 def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[str, Any]:
-    """Hide the first token of every sequence from a loss that would predict it from the sequence before.
+    """Return arguments whose labels hide the first token of every sequence from the one before.
 
     A causal LM's own loss shifts labels by one slot along the row; the first token of a sequence is never a
     target of its own sequence, so hiding it changes nothing else.
-
-    Returns:
-        The arguments to call it with.
 
     Raises:
         ValueError: for a loss that is neither a causal LM's nor one of single tokens or whole sequences.

@@ -51,9 +51,8 @@ class _At(NamedTuple):
 def scan_shard(recurrence: Recurrence, inputs: Inputs, layout: ShardLayout) -> Tensor:
     """Run a recurrent layer over the sequences of a pack of which this rank holds a shard; a collective.
 
-    Returns:
-        ``[N, H, V]``. Where the states would be more bytes than the inputs of the pack, as with many short
-        sequences in dual chunks, those are gathered instead, the same on every rank.
+    Where the states would be more bytes than the inputs of the pack, as with many short sequences in dual
+    chunks, those are gathered instead, the same on every rank.
     """
     at = layout.once("states", lambda: _plan(layout))
     states, gathered = _received(recurrence, inputs, at.plan, layout)

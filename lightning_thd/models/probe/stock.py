@@ -50,11 +50,7 @@ def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
 
 
 def lengths_to_reach(model: nn.Module, longest: int) -> tuple[list[int], list[str]]:
-    """Find sequence lengths beyond which windows, chunks or ropes make a model compute differently.
-
-    Returns:
-        Lengths to try too, and the limits that are too far away, as text.
-    """
+    """Find sequence lengths to try beyond windows, chunks and ropes, and the limits too far away, as text."""
     limits = {name: size for config in _configs(model) for name, size in _limits(config)}
     far = [f"{name} {size}" for name, size in limits.items() if size >= _REACH]
     near = [size for size in limits.values() if longest <= size < _REACH]

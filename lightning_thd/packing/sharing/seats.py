@@ -120,13 +120,10 @@ class Seats:
         return room
 
     def fill(self, short: IntArray, room: Sequence[float], worth: BoolArray) -> bool:
-        """Put each sequence, longest first, into the group with free slots and most room for work.
+        """Put each sequence, longest first, where slots and room for work are; False where one fits no group.
 
         A group without the slots for one sequence waits until the sequences, which get shorter, fit it again.
         One whose exchange is not worth it for a sequence is not for shorter ones either.
-
-        Returns:
-            False where a sequence fits no group.
         """
         heap = [(-most, at) for at, most in enumerate(room)]
         heapq.heapify(heap)

@@ -227,11 +227,7 @@ def key_spans(
 def causal_work(
     padded_lengths: Sequence[int], *, cp: int, layout: Layout, per_slot: float = 0.0, per_pair: float = 1.0
 ) -> NDArray[np.float64]:
-    """Estimate what a pack costs each rank: ``per_slot`` x slots + ``per_pair`` x causal pairs.
-
-    Returns:
-        float64 ``[cp]``, in the unit of the two prices.
-    """
+    """Estimate each rank's cost of a pack, ``[cp]``: ``per_slot`` x slots + ``per_pair`` x causal pairs."""
     work = np.empty(cp)
     for rank in range(cp):
         if layout == "striped":

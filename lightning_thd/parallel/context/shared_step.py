@@ -59,10 +59,7 @@ def digest_of(degrees: Any) -> int:
 
 
 def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **how: Any) -> THDStep:
-    """Cut every microbatch of a step on the device to this rank's part, by the group of its degree.
-
-    Returns:
-        The step; microbatches of degree 1 are whole packs.
+    """Cut every microbatch of a step on the device to this rank's part; those of degree 1 are whole packs.
 
     Raises:
         ValueError: for a degree without a group.
@@ -103,16 +100,13 @@ def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
 def make_degree_groups(
     data_ranks: int, max_degree: int, *, tp: int, device: torch.device
 ) -> dict[int, dist.ProcessGroup]:
-    """Create groups of 2, 4, ... neighbouring data ranks; a collective of the whole job.
+    """Create groups of 2, 4, ... neighbouring data ranks, by size; a collective of the whole job.
 
     Args:
         data_ranks: ranks that read different data.
         max_degree: largest group.
         tp: tensor-parallel ranks, innermost in the order of ranks: only those of one index form a group.
         device: where the groups communicate.
-
-    Returns:
-        Degree -> this rank's group, for 2, 4, ... up to ``max_degree``.
     """
     groups: dict[int, dist.ProcessGroup] = {}
     for degree in (1 << i for i in range(1, max_degree.bit_length())):

@@ -56,16 +56,13 @@ def require_known_balance(inner: Any) -> None:
 
 
 def add_routers(parts: Tensor, logits: Sequence[Tensor], experts: int, top_k: int) -> Tensor:
-    """Add some layers' routers to the sums from which a balancing loss is computed.
+    """Add some layers' routers to the sums ``[2 E + 1]`` from which a balancing loss is computed.
 
     Args:
         parts: ``[2 E + 1]`` fp32 of the layers before: sums of probabilities, counts, rows.
         logits: ``[R, E]`` of each layer.
         experts: E.
         top_k: experts of a slot.
-
-    Returns:
-        ``[2 E + 1]``.
     """
     for layer in logits:
         weights = torch.nn.functional.softmax(layer, dim=-1)

@@ -42,7 +42,7 @@ def cut_model(
     split: Literal["auto"] | Sequence[int] = "auto",
     balance: Callable[[], Channel] | None = None,
 ) -> Stage:
-    """Keep this rank's layers of a model, and replace the others by stand-ins, in place.
+    """Keep this rank's layers of a model, the others replaced by stand-ins, in place; return the stage.
 
     Args:
         model: a Hugging Face causal language model, perhaps wrapped; the same on all ranks.
@@ -51,9 +51,6 @@ def cut_model(
         split: ``auto`` by FLOPs and memory, or the number of layers of each stage.
         balance: makes a further channel, for a mixture of experts whose loss balances the routers of all
             layers; a collective of the job.
-
-    Returns:
-        The stage, which ``stage_of(inner)`` finds too.
 
     Raises:
         ValueError: for a model that cannot be cut by depth, naming what stands in the way.
@@ -110,10 +107,7 @@ def language_model_of(model: nn.Module) -> Any:
 
 
 def decoder_stack(inner: Any) -> tuple[str, nn.Module, nn.ModuleList]:
-    """Return the list of decoder layers in a model.
-
-    Returns:
-        Its name, the module that holds it, and the list.
+    """Return the list of decoder layers in a model, after its name and the module that holds it.
 
     Raises:
         ValueError: when there is none, or more than one, naming what was looked for.

@@ -136,11 +136,7 @@ class Timed(NamedTuple):
 
 
 def timeline(schedule: Schedule, work: Work, *, transfer: float = 0.0) -> list[list[Timed]] | None:
-    """Simulate a step (a backward takes twice ``work``) and return when each pass starts and ends.
-
-    Returns:
-        For each rank its passes with their times; None when ranks wait for each other for ever.
-    """
+    """Simulate a step; return when passes start and end, None where ranks wait for each other for ever."""
     p, last = schedule.ranks, schedule.ranks * schedule.chunks - 1
     done: dict[tuple[bool, int, int], float] = {}
     lines: list[list[Timed]] = [[] for _ in range(p)]
@@ -220,13 +216,10 @@ def expected_bubble(ranks: int, microbatches: int, *, chunks: int = 1) -> float:
 
 
 def best_order(schedule: Schedule, work: Sequence[float]) -> list[int]:
-    """Choose the order in which unequal microbatches of a step run so that ranks wait least.
+    """Choose the order, as indices, in which unequal microbatches of a step run so that ranks wait least.
 
     Orders tried are the given one, by size up and down, and those with the smallest at both ends, where the
     pipeline fills and drains; the best one is improved by exchanges of neighbours in size.
-
-    Returns:
-        Indices of microbatches; the given order where nothing is better.
     """
     n = len(work)
     up = sorted(range(n), key=lambda m: work[m])

@@ -172,13 +172,10 @@ class Stage:
         return hidden
 
     def stand_in(self, size: int, hidden: Tensor) -> Tensor:
-        """Return what a rank without the head uses in place of the ``size`` values that the head computed.
+        """Return ``[size]`` values that a rank without the head uses in place of those the head computed.
 
         While gradients are wanted these are zeros that lead back through this rank's layers; without
         gradients, the values themselves, one broadcast.
-
-        Returns:
-            ``[size]``.
         """
         self._calls.append(user_line())
         if torch.is_grad_enabled():
@@ -190,11 +187,7 @@ class Stage:
         return self.broadcast(torch.empty(size, dtype=dtype, device=hidden.device))
 
     def share(self, values: Tensor) -> Tensor:
-        """Broadcast values ``[n]`` that the head computed, when no gradients are wanted.
-
-        Returns:
-            The same.
-        """
+        """Broadcast values ``[n]`` that the head computed and return them, when no gradients are wanted."""
         self._calls.append(user_line())
         if torch.is_grad_enabled():
             self.made.append(values.grad_fn)

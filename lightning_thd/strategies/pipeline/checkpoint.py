@@ -61,10 +61,7 @@ def load_folder(
     names: Mapping[str, str],
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    """Load this stage's part of a folder, ``names`` by tied weight; a collective of the whole job.
-
-    Returns:
-        What the checkpoint holds besides.
+    """Load this stage's part of a folder and return the rest, ``names`` by tied weight; a collective.
 
     Raises:
         MisconfigurationException: for a file.
@@ -94,11 +91,7 @@ def load_folder(
 
 
 def gather_states(state: Mapping[str, torch.Tensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """Gather the whole weights of all stages on the first one; a collective of one pipeline.
-
-    Returns:
-        All weights on the first stage, this stage's elsewhere.
-    """
+    """Gather the whole weights of a pipeline's stages on the first, others keep theirs; a collective."""
     first = group.rank() == 0
     parts: list[Any] | None = [None] * group.size() if first else None
     dist.gather_object(dict(state), parts, dst=dist.get_global_rank(group, 0), group=group)

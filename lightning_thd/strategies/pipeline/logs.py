@@ -57,11 +57,7 @@ class RecordedLogs:
     def share(
         self, batches: Sequence[THDBatch], losses: Mapping[int, Tensor], *, holds_head: bool
     ) -> list[Tensor]:
-        """Send the last stage's losses and logs, microbatches in running order, to all stages, and log them.
-
-        Returns:
-            The losses, on every rank.
-        """
+        """Send the last stage's losses and logs, in running order, to all stages; return the losses."""
         message: list[Any] = [None]
         if holds_head:
             chunk = max(chunk for _, chunk in self._calls)

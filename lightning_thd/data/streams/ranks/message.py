@@ -86,16 +86,13 @@ def _starts(table: Table) -> npt.NDArray[np.int64]:
 
 
 def encode(table: Table, header: Table, layout: Layout, most: int) -> Bytes:
-    """Encode a table of sequences as one message.
+    """Encode a table of sequences as one message, uint8, as long as every other rank's.
 
     Args:
         table: ``META``, sorted by :func:`in_runs`.
         header: one entry of :func:`header_type`; what the table needs is written into it.
         layout: of the messages of all ranks. Where the table needs more, the header alone is sent.
         most: sequences that any rank sends.
-
-    Returns:
-        uint8, as many as every other rank sends.
     """
     wanted = needed(table)
     header["count"], header["columns"], header["runs"] = len(table), wanted.columns, wanted.runs

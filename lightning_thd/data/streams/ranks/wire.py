@@ -50,11 +50,7 @@ class Wire:
         return found
 
     def exchange(self, outgoing: list[Int32], sizes: list[int]) -> list[Int32]:
-        """Send each rank its part, int32, the own one empty, and receive ``sizes[rank]`` numbers from each.
-
-        Returns:
-            int32, one array a rank.
-        """
+        """Send each rank its part, int32, the own one empty, and receive ``sizes[rank]`` int32 from each."""
         if self._group is None:
             return outgoing
         self.exchanged_bytes += sum(part.nbytes for part in outgoing)
