@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.loss.oracles import Case, relative, wide
 from tests.ranks import RankError, run_ranks
@@ -18,24 +19,25 @@ CASES = [
 ]
 
 
-class _Counted:
-    """torch.distributed, counting what vocab_parallel calls."""
+_NAMES = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+}
+
+
+class _Counted(TorchDispatchMode):
+    """Counts collectives by phase and name."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls: Counter[str] = Counter()
         self.phase = ""
 
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(dist, name)
-        if not name.startswith(("all_", "reduce_scatter")):
-            return function
-        name = name.replace("_into_tensor", "").replace("_tensor", "").replace("_single", "")
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.calls[f"{self.phase} {name}"] += 1
-            return function(*args, **kwargs)
-
-        return counted
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[f"{self.phase} {_NAMES.get(func._opname, func._opname)}"] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def _shards(case: Case, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -53,23 +55,23 @@ def _shards(case: Case, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
 def run_case(case: Case, chunk: Any, sequence_parallel: bool) -> tuple[float, dict[str, int]]:
     """Largest relative error of outputs and gradients on this rank, and the collectives of both passes."""
     from lightning_thd.loss import fused_linear_logprobs
-    from lightning_thd.loss.tiles import vocab_parallel
 
     counted = _Counted()
-    vocab_parallel.dist = counted  # type: ignore[attr-defined]
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     full, targets = case.tensors()
     local = _shards(case, full)
     if sequence_parallel:
         local[0] = full[0].detach().chunk(ranks)[rank].clone().requires_grad_()
     counted.phase = "forward"
-    results = fused_linear_logprobs(
-        local[0], local[1], targets, tp_group=group, chunk=chunk, sequence_parallel=sequence_parallel,
-        **case.kwargs(local),  # type: ignore[arg-type]
-    )  # fmt: skip
+    with counted:
+        results = fused_linear_logprobs(
+            local[0], local[1], targets, tp_group=group, chunk=chunk, sequence_parallel=sequence_parallel,
+            **case.kwargs(local),  # type: ignore[arg-type]
+        )  # fmt: skip
     upstream = torch.randn(3, case.tokens, generator=torch.Generator().manual_seed(3)).double()
     counted.phase = "backward"
-    sum((upstream[i] * results[i]).sum() for i in range(3)).backward()  # type: ignore[union-attr]
+    with counted:
+        sum((upstream[i] * results[i]).sum() for i in range(3)).backward()  # type: ignore[union-attr]
     leaves64 = wide(full)
     expected = case.logprobs(leaves64, targets)
     sum((upstream[i] * expected[i]).sum() for i in range(3)).backward()  # type: ignore[union-attr]
