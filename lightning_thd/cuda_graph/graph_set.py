@@ -69,7 +69,11 @@ class GraphSet:
         Raises:
             Exception: whatever stops a capture, on this or another rank.
         """
-        together = self.rounds == 0 or isinstance(example.batch, THDShard) or self._has_shards()
+        together = (
+            self.rounds == 0
+            or isinstance(example.batch, THDShard)
+            or any(isinstance(parameter, DTensor) for parameter in self._subject.module.parameters())
+        )
         found = self._try_capture(example)
         failed = isinstance(found, Exception)
         agreed = all_agree(not failed, example.device) if together else not failed
@@ -120,9 +124,6 @@ class GraphSet:
                 f"CUDA graph of {bucket}: a replay takes {times.replay_s * 1e3:.2f} ms and eager "
                 f"{times.eager_s * 1e3:.2f} ms on this or another rank, so batches of this size run eagerly."
             )
-
-    def _has_shards(self) -> bool:
-        return any(isinstance(parameter, DTensor) for parameter in self._subject.module.parameters())
 
 
 def _is_distributed() -> bool:

@@ -6,8 +6,7 @@ weights, adapters and recomputation are sums over terms and no special case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from lightning_thd.stats import Blocks, SeqStats, Window
@@ -150,8 +149,3 @@ def _twice_pairs(window: Window | None, stats: SeqStats) -> int:
     if window is None:
         return stats.sum_squares + stats.real_tokens
     return 2 * sum(pairs for counted, pairs in stats.window_pairs if counted == window)
-
-
-def reweigh(layers: Iterable[Layer], change: Callable[[Term], Term]) -> tuple[Layer, ...]:
-    """Return the layers with every term replaced by ``change(term)``."""
-    return tuple(replace(layer, terms=tuple(change(term) for term in layer.terms)) for layer in layers)

@@ -219,7 +219,7 @@ def _fill(
             room, free = level, capacity
         else:  # on to the first item that the roomiest bin could take
             roomiest = bins[-1][0] if bins else 0.0
-            beyond = max(at + 1, bisect_left(items, -roomiest, lo=at, key=_falling))
+            beyond = max(at + 1, bisect_left(items, -roomiest, lo=at, key=lambda item: -item[0]))
             left += items[at:beyond]
             at = beyond
             continue
@@ -231,7 +231,3 @@ def _fill(
             insort(bins, (room, free - slots, number))
         at += 1
     return left, level - tightest, placed
-
-
-def _falling(item: _Item) -> float:
-    return -item[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -46,9 +45,9 @@ def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.d
         ranks = sizes.readers(data)
         if len({found[rank][0] for rank in ranks}) > 1:
             raise ValueError(
-                f"Ranks {_listed(ranks)} share one pack ({sizes.context} context-parallel x {sizes.tensor} "
-                "tensor-parallel ranks) but read different ones. Give samplers and datasets the rank and "
-                "size of strategy.distributed_sampler_kwargs, and the same seed everywhere."
+                f"Ranks {', '.join(map(str, ranks))} share one pack ({sizes.context} context-parallel x "
+                f"{sizes.tensor} tensor-parallel ranks) but read different ones. Give samplers and datasets "
+                "the rank and size of strategy.distributed_sampler_kwargs, and the same seed everywhere."
             )
     if len({shared for _, shared in found}) > 1:
         raise ValueError(
@@ -56,10 +55,6 @@ def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.d
             "or changes the loss. Plan steps from the same lengths and seed on every rank, as THDDataModule "
             "does."
         )
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _int63(digest: bytes) -> int:

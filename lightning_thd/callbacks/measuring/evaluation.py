@@ -7,6 +7,24 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 
+def _hooks(name: str) -> Any:
+    def start(self: EvaluationHooks, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.evaluation_start(name, trainer, pl_module)
+
+    def batch_end(
+        self: EvaluationHooks, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: int
+    ) -> None:
+        if not trainer.sanity_checking:
+            self.evaluation_batch(name, trainer, pl_module, batch)
+
+    def end(self: EvaluationHooks, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self.evaluation_end(name, trainer, pl_module)
+
+    return start, batch_end, end
+
+
 class EvaluationHooks(Callback):
     """Maps the hooks of Lightning's evaluation loops to three methods; skips the sanity check."""
 
@@ -22,47 +40,6 @@ class EvaluationHooks(Callback):
         """Handle the end of an evaluation loop."""
         raise NotImplementedError
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call ``evaluation_start`` for "validate", except in the sanity check."""
-        if not trainer.sanity_checking:
-            self.evaluation_start("validate", trainer, pl_module)
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: int
-    ) -> None:
-        """Call ``evaluation_batch`` for "validate", except in the sanity check."""
-        if not trainer.sanity_checking:
-            self.evaluation_batch("validate", trainer, pl_module, batch)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call ``evaluation_end`` for "validate", except in the sanity check."""
-        if not trainer.sanity_checking:
-            self.evaluation_end("validate", trainer, pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call ``evaluation_start`` for "test"."""
-        self.evaluation_start("test", trainer, pl_module)
-
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: int
-    ) -> None:
-        """Call ``evaluation_batch`` for "test"."""
-        self.evaluation_batch("test", trainer, pl_module, batch)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call ``evaluation_end`` for "test"."""
-        self.evaluation_end("test", trainer, pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call ``evaluation_start`` for "predict"."""
-        self.evaluation_start("predict", trainer, pl_module)
-
-    def on_predict_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: int
-    ) -> None:
-        """Call ``evaluation_batch`` for "predict"."""
-        self.evaluation_batch("predict", trainer, pl_module, batch)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Call ``evaluation_end`` for "predict"."""
-        self.evaluation_end("predict", trainer, pl_module)
+    on_validation_start, on_validation_batch_end, on_validation_end = _hooks("validate")
+    on_test_start, on_test_batch_end, on_test_end = _hooks("test")
+    on_predict_start, on_predict_batch_end, on_predict_end = _hooks("predict")

@@ -34,7 +34,7 @@ def encode_chat(
     """
     _check(tokenizer, messages, skip)
     messages = list(messages)
-    if _GENERATION.search(_template(tokenizer, tools)):
+    if _GENERATION.search(str(tokenizer.get_chat_template(tools=tools))):
         return _marked(tokenizer, messages, tools, skip)
     text = _render(tokenizer, messages, tools)
     bounds = [_turn(tokenizer, messages, i, text, tools) for i in _answers(messages, skip)]
@@ -44,10 +44,6 @@ def encode_chat(
         first, last = cuts[start], cuts[stop]
         mask[first : _end_of_turn(ids, first, last, tokenizer.eos_token_id)] = True
     return ids, mask
-
-
-def _template(tokenizer: Any, tools: list[Any] | None) -> str:
-    return str(tokenizer.get_chat_template(tools=tools))
 
 
 def _check(tokenizer: Any, messages: object, skip: int) -> None:
