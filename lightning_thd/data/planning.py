@@ -34,7 +34,7 @@ _VERSION = 1
 # What decides the packs of a window; the rest of a planner's settings may change under the same counts.
 _DECIDES = ("align", "window", "oversize", "seed")
 _KEEP_TOKENS = 1 << 24  # of split sequences that stay in memory: at most 256 MiB with labels
-_COUNTS_FROM = 100_000  # sequences: below it counting windows takes less than opening a file
+COUNTS_FROM = 100_000  # sequences: below it counting windows takes less than opening a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ def make_planner(
         scheduler=settings.scheduler if training else None,
         schedule=settings.schedule if training and settings.schedule is not None else data.schedule,
     )
-    if data.weights is not None or data.key is None or len(index.lengths) < _COUNTS_FROM:
+    if data.weights is not None or data.key is None or len(index.lengths) < COUNTS_FROM:
         return plan()
     return plan_counted_once(cast("partial[PackPlanner]", plan), data.key, cache_dir)
 

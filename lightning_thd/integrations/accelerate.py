@@ -75,7 +75,7 @@ def prepare_thd(
     require("accelerate", feature="prepare_thd")
     _refuse_parallelism(accelerator)
     instance(model, "model", nn.Module, advice="Pass the model itself.")
-    rank, ranks, group = _data_rank(accelerator)
+    rank, ranks, group = data_rank(accelerator)
     shared = share_packs(
         model,
         rank=rank,
@@ -165,7 +165,7 @@ def _refuse_parallelism(accelerator: Any) -> None:
             )
 
 
-def _data_rank(accelerator: Any) -> tuple[int, int, Any]:
+def data_rank(accelerator: Any) -> tuple[int, int, Any]:
     """Return this rank's index among the ranks with different data, their number and their group."""
     config = accelerator.parallelism_config
     mesh = accelerator.torch_device_mesh if config is not None else None

@@ -59,7 +59,7 @@ def test_event_files_hold_the_packs_of_every_epoch(tmp_path: Path) -> None:
 def test_many_packs_are_drawn_when_there_are_enough_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_under_test, "_PACKS", 3)
+    monkeypatch.setattr(module_under_test, "PACKS", 3)
     clock = Clock()
     run = trainer(tmp_path, monitor(clock, pictures=True), logger=TensorBoardLogger(tmp_path))
     run.fit(Module(clock), loader(UNEQUAL))
@@ -96,7 +96,7 @@ def test_wandb_keeps_the_picture_and_the_histograms(tmp_path: Path, monkeypatch:
 
 
 def test_drawing_is_no_part_of_the_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_under_test, "_PACKS", 2)
+    monkeypatch.setattr(module_under_test, "PACKS", 2)
     clock, rows = Clock(), []
     monkeypatch.setattr(SummaryWriter, "add_figure", lambda *_: clock.sleep(10_000))
     for pictures in (False, True):

@@ -91,7 +91,7 @@ def test_hugging_face_labels_are_counted_in_their_columns(monkeypatch: pytest.Mo
 
 
 def test_windows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "_COUNTS_FROM", 1)
+    monkeypatch.setattr(planning, "COUNTS_FROM", 1)
 
     def order() -> list[tuple[int, ...]]:
         data = THDDataModule(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lightning_thd.data import ByteTokenizer, StdlibText, TokenStore, read_documents, stdlib_documents
 from lightning_thd.data.read.sources import open_source
-from lightning_thd.data.read.text import _definitions, _no_collections
+from lightning_thd.data.read.text import definitions, no_collections
 from lightning_thd.data.store import Rows, cached_store
 
 ROWS = st.lists(st.lists(st.integers(0, 70_000), max_size=9), max_size=12)
@@ -199,18 +199,18 @@ def last(): pass
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     for tree in (ast.parse(source), ast.parse(Path(ast.__file__).read_text())):
         walked = [node for node in ast.walk(tree) if isinstance(node, kinds)]
-        assert [id(node) for node in _definitions(tree)] == [id(node) for node in walked]
+        assert [id(node) for node in definitions(tree)] == [id(node) for node in walked]
         assert len(walked) > 8
 
 
 def test_the_collector_is_as_it_was() -> None:
     gc.disable()
     try:
-        with _no_collections():
+        with no_collections():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:
         gc.enable()
-    with pytest.raises(KeyError), _no_collections():
+    with pytest.raises(KeyError), no_collections():
         raise KeyError
     assert gc.isenabled()

@@ -68,7 +68,7 @@ def test_small_column_tiles_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_thd.loss.tiles import budget
 
     monkeypatch.setitem(budget._WIDEST, "cpu", 7)
-    monkeypatch.setattr(budget, "_CPU_BYTES", 7 * 5 * 16)
+    monkeypatch.setattr(budget, "CPU_BYTES", 7 * 5 * 16)
     for softcap in (None, 4.0):
         check(Case(softcap=softcap, bias=True, rank=2, ignored=0.3, valid_vocab_size=95), use=(0, 1, 2))
 

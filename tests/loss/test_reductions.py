@@ -165,7 +165,7 @@ def test_top_k_of_tiles(chunk: Any, k: int, monkeypatch: pytest.MonkeyPatch) -> 
     from lightning_thd.loss.tiles import budget
 
     monkeypatch.setitem(budget._WIDEST, "cpu", 7)
-    monkeypatch.setattr(budget, "_CPU_BYTES", 7 * 5 * 16)
+    monkeypatch.setattr(budget, "CPU_BYTES", 7 * 5 * 16)
     case = Case(ignored=0.4, temperature=0.7)
     leaves, targets = case.tensors()
     found = fused_linear_logprobs(leaves[0], leaves[1], targets, temperature=0.7, chunk=chunk, top_k=k)

@@ -128,7 +128,7 @@ def phimoe() -> Any:
 def test_a_window_that_only_the_mask_knows_is_refused_beyond_its_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(masks, "_HANDS_MASKS_ON", ())  # as a family that nobody has read
+    monkeypatch.setattr(masks, "HANDS_MASKS_ON", ())  # as a family that nobody has read
     made = phimoe()
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
     model(torch.arange(3, 7)[None], use_cache=False)
@@ -172,7 +172,7 @@ def test_a_limit_is_said_by_a_shape() -> None:
 
 def test_the_longest_sequence_of_a_shard_is_that_of_the_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "in_use", False)  # put back afterwards
-    monkeypatch.setattr(masks, "_HANDS_MASKS_ON", ())
+    monkeypatch.setattr(masks, "HANDS_MASKS_ON", ())
     made = phimoe()
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
     # A rank of two holds 4 tokens of a sequence of 8.

@@ -14,7 +14,7 @@ from lightning_thd._imports import require
 from lightning_thd.callbacks.measuring.batches import microbatches
 from lightning_thd.report.packs import draw_packs
 
-_PACKS = 64  # of an epoch, for the histograms
+PACKS = 64  # of an epoch, for the histograms
 _LANES = 16  # of these, drawn
 _DRAWN, _LENGTHS, _FILL = "train/packing/packs", "train/packing/lengths", "train/packing/fill_by_pack"
 
@@ -44,11 +44,11 @@ class Pictures:
             if lengths is not None:
                 self._packs.append(lengths)
                 self._capacity = max(self._capacity, stats.slots)
-        return len(self._packs) >= _PACKS
+        return len(self._packs) >= PACKS
 
     def show(self, loggers: Iterable[Logger], step: int) -> None:
         """Draw the stored packs into loggers that take pictures, then wait for the next epoch."""
-        packs, self._packs, self._waiting = self._packs[:_PACKS], [], False
+        packs, self._packs, self._waiting = self._packs[:PACKS], [], False
         if not packs:
             return
         figure = draw_packs(packs[:_LANES], self._capacity)

@@ -117,18 +117,18 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
     if max_bytes is not None:
         check_count("max_bytes", max_bytes, "None leaves documents whole.")
     documents: list[str] = []
-    with _no_collections():
+    with no_collections():
         for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
             source = file.read_text(encoding="utf-8", errors="replace")
             lines = source.splitlines(keepends=True)
-            for node in _definitions(ast.parse(source)):
+            for node in definitions(ast.parse(source)):
                 text = "".join(lines[node.lineno - 1 : node.end_lineno])
                 documents.append(text.encode()[:max_bytes].decode(errors="ignore") if max_bytes else text)
     return documents
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[None]:
     """Disable the garbage collector in this context, which halves the time to parse syntax trees."""
     enabled = gc.isenabled()
     gc.disable()
@@ -139,7 +139,7 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _definitions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+def definitions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
     """Yield functions and classes in the order of ``ast.walk``, without its way through expressions."""
     nodes = deque([tree])
     while nodes:

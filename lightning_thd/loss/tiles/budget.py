@@ -9,7 +9,7 @@ import torch
 # Bytes of the two scratch tiles. CPU: two 8 MiB tiles stay in a last-level cache and keep the multiplier
 # at full speed (measured: 1024 x 2048 within 3 % of one large product). Accelerators: 256 MiB, 1/75 of the
 # fp32 logits of 32k tokens x 152k vocabulary, and large enough to fill the device.
-_CPU_BYTES = 16 * 2**20
+CPU_BYTES = 16 * 2**20
 _ACCELERATOR_BYTES = 256 * 2**20
 # Bytes of the logits the scalar loss keeps at a time. CPU: 64 MiB are 512 rows of a 32k vocabulary, 1/15
 # of the memory F.cross_entropy takes together with the gradients.
@@ -32,7 +32,7 @@ def tile_shape(
     """
     if chunk != "auto" and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk is {chunk!r}, wanted 'auto' or the number of tokens in a tile, at least 1.")
-    budget = _CPU_BYTES if device.type == "cpu" else _ACCELERATOR_BYTES
+    budget = CPU_BYTES if device.type == "cpu" else _ACCELERATOR_BYTES
     elements = budget // (2 * itemsize)
     widest = _WIDEST.get(device.type, _WIDEST_ACCELERATOR)
     if chunk == "auto":

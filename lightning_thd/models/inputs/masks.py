@@ -24,7 +24,7 @@ _UNDERSTOOD = (
     "blockwise_overlay",
 )
 # Families whose layers hand the mask to the attention as it is, so that it may say more than it shows.
-_HANDS_MASKS_ON = ("llama4_text", "phimoe")
+HANDS_MASKS_ON = ("llama4_text", "phimoe")
 
 
 def thd_mask(
@@ -87,7 +87,7 @@ def thd_mask(
         and not _PASSES_WINDOW.get(type(config), False)
         and longest_sequence(q_length) > local_size
     ):
-        if getattr(config, "model_type", "") in _HANDS_MASKS_ON:
+        if getattr(config, "model_type", "") in HANDS_MASKS_ON:
             return tell_limit(local_size, chunk=hasattr(config, "attention_chunk_size"), device=device)
         raise ValueError(
             f"{type(config).__name__}: this model hides keys by a window or chunk of {local_size} in its "

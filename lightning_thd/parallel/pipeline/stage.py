@@ -292,13 +292,13 @@ class Boundary(nn.Module):
         given = dict(kwargs)
         hidden = args[0] if args else given.pop("hidden_states")
         if not self._checked:
-            _require_own_inputs(self._index, {**dict(enumerate(args[1:], start=1)), **given})
+            require_own_inputs(self._index, {**dict(enumerate(args[1:], start=1)), **given})
             self._checked = True
         crossed: Tensor = self._stage.cross(self._index, hidden)
         return crossed
 
 
-def _require_own_inputs(index: int, inputs: dict[Any, Any]) -> None:
+def require_own_inputs(index: int, inputs: dict[Any, Any]) -> None:
     """Refuse layers that need an input computed from the embedding, which this rank lacks."""
     for name, value in inputs.items():
         for part in value if isinstance(value, tuple | list) else (value,):

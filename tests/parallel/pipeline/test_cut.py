@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_thd.parallel.pipeline.absent import NoHead
 from lightning_thd.parallel.pipeline.cut import cut_model, decoder_stack, language_model_of
-from lightning_thd.parallel.pipeline.stage import _require_own_inputs, stage_of
+from lightning_thd.parallel.pipeline.stage import require_own_inputs, stage_of
 from tests.parallel.pipeline.test_stage import SIZES, make_model
 
 CHANNEL: Any = SimpleNamespace(rank=0, ranks=2)
@@ -110,7 +110,7 @@ def test_keys_that_later_layers_share() -> None:
 
 def test_layers_that_are_given_what_the_embedding_made() -> None:
     with pytest.raises(ValueError, match="Layer 3 is given 'residual', which is made of the embedding"):
-        _require_own_inputs(3, {"residual": torch.full((1, 4, 2), torch.nan)})
+        require_own_inputs(3, {"residual": torch.full((1, 4, 2), torch.nan)})
 
 
 def test_logits_of_a_stage_without_a_head() -> None:
