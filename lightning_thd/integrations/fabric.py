@@ -75,7 +75,7 @@ def prepare_fabric(
     instance(fabric, "fabric", Fabric, advice="Pass a lightning Fabric that was launched.")
     instance(model, "model", nn.Module, advice="Pass the model itself.")
     _refuse_strategy(fabric.strategy)
-    rank, ranks, group = _data_rank(fabric)
+    rank, ranks, group = data_rank(fabric)
     shared = share_packs(
         model,
         rank=rank,
@@ -114,7 +114,7 @@ def _refuse_strategy(strategy: object) -> None:
             )
 
 
-def _data_rank(fabric: Fabric) -> tuple[int, int, Any]:
+def data_rank(fabric: Fabric) -> tuple[int, int, Any]:
     """Return this rank's index among the ranks with different data, their number and their group."""
     mesh = getattr(fabric.strategy, "_device_mesh", None)
     if mesh is None:  # the mesh of FSDP1 replicates and shards: all its ranks read different data

@@ -42,10 +42,6 @@ def is_folder(path: str | Path) -> bool:
 def read_folder(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any]:
     """Read a folder of sharded weights whole; no collective.
 
-    Args:
-        path: the checkpoint.
-        weights_only: as of ``torch.load``, for the file with everything else.
-
     Returns:
         What a strategy that holds weights whole writes, but for optimizer states, which name parameters:
         ``by_index`` numbers them.
@@ -114,12 +110,7 @@ def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def load_optimizers(
     states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], model: nn.Module
 ) -> None:
-    """Load whole optimizer states into the optimizers of a sharded model; a collective.
-
-    Args:
-        states: of a file, whose parameters are named or numbered.
-        optimizers: that are to load them, in the same order.
-        model: sharded; its parameters are the optimizers'.
+    """Load whole optimizer states, by name or number, into the optimizers of a sharded model; a collective.
 
     Raises:
         ValueError: for states of other parameters than the optimizers hold.
@@ -275,13 +266,7 @@ def drop_unknown_options(optimizers: Iterable[Optimizer], path: str | Path) -> N
 
 
 def save_averaging(checkpoint: dict[str, Any], path: Path, *, folder: bool) -> None:
-    """Save the weights that ``WeightAveraging`` added to a sharded checkpoint; a collective.
-
-    Args:
-        checkpoint: with ``current_model_state`` in it. Shards in it are written into a folder, or made whole.
-        path: of the checkpoint.
-        folder: whether it is to be one.
-    """
+    """Save ``WeightAveraging``'s weights of a sharded checkpoint in a folder, or made whole; a collective."""
     if folder:
         dcp.state_dict_saver.save({CURRENT: checkpoint.pop(CURRENT)}, checkpoint_id=path / _AVERAGING)
         return

@@ -14,7 +14,7 @@ from accelerate import DistributedType, FullyShardedDataParallelPlugin
 
 from lightning_thd import Packs, Sequences, prepare_thd
 from lightning_thd.batch import THDBatch
-from lightning_thd.integrations.accelerate import _data_rank
+from lightning_thd.integrations.accelerate import data_rank
 from tests.integrations.test_loops import STEPS, by_hand, make_data, run, same
 from tests.ranks import run_ranks
 from tests.tiny import TinyModule, tiny_llama
@@ -123,7 +123,7 @@ def _rank_in(sizes: dict[str, int]) -> tuple[int, int]:
     # An Accelerator on CPUs takes no mesh; config and mesh are the real ones.
     config = accelerate.ParallelismConfig(**sizes)
     mesh = config.build_device_mesh("cpu")
-    rank, ranks, group = _data_rank(SimpleNamespace(parallelism_config=config, torch_device_mesh=mesh))
+    rank, ranks, group = data_rank(SimpleNamespace(parallelism_config=config, torch_device_mesh=mesh))
     # Without a group tokens would be counted over the world.
     assert torch.distributed.get_world_size(group) == ranks
     assert torch.distributed.get_rank(group) == rank
