@@ -129,6 +129,13 @@ def test_replicas(compare: Compare, layout: Layout) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view", "find_unused_parameters"])
+def test_options_of_ddp(compare: Compare, option: str) -> None:
+    layout = Layout(strategy="thd_ddp", dp=2, options={option: True})
+    compare("qwen3", layout, (Sequences(24), torch.float64), (Packs(4), torch.float64))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("family", ["gemma3", "bamba", "qwen3_5"])
 def test_families_that_compute_in_fp32_whatever_they_are_given(family: str, cp: int) -> None:
