@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_thd.parallel.mesh import TENSOR, AxisSizes
 from lightning_thd.parallel.shard import THDShard
@@ -115,6 +116,21 @@ def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
             f"({sizes.context} context-parallel x {sizes.tensor} tensor-parallel), which can wait for each "
             "other for ever: it compiles training_step with its collectives. Compile the model in it, "
             "self.model.compile(), and give the Trainer the module as it is."
+        )
+
+
+def refuse_static_graph(model: object) -> None:
+    """Refuse DDP's static graph for steps of several microbatches, which synchronise in the last one alone.
+
+    torch learns the graph in the first backward pass and fails if that is not synchronised.
+
+    Args:
+        model: of a strategy that was set up.
+    """
+    if isinstance(model, DistributedDataParallel) and model.static_graph:
+        raise MisconfigurationException(
+            "static_graph=True with a step of several microbatches: DDP then wants every backward pass "
+            "synchronised, but gradients are exchanged in the last one alone. Leave static_graph out."
         )
 
 

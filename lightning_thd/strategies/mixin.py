@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.strategies.dynamic import log_traffic
-from lightning_thd.strategies.guards import refuse_unused_layout
+from lightning_thd.strategies.guards import refuse_static_graph, refuse_unused_layout
 from lightning_thd.strategies.hosts import refuse_host
 from lightning_thd.strategies.modules.unfrozen import reduces_now
 from lightning_thd.strategies.sharding import ShardingMixin
@@ -68,6 +68,8 @@ class THDStrategyMixin(ShardingMixin):
                 "Sequences(n) steps run under automatic optimisation: with automatic_optimization=False a "
                 "module would see the first microbatch alone. Use Packs(n), or automatic optimisation."
             )
+        if len(batch) > 1:
+            refuse_static_graph(self.model)
         self._pending = (batch, tuple(rest))
         self._logs = StepLogs(trainer, microbatches=len(batch), metrics=self._metrics)
         output = self._forward(batch.microbatches[0], tuple(rest), last=len(batch) == 1)

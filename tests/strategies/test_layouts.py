@@ -129,7 +129,7 @@ def test_replicas(compare: Compare, layout: Layout) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view", "find_unused_parameters"])
+@pytest.mark.parametrize("option", ["gradient_as_bucket_view", "find_unused_parameters"])
 def test_options_of_ddp(compare: Compare, option: str) -> None:
     layout = Layout(strategy="thd_ddp", dp=2, options={option: True})
     compare("qwen3", layout, (Sequences(24), torch.float64), (Packs(4), torch.float64))

@@ -15,12 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd import Packs, THDBatch
 from lightning_thd.parallel.mesh import AxisSizes, resolve_sizes
 from lightning_thd.strategies import THDModelParallelStrategy
-from lightning_thd.strategies.guards import refuse_second_context_parallelism
+from lightning_thd.strategies.guards import refuse_second_context_parallelism, refuse_static_graph
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Job, Layout, data, family_model, make_trainer
 from tests.tiny import sequences
@@ -54,6 +55,16 @@ def test_axes_that_do_not_exist() -> None:
     message = "no expert axis. Supported are data_parallel_size, context_parallel_size, pipeline_par"
     with pytest.raises(MisconfigurationException, match=message):
         THDModelParallelStrategy(expert_parallel_size=2)
+
+
+def test_a_static_graph_wants_every_backward_pass_synchronised() -> None:
+    model = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(model)
+    model.static_graph = False
+    refuse_static_graph(model)
+    model.static_graph = True
+    with pytest.raises(MisconfigurationException, match="in the last one alone. Leave static_graph out"):
+        refuse_static_graph(model)
 
 
 class NotThd(Job):
