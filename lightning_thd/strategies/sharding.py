@@ -49,7 +49,11 @@ from lightning_thd.strategies.checkpoints import (
 )
 from lightning_thd.strategies.context import ContextParallelMixin
 from lightning_thd.strategies.dynamic import DYNAMIC
-from lightning_thd.strategies.guards import refuse_compiled_module, refuse_partial_sharding
+from lightning_thd.strategies.guards import (
+    refuse_anomaly_detection,
+    refuse_compiled_module,
+    refuse_partial_sharding,
+)
 from lightning_thd.strategies.hosts import cuts_weights, local_gradients
 from lightning_thd.strategies.modules.finetuning import restore_groups
 from lightning_thd.strategies.modules.metrics import SyncedMetrics, metrics_in, refuse_sums
@@ -78,6 +82,7 @@ class ShardingMixin(ContextParallelMixin):
     def setup(self, trainer: L.Trainer) -> None:
         """Shard the model, unless the user has, then create the optimizers over its shards."""
         refuse_compiled_module(self.lightning_module, self.sizes)
+        refuse_anomaly_detection(trainer, self.sizes)
         writes_behind = self._writes_behind()
         self._count_once()
         if not cuts_weights(self):
@@ -185,6 +190,19 @@ class ShardingMixin(ContextParallelMixin):
                 paths.active = seen
         with self._drawing():
             return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch, and after the last one free what FSDP2 left gathered.
+
+        Until then ``parameters()`` gives gathered copies: a callback that freezes one would freeze nothing.
+        """
+        output = super().validation_step(*args, **kwargs)
+        if cuts_weights(self):
+            assert self.lightning_module is not None
+            assert self.model is not None
+            if self.lightning_module.trainer._evaluation_loop.batch_progress.is_last_batch:
+                fsdp.reshard(self.model)
+        return output
 
     def _drawing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which tensor-parallel ranks draw the same random numbers."""

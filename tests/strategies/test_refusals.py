@@ -21,7 +21,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_thd import Packs, THDBatch
 from lightning_thd.parallel.mesh import AxisSizes, resolve_sizes
 from lightning_thd.strategies import THDModelParallelStrategy
-from lightning_thd.strategies.guards import refuse_second_context_parallelism, refuse_static_graph
+from lightning_thd.strategies.guards import (
+    refuse_anomaly_detection,
+    refuse_second_context_parallelism,
+    refuse_static_graph,
+)
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Job, Layout, data, family_model, make_trainer
 from tests.tiny import sequences
@@ -65,6 +69,13 @@ def test_a_static_graph_wants_every_backward_pass_synchronised() -> None:
     model.static_graph = True
     with pytest.raises(MisconfigurationException, match="in the last one alone. Leave static_graph out"):
         refuse_static_graph(model)
+
+
+def test_anomalies_of_cut_gradients_are_refused() -> None:
+    trainer = L.Trainer(detect_anomaly=True, logger=False, accelerator="cpu", enable_checkpointing=False)
+    refuse_anomaly_detection(trainer, AxisSizes(data=2))
+    with pytest.raises(MisconfigurationException, match="detect_anomaly=True with tensor_parallel_size=2"):
+        refuse_anomaly_detection(trainer, AxisSizes(tensor=2))
 
 
 class NotThd(Job):
