@@ -22,6 +22,12 @@ OWN_KEYS = (
     *PER_TOKEN,
 )
 _REFUSED = ("input_features", "input_values", "audio_values", "audio_features")
+# What hides tokens from the loss, or tells sequences of a row apart, under names that nobody reads here.
+_MASKS = (
+    *("loss_mask", "label_mask", "labels_mask", "target_mask", "completion_mask", "response_mask"),
+    *("prompt_mask", "assistant_mask", "assistant_masks", "prompt_length", "prompt_len", "prompt_lengths"),
+)
+_BOUNDS = ("segment_ids", "document_ids", "doc_ids", "seq_idx", "sequence_lengths")
 # Arguments that THDBatch.hf_kwargs makes; a sample's own would replace them in the call of the model.
 _RESERVED = frozenset(
     (
@@ -121,8 +127,18 @@ def refuse_labels(labels: list[NDArray[Any]]) -> None:
 
 
 def check_modalities(names: Iterable[str]) -> None:
-    """Raise for keys of inputs that cannot be packed, such as audio."""
+    """Raise for keys of inputs that cannot be packed, such as audio, and of masks that would be left out."""
     for name in names:
+        if name in _MASKS:
+            raise ValueError(
+                f"Samples carry {name!r}, which is not read, so that what it hides would be trained on. Give "
+                "labels, unshifted, with -100 where a token is not to be learned, in its place."
+            )
+        if name in _BOUNDS:
+            raise ValueError(
+                f"Samples carry {name!r}, which is not read, so that sequences of one row would see each "
+                "other. Give lengths, cu_seqlens or position_ids in its place, or one sequence a row."
+            )
         if name in _REFUSED:
             raise ValueError(
                 f"Samples carry {name!r}: audio inputs cannot be packed, only tokens, images and video. "

@@ -16,7 +16,7 @@ from lightning_thd._checks import whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
-from lightning_thd.data.mixing import ShareLog
+from lightning_thd.data.mixing import planned_sources
 from lightning_thd.data.planning import PlanSettings, announce, counts_of, keep_long_rows, make_planner
 from lightning_thd.data.plans_ahead import Planner
 from lightning_thd.data.read.conversations import Records
@@ -32,7 +32,7 @@ from lightning_thd.data.stream_link import (
     refuse_repeats,
     refuse_streams,
     stream_policies,
-    stream_shares,
+    stream_sources,
 )
 from lightning_thd.data.streams import Stream, StreamLoader, StreamMixture, stream_loader
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
@@ -190,8 +190,7 @@ class THDDataModule(L.LightningDataModule):
                 setattr(self, hook, MethodType(getattr(L.LightningDataModule, hook), self))
         self._attached = link.Host()
         self._sets: dict[str, DataSet] = {}
-        self._shares: ShareLog | None = None  # of a mixture of streams
-        self._source_log: SourceLog | None = None  # of one that is planned
+        self._source_log: SourceLog | None = None  # of a mixture
         self._planners: dict[tuple[object, ...], Planner] = {}
 
     def attach(
@@ -275,13 +274,14 @@ class THDDataModule(L.LightningDataModule):
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
         if self._stream is not None:
             loader = self._streamed(self._stream, self._train_kind)
-            self._shares = stream_shares(loader)
+            sources = stream_sources(loader)
+            self._source_log = None if sources is None else SourceLog(sources)
             return loader
         again = getattr(self.trainer, "overfit_batches", 0) > 0
         made = self._loader("train", kind=self._train_kind, fixed_order=again, progress=self._progress)
-        logged = None if self._source_log is None else self._source_log.planner
+        logged = None if self._source_log is None else self._source_log.sources.of
         if isinstance(made.planner, MixturePlanner) and made.planner is not logged:
-            self._source_log = SourceLog(made.planner, made.per_step)
+            self._source_log = SourceLog(planned_sources(made.planner, made.per_step))
         return made
 
     @property
@@ -298,8 +298,6 @@ class THDDataModule(L.LightningDataModule):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Log tokens and loss of each source of a mixture; Lightning calls this with every batch."""
         trainer = self.trainer if self.trainer is not None and self.trainer.training else None
-        if trainer is not None and self._shares is not None:
-            self._shares.update(trainer, trainer.current_epoch, self._host.ranks)
         if trainer is not None and self._source_log is not None:
             self._source_log.begin(trainer, batch, self._host.ranks)
         return batch

@@ -268,6 +268,8 @@ class THDLoader:
         self._cursor.epoch, self._cursor.start = epoch, step * self._cursor.per_step
         if step == self._cursor.num_steps:
             self._cursor.epoch, self._cursor.start = epoch + 1, 0
+        self._handed_out = self._cursor.start  # saved again before the next batch, it is the same position
+        if step and not self._cursor.start:
             return
         if self._on_load is not None:
             self._on_load(self._cursor.start)

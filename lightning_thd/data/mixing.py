@@ -1,13 +1,14 @@
-"""Several sources with weights -> one dataset, the source of each sequence, and logs of their shares."""
+"""Several sources with weights -> one dataset, the source of each sequence, and a description of all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import lightning.pytorch as L
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from lightning_thd.data.store.index import SequenceIndex
@@ -72,49 +73,39 @@ def _of_sequences(index: SequenceIndex) -> Any:
     return index.sequence_weights if len(index.weights) else np.ones(len(index.lengths))
 
 
-@dataclass(kw_only=True, slots=True)
-class ShareLog:
-    """Logs how much of what was trained on came from each source, for the whole job.
-
-    The numbers come from the plan, on the first process, so that no device and no other rank is asked.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """The sources of a mixture, for logs of what was trained of each.
 
     Attributes:
+        of: the planner or loader that they are of.
         names: of the sources.
-        tokens_of: real tokens of each source in a step of an epoch on so many ranks, int64 ``[N]``; called
+        source_of: ids of sequences -> the number of the source of each, int64 ``[S]``.
+        tokens_of: epoch, step and data ranks -> real tokens of each source in the step, int64 ``[N]``; called
             once for each step, in order.
-        per_step: batches of a rank to a step of the plan.
-        done: the epoch and step up to which it was logged.
-        tokens: real tokens of each source so far, since the run began or was resumed.
+        per_step: batches of a rank to a step.
     """
 
+    of: object
     names: Sequence[str]
+    source_of: Callable[[npt.ArrayLike], IntArray]
     tokens_of: Callable[[int, int, int], IntArray]
     per_step: int
-    done: tuple[int, int] | None = None
-    tokens: IntArray | None = None
-
-    def update(self, trainer: L.Trainer, epoch: int, dp: int) -> None:
-        """Log the shares at steps at which the Trainer logs; called before each batch."""
-        batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        step = batches // self.per_step
-        if self.done is None or self.done[0] != epoch:
-            self.done = (epoch, step if self.done is None else 0)
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if not trainer.is_global_zero or step - self.done[1] < max(1, every):
-            return
-        tokens = np.zeros(len(self.names), np.int64)
-        for k in range(self.done[1], step):
-            tokens += self.tokens_of(epoch, k, dp)
-        self.done = (epoch, step)
-        self.tokens = tokens if self.tokens is None else self.tokens + tokens
-        logged = {f"data/{name}/tokens": float(n) for name, n in zip(self.names, self.tokens, strict=True)}
-        part = tokens / max(1, int(tokens.sum()))
-        logged |= {f"data/{name}/share": float(x) for name, x in zip(self.names, part, strict=True)}
-        for logger in trainer.loggers:
-            logger.log_metrics(logged, step=trainer.global_step)
 
 
-def planned_tokens(planner: MixturePlanner, epoch: int, step: int, dp: int) -> IntArray:
+def planned_sources(planner: MixturePlanner, per_step: int) -> Sources:
+    """Describe the sources of a planned mixture."""
+    mixture = planner.mixture
+    return Sources(
+        of=planner,
+        names=mixture.names,
+        source_of=mixture.source_of,
+        tokens_of=partial(_planned_tokens, planner),
+        per_step=per_step,
+    )
+
+
+def _planned_tokens(planner: MixturePlanner, epoch: int, step: int, dp: int) -> IntArray:
     """Count the real tokens of each source of a mixture in a planned step, int64 ``[N]``."""
     mixture = planner.mixture
     spans = planner.step(epoch, step, dp).spans

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.data.mixing import planned_tokens
+from lightning_thd.data.mixing import Sources
 from lightning_thd.loss.watch import SlotLosses, watch
-from lightning_thd.packing.mixtures import MixturePlanner
 from lightning_thd.parallel.shard import THDShard
 
 
@@ -21,27 +20,27 @@ class SourceLog:
 
     Tokens and shares come from the plan, on the first process. Losses are those that ``causal_lm_loss`` sums
     anyway: added up on the device by source, and over the ranks once a log interval, when they are read.
-    A step that is replayed from a graph, and a loss of another kind, show none; their keys are left out.
+    A loss of another kind shows its own by ``loss.log_token_losses``; else the keys of losses are left out.
     """
 
-    def __init__(self, planner: MixturePlanner, per_step: int) -> None:
-        self.planner, self._per_step = planner, per_step
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
         self._steps: list[tuple[int, int]] = []  # (epoch, step) begun since the last log
-        self._tokens = np.zeros(len(planner.mixture.names), np.int64)
+        self._tokens = np.zeros(len(sources.names), np.int64)
         self._own: tuple[tuple[int, ...], ...] = ()
         self._sums: Tensor | None = None  # loss and weight of each source since the last log, fp64 [2, K + 1]
-        watch(self)
 
     def begin(self, trainer: L.Trainer, batch: THDBatch | THDStep, dp: int) -> None:
         """Record the sources of the coming batch, and log if a log is due; called on every rank."""
         batches = int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        step = trainer.current_epoch, batches // self._per_step
+        step = trainer.current_epoch, batches // self.sources.per_step
         if not self._steps or self._steps[-1] != step:
             if len(self._steps) >= max(1, trainer.log_every_n_steps):  # type: ignore[attr-defined]
                 self.flush(trainer, dp)
             self._steps.append(step)
         microbatches = batch.microbatches if isinstance(batch, THDStep) else (batch,)
         self._own = tuple(part.sequence_ids for part in microbatches)
+        watch(self)
 
     def wants(self, batch: THDBatch) -> bool:
         """Return whether a batch is one that ``begin`` has announced."""
@@ -56,13 +55,13 @@ class SourceLog:
         if self._sums is None:
             self._sums = self._zeros(where.device)
         found = torch.stack([slots.losses.flatten(), slots.weights.flatten()]).to(self._sums.dtype)
-        self._sums.index_add_(1, where, found / scale)
+        # A replayed step has more slots than the batch, which comes first.
+        self._sums.index_add_(1, where, found[:, : len(where)] / scale)
 
     def _source_of_slots(self, batch: THDBatch) -> Tensor:
         """Return the number of each slot's source, int64 ``[T]``; padding has the last number."""
-        mixture = self.planner.mixture
-        padding = len(mixture.names)
-        sources = mixture.source_of(batch.sequence_ids)
+        padding = len(self.sources.names)
+        sources = self.sources.source_of(np.asarray(batch.sequence_ids, np.int64))
         trailing = np.full(len(batch.padded_lengths) - len(sources), padding)
         on_host = torch.from_numpy(np.repeat(np.concatenate([sources, trailing]), batch.padded_lengths))
         device = batch.targets.device
@@ -76,16 +75,15 @@ class SourceLog:
         if not self._steps:
             return
         steps, self._steps = self._steps, []
-        mixture = self.planner.mixture
         losses = self._losses(trainer)
         if not trainer.is_global_zero:
             return
-        tokens = np.zeros(len(mixture.names), np.int64)
+        tokens = np.zeros(len(self.sources.names), np.int64)
         for epoch, step in steps:
-            tokens += planned_tokens(self.planner, epoch, step, dp)
+            tokens += self.sources.tokens_of(epoch, step, dp)
         self._tokens += tokens
         logged: dict[str, Any] = {}
-        for k, name in enumerate(mixture.names):
+        for k, name in enumerate(self.sources.names):
             logged[f"data/{name}/tokens"] = float(self._tokens[k])
             logged[f"data/{name}/share"] = float(tokens[k]) / max(1, int(tokens.sum()))
             if losses[k] is not None:
@@ -95,7 +93,7 @@ class SourceLog:
 
     def _zeros(self, device: torch.device) -> Tensor:
         wide = torch.float32 if device.type == "mps" else torch.float64
-        return torch.zeros((2, len(self.planner.mixture.names) + 1), dtype=wide, device=device)
+        return torch.zeros((2, len(self.sources.names) + 1), dtype=wide, device=device)
 
     def _losses(self, trainer: L.Trainer) -> list[float | None]:
         """Sum the losses of all ranks and read each source's mean: one message and one read."""

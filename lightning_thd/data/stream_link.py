@@ -8,7 +8,7 @@ from functools import partial
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_thd.data.mixing import ShareLog
+from lightning_thd.data.mixing import Sources
 from lightning_thd.data.planning import PlanSettings
 from lightning_thd.data.read.encode import load_tokenizer
 from lightning_thd.data.read.sources import Opener
@@ -55,12 +55,14 @@ def _is_streamed(given: object) -> bool:
     return isinstance(source, Stream) or is_stream(source)
 
 
-def stream_shares(loader: StreamLoader) -> ShareLog | None:
-    """Return the log of a stream mixture's sources; None for a single stream."""
+def stream_sources(loader: StreamLoader) -> Sources | None:
+    """Describe the sources of a stream mixture; None for a single stream."""
     if not loader.source_names:
         return None
-    return ShareLog(
+    return Sources(
+        of=loader,
         names=loader.source_names,
+        source_of=loader.source_of,
         tokens_of=lambda epoch, step, dp: loader.next_tokens(),
         per_step=loader.per_step,
     )

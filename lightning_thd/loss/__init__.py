@@ -15,6 +15,7 @@ from lightning_thd.loss.linear_nll import fused_linear_cross_entropy
 from lightning_thd.loss.mtp import mtp_targets
 from lightning_thd.loss.rollouts import PackedRollouts
 from lightning_thd.loss.tiles.top import TopTokens
+from lightning_thd.loss.watch import log_token_losses
 
 __all__ = [
     "LogProbs",
@@ -28,6 +29,7 @@ __all__ = [
     "fused_linear_cross_entropy",
     "fused_linear_distillation",
     "fused_linear_logprobs",
+    "log_token_losses",
     "mtp_targets",
     "policy",
     "preference",

@@ -24,7 +24,7 @@ from lightning_thd.loss.tiles.logit_map import LogitMap
 from lightning_thd.loss.tiles.nll import Penalties
 from lightning_thd.loss.tiles.top import TopTokens
 from lightning_thd.loss.token_weights import Factors, Reduction, loss_weights
-from lightning_thd.loss.watch import SlotLosses, watcher_of
+from lightning_thd.loss.watch import SlotLosses, recorder, watcher_of
 from lightning_thd.parallel.shard import pack_value
 
 # DeepSeek-V3 (arXiv:2412.19437, section 2.2): the mean loss of the further predictions times 0.3 at first.
@@ -182,12 +182,13 @@ def _loss(
     mtp_weight: float,
     watched: bool,
 ) -> tuple[LossParts, TokenStats | None]:
-    watcher, slots = watcher_of(batch), list[SlotLosses]()
+    watcher, recorded, slots = watcher_of(batch), recorder(), list[SlotLosses]()
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
         targets, weight = factors(targets_after(batch, depth), depth, operands.vocabulary)
         call = operands.call(targets, logit_map)
-        see = slots.append if watcher is not None and not depth else None
+        wanted = watcher is not None or recorded is not None
+        see = slots.append if wanted and not depth else None
         found = torch.stack([*linear_nll(call, penalties, token_weights=weight, see=see)])
         return torch.cat([found, _watch(call)]) if watched else found
 
@@ -196,6 +197,8 @@ def _loss(
     found = HeadCall.of(inner).run(model, lambda: Job(batch, values, size=size))
     if watcher is not None and slots:
         watcher.see(batch, slots[-1], scale or 0.0)  # the last: a model may be called twice
+    if recorded is not None:
+        recorded += slots[-1:]
     loss, z_part, *sums = found["values"].unbind()
     further = [value[0] for name, value in found.items() if name.startswith("value_")]
     if further:

@@ -6,13 +6,17 @@ T slots in a pack, R of them with a target.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from lightning_thd._checks import instance
 from lightning_thd._static import shapes_are_static
-from lightning_thd.batch import THDBatch
+from lightning_thd.batch import IGNORE_INDEX, THDBatch
 
 
 class SlotLosses(NamedTuple):
@@ -41,16 +45,89 @@ class Watcher(Protocol):
         ...
 
 
-_WATCHERS: weakref.WeakSet[Watcher] = weakref.WeakSet()
+_WATCHER: list[weakref.ref[Watcher]] = []  # the one whose training runs, if it is still there
+_RECORDED: ContextVar[list[SlotLosses] | None] = ContextVar("lightning_thd_recorded_losses", default=None)
 
 
 def watch(watcher: Watcher) -> None:
-    """Register a watcher for the losses of ``causal_lm_loss``, by a weak reference."""
-    _WATCHERS.add(watcher)
+    """Show the losses of the batches to come to this watcher, held by a weak reference, and to no other."""
+    _WATCHER[:] = [weakref.ref(watcher)]
+
+
+def _present() -> Watcher | None:
+    return _WATCHER[0]() if _WATCHER else None
 
 
 def watcher_of(batch: THDBatch) -> Watcher | None:
     """Return the watcher of a training batch, or None; a recorded step has none."""
-    if not _WATCHERS or shapes_are_static() or not torch.is_grad_enabled():
+    watcher = _present()
+    if watcher is None or shapes_are_static() or not torch.is_grad_enabled():
         return None
-    return next((watcher for watcher in _WATCHERS if watcher.wants(batch)), None)
+    return watcher if watcher.wants(batch) else None
+
+
+@contextmanager
+def recorded_losses() -> Iterator[list[SlotLosses]]:
+    """Collect the slot losses computed in this context, in a list; it stays empty where nobody watches.
+
+    For a step that is recorded once and replayed on other batches: the tensors are filled again by every
+    replay, and :func:`show` hands them on.
+    """
+    found: list[SlotLosses] = []
+    token = _RECORDED.set(None if _present() is None else found)
+    try:
+        yield found
+    finally:
+        _RECORDED.reset(token)
+
+
+def recorder() -> list[SlotLosses] | None:
+    """Return the list that the slot losses of a recorded step go to; None where none are wanted."""
+    return _RECORDED.get()
+
+
+def show(batch: THDBatch, slots: SlotLosses) -> None:
+    """Hand the slot losses of a batch to the watcher that wants them, if there is one."""
+    watcher = watcher_of(batch)
+    if watcher is not None:
+        watcher.see(batch, slots, float(batch.loss_scale or 0.0))
+
+
+def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = None) -> None:
+    """Hand the losses of a training batch's tokens to the log of a mixture's sources.
+
+    ``causal_lm_loss`` does so itself; a loss of your own calls this in ``training_step`` with what it
+    averages, and ``data/<name>/loss`` of every source of a ``THDDataModule`` is the mean of its tokens'
+    losses. Reads nothing from the device, and does nothing where no mixture is trained.
+
+    Args:
+        batch: that ``training_step`` was given, on its device.
+        losses: float ``[T]``, the loss of each slot; read where ``batch.targets`` is not -100.
+        weights: float ``[T]``, what each counts in the mean; 1 by default.
+
+    Raises:
+        TypeError: for what is no batch or tensor.
+        ValueError: for another number of values than the batch has slots.
+    """
+    instance(batch, "batch", THDBatch, advice="Pass the batch that training_step was given.")
+    for name, values in (("losses", losses), ("weights", weights)):
+        if values is None and name == "weights":
+            continue
+        instance(values, name, Tensor, advice="Pass a tensor with a value for each slot of the batch.")
+        assert values is not None
+        if values.shape != batch.targets.shape:
+            raise ValueError(
+                f"{name} has the shape {list(values.shape)}, wanted one value a slot, as batch.targets: "
+                f"{list(batch.targets.shape)}."
+            )
+    counts = batch.targets != IGNORE_INDEX
+    factors = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
+    factors = torch.where(counts, factors, 0.0)
+    summed = torch.where(counts, losses.detach() * factors, 0.0)
+    found = recorder()
+    if found is not None:  # by the scale of the batch, as those of causal_lm_loss
+        scale: Tensor | float = 0.0 if batch.loss_scale is None else batch.loss_scale
+        found.append(SlotLosses(summed * scale, factors * scale, None))
+    watcher = watcher_of(batch)
+    if watcher is not None:
+        watcher.see(batch, SlotLosses(summed, factors, None), 1.0)

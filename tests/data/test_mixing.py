@@ -13,7 +13,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_thd import Packs, Sequences, THDDataModule, causal_lm_loss
+from lightning_thd import CUDAGraphCallback, Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
+from lightning_thd.loss import log_token_losses
 from lightning_thd.module import CausalLMModule
 from lightning_thd.packing.mixtures import Mixing
 from tests.data.test_datamodule import CAPACITY, flat, make_trainer
@@ -122,17 +123,37 @@ def test_an_error_in_a_mixture_names_the_source() -> None:
         list(data.train_dataloader())
 
 
-def source_losses(folder: Path, *, devices: int = 1, reduction: str = "tokens", **options: Any) -> Path:
-    """Train for two epochs at a rate of zero, logging every third step to TensorBoard."""
+def own_loss(model: Any, batch: Any) -> Any:
+    """A loss that a user writes: the mean over the batch's tokens of what they say themselves."""
+    logits = model(**batch.hf_kwargs()).logits[0]
+    losses = torch.nn.functional.cross_entropy(logits, batch.targets, reduction="none")
+    log_token_losses(batch, losses)
+    return losses.sum() * batch.loss_scale
+
+
+def source_losses(
+    folder: Path,
+    *,
+    devices: int = 1,
+    reduction: str = "tokens",
+    own: bool = False,
+    graphs: Any = None,
+    data: Any = None,
+    epochs: int = 2,
+    **options: Any,
+) -> Path:
+    """Train at a rate of zero, logging every third step to TensorBoard."""
 
     class Still(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if own:
+                return own_loss(self.model, batch)
             return causal_lm_loss(self.model, batch, reduction=reduction)  # type: ignore[call-overload]
 
     torch.manual_seed(0)
     logger = TensorBoardLogger(folder, name="", version="")
     trainer = L.Trainer(
-        max_epochs=2,
+        max_epochs=epochs,
         accelerator="cpu",
         devices=devices,
         strategy="thd" if devices == 1 else "thd_ddp",
@@ -141,8 +162,9 @@ def source_losses(folder: Path, *, devices: int = 1, reduction: str = "tokens", 
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
+        callbacks=[] if graphs is None else [graphs],
     )
-    trainer.fit(Still(lr=0.0), mixture(global_batch=Sequences(5), **options))
+    trainer.fit(Still(lr=0.0), mixture(global_batch=Sequences(5), **options) if data is None else data)
     return folder
 
 
@@ -153,7 +175,7 @@ def logged_losses(folder: Path) -> dict[str, list[float]]:
     return {name: [event.value for event in reader.Scalars(name)] for name in names}
 
 
-def losses_by_hand(*, weigh_sequences: bool = False) -> dict[str, list[float]]:
+def losses_by_hand(*, weigh_sequences: bool = False, epochs: int = 2) -> dict[str, list[float]]:
     """Run every sequence of the plan alone and average by source over three steps at a time."""
     rows = [*sequences(8), *sequences(14, labels=True, seed=1)]
     data = mixture(global_batch=Sequences(5))
@@ -161,7 +183,7 @@ def losses_by_hand(*, weigh_sequences: bool = False) -> dict[str, list[float]]:
     planner: Any = data.train_steps().planner
     model = TinyModule(lr=0.0).model
     alone = [nll(model, row) for row in rows]
-    plans = [planner.step(epoch, k, 1) for epoch in range(2) for k in range(planner.num_steps(epoch))]
+    plans = [planner.step(epoch, k, 1) for epoch in range(epochs) for k in range(planner.num_steps(epoch))]
     found: dict[str, list[float]] = {f"data/{n}/{what}": [] for n in "ab" for what in ("loss", "tokens")}
     tokens = Counter[str]()
     for at in range(0, len(plans), 3):
@@ -198,3 +220,28 @@ def test_two_ranks_log_the_same_losses_of_sources(tmp_path: Path) -> None:
     found = logged_losses(tmp_path)
     for name, values in losses_by_hand().items():
         assert found[name] == pytest.approx(values, rel=1e-6), name
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_steps_replayed_from_graphs_log_the_same_losses_of_sources(tmp_path: Path, own: bool) -> None:
+    graphs = CUDAGraphCallback(max_sequences=(6, 12), backend="recording", require=True)
+    found = logged_losses(source_losses(tmp_path, own=own, graphs=graphs, epochs=5))
+    assert graphs.stats.replays > 5  # of those after the 32 that are observed
+    for name, values in losses_by_hand(epochs=5).items():
+        assert found[name] == pytest.approx(values, rel=1e-6), name
+
+
+def test_a_loss_of_ones_own_is_logged_by_source(tmp_path: Path) -> None:
+    found = logged_losses(source_losses(tmp_path, own=True))
+    for name, values in losses_by_hand().items():
+        assert found[name] == pytest.approx(values, rel=1e-6), name
+
+
+def test_token_losses_of_another_shape_are_refused() -> None:
+    batch = THDBatch.collate([{"input_ids": [1, 2, 3]}])
+    with pytest.raises(ValueError, match=r"losses has the shape \[2\], wanted one value a slot.*\[3\]"):
+        log_token_losses(batch, torch.ones(2))
+    with pytest.raises(ValueError, match=r"weights has the shape \[\], wanted one value a slot"):
+        log_token_losses(batch, torch.ones(3), torch.ones(()))
+    with pytest.raises(TypeError, match="losses is a list"):
+        log_token_losses(batch, [1.0, 2.0, 3.0])  # type: ignore[arg-type]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zstandard
 
-from lightning_thd import THDDataModule
+from lightning_thd import Packs, THDDataModule
 from lightning_thd.data import ByteTokenizer
+from lightning_thd.data.streams import Stream
 
 Read = list[tuple[list[int], list[int]]]
 
@@ -40,6 +44,12 @@ def lines(*records: Any) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
+PACKED = {
+    "gz": gzip.compress(b'{"text": "a"}\n' * 99),
+    "bz2": bz2.compress(b'{"text": "a"}\n' * 99),
+    "xz": lzma.compress(b'{"text": "a"}\n' * 99),
+    "zst": zstandard.compress(b'{"text": "a"}\n' * 99),
+}
 UTF16 = "hello".encode("utf-16")
 TEXTS: dict[str, tuple[str, str | bytes, list[str]]] = {
     "byte-order mark of text": ("a.txt", b"\xef\xbb\xbfhello", ["hello"]),
@@ -60,10 +70,53 @@ TEXTS: dict[str, tuple[str, str | bytes, list[str]]] = {
     "several members": ("a.jsonl.gz", gzip.compress(lines({"text": "a"}).encode()) * 2, ["a", "a"]),
     "capital suffix": ("A.JSONL", lines({"text": "a"}), ["a"]),
     "brackets in the name": ("a[1].jsonl", lines({"text": "a"}), ["a"]),
+    "byte-order mark of a JSON file": ("a.json", b"\xef\xbb\xbf" + b'[{"text": "a"}]', ["a"]),
+    "several members of zstandard": (
+        "a.jsonl.zst",
+        zstandard.compress(lines({"text": "a"}).encode()) + zstandard.compress(lines({"text": "b"}).encode()),
+        ["a", "b"],
+    ),
+    "zeros behind a member": ("a.jsonl.gz", gzip.compress(lines({"text": "a"}).encode()) + b"\0" * 9, ["a"]),
+    "padded xz": ("a.jsonl.xz", lzma.compress(lines({"text": "a"}).encode()) + b"\0" * 8, ["a"]),
     "blank lines": ("a.jsonl", "\n\n" + lines({"text": "a"}) + "\n", ["a"]),
 }
 IDS = {"input_ids": [1, 2, 3]}
 REFUSED: dict[str, tuple[str, str | bytes, str]] = {
+    **{
+        f"{suffix} that is cut": (f"a.jsonl.{suffix}", packed[:-9], "damaged, it cannot be unpacked")
+        for suffix, packed in PACKED.items()
+    },
+    **{
+        f"{suffix} with more behind": (
+            f"a.jsonl.{suffix}",
+            packed + b"junk",
+            "damaged, it cannot be unpacked",
+        )
+        for suffix, packed in PACKED.items()
+    },
+    "a table with a torn quote": ("a.csv", 'text,x\na,1\n"b,1\nc"d,2\n', "line 3: a quote begins a cell and"),
+    "a tab-separated one": ("a.tsv", 'text\tx\n"b\t1\nc"d\t2\n', "line 2: a quote begins a cell and"),
+    "a mask of the loss": (
+        "a.jsonl",
+        lines({**IDS, "loss_mask": [0, 0, 1]}),
+        "carry 'loss_mask', which is not",
+    ),
+    "a mask of TRL": ("a.jsonl", lines({**IDS, "completion_mask": [0, 0, 1]}), "carry 'completion_mask'"),
+    "segments": (
+        "a.jsonl",
+        lines({**IDS, "segment_ids": [0, 0, 1]}),
+        "sequences of one row would see each other",
+    ),
+    "a label of -1": (
+        "a.jsonl",
+        lines({**IDS, "labels": [-1, 2, 3]}),
+        "line 1: the label -1. Labels are ids, or",
+    ),
+    "a mask of another length": (
+        "a.jsonl",
+        lines({**IDS, "attention_mask": [1]}),
+        r"attention_mask of shape \(1,\)",
+    ),
     "Latin-1 text": ("a.txt", b"caf\xe9", r"a.txt: not UTF-8 \(byte 0xe9 at 3\). Write it anew"),
     "Latin-1 lines": ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2: not UTF-8"),
     "Latin-1 cells": ("a.csv", b"text\na\ncaf\xe9\n", "line 3: not UTF-8"),
@@ -246,3 +299,74 @@ def test_a_frame_of_pandas_says_how_to_pass_it(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"DataFrame\[0\] raised KeyError"):
         read(frame, tmp_path)
     assert [ids for ids, _ in read(frame.to_dict("records"), tmp_path)] == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_shards_of_a_stream_that_are_cut_are_refused(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"a.jsonl.{suffix}"
+    texts = [f"{k} {np.random.default_rng(k).bytes(40).hex()}" for k in range(300)]
+    whole = lines(*({"text": text} for text in texts)).encode()
+    packed = gzip.compress(whole) if suffix == "gz" else zstandard.compress(whole)
+    file.write_bytes(packed)
+    found = THDDataModule(Stream(str(file)), capacity=512, global_batch=Packs(1)).train_steps()
+    assert sum(len(batch.sequence_ids) for step in found for batch in step.microbatches) == 300
+    file.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(ValueError, match=r"a\.jsonl.*reading stopped.* end(s|ed) before"):
+        list(THDDataModule(Stream(str(file)), capacity=512, global_batch=Packs(1)).train_steps())
+
+
+def test_what_unpacks_to_far_more_than_text_does_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_thd.data.read.files._MOST_BYTES", 1 << 16)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * (1 << 22)))
+    with pytest.raises(ValueError, match="it holds more than 500 times its size"):
+        read(str(tmp_path / "a.txt.gz"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["loss_mask", "assistant_masks", "segment_ids"])
+def test_masks_that_nobody_reads_are_refused_wherever_they_stand(tmp_path: Path, name: str) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": np.array([1, 2, 3]), name: np.array([0, 0, 1])}]
+    columns = {"input_ids": [[1, 2, 3]], name: [[0, 0, 1]]}
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    streamed = Stream(lambda: iter([{"input_ids": [1, 2, 3], name: [0, 0, 1]}]))
+    for source in (rows, str(tmp_path / "a.parquet"), datasets.Dataset.from_dict(columns)):
+        with pytest.raises(ValueError, match=f"carry '{name}', which is not read"):
+            read(source, tmp_path)
+    with pytest.raises(ValueError, match=f"carry '{name}', which is not read"):
+        list(THDDataModule(streamed, capacity=64, global_batch=Packs(1)).train_steps())
+
+
+def test_labels_of_minus_one_are_found_when_the_data_is_prepared(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [3, 4], "labels": [-1, 4]}]
+    for source in (rows, datasets.Dataset.from_list(rows)):
+        with pytest.raises(ValueError, match="1 has the label -1. Labels are ids, or -100"):
+            THDDataModule(source, capacity=64, cache_dir=tmp_path).setup("fit")
+        with pytest.warns(UserWarning, match="1 bad rows are left out; the first: row 1: has the label -1"):
+            assert [ids for ids, _ in read(source, tmp_path, on_error="skip")] == [[1, 2]]
+
+
+def test_a_masked_array_is_refused(tmp_path: Path) -> None:
+    rows = [{"input_ids": np.ma.array([1, 2, 3], mask=[0, 1, 0])}]
+    with pytest.raises(ValueError, match=r"input_ids is a masked array, whose mask would be lost"):
+        read(rows, tmp_path)
+
+
+def test_files_of_a_folder_that_only_begin_as_those_about_data_are_data(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    (folder / ".hidden").mkdir(parents=True)
+    names = ["state-of-things.txt", "license-1.txt", "README.md", "_x.txt", ".hidden/y.txt", "z.bak"]
+    for name in names:
+        (folder / name).write_text(name)
+    assert texts(str(folder), tmp_path) == ["license-1.txt", "state-of-things.txt"]
+
+
+def test_labels_beside_the_formatted_columns_are_used(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_dict({"input_ids": [[1, 2, 3]], "labels": [[1, -100, 3]]})
+    formatted = dataset.with_format("torch", columns=["input_ids"], output_all_columns=True)
+    assert "labels" in formatted[0]
+    assert read(formatted, tmp_path) == read(dataset, tmp_path) == [([1, 2, 3], [-100, 3, -100])]

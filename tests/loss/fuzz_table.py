@@ -16,6 +16,7 @@ from lightning_thd.loss import (
     fused_linear_cross_entropy,
     fused_linear_distillation,
     fused_linear_logprobs,
+    log_token_losses,
     mtp_targets,
     policy,
     preference,
@@ -192,6 +193,11 @@ def _mtp(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def _token_losses(rng: random.Random) -> dict[str, Any]:
+    batch = THDBatch.collate([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+    return {"batch": batch, "losses": torch.rand(5), "weights": rng.choice([None, torch.ones(5)])}
+
+
 def _model_loss(rng: random.Random) -> dict[str, Any]:
     smoothed = rng.random() < 0.5
     return {
@@ -223,6 +229,7 @@ TABLE = {
         causal_lm_logprobs,
         lambda rng: {"model": MODEL, "batch": BATCH, "temperature": 0.5, "entropy": True, "top_k": 2},
     ),
+    "loss.log_token_losses": Entry(log_token_losses, _token_losses),
     "loss.PackedRollouts": Entry(
         PackedRollouts,
         lambda _: {n: getattr(ROLLOUTS, n) for n in PackedRollouts.__dataclass_fields__},

@@ -13,6 +13,7 @@ import logging
 import random
 import resource
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,18 @@ from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
 from tests.trust.record import record
 
 _EPOCHS = 3
+
+
+def exact_counts(sizes: Mapping[str, int], weights: Mapping[str, float], mixing: Mixing) -> dict[str, float]:
+    """Say what an epoch would take of sources of these sizes if sequences could be cut."""
+    if mixing.passes is not None:
+        return {name: float(sizes[name] * mixing.passes[name]) for name in sizes}
+    raised = {name: weight ** (1 / mixing.temperature) for name, weight in weights.items()}
+    shares = {name: value / sum(raised.values()) for name, value in raised.items()}
+    wanted = [sizes[name] / shares[name] for name in sizes]
+    sized = {"longest": max(wanted), "shortest": min(wanted)}
+    number = round(sized[mixing.epoch]) if isinstance(mixing.epoch, str) else mixing.epoch
+    return {name: share * number for name, share in shares.items()}
 
 
 @dataclass
@@ -63,17 +76,9 @@ class Case:
         return all(number * self.weights[name] / total >= 1 for name in sizes)
 
     def exact_counts(self) -> dict[str, float]:
-        """What an epoch would take of each source if sequences could be cut."""
+        """Say what an epoch would take of each source if sequences could be cut."""
         sizes = {name: len(rows) for name, rows in self.lengths.items()}
-        if self.mixing.passes is not None:
-            return {name: float(sizes[name] * self.mixing.passes[name]) for name in sizes}
-        raised = {name: weight ** (1 / self.mixing.temperature) for name, weight in self.weights.items()}
-        shares = {name: value / sum(raised.values()) for name, value in raised.items()}
-        wanted = [sizes[name] / shares[name] for name in sizes]
-        sized = {"longest": max(wanted), "shortest": min(wanted)}
-        epoch = self.mixing.epoch
-        number = round(sized[epoch]) if isinstance(epoch, str) else epoch
-        return {name: share * number for name, share in shares.items()}
+        return exact_counts(sizes, self.weights, self.mixing)
 
     def planner(self) -> MixturePlanner:
         arrays = {name: np.array(rows) for name, rows in self.lengths.items()}

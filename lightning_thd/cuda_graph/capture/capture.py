@@ -35,6 +35,7 @@ from lightning_thd.cuda_graph.limits.module_state import (
 from lightning_thd.cuda_graph.shapes.buckets import Bucket
 from lightning_thd.cuda_graph.shapes.static_batch import StaticBatch, StaticInputs
 from lightning_thd.cuda_graph.shapes.static_shard import Cut, refuse_cut
+from lightning_thd.loss.watch import SlotLosses, recorded_losses, show
 
 
 class Shared:
@@ -91,13 +92,18 @@ def capture_step(
         with stand_ins.in_place():
             return _checked(subject(static, *hidden))
 
+    def run_recorded() -> tuple[Any, list[Tensor]]:
+        with recorded_losses() as found:
+            output = run(inputs.batch)
+        return output, [part for slots in found[-1:] for part in (slots.losses, slots.weights)]
+
     with restored(module), static_shapes(), uncached_autocast(example.device):
         runs = warm_up(backend, run, module, inputs, stand_ins.leaves)
         refuse_fp8(module)
         with guarded(module) as logged, without_saved_states(), reads_of(module) as reads, inputs.known():
             pair = GraphPair(
                 backend,
-                lambda: run(inputs.batch),
+                run_recorded,
                 stand_ins.leaves,
                 shared.turn,
                 shared.buffers_of(parameters),
@@ -105,7 +111,15 @@ def capture_step(
             )
     check_numbers([*runs, logged], {bucket.slots, bucket.sequences, bucket.max_seqlen})
     read = constants_of(module, reads)
-    return CapturedStep(inputs, parameters, lambda *_: pair(parameters), logged, module, read)
+
+    def replay(batch: THDBatch, *_: Any) -> Any:
+        output, slots = pair(parameters)
+        if slots:
+            losses, weights = slots
+            show(batch, SlotLosses(losses.flatten(), weights.flatten(), None))
+        return output
+
+    return CapturedStep(inputs, parameters, replay, logged, module, read)
 
 
 def _inputs(batch: THDBatch, bucket: Bucket, *, wide: bool) -> StaticInputs:

@@ -11,11 +11,12 @@ from typing import Any, cast
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._imports import require
+from lightning_thd.batch import check_modalities
 from lightning_thd.data.read.conversations import kind_of
 from lightning_thd.data.read.files import SourceFile
-from lightning_thd.data.read.records import open_arrow, part_sizes, read_part
+from lightning_thd.data.read.records import part_sizes, read_part
 from lightning_thd.data.store.arrays import cache_folder
-from lightning_thd.data.store.columns import ColumnRows, arrow_table, is_list, visible_columns
+from lightning_thd.data.store.columns import ColumnRows, arrow_table, is_list, map_arrow, visible_columns
 from lightning_thd.data.store.lock import build_once
 from lightning_thd.data.store.measure import MapDataset
 
@@ -43,6 +44,7 @@ def as_rows(dataset: MapDataset) -> MapDataset:
         return dataset
     known = [name for name in columns if name in _READ]
     media = [name for name in columns if name in _MEDIA]
+    check_modalities(columns)
     if other := [name for name in columns if name not in (*_READ, *_MEDIA)]:
         rank_zero_info(f"The columns {', '.join(other)} are left out: they hold no ids, labels or images.")
     if media:
@@ -77,6 +79,7 @@ def open_columns(
                 f"{file.name} has the column {lost[0]!r} beside its ids, which files of columns cannot give "
                 "to a model. Open it with datasets.load_dataset and pass that."
             )
+        check_modalities(names)
         kept = [name for name in names if name in _READ]
         keep = keep or kept
         if set(kept) != set(keep):
@@ -103,12 +106,12 @@ def open_columns(
 
 def _concatenated(files: tuple[SourceFile, ...], names: tuple[str, ...]) -> Any:
     pa = require("pyarrow", feature="reading .arrow files")
-    return pa.concat_tables([open_arrow(file).select(list(names)) for file in files])
+    return pa.concat_tables([map_arrow(file.path, file.name).select(list(names)) for file in files])
 
 
 def _names(file: SourceFile) -> list[str]:
     if file.suffix == ".arrow":
-        return list(open_arrow(file).column_names)
+        return list(map_arrow(file.path, file.name).column_names)
     part_sizes(file)  # says what is wrong with a damaged file
     pq = require("pyarrow.parquet", feature="reading .parquet files")
     return list(pq.ParquetFile(file.path).schema_arrow.names)
@@ -125,7 +128,8 @@ def _unpacked(file: SourceFile, keep: list[str], cache_dir: str | Path | None) -
         kept = pa.schema([schema.field(name) for name in keep])
         with pa.ipc.new_file(str(place / "data.arrow"), kept) as writer:
             for part in range(len(part_sizes(file))):
-                writer.write_table(read_part(file, part).select(keep).cast(kept))
+                for batch in read_part(file, part, keep):
+                    writer.write_table(pa.Table.from_batches([batch]).select(keep).cast(kept))
 
     if not (folder / "data.arrow").is_file():
         build_once(folder, build)

@@ -19,7 +19,7 @@ def parse_json(text: str | bytes) -> Any | Bad:
     try:
         return json.loads(text.decode() if isinstance(text, bytes) else text)
     except UnicodeDecodeError as err:
-        return Bad(_not_text(err))
+        return Bad(not_text(err))
     except json.JSONDecodeError as err:
         return Bad(f"not JSON ({err.msg} at column {err.colno}). Mend or remove it.")
     except (RecursionError, ValueError) as err:
@@ -31,12 +31,18 @@ def decode(data: bytes) -> str | Bad:
     try:
         text = data.removeprefix(b"\xef\xbb\xbf").decode()
     except UnicodeDecodeError as err:
-        return Bad(_not_text(err))
+        return Bad(not_text(err))
     if "\0" in text:
-        return Bad(f"holds a null byte at {text.index(chr(0))}, so it is no text. Leave it out.")
+        return Bad(null_byte(text.index("\0")))
     return text
 
 
-def _not_text(err: UnicodeDecodeError) -> str:
+def null_byte(at: int) -> str:
+    """Return the message on a null byte at a position of a text."""
+    return f"holds a null byte at {at}, so it is no text. Leave it out."
+
+
+def not_text(err: UnicodeDecodeError, start: int = 0) -> str:
+    """Return the message on bytes that are no UTF-8, in a part that begins at byte ``start``."""
     byte = err.object[err.start]
-    return f"not UTF-8 (byte 0x{byte:02x} at {err.start}). Write it anew in UTF-8, or leave it out."
+    return f"not UTF-8 (byte 0x{byte:02x} at {start + err.start}). Write it anew in UTF-8, or leave it out."

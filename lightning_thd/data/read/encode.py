@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_thd._imports import require
+from lightning_thd.batch import check_modalities
 from lightning_thd.data.read.chat import encode_chat
+from lightning_thd.data.read.chunks import Place, Record
 from lightning_thd.data.read.conversations import KEYS, Kind, alpaca_prompt, kind_of, messages_of
 from lightning_thd.data.read.decode import Bad
-from lightning_thd.data.read.long_text import encode_long, is_long
-from lightning_thd.data.read.records import Place, Record
+from lightning_thd.data.read.long.values import Long
+from lightning_thd.data.read.long_text import can_cut, encode_long, encode_pieces, is_long
 from lightning_thd.data.read.text import ByteTokenizer, text_of
 from lightning_thd.data.store.columns import holds_bools
 from lightning_thd.data.store.journal import Rows, Skipped
@@ -116,7 +118,8 @@ class Encoder:
             labels = _joined([row if labels is None else labels for row, labels in found])
         return Rows(_joined(ids), lengths, labels, tuple(skipped))
 
-    def _leave_out(self, place: Place, why: str | Exception, skipped: list[Skipped]) -> None:
+    def leave_out(self, place: Place, why: str | Exception, skipped: list[Skipped]) -> None:
+        """Note a record that is left out; with ``on_error="raise"`` raise ValueError with the reason."""
         reason = why if isinstance(why, str) else _told(why)
         if self.on_error == "raise":
             raise ValueError(f"{place}: {reason}") from (None if isinstance(why, str) else why)
@@ -128,7 +131,7 @@ class Encoder:
             try:
                 good.append((place, self._text(record)))
             except ValueError as err:
-                self._leave_out(place, err, skipped)
+                self.leave_out(place, err, skipped)
         try:
             return [(row, None) for row in self._batch([text for _, text in good])]
         except Exception:  # one of them, in whatever words the tokenizer has: find out which
@@ -137,13 +140,13 @@ class Encoder:
                 try:
                     rows.append((self._batch([text])[0], None))
                 except Exception as err:
-                    self._leave_out(place, err, skipped)
+                    self.leave_out(place, err, skipped)
             return rows
 
     def _text(self, record: Record) -> str:
         if isinstance(record, Bad):
             raise ValueError(record.reason)
-        return text_of(record, self.text_key)
+        return text_of(record.whole() if isinstance(record, Long) else record, self.text_key)
 
     def _batch(self, texts: list[str]) -> list[Ids]:
         if not is_hugging_face(self.tokenizer):
@@ -159,6 +162,38 @@ class Encoder:
             for text in texts
         ]
 
+    def pieces(self, text: Callable[[], Iterator[str]]) -> Iterator[Ids]:
+        """Encode a long document, piece by piece where the tokenizer gives the same ids so.
+
+        Args:
+            text: begins to read the document.
+
+        Returns:
+            Its ids, with the EOS, part after part.
+
+        Raises:
+            NoJoint: where two pieces agree nowhere; the document has to be encoded whole.
+        """
+        if isinstance(self.tokenizer, ByteTokenizer):
+            parts: Iterator[Ids] = (self._bare(part) for part in text())
+        else:
+            parts = encode_pieces(self.tokenizer, text())
+        last = None
+        for ids in parts:
+            last = int(ids[-1]) if len(ids) else last
+            yield ids
+        eos = ByteTokenizer.eos_token_id if isinstance(self.tokenizer, ByteTokenizer) else self._eos
+        added = self.append_eos or isinstance(
+            self.tokenizer, ByteTokenizer
+        )  # which ends every document itself
+        if eos is not None and added and last != eos:
+            yield np.array([eos])
+
+    @property
+    def cuts(self) -> bool:
+        """Return whether the tokenizer gives the same ids for the pieces of a document."""
+        return isinstance(self.tokenizer, ByteTokenizer) or can_cut(self.tokenizer)
+
     def _labelled(self, given: list[Placed], skipped: list[Skipped]) -> list[tuple[Ids, Ids | None]]:
         rows: list[tuple[Ids, Ids | None]] = []
         for place, record in given:
@@ -171,12 +206,13 @@ class Encoder:
                     )
                 rows.append(row)
             except Exception as err:  # templates and tokenizers raise in words of their own
-                self._leave_out(place, err, skipped)
+                self.leave_out(place, err, skipped)
         return rows
 
     def _one(self, record: Record) -> tuple[Ids, Ids | None]:
         if isinstance(record, Bad):
             raise ValueError(record.reason)
+        record = record.whole() if isinstance(record, Long) else record
         found = kind_of(record, self.text_key)
         if isinstance(record, str) or (found != self.kind and not _fits(record, self.kind)):
             raise ValueError(f"a record of kind {found!r} among those of kind {self.kind!r}. Sort them.")
@@ -246,24 +282,47 @@ def _fits(record: dict[str, Any], kind: Kind) -> bool:
 
 def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
     """Return the ids, and the labels if any, of a record that is already tokenised."""
-    _refuse_unread(record)
-    ids = as_ids(record["input_ids"], "input_ids")
-    if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
-        worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
-        raise ValueError(f"the token id {worst} in input_ids. Ids run from 0 to 2147483647.")
+    refuse_unread(record)
+    ids = in_range(as_ids(record["input_ids"], "input_ids"))
+    if "attention_mask" in record and np.shape(record["attention_mask"]) != ids.shape:
+        raise ValueError(
+            f"{len(ids)} input_ids and an attention_mask of shape {np.shape(record['attention_mask'])}. Cut "
+            "the padding off input_ids and labels."
+        )
     if "labels" not in record:
         return ids, None
-    labels = as_ids(record["labels"], "labels")
+    labels = check_labels(as_ids(record["labels"], "labels"))
     if len(labels) != len(ids):
-        raise ValueError(
-            f"{len(ids)} input_ids but {len(labels)} labels. Give one label a token, unshifted, with -100 "
-            "where it is to be ignored."
-        )
+        raise ValueError(unequal(len(ids), len(labels)))
     return ids, labels
 
 
-def _refuse_unread(record: dict[str, Any]) -> None:
+def in_range(ids: Ids) -> Ids:
+    """Return ids that are all in the range of int32, from 0 on; raise ValueError for others."""
+    if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
+        worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
+        raise ValueError(f"the token id {worst} in input_ids. Ids run from 0 to 2147483647.")
+    return ids
+
+
+def check_labels(labels: Ids) -> Ids:
+    """Return labels that are ids or -100; raise ValueError for others, such as another library's -1."""
+    if (odd := labels[((labels < 0) & (labels != _IGNORE)) | (labels >= 2**31)]).size:
+        raise ValueError(f"the label {int(odd[0])}. Labels are ids, or -100 where a token is not learned.")
+    return labels
+
+
+def unequal(ids: int, labels: int) -> str:
+    """Return the message on a record with another number of labels than ids."""
+    return (
+        f"{ids} input_ids but {labels} labels. Give one label a token, unshifted, with -100 where it is to "
+        "be ignored."
+    )
+
+
+def refuse_unread(record: dict[str, Any]) -> None:
     """Refuse records with keys that matter for training but that a store of ids cannot keep."""
+    check_modalities(record)
     found = [name for name in _UNREAD if record.get(name) is not None]
     if "attention_mask" in record and not np.all(np.asarray(record["attention_mask"]) == 1):
         raise ValueError("attention_mask is not all ones. Cut the padding off input_ids and labels.")

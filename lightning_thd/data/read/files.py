@@ -6,6 +6,7 @@ import bz2
 import glob
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import os
@@ -14,9 +15,9 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_thd._imports import require
 from lightning_thd.data.store.arrays import cache_folder
@@ -30,11 +31,18 @@ TEXT = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".html", ".xml", ".log
 PACKED = (".gz", ".zst", ".bz2", ".xz")
 # Not text, whatever their name was: read as one document they would train on noise.
 _REFUSED = (".zip", ".tar", ".npy", ".npz", ".bin", ".pt", ".safetensors", ".pdf", ".docx", ".png", ".jpg")
+# Files that tell of data, by their whole name: what only begins so may be data.
 _ABOUT = re.compile(
-    r"(readme|license|citation|changelog|dataset_infos?|state|dataset_dict|manifest)\b", re.IGNORECASE
+    r"(readme|licen[cs]e|citation|changelog|contributing)(\.(md|txt|rst|html))?"
+    r"|(dataset_infos?|state|dataset_dict|manifest)\.json",
+    re.IGNORECASE,
 )
 _SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|val|dev|test|eval)(?=[-_./]|$)", re.IGNORECASE)
 
+_READ = 1 << 14  # bytes of a packed file; unpacked, they may be a thousand times as many
+# A file that unpacks to more than this, and so many times its size, was made to fill a disk: deflate makes at
+# most 1,032 of one byte, real text below 100.
+_MOST_BYTES, _MOST_TIMES = 1 << 30, 500
 _LOOK_AT = 1000  # entries of a list that are looked at to say whether it names files
 
 Paths = str | Path | Sequence[str | Path]
@@ -157,13 +165,25 @@ def _in_folder(folder: Path) -> list[Path]:
         files = json.loads((folder / "state.json").read_text())["_data_files"]
         return [folder / Path(entry["filename"]).name for entry in files]
     kinds: dict[str, list[Path]] = {}
+    left_out: list[Path] = []
     for file in sorted(folder.rglob("*")):
+        if not file.is_file():
+            continue
         parts = file.relative_to(folder).parts
         hidden = any(part.startswith((".", "_")) for part in parts)
         kind = _kind(_suffix(file.name))
-        if kind is not None and file.is_file() and not hidden and not _ABOUT.match(file.name):
+        if kind is None or hidden or _ABOUT.fullmatch(file.name):
+            left_out.append(file)
+        else:
             kinds.setdefault(kind, []).append(file)
-    return _one_kind(folder, kinds)
+    found = _one_kind(folder, kinds)
+    if left_out:
+        names = ", ".join(file.relative_to(folder).as_posix() for file in left_out[:4])
+        rank_zero_info(
+            f"{folder}: {len(left_out)} files are left out, because they are hidden, tell of the data, or "
+            f"have no suffix of data: {names}{', ...' if len(left_out) > 4 else ''}"
+        )
+    return found
 
 
 def _kind(suffix: str) -> str | None:
@@ -269,25 +289,87 @@ def _fetch(address: str, out: BinaryIO) -> None:
 
 
 def _unpack(path: Path, name: str, out: BinaryIO) -> None:
+    advice = "Fetch or make it anew."
+    written, most = 0, max(_MOST_BYTES, _MOST_TIMES * path.stat().st_size)
     try:
-        with _unpacked(path) as file:
-            shutil.copyfileobj(file, out, 1 << 22)
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, ValueError) as err:
-        raise ValueError(f"{name}: damaged, it cannot be unpacked ({err}). Fetch or make it anew.") from err
+        with path.open("rb") as packed:
+            for block in unpacked(packed, path.suffix.lower()):
+                written += len(block)
+                if written > most:
+                    raise ValueError(
+                        f"it holds more than {_MOST_TIMES} times its size; unpack it if that is right"
+                    )
+                out.write(block)
+    except (EOFError, lzma.LZMAError, OSError, ValueError) as err:
+        if isinstance(err, OSError) and err.errno is not None:
+            raise  # of the disk
+        raise ValueError(f"{name}: damaged, it cannot be unpacked ({err}). {advice}") from err
     except Exception as err:
-        if type(err).__name__ != "ZstdError":
+        if type(err).__name__ not in ("ZstdError", "error"):
             raise
-        raise ValueError(f"{name}: damaged, it cannot be unpacked ({err}). Fetch or make it anew.") from err
+        raise ValueError(f"{name}: damaged, it cannot be unpacked ({err}). {advice}") from err
 
 
-def _unpacked(path: Path) -> BinaryIO:
-    suffix = path.suffix.lower()
-    if suffix == ".zst":
-        zstandard = require("zstandard", feature=f"reading {path}")
-        return cast("BinaryIO", zstandard.open(path, "rb"))
+def unpacked(file: BinaryIO, suffix: str) -> Iterator[bytes]:
+    """Unpack a compressed file of one or more members, to its very end.
+
+    Args:
+        file: opened for reading bytes.
+        suffix: ``.gz``, ``.zst``, ``.bz2`` or ``.xz``.
+
+    Returns:
+        Blocks of bytes.
+
+    Raises:
+        EOFError: for a file that was cut off.
+        OSError: for what follows a member and is none; the error of zstandard or lzma likewise.
+    """
     if suffix == ".gz":
-        return cast("BinaryIO", gzip.open(path, "rb"))
-    return cast("BinaryIO", bz2.open(path, "rb") if suffix == ".bz2" else lzma.open(path, "rb"))
+        with gzip.open(file, "rb") as packed:
+            yield from iter(lambda: packed.read(_READ), b"")
+        return
+    begin: Callable[[], Any] = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}.get(
+        suffix, lambda: require("zstandard", feature=f"reading {suffix}").ZstdDecompressor().decompressobj()
+    )
+    member, begun = begin(), False
+    while left := file.read(_READ):
+        while left := left if begun else left.lstrip(b"\0"):  # xz files may be padded
+            begun = True
+            yield member.decompress(left)
+            if not member.eof:
+                break
+            left, member, begun = member.unused_data, begin(), False
+    if begun:
+        raise EOFError("the file ends before its last member does.")
+
+
+class Unpacking(io.RawIOBase):
+    """A compressed file as one that is read: ``io.BufferedReader(Unpacking(file, ".zst"))``.
+
+    Args:
+        file: opened for reading bytes; closed with this.
+        suffix: of its name.
+    """
+
+    def __init__(self, file: BinaryIO, suffix: str) -> None:
+        self._packed, self._blocks, self._left = file, unpacked(file, suffix), b""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Read into a buffer, and return the number of bytes; 0 at the end."""
+        while not self._left and (block := next(self._blocks, None)) is not None:
+            self._left = block
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count
+
+    def close(self) -> None:
+        """Close the file."""
+        self._packed.close()
+        super().close()
 
 
 def contents(files: Iterable[SourceFile]) -> Iterator[str]:

@@ -9,114 +9,23 @@ import csv
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_thd._imports import require
+from lightning_thd.data.read.chunks import Chunk, Line, Place, Record
 from lightning_thd.data.read.decode import Bad, decode, parse_json
 from lightning_thd.data.read.files import COLUMNS, LINES, TABLES, SourceFile, find_files
+from lightning_thd.data.read.json_files import cut_json, cut_lines
+from lightning_thd.data.read.long import values
+from lightning_thd.data.read.long.values import BufferText, FileText, Long
+from lightning_thd.data.store.columns import map_arrow
 from lightning_thd.data.store.measure import MapDataset
 
 CHUNK_BYTES = 1 << 22  # of text in a chunk: some 4 s of a tokenizer at 1 MB/s
 _CHUNK_ROWS = 1024
-# Keys that a record has, and a file that wraps records has not.
-_OF_RECORDS = ("text", "input_ids", "messages", "conversations", "conversation", "prompt", "instruction")
-
-
-Record = str | dict[str, Any] | Bad
-
-
-class Place(Protocol):
-    """The place of a record in its source, printed for messages."""
-
-    def __str__(self) -> str: ...
-
-
-class Chunk(Protocol):
-    """A part of a source, whose records one process reads."""
-
-    def records(self) -> Iterator[tuple[Place, Record]]:
-        """Read the records and where each stands."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of a file as a place; its number is counted only when it is printed."""
-
-    name: str
-    path: Path
-    offset: int
-
-    def __str__(self) -> str:
-        number, left = 1, self.offset
-        with self.path.open("rb") as file:
-            while left and (block := file.read(min(left, 1 << 20))):
-                number += block.count(b"\n")
-                left -= len(block)
-        return f"{self.name}, line {number}"
-
-
-@dataclass(frozen=True, slots=True)
-class JsonlChunk:
-    """The lines of a JSONL file that begin at byte ``start`` up to ``stop``."""
-
-    file: SourceFile
-    start: int
-    stop: int
-
-    def records(self) -> Iterator[tuple[Place, Record]]:
-        """Read the objects of the lines, skipping blank ones."""
-        with self.file.path.open("rb") as file:
-            at = self.start
-            if at:  # a line that begins before the chunk belongs to the one before
-                file.seek(at - 1)
-                at += len(file.readline()) - 1
-            while at < self.stop and (line := file.readline()):
-                if line.strip():
-                    found = parse_json(line.removeprefix(b"\xef\xbb\xbf"))
-                    if not isinstance(found, dict | Bad):
-                        found = Bad(f"a {type(found).__name__}, wanted one JSON object a line.")
-                    yield Line(self.file.name, self.file.path, at), found
-                at += len(line)
-
-
-@dataclass(frozen=True, slots=True)
-class JsonChunk:
-    """Entries ``start`` to ``stop`` of a JSON file that is one array."""
-
-    file: SourceFile
-    start: int
-    stop: int
-
-    def records(self) -> Iterator[tuple[Place, Record]]:
-        """Read the entries: objects or strings."""
-        for i, entry in enumerate(_json_entries(self.file)[self.start : self.stop], self.start):
-            found = (
-                entry if isinstance(entry, str | dict) else Bad(f"a {type(entry).__name__}, not an object.")
-            )
-            yield f"{self.file.name}, entry {i}", found
-
-
-@lru_cache(maxsize=1)
-def _json_entries(file: SourceFile) -> list[Any]:
-    found = parse_json(file.path.read_bytes())
-    if isinstance(found, dict):
-        found = _wrapped(found) or [found]
-    if isinstance(found, Bad):
-        raise ValueError(f"{file.name}: {found.reason}")
-    return found if isinstance(found, list) else [found]
-
-
-def _wrapped(found: dict[str, Any]) -> list[Any] | None:
-    """Return the list in ``{"version": 1, "data": [...]}``; None for a record whose lists are its own."""
-    lists = [value for value in found.values() if isinstance(value, list)]
-    if len(lists) != 1 or any(name in found for name in _OF_RECORDS):
-        return None
-    objects = all(isinstance(entry, dict) for entry in lists[0])
-    return lists[0] if objects or len(found) == 1 else None
+_BATCH_ROWS = 256  # of columns: what is unpacked at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +46,15 @@ class TableChunk:
             text = file.read(self.stop - self.start).decode(errors="surrogateescape")
         lines = list(io.StringIO(text, newline=""))  # ends of lines alone, no other separators of Unicode
         offset, done = self.start, 0
-        for row, line in _rows(lines, self.separator):
+        rows, torn = _rows(lines, self.separator)
+        if torn is not None:
+            before = "".join(lines[: len(rows) and rows[-1][1]]).encode(errors="surrogateescape")
+            place = Line(self.file.name, self.file.path, self.start + len(before))
+            raise ValueError(
+                f"{place}: a quote begins a cell and another ends it before its end ({torn}), so it is not "
+                "known where the row ends. Write quotes inside of quoted cells twice, or give .jsonl."
+            )
+        for row, line in rows:
             place = Line(self.file.name, self.file.path, offset)
             read = "".join(lines[done:line]).encode(errors="surrogateescape")
             offset += len(read)
@@ -152,14 +69,21 @@ class TableChunk:
                 yield place, dict(zip(self.names, row, strict=True))
 
 
-def _rows(lines: list[str], separator: str) -> list[tuple[list[str], int]]:
-    """Parse a table, and return its rows with the number of lines up to the end of each."""
+def _rows(lines: list[str], separator: str) -> tuple[list[tuple[list[str], int]], str | None]:
+    """Parse a table, and return its rows with the number of lines up to the end of each.
+
+    The second value says what is wrong with the row after them: a quote in the midst of a quoted cell.
+    """
+    rows: list[tuple[list[str], int]] = []
     limit = csv.field_size_limit(2**31 - 1)  # of the process; documents are longer than its 128 KiB
     try:
-        reader = csv.reader(lines, delimiter=separator)
-        return [(row, reader.line_num) for row in reader]
+        reader = csv.reader(lines, delimiter=separator, strict=True)
+        rows.extend((row, reader.line_num) for row in reader)
+    except csv.Error as err:
+        return rows, str(err)
     finally:
         csv.field_size_limit(limit)
+    return rows, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +95,8 @@ class FileChunk:
     def records(self) -> Iterator[tuple[Place, Record]]:
         """Read the files whole."""
         for file in self.files:
-            yield file.name, decode(file.path.read_bytes())
+            long = file.path.stat().st_size > values.LONG_BYTES
+            yield file.name, Long(text=FileText(file.path)) if long else decode(file.path.read_bytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +109,26 @@ class ColumnChunk:
 
     def records(self) -> Iterator[tuple[Place, Record]]:
         """Read the rows as dicts; what is null is left out."""
-        for i, row in enumerate(read_part(self.file, self.part).to_pylist(), self.first_row):
-            yield f"{self.file.name}, row {i}", without_nulls(row)
+        i = self.first_row
+        for batch in read_part(self.file, self.part):
+            large = self.file.suffix == ".arrow" and batch.nbytes > values.LONG_BYTES
+            for found in self._rows(batch, i) if large else batch.to_pylist():
+                yield f"{self.file.name}, row {i}", without_nulls(found)
+                i += 1
+
+    def _rows(self, batch: Any, first: int) -> Iterator[dict[str, Any] | Long]:
+        """Read rows one by one, leaving strings that are long where the file is mapped."""
+        pt = require("pyarrow", feature="reading .arrow files").types
+        texts = [f.name for f in batch.schema if pt.is_string(f.type) or pt.is_large_string(f.type)]
+        for at in range(batch.num_rows):
+            found = {name: batch.column(name)[at].as_buffer() for name in texts}
+            long = [
+                name for name, text in found.items() if text is not None and text.size > values.LONG_BYTES
+            ]
+            others = batch.select([name for name in batch.schema.names if name not in long]).slice(at, 1)
+            row: dict[str, Any] = others.to_pylist()[0] if others.num_columns else {}
+            place = self.file.path, self.part, first - self.first_row + at
+            yield Long({name: BufferText(*place, name) for name in long}, without_nulls(row)) if long else row
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,29 +157,25 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
-def read_part(file: SourceFile, part: int) -> Any:
-    """Read a row group or a record batch as an Arrow table."""
-    pa = require("pyarrow", feature=f"reading {file.suffix} files")
+def read_part(file: SourceFile, part: int, names: list[str] | None = None) -> Iterator[Any]:
+    """Read a row group of a Parquet file, or a record batch of an Arrow file, in batches of rows.
+
+    Args:
+        file: of columns.
+        part: number of the row group or record batch.
+        names: columns that are read; all by default.
+
+    Returns:
+        Arrow record batches of at most 256 rows.
+    """
     if file.suffix == ".parquet":
-        return (
-            require("pyarrow.parquet", feature="reading .parquet files")
-            .ParquetFile(file.path)
-            .read_row_group(part)
-        )
-    return pa.Table.from_batches([open_arrow(file).to_batches()[part]])
-
-
-def open_arrow(file: SourceFile) -> Any:
-    """Map an Arrow file, of the stream or the file format, into memory as a table."""
-    pa = require("pyarrow", feature="reading .arrow files")
-    try:
-        source = pa.memory_map(str(file.path))
-        try:
-            return pa.ipc.open_file(source).read_all()
-        except pa.ArrowInvalid:
-            return pa.ipc.open_stream(pa.memory_map(str(file.path))).read_all()
-    except pa.ArrowInvalid as err:
-        raise ValueError(f"{file.name} is no Arrow file ({err}). Write it anew.") from err
+        opened = require("pyarrow.parquet", feature="reading .parquet files").ParquetFile(file.path)
+        yield from opened.iter_batches(batch_size=_BATCH_ROWS, row_groups=[part], columns=names)
+        return
+    batch = map_arrow(file.path, file.name).to_batches()[part]
+    batch = batch if names is None else batch.select(names)
+    for start in range(0, batch.num_rows, _BATCH_ROWS):
+        yield batch.slice(start, _BATCH_ROWS)
 
 
 def file_chunks(
@@ -280,21 +219,6 @@ def _refuse_unnamed_records(file: SourceFile) -> None:
         )
 
 
-def _cut_lines(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
-    size = file.path.stat().st_size
-    return [JsonlChunk(file, at, min(at + chunk_bytes, size)) for at in range(0, size, chunk_bytes)]
-
-
-def _cut_json(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
-    with file.path.open("rb") as opened:
-        head = opened.read(1 << 16).lstrip(b"\xef\xbb\xbf \t\r\n")
-    first, _, rest = head.partition(b"\n")
-    if head.startswith(b"{") and rest.strip() and isinstance(parse_json(first), dict):
-        return _cut_lines(file, chunk_bytes)  # one object a line, under another name
-    total = len(_json_entries(file))
-    return [JsonChunk(file, at, min(at + _CHUNK_ROWS, total)) for at in range(0, total, _CHUNK_ROWS)]
-
-
 def _cut_table(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
     """Cut a table into chunks at line ends outside quotes, since a quoted cell may hold line breaks."""
     separator = "\t" if file.suffix == ".tsv" else ","
@@ -335,7 +259,7 @@ def _cut_columns(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
 def part_sizes(file: SourceFile) -> list[int]:
     """Count the rows of every row group of a Parquet file or record batch of an Arrow file."""
     if file.suffix == ".arrow":
-        return [batch.num_rows for batch in open_arrow(file).to_batches()]
+        return [batch.num_rows for batch in map_arrow(file.path, file.name).to_batches()]
     pq = require("pyarrow.parquet", feature="reading .parquet files")
     pa = require("pyarrow", feature="reading .parquet files")
     try:
@@ -346,10 +270,10 @@ def part_sizes(file: SourceFile) -> list[int]:
 
 
 _CUT: dict[str, Callable[[SourceFile, int], list[Chunk]]] = {
-    **dict.fromkeys(LINES, _cut_lines),
+    **dict.fromkeys(LINES, cut_lines),
     **dict.fromkeys(TABLES, _cut_table),
     **dict.fromkeys(COLUMNS, _cut_columns),
-    ".json": _cut_json,
+    ".json": cut_json,
 }
 
 

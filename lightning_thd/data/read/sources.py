@@ -12,12 +12,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from lightning_thd.data.read.chunks import Chunk
 from lightning_thd.data.read.columns import as_rows, open_columns
 from lightning_thd.data.read.conversations import Records, describe, kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer, load_tokenizer, tokenizer_fingerprint
 from lightning_thd.data.read.files import COLUMNS, Paths, find_files, is_paths
 from lightning_thd.data.read.prepacked import holds_packs, open_packed
-from lightning_thd.data.read.records import Chunk, file_chunks, row_chunks
+from lightning_thd.data.read.records import file_chunks, row_chunks
 from lightning_thd.data.read.tokenize import Engine, find_kind, tokenize
 from lightning_thd.data.store.journal import Rows
 from lightning_thd.data.store.measure import MapDataset, OnError, check_sample

@@ -62,6 +62,13 @@ class ArrayWriter:
         self._file.write(np.ascontiguousarray(values, self._dtype).data)
         self._count += len(values)
 
+    def truncate(self, count: int) -> None:
+        """Keep the first ``count`` values alone."""
+        self._file.flush()
+        self._file.truncate(_HEADER_BYTES + count * self._dtype.itemsize)
+        self._file.seek(0, os.SEEK_END)
+        self._count = count
+
     def flush(self) -> int:
         """Flush everything written, and return the number of values so far."""
         self._file.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +11,9 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_thd._imports import require
-from lightning_thd.data.store.journal import count_targets
 
 IntArray = NDArray[np.int64]
+_BLOCK = 1 << 20  # values that are looked at at a time
 MOST_ID = 2**31 - 1  # an id beyond is no entry of any vocabulary
 
 
@@ -79,6 +80,27 @@ def _offsets_and_values(chunk: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     return offsets, values.to_numpy(zero_copy_only=True)
 
 
+def map_arrow(path: Path, name: str) -> Any:
+    """Map an Arrow file, of the stream or the file format, into memory as a table.
+
+    Args:
+        path: of the file.
+        name: what the user called it.
+
+    Raises:
+        ValueError: for a file of another kind.
+    """
+    pa = require("pyarrow", feature="reading .arrow files")
+    try:
+        source = pa.memory_map(str(path))
+        try:
+            return pa.ipc.open_file(source).read_all()
+        except pa.ArrowInvalid:
+            return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+    except pa.ArrowInvalid as err:
+        raise ValueError(f"{name} is no Arrow file ({err}). Write it anew.") from err
+
+
 def arrow_table(dataset: object) -> Any | None:
     """Return the Arrow table behind a ``datasets.Dataset`` or ``ColumnRows``; None for anything else.
 
@@ -96,7 +118,8 @@ def visible_columns(dataset: object, table: Any) -> list[str]:
     """Return the columns that samples show; a dataset's ``with_format(columns=...)`` hides others."""
     if isinstance(dataset, ColumnRows):
         return dataset.names
-    shown = (getattr(dataset, "format", None) or {}).get("columns")
+    how = getattr(dataset, "format", None) or {}
+    shown = None if how.get("output_all_columns") else how.get("columns")
     names: list[str] = table.column_names
     return names if shown is None else [name for name in names if name in shown]
 
@@ -171,7 +194,9 @@ def count_columns(dataset: object) -> Counted | None:
     lengths = list_lengths(table, "input_ids")
     ids = _Facts(table, "input_ids", lambda values: (values < 0) | (values > MOST_ID))
     if "labels" in table.column_names:
-        labels = _Facts(table, "labels", lambda values: (values < -100) | (values > MOST_ID))
+        labels = _Facts(
+            table, "labels", lambda values: ((values < 0) & (values != -100)) | (values > MOST_ID)
+        )
         differ = list_lengths(table, "labels") != lengths
         loss_tokens, wrong = labels.targets, ids.wrong | labels.wrong | differ
     else:
@@ -185,33 +210,41 @@ def count_columns(dataset: object) -> Counted | None:
 
 
 class _Facts:
-    """Targets, faults and the largest value of every row of a column of lists, from one pass."""
+    """Targets, faults and the largest value of every row of a column of lists, from one pass in blocks."""
 
     def __init__(self, table: Any, name: str, refuse: Callable[[NDArray[Any]], NDArray[np.bool_]]) -> None:
-        targets, wrong, most = [np.empty(0, np.int64)], [np.empty(0, bool)], [np.empty(0, np.int64)]
+        self._refuse = refuse
+        total = table.num_rows
+        self.targets, self.wrong = np.zeros(total, np.int64), np.zeros(total, bool)
+        self.most = np.full(total, -1, np.int64)
+        first = 0
         for values, lengths in lists(table, name):
-            null = np.asarray(values.is_null()) if values.null_count else None
-            array = np.asarray(values.fill_null(0) if values.null_count else values)
-            targets.append(count_targets(array, lengths))
-            bad = refuse(array) if null is None else refuse(array) | null
-            wrong.append(_any_of_rows(bad, lengths))
-            most.append(_most_of_rows(array, lengths))
-        self.targets, self.wrong, self.most = map(np.concatenate, (targets, wrong, most))
+            ends = np.cumsum(lengths)
+            rows = np.flatnonzero(lengths)  # of which each has a value
+            for start in range(0, len(values), _BLOCK):
+                part = values.slice(start, _BLOCK)
+                one, other = np.searchsorted(ends[rows], [start, start + len(part) - 1], side="right")
+                mine = rows[one : other + 1]
+                self._add(part, np.maximum(0, (ends - lengths)[mine] - start), first + mine, start)
+            self.targets[first + rows] -= self._firsts(values, (ends - lengths)[rows])
+            first += len(lengths)
 
+    def _add(self, part: Any, begins: IntArray, rows: IntArray, start: int) -> None:
+        """Add a block of values, in which the given rows begin."""
+        null = np.asarray(part.is_null()) if part.null_count else None
+        array = np.asarray(part.fill_null(0) if part.null_count else part)
+        bad = self._refuse(array) if null is None else self._refuse(array) | null
+        self.targets[rows] += np.add.reduceat(array != -100, begins, dtype=np.int64)
+        self.wrong[rows] |= np.logical_or.reduceat(bad, begins)
+        self.most[rows] = np.maximum(self.most[rows], np.maximum.reduceat(array, begins))
 
-def _any_of_rows(marks: NDArray[np.bool_], lengths: IntArray) -> NDArray[np.bool_]:
-    rows = np.zeros(len(lengths), bool)
-    if marks.any():
-        rows[np.searchsorted(np.cumsum(lengths), np.flatnonzero(marks), side="right")] = True
-    return rows
-
-
-def _most_of_rows(values: NDArray[Any], lengths: IntArray) -> IntArray:
-    rows = np.full(len(lengths), -1, np.int64)
-    full = lengths > 0
-    if full.any():
-        rows[full] = np.maximum.reduceat(values, (np.cumsum(lengths) - lengths)[full])
-    return rows
+    @staticmethod
+    def _firsts(values: Any, places: IntArray) -> NDArray[np.bool_]:
+        """Return whether the values at some places, the first of their rows, would count as targets."""
+        pa = require("pyarrow", feature="reading Arrow columns")
+        found = _compute().fill_null(values.take(pa.array(places)), 0)
+        targets: NDArray[np.bool_] = np.asarray(found) != -100
+        return targets
 
 
 def _why(dataset: object, i: int) -> str:
@@ -240,6 +273,8 @@ def why_bad(sample: dict[str, Any]) -> str | None:
             continue
         if holds_bools(sample[name]):
             return f"{name} holds True or False among its numbers. Give integers."
+        if isinstance(sample[name], np.ma.MaskedArray):
+            return f"{name} is a masked array, whose mask would be lost. Give its compressed() values."
         try:
             values = np.asarray(sample[name])
         except (TypeError, ValueError, RuntimeError) as err:
@@ -256,7 +291,10 @@ def why_bad(sample: dict[str, Any]) -> str | None:
             what = "token id" if name == "input_ids" else "label"
             return f"has the {what} {worst}. Ids run from 0 to {MOST_ID}; -100 belongs into labels alone."
         arrays[name] = values
-    if "labels" in arrays and len(arrays["labels"]) != len(arrays["input_ids"]):
+    labels = arrays.get("labels")
+    if labels is not None and (odd := labels[(labels < 0) & (labels != -100)]).size:
+        return f"has the label {int(odd[0])}. Labels are ids, or -100 where a token is not to be learned."
+    if labels is not None and len(arrays["labels"]) != len(arrays["input_ids"]):
         return (
             f"has {len(arrays['input_ids'])} input_ids but {len(arrays['labels'])} labels. "
             "Give one label a token, unshifted, with -100 where it is to be ignored."

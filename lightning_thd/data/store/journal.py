@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,12 +35,35 @@ class Rows(NamedTuple):
         lengths: int64 ``[n]``, which add up to N.
         labels: int64 ``[N]``, unshifted, -100 where ignored; None where every token is a label.
         skipped: records that stood between them and were left out.
+        goes_on: the last sequence goes on with the first of the next rows.
+        undo: the sequence that goes on is taken back first.
+        more: the piece of the source that these rows are of has more.
     """
 
     tokens: NDArray[np.integer]
     lengths: NDArray[np.int64]
     labels: NDArray[np.integer] | None = None
     skipped: tuple[Skipped, ...] = ()
+    goes_on: bool = False
+    undo: bool = False
+    more: bool = False
+
+
+@dataclass(slots=True)
+class _Open:
+    """A sequence of which more is to come.
+
+    Attributes:
+        length: its tokens so far.
+        targets: its loss tokens so far.
+        largest: the largest id before it, and the sequence that is in.
+        first_labels: the store has no labels before it.
+    """
+
+    length: int
+    targets: int
+    largest: tuple[int, int]
+    first_labels: bool
 
 
 def fill_store(place: Path, parts: Callable[[int], Iterable[Rows]], *, max_errors: int | None = None) -> None:
@@ -69,7 +93,8 @@ class _Journal:
         self._place, self._file = place, place / "journal.jsonl"
         done = _last_line(self._file)
         self.pieces, self._skipped, self._first = done["pieces"], done["skipped"], done["first"]
-        self._largest = tuple(done["largest"])
+        self._largest: tuple[int, int] = (done["largest"][0], done["largest"][1])
+        self._open: _Open | None = None
         # The first skipped records stand in the message when there are too many of them.
         self._writers = {"tokens": ArrayWriter(place / "tokens.npy", keep=done["tokens"])}
         self._writers["lengths"] = ArrayWriter(place / "lengths.npy", np.int64, keep=done["sequences"])
@@ -87,6 +112,9 @@ class _Journal:
     def add(self, rows: Rows, max_errors: int | None) -> None:
         """Write a piece of rows to the files, then a journal line that marks it complete."""
         rows = _checked(rows)
+        if rows.undo:
+            self._take_back()
+        had_none = "labels" not in self._writers
         tokens, sequences = self._writers["tokens"].flush(), self._writers["lengths"].flush()
         refuse_negative(rows.tokens)
         if rows.labels is not None and "labels" not in self._writers:
@@ -97,20 +125,50 @@ class _Journal:
             self._open_labels(0, 0)
             if sequences:
                 self._writers["loss_tokens"].append(np.zeros(sequences, np.int64))
-        if rows.labels is None and "labels" in self._writers and len(rows.tokens):
+        if rows.labels is None and not had_none and len(rows.tokens):
             raise ValueError(
                 "The first records have labels and later ones have none. Give all, or none, labels."
             )
-        self._writers["tokens"].append(rows.tokens)
-        self._writers["lengths"].append(rows.lengths)
-        if "labels" in self._writers:
-            labels = rows.tokens if rows.labels is None else rows.labels
-            self._writers["labels"].append(labels)
-            self._writers["loss_tokens"].append(count_targets(labels, rows.lengths))
+        largest = self._largest
         self._note_largest(rows, sequences)
+        self._append(rows, _Open(0, 0, largest, had_none and "labels" in self._writers))
         self._note_skipped(rows.skipped, max_errors)
-        self.pieces += 1
-        self._write_line()
+        if not rows.more:
+            assert self._open is None, "a sequence ends in the piece of the source that it is in"
+            self.pieces += 1
+            self._write_line()
+
+    def _append(self, rows: Rows, fresh: _Open) -> None:
+        """Write tokens, labels and counts of rows, joining the first sequence to the one that goes on."""
+        self._writers["tokens"].append(rows.tokens)
+        labels = rows.tokens if rows.labels is None else rows.labels
+        lengths, targets = rows.lengths.copy(), count_targets(labels, rows.lengths)
+        if self._open is not None and len(lengths):
+            joins = self._open.length > 0 and lengths[0] > 0 and labels[0] != _IGNORE
+            targets[0] += self._open.targets + joins
+            lengths[0] += self._open.length
+            fresh, self._open = self._open, None
+        if rows.goes_on:
+            fresh.length, fresh.targets = int(lengths[-1]), int(targets[-1])
+            self._open, lengths, targets = fresh, lengths[:-1], targets[:-1]
+        self._writers["lengths"].append(lengths)
+        if "labels" in self._writers:
+            self._writers["labels"].append(labels)
+            self._writers["loss_tokens"].append(targets)
+
+    def _take_back(self) -> None:
+        """Remove what was written of the sequence that goes on."""
+        if self._open is None:
+            return
+        self._largest = self._open.largest
+        for name in ("tokens", "labels"):
+            if name in self._writers:
+                self._writers[name].truncate(self._writers[name].flush() - self._open.length)
+        if self._open.first_labels:
+            for name in ("labels", "loss_tokens"):
+                self._writers.pop(name).close()
+                (self._place / f"{name}.npy").unlink()
+        self._open = None
 
     def _note_largest(self, rows: Rows, before: int) -> None:
         offsets = np.concatenate([[0], np.cumsum(rows.lengths)])

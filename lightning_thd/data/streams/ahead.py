@@ -60,12 +60,16 @@ class Ahead:
                 if "DataLoader worker" not in str(err):
                     raise
 
-    def stop(self) -> None:
-        """Wait until the thread has made the allowed steps, which other ranks take part in, and end it."""
+    def let_go(self) -> None:
+        """End the thread once it has made the allowed steps, without waiting for it."""
         atexit.unregister(self.stop)
         with self._changed:
             self._stopped = True
             self._changed.notify()
+
+    def stop(self) -> None:
+        """Wait until the thread has made the allowed steps, which other ranks take part in, and end it."""
+        self.let_go()
         if self._thread is not None:
             self._thread.join(_STOP_S)
 

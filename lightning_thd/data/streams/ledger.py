@@ -112,16 +112,18 @@ def restored(state: dict[str, Any], found: Table, *, dp: int, same: bool, source
     """
     keys = zip(*(found[name].tolist() for name in _PLACE), strict=True)
     places = {key: i for i, key in enumerate(keys)}
-    order = [places[tuple(place)] for place in state["pending"].tolist()]
-    table = found[np.array(order, np.int64)]
+    pending = state["pending"].tolist()
+    order = [places.get(tuple(place), -1) for place in pending]  # policies may leave some out now
+    table = found[np.array([i for i in order if i >= 0], np.int64)]
     ledger = begun(state)
-    if same:
+    if same and len(table) == len(pending):
         for offsets in state["planned"]:
             ledger.planned.append(Planned(table[: offsets[-1]], np.array(offsets, np.int64), dp))
             table = table[offsets[-1] :]
     else:  # what was planned is to be drawn again
-        unmade = table[: sum(offsets[-1] for offsets in state["planned"])]
-        again = np.bincount(source_of[unmade["shard"]], minlength=len(ledger.drawn))
+        unmade = pending[: sum(offsets[-1] for offsets in state["planned"])]
+        shards = np.array([shard for shard, *_ in unmade], np.int64)
+        again = np.bincount(source_of[shards], minlength=len(ledger.drawn))
         ledger.drawn = np.maximum(0, ledger.drawn - again)
     ledger.pool = table
     return ledger

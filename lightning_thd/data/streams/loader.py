@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.streams.ahead import Ahead
-from lightning_thd.data.streams.engine import Engine, Made, Settings
+from lightning_thd.data.streams.engine import ROW_BITS, Engine, Made, Settings
 from lightning_thd.data.streams.indexed.engine import PlannedEngine, PlannedSteps
 from lightning_thd.data.streams.indexed.lengths import LengthIndex
 from lightning_thd.data.streams.intake import Source
@@ -138,6 +140,11 @@ class StreamLoader:
         """Return the names of a mixture's sources; empty for a single stream."""
         return self._settings.names
 
+    def source_of(self, ids: npt.ArrayLike) -> IntArray:
+        """Return the number of the source of each sequence id, int64 ``[S]``."""
+        found: IntArray = self._settings.source_of[np.asarray(ids, np.int64) >> ROW_BITS]
+        return found
+
     def next_tokens(self) -> IntArray:
         """Pop the real tokens of each source in the oldest step not yet logged, int64 ``[N]``."""
         return self._tokens.popleft() if self._tokens else np.zeros(len(self._settings.sources), np.int64)
@@ -197,6 +204,8 @@ class StreamLoader:
             before = dropped[0][0]
             self.epoch, self._start, self._latest = before["epoch"], before["step"], before["stream"]
             self._again.extendleft(reversed([made for _, made in dropped]))
+            for _ in dropped[: len(self._tokens)]:  # counted again when they are handed out again
+                self._tokens.pop()
 
     def _next(self) -> Made | None:
         """Return the next step, made by this rank or received from the rank that reads for it."""
@@ -234,6 +243,8 @@ class StreamLoader:
             wire = Wire(self._rank, settings.scheduling.dp, self._peers.readers, timeout_s=settings.timeout_s)
             self._engine = Engine(settings, wire, latest, same=self._same)
         self._ahead = Ahead(self._engine)
+        # A loader that is dropped leaves no thread and no processes behind; at exit the thread is waited for.
+        weakref.finalize(self, self._ahead.let_go).atexit = False
 
     def _turn_to_plans(self) -> None:
         """Switch to planned epochs, once a pass over the stream has found all lengths."""
@@ -304,7 +315,7 @@ class StreamLoader:
         self._running = self.epoch = int(state["epoch"])
         self._start = int(state["step"])
         self._handed_out = self._begun_at = 0
-        for kept in (self._states, self._given, self._again):
+        for kept in (self._states, self._given, self._again, self._tokens):
             kept.clear()
         self._base = self._position()
         if self._on_load is not None and self._start:

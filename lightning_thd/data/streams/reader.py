@@ -184,6 +184,8 @@ class Reader:
     def again(self, pending: dict[int, dict[int, list[int]]]) -> list[Read]:
         """Read records again, by shard, row and pass, that a checkpoint tells were read but not used.
 
+        What policies leave out now, as another capacity may, is counted and not returned.
+
         Raises:
             ValueError: when a row is not there any more.
         """
@@ -192,13 +194,15 @@ class Reader:
             rows = pending.get(number)
             if not rows:
                 continue
-            reads = [read for read in self._reading.rows(number, min(rows), only=rows) if read.sample]
+            reads = [read for read in self._reading.rows(number, min(rows), only=rows) if read.bad is None]
             if len(reads) != len(rows):
                 raise ValueError(
                     f"Shard {self._reading.shards[number].name} held {len(rows)} sequences when the "
                     f"checkpoint was written that it gives {len(reads)} of now. Restore it, or start anew."
                 )
-            found += [replace(read, round=of) for read in reads for of in rows[read.row]]
+            for name, more in ((name, more) for read in reads for name, more in read.counts.items()):
+                self.counts[name] += more
+            found += [replace(read, round=of) for read in reads if read.sample for of in rows[read.row]]
         return found
 
 

@@ -169,7 +169,7 @@ class Sampler:
         if "attention_mask" in sample:
             check_attention_mask(sample, length, row)
         extras = {key: value for key, value in sample.items() if key not in _OWN and _kept(key, value)}
-        check_modalities(extras)
+        check_modalities(sample)
         keys = 0 if labels is None else LABELS
         for name, bit in _KEYS.items():
             if name in extras:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator
 from fractions import Fraction
@@ -11,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,8 +23,10 @@ from lightning_thd.data.streams import Stream
 from lightning_thd.data.streams.order import take_turns, whole_shares
 from lightning_thd.packing.mixtures import Mixing
 from tests.data.streams.jobs import counted, describe, write_shards
+from tests.data.test_datamodule import CAPACITY
+from tests.data.test_mixing import logged_losses, source_losses
 from tests.ranks import run_ranks
-from tests.tiny import TinyModule
+from tests.tiny import TinyModule, nll, sequences
 
 WEIGHTS = {"code": 0.3, "chat": 0.7}
 
@@ -244,7 +248,52 @@ def test_shares_are_logged_as_those_of_other_mixtures(tmp_path: Path) -> None:
     logged = kept.logged
     assert logged["data/code/share"] == pytest.approx(0.25)
     assert logged["data/chat/tokens"] == 3 * logged["data/code/tokens"]
-    assert logged["data/code/tokens"] in (80.0, 88.0)
+    assert logged["data/code/tokens"] == 12 * 8 * 0.25 * 4  # the steps after the last interval too
+
+
+def stream_of_losses(folder: Path) -> THDDataModule:
+    streams = {
+        name: (Stream(f"{folder}/{name}.jsonl", window=6), weight)
+        for name, weight in (("a", 0.3), ("b", 0.7))
+    }
+    return THDDataModule(streams, capacity=CAPACITY, global_batch=Sequences(5), mixing=Mixing(dry="rest"))
+
+
+def losses_of_streams(folder: Path, devices: int) -> None:
+    source_losses(folder / "logs", devices=devices, data=stream_of_losses(folder))
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_loss_of_each_stream_is_that_of_its_sequences_alone(tmp_path: Path, devices: int) -> None:
+    rows = {"a": sequences(8), "b": sequences(14, labels=True, seed=1)}
+    for name, samples in rows.items():
+        lines = [json.dumps({key: list(map(int, row)) for key, row in one.items()}) for one in samples]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    if devices == 1:
+        losses_of_streams(tmp_path, 1)
+    else:
+        run_ranks(losses_of_streams, devices, tmp_path, devices)
+    found = logged_losses(tmp_path / "logs")
+    torch.manual_seed(0)
+    model = TinyModule(lr=0.0).model
+    alone = {name: [nll(model, row) for row in samples] for name, samples in rows.items()}
+    for name, samples in rows.items():
+        assert found[f"data/{name}/tokens"][-1] == 2 * sum(len(row["input_ids"]) for row in samples)
+        losses = found[f"data/{name}/loss"]
+        whole = sum(float(loss.detach()) for loss, _ in alone[name]) / sum(count for _, count in alone[name])
+        assert len(losses) >= 3
+        assert min(losses) - 1e-6 <= whole <= max(losses) + 1e-6
+    if devices > 1:
+        return
+    steps = [step for _ in range(2) for step in stream_of_losses(tmp_path).train_steps()]
+    used = [[i for batch in step.microbatches for i in batch.sequence_ids] for step in steps]
+    for k, name in enumerate(rows):
+        wanted = []
+        for at in range(0, len(used), 3):
+            mine = [alone[name][i & (1 << 40) - 1] for ids in used[at : at + 3] for i in ids if i >> 40 == k]
+            count = sum(count for _, count in mine)
+            wanted += [sum(float(loss.detach()) for loss, _ in mine) / count] if count else []
+        assert found[f"data/{name}/loss"] == pytest.approx(wanted, rel=1e-6)
 
 
 def test_what_a_mixture_of_streams_refuses(tmp_path: Path) -> None:

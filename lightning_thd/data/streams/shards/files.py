@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from lightning_thd._imports import require
+from lightning_thd.data.read.files import Unpacking
 from lightning_thd.data.streams.shards.base import Bad, Mark, Rows, Shard
 
 _LINES = (".jsonl", ".ndjson")
@@ -182,13 +183,15 @@ def expanded(path: str) -> list[str]:
 
 
 def _open(name: str) -> Any:
-    if "://" in name or name.endswith(_PACKED):
-        fsspec = require("fsspec", feature=f"reading {name}")
-        compression = {".gz": "gzip", ".zst": "zstd"}.get(Path(name).suffix)
-        if name.endswith(".tar.gz"):
-            compression = None  # tarfile unpacks it
-        file = fsspec.open(name, "rb", compression=compression).open()
-        return io.BufferedReader(file) if compression == "zstd" else file  # it cannot iterate over lines
+    file = _as_it_is(name)
+    if not name.endswith(_PACKED) or name.endswith(".tar.gz"):  # tarfile unpacks it
+        return file
+    return io.BufferedReader(Unpacking(file, Path(name).suffix))
+
+
+def _as_it_is(name: str) -> Any:
+    if "://" in name:
+        return require("fsspec", feature=f"reading {name}").open(name, "rb").open()
     return Path(name).open("rb")
 
 

@@ -1,0 +1,1 @@
+"""Records too long to hold -> their values, a piece at a time."""

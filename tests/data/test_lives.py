@@ -1,0 +1,56 @@
+"""Jobs on one data set that start, stop, die and change, in any order: nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import threading
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from lightning_thd import Sequences, THDDataModule
+from lightning_thd.data.loader import THDLoader
+from tests.data.lives.machine import Lives, LivesOfRanks
+
+
+def test_lives_and_deaths_of_jobs() -> None:
+    class Sample(Lives):
+        with_workers = False
+
+    sharp = settings(max_examples=40, stateful_step_count=12, derandomize=True, database=None, deadline=None)
+    run_state_machine_as_test(Sample, settings=sharp)
+    assert Sample.tally["steps run again alike"] > 20
+    assert Sample.tally["changed capacities refused"] > 0
+    assert not [thread for thread in threading.enumerate() if thread.name == "thd-stream"]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_state_that_was_loaded_is_saved_again_as_it_is(steps: int) -> None:
+    def loader() -> THDLoader:
+        rows = [{"input_ids": [k, k]} for k in range(4)]
+        data = THDDataModule(rows, capacity=8, global_batch=Sequences(1))
+        data.setup("fit")
+        found = data.train_steps()
+        assert isinstance(found, THDLoader)
+        return found
+
+    first = loader()
+    for number, _ in enumerate(first, 1):
+        if number == steps:
+            break
+    state, second = first.state_dict(), loader()
+    second.load_state_dict(state)
+    again = second.state_dict()
+    assert (again["epoch"], again["step"]) == ((0, steps) if steps < 4 else (1, 0))
+    next(iter(second))
+    second.load_state_dict(state)
+    assert second.state_dict() == again
+
+
+@pytest.mark.slow
+def test_long_lives_with_workers_and_ranks() -> None:
+    long = settings(max_examples=150, stateful_step_count=25, database=None, deadline=None)
+    run_state_machine_as_test(LivesOfRanks, settings=long)
+    assert LivesOfRanks.tally["workers killed"] > 0
+    assert not mp.active_children()
