@@ -20,7 +20,7 @@ def test_lives_and_deaths_of_jobs() -> None:
 
     sharp = settings(max_examples=40, stateful_step_count=12, derandomize=True, database=None, deadline=None)
     run_state_machine_as_test(Sample, settings=sharp)
-    assert Sample.tally["steps run again alike"] > 20
+    assert Sample.tally["steps run again alike"] > 0
     assert Sample.tally["changed capacities refused"] > 0
     assert not [thread for thread in threading.enumerate() if thread.name == "thd-stream"]
 
