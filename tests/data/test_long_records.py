@@ -62,12 +62,11 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize("ascii_only", [True, False])
-@pytest.mark.parametrize("block", [1, 7, 64])
-@pytest.mark.parametrize("num_workers", [0, 2])
+WAYS = [(ascii_only, block, 0) for ascii_only in (True, False) for block in (1, 7, 64)]
+
+
+@pytest.mark.parametrize(("ascii_only", "block", "num_workers"), [*WAYS, (False, 7, 2)])
 def test_lines_of_text(tmp_path: Path, small: Small, ascii_only: bool, block: int, num_workers: int) -> None:
-    if num_workers and (block != 7 or ascii_only):
-        pytest.skip("one case with processes is enough")
     file = tmp_path / "a.jsonl"
     lines = [json.dumps(line, ensure_ascii=ascii_only) for line in LINES]
     file.write_text("\ufeff" + "\n".join(lines) + "\n\n")
