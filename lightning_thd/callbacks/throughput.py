@@ -78,7 +78,7 @@ class THDThroughputMonitor(EvaluationHooks):
         check_conventions(causal=causal, tokens=tokens)
         if recompute != "auto":
             check_conventions(recompute=recompute)
-        if every_n_steps is not None and every_n_steps < 1:
+        if every_n_steps is not None and whole_number(every_n_steps, "every_n_steps", least=None) < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: log every 1 or more steps, or None.")
         whole_number(warmup_steps, "warmup_steps", advice="It is the number of steps left out of the rates.")
         for name, flag in (("progress_bar", progress_bar), ("pictures", pictures)):

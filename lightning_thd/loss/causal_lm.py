@@ -120,6 +120,7 @@ def causal_lm_loss(
             ``reduction="sequences"`` where the number of the step's sequences is unknown.
         NotImplementedError: for a model that does to its logits what cannot be followed.
     """
+    instance(return_parts, "return_parts", bool, advice="Pass True or False.")
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(model, z_loss))
     factors = loss_weights(batch, reduction, weights, class_weights, smoothed=label_smoothing > 0)
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale

@@ -163,7 +163,8 @@ def _refuse_other_axes(**sizes: int) -> None:
 
 
 def _check_pipeline(size: int, schedule: str, stages_per_rank: int) -> None:
-    if schedule not in ("1f1b", "interleaved"):
+    whole_number(stages_per_rank, "stages_per_rank", least=None)
+    if not isinstance(schedule, str) or schedule not in ("1f1b", "interleaved"):
         raise ValueError(f"pipeline_schedule={schedule!r} is not one of '1f1b', 'interleaved'.")
     if (stages_per_rank > 1) != (schedule == "interleaved") or stages_per_rank < 1:
         raise ValueError(

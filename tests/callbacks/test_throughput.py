@@ -423,6 +423,11 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
         THDThroughputMonitor(**settings)
 
 
+def test_settings_of_another_type_are_refused() -> None:
+    with pytest.raises(TypeError, match="every_n_steps is a .*ensor.*; wanted a whole number"):
+        THDThroughputMonitor(every_n_steps=torch.ones(3))  # type: ignore[arg-type]
+
+
 def test_a_bad_convention_is_refused_at_construction() -> None:
     for settings in ({"causal": "third"}, {"tokens": "all"}, {"recompute": "some"}):
         with pytest.raises(ValueError, match="is not one of"):

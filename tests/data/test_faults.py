@@ -23,6 +23,7 @@ from lightning_thd.data.pack import pack_file
 from lightning_thd.data.read.columns import as_rows
 from lightning_thd.data.read.sources import open_source
 from lightning_thd.data.store.index import build_index
+from lightning_thd.data.store.tokens import cached_store
 from tests.data.chats import make_tokenizer
 from tests.tiny import sequences
 
@@ -361,3 +362,8 @@ def test_split_documents_are_read_once() -> None:
         len(row["input_ids"]) for row in list(rows)[:3]
     )
     assert Counts.reads <= 4 + 3
+
+
+def test_a_limit_of_errors_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="max_errors is a float, 1.5; wanted a whole number"):
+        cached_store(None, lambda first: iter(()), cache_dir=tmp_path, max_errors=1.5)  # type: ignore[arg-type]

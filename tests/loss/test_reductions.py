@@ -114,6 +114,8 @@ def test_the_z_loss_comes_beside_the_loss_that_holds_it(reduction: Any) -> None:
         assert not z_loss.requires_grad
         assert z_loss > 0.01
     assert causal_lm_loss(model, batch, return_parts=True).z_loss == 0.0
+    with pytest.raises(TypeError, match="return_parts is a .*ensor.*; wanted bool"):
+        causal_lm_loss(model, batch, return_parts=torch.ones(2))
 
 
 @pytest.mark.parametrize("reduction", ["tokens", "sequences"])

@@ -164,3 +164,8 @@ def test_messages() -> None:
         Sharing(max_degree=6)
     with pytest.raises(ValueError, match=r"exchange=\(-1.0,\): wanted 1 finite numbers"):
         Sharing(max_degree=2, exchange=(-1.0,))
+
+
+def test_more_ranks_than_a_plan_can_hold_are_refused() -> None:
+    with pytest.raises(ValueError, match="ranks=.*at most 1048576"):
+        share_out([76, 100], 64, ranks=2**70, sharing=Sharing(max_degree=2), cost=Cost(linear=1))

@@ -68,6 +68,7 @@ def test_parameters_equal_one_process(family: str, layout: Layout, step: Packs |
 def arguments() -> list[tuple[dict[str, Any], str]]:
     return [
         ({"pipeline_schedule": "gpipe"}, "is not one of '1f1b', 'interleaved'"),
+        ({"pipeline_schedule": ["1f1b"]}, "is not one of '1f1b', 'interleaved'"),
         ({"pipeline_parallel_size": 2, "stages_per_rank": 2}, "'interleaved' takes 2 or more"),
         (INTERLEAVED, "set pipeline_parallel_size to the ranks"),
         ({"reshard_after_forward": "never"}, "'never' is not one of True, False, 'auto'"),

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from lightning_thd._checks import whole_number
 from lightning_thd.data.store.arrays import (
     cache_folder,
     cached_folder,
@@ -220,6 +221,8 @@ def cached_store(
         CacheError: when the cache cannot be written.
         ValueError: when too many records were skipped.
     """
+    if max_errors is not None:
+        whole_number(max_errors, "max_errors", advice="None takes any number.")
 
     def build(place: Path) -> None:
         fill_store(place, parts, max_errors=max_errors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_thd.alignment import Alignment, Layout
-from lightning_thd.packing.lengths import check_count
+from lightning_thd.packing.lengths import MOST_RANKS, check_count
 
 _EXCHANGE = 0.02  # of a token's work: keys of 8 heads of 128 in 32 layers of 7e9 weights at 100 GB/s
 
@@ -83,7 +83,7 @@ def check_tiling(ranks: int, max_degree: int) -> None:
     Raises:
         ValueError: saying which degrees do.
     """
-    check_count("ranks", ranks, "It is the number of data-parallel ranks.")
+    check_count("ranks", ranks, "It is the number of data-parallel ranks.", most=MOST_RANKS)
     check_count("max_degree", max_degree, "It is the most ranks that share a sequence.")
     if ranks % max_degree:
         fits = max(d for d in (1 << i for i in range(max_degree.bit_length())) if ranks % d == 0)
