@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.family_sizes import Sizes, draw
+from benchmarks.family_table import LENGTHS, PAD_TO, TOLERANCE, Line, read_table, table, updated
 from benchmarks.tiny_configs import END, VOCAB, known, tiny
 from lightning_thd import THDBatch
 
@@ -35,22 +36,6 @@ KINDS = {
     "sequence": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "token": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
 }
-# A single token, more than one window and one chunk (8) of the tiny configs, and neighbours of both.
-LENGTHS = (7, 1, 21, 9)
-PAD_TO = 48
-TOLERANCE = 2e-5  # fp32, of the largest logit; gradients, sums of many more terms, ten times that
-VERDICTS = ("exact", "refused", "wrong", "crash", "no reference", "not built")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    """What became of one family."""
-
-    kind: str
-    family: str
-    model: str
-    verdict: str
-    detail: str = ""
 
 
 def families(kind: str) -> dict[str, str]:
@@ -230,46 +215,6 @@ def turn(names: Sequence[str], number: int, *, of: int) -> list[str]:
     return [name for i, name in enumerate(names) if i % of == number % of]
 
 
-def table(lines: Sequence[Line]) -> str:
-    """Lay the lines out as Markdown: counts, then every family that is not exact with its reason."""
-    import transformers
-
-    kinds = list(dict.fromkeys(line.kind for line in lines))
-    counts = Counter((line.kind, line.verdict) for line in lines)
-    text = [
-        "# Families",
-        "",
-        f"Written by `python -m benchmarks.families`, transformers {transformers.__version__}, torch "
-        f"{torch.__version__}. Tiny models from configs, random weights, fp32: packs of {LENGTHS} tokens "
-        f'and a trailing pad to {PAD_TO} through "thd" against stock eager attention, one document at a '
-        f"time. Exact: logits within {TOLERANCE:.0e} and gradients within {10 * TOLERANCE:.0e}. No "
-        "reference: stock eager does not run on these documents from this tiny config. Not built: a package "
-        "or a config is missing.",
-        "",
-        "| table | " + " | ".join(VERDICTS) + " |",
-        "| --- |" + " --- |" * len(VERDICTS),
-        *(f"| {kind} | " + " | ".join(str(counts[kind, v]) for v in VERDICTS) + " |" for kind in kinds),
-    ]
-    for kind in kinds:
-        own = [line for line in lines if line.kind == kind]
-        exact = ", ".join(line.family for line in own if line.verdict == "exact")
-        text += [
-            "",
-            f"## {kind}",
-            "",
-            f"Exact: {exact}.",
-            "",
-            "| family | verdict | |",
-            "| --- | --- | --- |",
-        ]
-        text += [
-            f"| {line.family} | {line.verdict} | {line.detail.replace('|', '/')} |"
-            for line in own
-            if line.verdict != "exact"
-        ]
-    return "\n".join(text) + "\n"
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the sweep and write or print its table."""
     parser = argparse.ArgumentParser(
@@ -280,6 +225,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--turn", default="", help="3/10: every tenth family, from the third; writes nothing")
     parser.add_argument(
         "--vary", type=int, help="a seed: other sizes of models and documents; writes nothing"
+    )
+    parser.add_argument(
+        "--update", action="store_true", help="with --only: write these families' lines into the table"
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("FAMILIES.md"))
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
@@ -298,7 +246,10 @@ def main(argv: list[str] | None = None) -> None:
             lines.append(line)
             print(f"{line.kind:10} {line.family:28} {line.verdict:12} {line.detail}", flush=True)
     print(dict(Counter(f"{line.kind} {line.verdict}" for line in lines)))
-    if not only and not args.turn and args.vary is None:
+    if args.update:
+        old = read_table(args.out.read_text(encoding="utf-8"))
+        args.out.write_text(table(updated(old, lines)), encoding="utf-8")
+    elif not only and not args.turn and args.vary is None:
         args.out.write_text(table(lines), encoding="utf-8")
 
 

@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks.families import KINDS, Line, compare, families, sweep, table, turn
+from benchmarks.families import KINDS, compare, families, sweep, turn
 from benchmarks.family_sizes import draw
+from benchmarks.family_table import Line, read_table, table, updated
 from lightning_thd.models import register_thd
 
 register_thd()
@@ -86,6 +87,11 @@ def test_the_table_counts_and_gives_reasons() -> None:
     assert "| causal | 1 | 1 | 0 | 0 | 0 | 0 |" in text
     assert "Exact: a." in text
     assert "| b | refused | because / of this |" in text
+    new = [Line(kind="causal", family="b", model="B", verdict="exact")]
+    again = read_table(text)
+    assert table(again) == text
+    assert "| causal | 2 | 0 | 0 | 0 | 0 | 0 |" in table(updated(again, new))
+    assert "Exact: a, b." in table(updated(again, new))
 
 
 @FAMILIES_WARN
