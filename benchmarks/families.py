@@ -95,8 +95,10 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _alone(model: Any, docs: Sequence[Tensor], kind: str) -> list[Tensor]:
     arguments = {} if kind in ("encoder", "sequence", "token") else {"use_cache": False}
-    rows = [model(input_ids=ids[None], **arguments).logits for ids in docs]
-    return [row if kind == "sequence" else row[0] for row in rows]
+    rows = {}
+    for i in sorted(range(len(docs)), key=lambda i: len(docs[i])):  # a dynamic rope remembers longer ones
+        rows[i] = model(input_ids=docs[i][None], **arguments).logits
+    return [rows[i] if kind == "sequence" else rows[i][0] for i in range(len(docs))]
 
 
 def _packed(model: Any, docs: Sequence[Tensor], kind: str, pad_to: int) -> list[Tensor]:

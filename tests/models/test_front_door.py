@@ -142,7 +142,7 @@ def test_a_deeper_language_model_without_thd_is_refused_where_it_is_called() -> 
 BEHIND: dict[str, tuple[str, Way]] = {
     "config": ("llama", lambda model: setattr(model.config, "_attn_implementation", "thd")),
     "no attention": ("mamba2", lambda model: setattr(model.config, "_attn_implementation", "thd")),
-    "convolution": ("lfm3", lambda model: setattr(model.config, "_attn_implementation", "thd")),
+    "recurrence": ("recurrent_gemma", lambda model: setattr(model.config, "_attn_implementation", "thd")),
     "part": ("llama", lambda model: model.model.set_attn_implementation("thd")),
     "part of a state-space model": ("mamba2", lambda m: m.backbone.set_attn_implementation("thd")),
 }
@@ -285,7 +285,7 @@ def test_a_class_that_knows_no_packs_is_taught_when_its_model_is_unpickled(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mamba2", "lfm3", "opt"])
+@pytest.mark.parametrize("name", ["mamba2", "recurrent_gemma", "opt"])
 def test_a_model_unpickled_in_a_new_process_knows_its_packs(name: str, tmp_path: Path) -> None:
     """The classes of a new process have not been taught by the model's construction."""
     model: Any = build(name, "thd").eval()

@@ -9,6 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
+from packaging.version import Version
+
 from benchmarks import families
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import register_thd
@@ -50,6 +53,8 @@ def test_sequences_of_at_most_the_kept_keys_are_exact_and_longer_ones_refused(fa
         assert relative_error(ours, model(input_ids=ids[None], use_cache=False).logits[0]) <= 2e-5
     longer = pack(9, 10)
     message = r"chooses the keys of every token by an index.*Use sequences of at most 9 tokens"
+    if Version(transformers.__version__) < Version("5.23"):  # which asks for no mask to index
+        message = "passes indices to its attention"
     for call in (longer.hf_kwargs(), {"input_ids": longer.input_ids[None]}):
         with pytest.raises(ValueError, match=message):
             model(**call)

@@ -68,6 +68,12 @@ def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
         if shard is not None and max(shard.padded_lengths) <= limit:
             return run(position_ids, *args, **kwargs)
         _refuse_unknown_lengths(self, kind, limit, sharded=shard is not None)
+        if position_ids.shape[-1] != pack.slots:
+            raise ValueError(
+                f"{type(self).__name__} turns {position_ids.shape[-1]} positions of a pack of {pack.slots} "
+                f"slots by a rope of type {kind!r}: keys of its own, which belong to no sequence. Use "
+                f"sequences of at most {limit} tokens, or padded rows with attn_implementation='eager'."
+            )
         return _one_by_one(run, pack, position_ids, limit, args, kwargs)
 
     forward_in_pack._thd_rope = True  # type: ignore[attr-defined]
