@@ -128,6 +128,8 @@ def refuse_labels(labels: list[NDArray[Any]]) -> None:
 
 def check_modalities(names: Iterable[str]) -> None:
     """Raise for keys of inputs that cannot be packed, such as audio, and of masks that would be left out."""
+    if isinstance(names, Mapping):
+        names = [name for name, value in names.items() if value is not None]
     for name in names:
         if name in _MASKS:
             raise ValueError(

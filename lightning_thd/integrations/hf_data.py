@@ -45,11 +45,12 @@ def keyed_loader(loader: Any, *, pin_memory: bool) -> DataLoader[Any]:
 
 def with_labels(sample: Mapping[str, Any]) -> Mapping[str, Any]:
     """Turn TRL's masks of learned tokens, where a sample has them, into labels."""
-    masks = [np.asarray(sample[name]) for name in _MASKS if sample.get(name) is not None]
+    masks = {name: np.asarray(sample[name]) for name in _MASKS if sample.get(name) is not None}
+    without = {**sample, **dict.fromkeys(masks)}  # None: `datasets` keeps a column that is left out
     if not masks or "labels" in sample:
-        return sample
-    learned = np.logical_and.reduce(masks)
-    return {**sample, "labels": np.where(learned, np.asarray(sample["input_ids"]), -100)}
+        return without
+    learned = np.logical_and.reduce([*masks.values()])
+    return {**without, "labels": np.where(learned, np.asarray(sample["input_ids"]), -100)}
 
 
 class WithLabels:

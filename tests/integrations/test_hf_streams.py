@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
+from lightning_thd import Packs, THDDataModule
 from lightning_thd.data.streams import Stream
 from lightning_thd.integrations import packed_trainer
 from lightning_thd.integrations.hf_streams import is_streamed, streamed_dataset
@@ -118,8 +119,11 @@ def test_masks_of_learned_tokens_become_labels() -> None:
     rows = [{"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}]
     given = datasets.Dataset.from_list(rows).to_iterable_dataset()
     trl_like = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
-    (record,) = list(streamed_dataset(given, trl_like))
-    assert record["labels"] == [-100, 6, 7]
+    found = streamed_dataset(given, trl_like)
+    (record,) = list(found)
+    assert list(record["labels"]) == [-100, 6, 7]
+    (step,) = THDDataModule(found, capacity=16, global_batch=Packs(1)).train_steps()
+    assert step.microbatches[0].targets.tolist() == [6, 7, -100]
 
 
 def test_a_checkpoint_without_a_stream_is_refused(tmp_path: Path) -> None:
