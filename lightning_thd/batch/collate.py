@@ -247,7 +247,7 @@ def _extras(
     samples: Sequence[dict[str, Any]], starts: list[int], slots: int, lengths: list[int]
 ) -> dict[str, Tensor]:
     names = dict.fromkeys(name for sample in samples for name in sample if name not in OWN_KEYS)
-    check_modalities(names)
+    check_modalities([*names])
     extras: dict[str, Tensor] = {}
     for name in names:
         extras[name] = joined_extras(samples, name)

@@ -20,7 +20,7 @@ from lightning_thd.data.read.files import COLUMNS, LINES, TABLES, SourceFile, fi
 from lightning_thd.data.read.json_files import cut_json, cut_lines
 from lightning_thd.data.read.long import values
 from lightning_thd.data.read.long.values import BufferText, FileText, Long
-from lightning_thd.data.store.columns import map_arrow
+from lightning_thd.data.store.columns import map_arrow, string_sizes
 from lightning_thd.data.store.measure import MapDataset
 
 CHUNK_BYTES = 1 << 22  # of text in a chunk: some 4 s of a tokenizer at 1 MB/s
@@ -120,11 +120,9 @@ class ColumnChunk:
         """Read rows one by one, leaving strings that are long where the file is mapped."""
         pt = require("pyarrow", feature="reading .arrow files").types
         texts = [f.name for f in batch.schema if pt.is_string(f.type) or pt.is_large_string(f.type)]
+        sizes = {name: string_sizes(batch.column(name)) for name in texts}
         for at in range(batch.num_rows):
-            found = {name: batch.column(name)[at].as_buffer() for name in texts}
-            long = [
-                name for name, text in found.items() if text is not None and text.size > values.LONG_BYTES
-            ]
+            long = [name for name in texts if sizes[name][at] > values.LONG_BYTES]
             others = batch.select([name for name in batch.schema.names if name not in long]).slice(at, 1)
             row: dict[str, Any] = others.to_pylist()[0] if others.num_columns else {}
             place = self.file.path, self.part, first - self.first_row + at

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Protocol
 
 from lightning_thd.data.read.decode import Bad, not_text, null_byte, parse_json
 from lightning_thd.data.read.long.json_spans import Span, read_value, scan_object
-from lightning_thd.data.store.columns import map_arrow
+from lightning_thd.data.store.columns import map_arrow, string_bytes
 
 LONG_BYTES = 1 << 23  # a record with more is read in pieces
 _BLOCK = 1 << 20  # bytes of a piece
@@ -151,7 +151,7 @@ class BufferText(_Text):
     def text(self) -> Iterator[str]:
         """Decode the string, block by block, from where the file is mapped."""
         batch = map_arrow(self.path, str(self.path)).to_batches()[self.part]
-        view = memoryview(batch.column(batch.schema.get_field_index(self.column))[self.row].as_buffer())
+        view = string_bytes(batch.column(batch.schema.get_field_index(self.column)), self.row)
         decoder = codecs.getincrementaldecoder("utf-8")()
         for at in range(0, len(view), _BLOCK):
             yield _decoded(decoder, bytes(view[at : at + _BLOCK]), at)
