@@ -17,7 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.data.lives.machine import LivesOfRanks
 from tests.trust.record import record
 
-_AT_ONCE = 25  # lives between two looks at the clock
+_AT_ONCE = 4  # lives between two looks at the clock
 
 
 def main() -> None:
