@@ -40,7 +40,12 @@ def streamed_dataset(dataset: Any, trainer: type) -> Any:
                 "around transformers.Trainer."
             )
         return dataset
-    return dataset.map(with_labels) if prepared else dataset
+    return dataset.map(_with_listed_labels) if prepared else dataset
+
+
+def _with_listed_labels(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = with_labels(record)
+    return found if found is record else {**found, "labels": found["labels"].tolist()}
 
 
 class StreamsMixin:
