@@ -30,15 +30,14 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
 
     Weights are cut over the tensor-parallel ranks by the model's own plan, and sharded by FSDP2 over all
     others. Rank 0's initial weights are everybody's. Build the model in ``__init__`` or ``configure_model``;
-    one that is sharded there already is left as it is.
+    one that is sharded there already is left as it is. ``context_parallel_size``,
+    ``max_context_parallel_size``, ``context_parallel_layout``, ``context_parallel_communication``,
+    ``context_parallel_costs``, ``broadcast_data`` and ``check_plans`` are those of ``THDDDPStrategy``.
 
     Args:
         data_parallel_size: groups that read different data; ``auto`` takes what the others leave.
         data_parallel_replicas: groups of neighbours among the data-parallel ranks, nodes say, that each share
             all weights among them: weights are gathered within a group, gradients averaged over groups too.
-        context_parallel_size, max_context_parallel_size, context_parallel_layout,
-            context_parallel_communication, context_parallel_costs, broadcast_data, check_plans: as in
-            ``THDDDPStrategy``.
         tensor_parallel_size: ranks that share the rows and columns of weights.
         tensor_parallel_plan: module names below a model to styles (``parallel.tensor``), in place of the
             model's own plan.
