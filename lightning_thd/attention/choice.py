@@ -116,8 +116,8 @@ def _say(choice: Choice, layout: ShardLayout, sizes: LayerSizes, spec: Attention
     kind = "causal" if spec.causal else "bidirectional"
     window = f", window {spec.left + 1}" if spec.left >= 0 else ""
     rank_zero_info(
-        f"context parallelism of {layout.cp} ranks ({layout.layout}): {choice.name} for {kind} attention "
-        f"with {sizes.heads} heads on {sizes.kv_heads}{window}: {choice.received_bytes / 1e6:.3g} MB a layer "
-        f"and pass, {choice.exchange_s * 1e3:.3g} ms beside {choice.kernel_s * 1e3:.3g} ms of its kernel, by "
-        "CommCosts."
+        f"context parallelism of {layout.cp} ranks ({layout.layout}): {kind} attention, {sizes.heads} heads "
+        f"on {sizes.kv_heads}{window} exchanges by {choice.name!r}: {choice.received_bytes / 1e6:.3g} MB a "
+        f"layer and pass. Expected by CommCosts: {choice.exchange_s * 1e6:,.2f} us, beside "
+        f"{choice.kernel_s * 1e6:,.2f} us of its kernel."
     )

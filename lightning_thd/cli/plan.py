@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -17,7 +17,16 @@ from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.flops import FlopsModel, SeqStats, peak_flops
 from lightning_thd.packing import Packs, Sequences
+from lightning_thd.packing.entries import Oversize
 from lightning_thd.report.terminal import Table, show_table
+
+# What the counts of a set are called in the table; others stand under their own names.
+_LOST = {
+    "dropped": "longer sequences, dropped",
+    "truncated": "longer sequences, truncated",
+    "split": "longer sequences, split",
+    "own_pack": "longer sequences, own pack",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +38,7 @@ class Expected:
         packs: of the steps that were looked at; what follows is of them.
         sequences: in those packs, pieces of split documents counted each.
         tokens: of them.
+    lengths: shortest, median and longest sequence in them.
         fill: real tokens over slots.
         padded_fill: the same of batches padded to their longest, as many sequences each.
         imbalance: slowest rank's work over the mean, in mean over steps.
@@ -40,6 +50,7 @@ class Expected:
     packs: int
     sequences: int
     tokens: int
+    lengths: tuple[int, int, int]
     fill: float
     padded_fill: float
     imbalance: float
@@ -53,14 +64,15 @@ class Expected:
             ("packs looked at", f"{self.packs:,}"),
             ("sequences in them", f"{self.sequences:,}"),
             ("tokens in them", f"{self.tokens:,}"),
+            ("shortest / median / longest", " / ".join(f"{n:,}" for n in self.lengths)),
             ("fill of packs", f"{self.fill:.1%}"),
-            ("fill of padded batches", f"{self.padded_fill:.1%}"),
+            ("fill of padded batches of 8", f"{self.padded_fill:.1%}"),
             ("slots saved by packing", f"{1 - self.padded_fill / self.fill:.1%}" if self.fill else "-"),
             ("slowest rank / mean work", f"{self.imbalance:.3f}"),
         ]
         if self.tokens_per_s is not None:
             rows.append(("tokens/s of one device", f"{self.tokens_per_s:,.0f}"))
-        rows += [(name.replace("_", " "), f"{n:,}") for name, n in self.lost.items() if n]
+        rows += [(_LOST.get(name, name.replace("_", " ")), f"{n:,}") for name, n in self.lost.items() if n]
         return Table(columns=("", ""), rows=rows)
 
 
@@ -117,6 +129,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
     return Expected(
         sequences=sum(map(len, packs)),
         tokens=tokens,
+        lengths=_lengths(packs),
         steps=len(planner),
         packs=len(packs),
         fill=tokens / slots if slots else 0.0,
@@ -131,6 +144,12 @@ def _work(lengths: Sequence[int], model: FlopsModel | None) -> float:
     if model is None:
         return float(sum(s * (4096 + s) for s in lengths))  # linear parts and squares of a small dense model
     return float(model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows)).model)
+
+
+def _lengths(packs: Sequence[Sequence[int]]) -> tuple[int, int, int]:
+    """Return the shortest, the median and the longest sequence of packs; zeros where there are none."""
+    flat = sorted(length for pack in packs for length in pack)
+    return (flat[0], flat[len(flat) // 2], flat[-1]) if flat else (0, 0, 0)
 
 
 def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
@@ -173,18 +192,23 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("data", help="JSONL, text, Parquet or Arrow file, or a folder of text")
     parser.add_argument("--capacity", type=int, required=True, help="most slots of a pack")
-    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks (default: 1)")
     parser.add_argument("--sequences", type=int, help="sequences to a step, global_batch=Sequences(n)")
-    parser.add_argument("--steps", type=int, default=50, help="steps to look at")
+    parser.add_argument("--steps", type=int, default=50, help="steps to look at (default: 50)")
     parser.add_argument(
-        "--oversize", default="split", help="what becomes of longer documents (default: split)"
+        "--oversize",
+        default="split",
+        choices=get_args(Oversize),
+        metavar="WAY",
+        help=f"what becomes of longer documents: {', '.join(get_args(Oversize))} (default: split; "
+        "THDDataModule's is error)",
     )
-    parser.add_argument("--text-key", default="text")
+    parser.add_argument("--text-key", default="text", help="key of the text in a record (default: text)")
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument("--model", help="a config.json, for FLOPs and speed")
     parser.add_argument("--device", help="a device of `lightning-thd peaks`, for the speed to expect")
     parser.add_argument("--mfu", type=float, default=0.4, help="MFU assumed for it (default: 0.4)")
     parser.add_argument("--plot", type=Path, help="draw the first packs into this file")
-    parser.add_argument("--theme", choices=("light", "dark"), default="light")
+    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="colours of the drawing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

@@ -18,7 +18,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="example: lightning-thd report runs/quickstart",
     )
     parser.add_argument("folder", help="where CSVLogger wrote")
-    parser.add_argument("--theme", choices=("light", "dark"), default="light")
+    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="colours of the page")
     parser.add_argument("--json", action="store_true", help="print every metric's steps and values")
     return parser
 

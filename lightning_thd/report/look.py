@@ -68,15 +68,43 @@ def dress(axes: Any, theme: Theme, *, title: str, x: str, y: str = "", grid: boo
     axes.set_xlabel(x, color=look.ink)
     axes.set_ylabel(y, color=look.ink)
     axes.tick_params(colors=look.ink, labelsize=9)
+    for axis in (axes.xaxis, axes.yaxis):
+        if not _has_names(axis):
+            axis.set_major_formatter(short)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(look.quiet)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=8)
     axes.set_axisbelow(True)
     if grid:
         axes.grid(axis="y", color=look.quiet, alpha=0.25, linewidth=0.8)
 
 
+def short(value: float, _: int | None = None) -> str:
+    """Format a number for an axis in few characters, so that neighbours do not touch.
+
+    Args:
+        value: what the tick stands for.
+
+    Returns:
+        131072 as ``131.072k``, 2500000 as ``2.5M``, 800 as ``800`` and 0.25 as ``0.25``.
+    """
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if letter == 'k' else size):g}{letter}"
+    return f"{value:g}"
+
+
 def legend(axes: Any, theme: Theme, **kwargs: Any) -> None:
     """Add a legend without a frame in the theme's ink."""
     axes.legend(frameon=False, labelcolor=look_of(theme).ink, fontsize=9, **kwargs)
+
+
+def legend_above(axes: Any, theme: Theme, **kwargs: Any) -> None:
+    """Add a legend in one row above the right end of axes, where bars cannot lie under it."""
+    legend(axes, theme, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, **kwargs)
+
+
+def _has_names(axis: Any) -> bool:
+    """Return whether words stand at the ticks of an axis, as where bars were given names."""
+    return type(axis.get_major_locator()).__name__ == "StrCategoryLocator"

@@ -7,7 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
+from lightning_thd.report.look import CYCLE, Theme, dress, legend_above, look_of, new_figure
+
+# Narrowest sequence with an edge, as a share of the capacity: 8 inches hold some 550 points.
+_EDGED = 0.006
+# Most ranks of which each has its number at the axis.
+_NAMED = 16
 
 
 def draw_packs(
@@ -33,8 +38,10 @@ def draw_packs(
         start = 0
         for i, length in enumerate(lengths):
             colour = CYCLE[i % len(CYCLE)]
+            # An edge of 0.6 points on both sides would hide a sequence that is hardly wider.
+            edge = 0.6 if length >= _EDGED * capacity else 0.0
             axes.barh(
-                lane, length, left=start, height=0.72, color=colour, edgecolor=look.paper, linewidth=0.6
+                lane, length, left=start, height=0.72, color=colour, edgecolor=look.paper, linewidth=edge
             )
             start += length
     used = sum(map(sum, packs))
@@ -42,7 +49,7 @@ def draw_packs(
     said = title or f"{len(packs)} packs, {sum(map(len, packs)):,} sequences, {filled:.1%} filled"
     dress(axes, theme, title=said, x="slot", y="pack", grid=False)
     axes.set_yticks(range(len(packs)))
-    axes.invert_yaxis()
+    axes.set_ylim(max(len(packs), 1) - 0.5, -0.5)
     axes.set_xlim(0, capacity)
     return figure
 
@@ -58,6 +65,9 @@ def draw_lengths(
     dress(before, theme, title=f"{len(lengths):,} sequences", x="tokens", y="sequences")
     after.hist([sum(pack) for pack in packs], bins=40, range=(0, capacity), color=CYCLE[2])
     dress(after, theme, title=f"{len(packs):,} packs of {capacity:,} slots", x="tokens", y="packs")
+    for axes in (before, after):
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.get_major_locator().set_params(nbins=6)
     return figure
 
 
@@ -67,7 +77,7 @@ def draw_fill(packs: Sequence[Sequence[int]], capacity: int, *, theme: Theme = "
     figure = new_figure(8, 2.6, theme)
     axes = figure.add_subplot()
     fill = 100 * np.asarray([sum(pack) / capacity for pack in packs])
-    axes.plot(fill, color=CYCLE[2], linewidth=1.4)
+    axes.plot(fill, color=CYCLE[2], linewidth=1.4, marker="o" if len(fill) < 3 else None)
     mean = float(fill.mean()) if len(fill) else 0.0
     dress(axes, theme, title=f"fill of each pack, {mean:.1f} % in mean", x="pack", y="fill [%]")
     axes.set_ylim(0, 102)
@@ -97,7 +107,9 @@ def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme =
         )
     axes.axhline(1.0, color=look_of(theme).quiet, linewidth=1, linestyle="--")
     dress(axes, theme, title="work of each rank in one step", x="rank", y="work / mean")
-    legend(axes, theme)
+    if len(ranks) <= _NAMED:
+        axes.set_xticks(ranks)
+    legend_above(axes, theme, ncols=2)
     return figure
 
 

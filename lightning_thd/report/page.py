@@ -30,6 +30,7 @@ _TOP = ("train/loss", "train/device/real_items_per_sec", "train/device/mfu", "tr
 _PAGE = Template("""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
 <title>Training run</title>
 <style>
 body { background: $paper; color: $ink; font: 15px system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
@@ -39,7 +40,8 @@ body { background: $paper; color: $ink; font: 15px system-ui, sans-serif; max-wi
 .card b { display: block; font-size: 1.6rem }
 img { width: 100% }
 td { padding: .2rem 1rem .2rem 0 }
-small { color: $quiet }
+td + td { text-align: right }
+small { opacity: .75 }
 </style>
 <h1>Training run</h1>
 <div class="cards">$cards</div>
@@ -129,18 +131,21 @@ def _figure(series: Series, theme: Theme, *, top: bool = True) -> Any:
                 [v for _, v in points],
                 color=colour,
                 linestyle=line,
+                marker="o" if len(points) < 3 else None,  # a line of one point is none
                 label=ROWS[name].title,
             )
         row = ROWS[drawn[0]]
         title = " and ".join(ROWS[name].title for name in drawn) + (f" [{row.unit}]" if row.unit else "")
         dress(axes, theme, title=title, x="step")
-        axes.set_ylim(bottom=0)
+        values = [v for name in drawn for _, v in _finite(series, name)]
+        axes.set_ylim(min(0.0, 1.08 * min(values)), max(0.0, 1.08 * max(values)) or None)
+        axes.xaxis.get_major_locator().set_params(nbins=6)
         if len(drawn) > 1:
             legend(axes, theme)
     if panels > len(shown):
         across = slice(None) if panels % 2 else 1  # alone in its row it takes the whole row
         draw_waterfall(figure.add_subplot(grid[rows - 1, across]), series, theme=theme)
-    figure.supxlabel(_versions(), color=look.quiet, fontsize=8)
+    figure.supxlabel(_versions(), color=look.ink, alpha=0.75, fontsize=8)
     return figure
 
 

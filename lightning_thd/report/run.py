@@ -29,7 +29,10 @@ def read_metrics(folder: str | Path) -> Series:
     """
     files = sorted(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime)
     if not files:
-        raise ValueError(f"No metrics.csv below {folder}. Train with logger=CSVLogger({str(folder)!r}).")
+        raise ValueError(
+            f"No metrics.csv below {folder}: the report reads what CSVLogger writes. Train with "
+            f"logger=CSVLogger({str(folder)!r}), beside a TensorBoardLogger in a list if you like."
+        )
     found: dict[str, dict[int, float]] = {}
     for file in files:
         with file.open(newline="") as lines:

@@ -25,6 +25,7 @@ def test_it_says_what_the_plan_holds(texts: str, tmp_path: Path, capsys: pytest.
     tokens = sum(8 + 13 * (i % 9) for i in range(90))  # one byte a letter, and EOS
     assert found["sequences"] == 90
     assert found["tokens"] == tokens
+    assert found["lengths"] == [8, 8 + 13 * 4, 8 + 13 * 8]  # shortest, median, longest
     assert found["packs"] == 2 * found["steps"]
     assert found["fill"] == pytest.approx(tokens / (found["packs"] * 256))
     assert 0 < found["padded_fill"] < found["fill"] <= 1
@@ -55,6 +56,14 @@ def test_the_table_fits_a_terminal(texts: str, tmp_path: Path, capsys: pytest.Ca
     assert all(len(line) <= 80 for line in lines)
     assert any(line.startswith("tokens/s of one device") for line in lines)
     assert any(line.startswith("slots saved by packing") for line in lines)
+
+
+def test_what_became_of_longer_sequences(texts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", texts, "--capacity", "100", "--oversize", "drop"])
+    assert "longer sequences, dropped" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", texts, "--capacity", "100", "--oversize", "shorten"])
+    assert "own_pack" in capsys.readouterr().err
 
 
 def test_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

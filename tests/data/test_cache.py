@@ -216,3 +216,18 @@ def test_arrays_of_objects_are_never_unpickled(tmp_path: Path) -> None:
     (tmp_path / "s" / "meta.json").unlink()
     with pytest.raises(ValueError, match="no text files|No text files"):
         open_source(tmp_path / "s")
+
+
+def test_what_the_cache_holds_does_not_move_the_random_state(tmp_path: Path) -> None:
+    # One process a node fills the cache: weights drawn afterwards would differ between ranks, and runs.
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"text": "one"}\n{"text": "another"}\n')
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+    packs = [{"input_ids": [1, 2, 3, 4, 5], "lengths": [3, 2]}]
+    for source, packed in ((str(file), "off"), (rows, "off"), (packs, "sequences")):
+        before = torch.get_rng_state()
+        data = THDDataModule(source, capacity=16, packed=packed, cache_dir=tmp_path / "fresh")
+        data.prepare_data()
+        data.setup("fit")
+        assert torch.equal(torch.get_rng_state(), before), source
+        assert len(data.train_dataloader()) == 1

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_thd.report import page, picture
 from lightning_thd.report.look import LOOKS, Theme, new_figure
+from lightning_thd.report.page import _figure
 from lightning_thd.report.waterfall import PARTS, draw_waterfall, step_times
 
 SERIES = {
@@ -50,3 +51,17 @@ def test_a_waterfall_ends_where_its_parts_add_up_to() -> None:
     assert starts == pytest.approx([0, *ends[:-1]])
     assert ends[-1] == pytest.approx(2000)
     assert "forward, backward, exchange  1,200.0 ms, 60%" in [text.get_text() for text in axes.texts]
+
+
+def test_curves_are_inside_their_axes() -> None:
+    series = {
+        "train/loss": [(0, 1.0), (1, -3.0)],  # preference losses may be below 0
+        "train/device/real_items_per_sec": [(0, 4_700.0), (1, 4_710.0), (2, 4_705.0)],
+        "train/packing/fill": [(0, 0.99)],
+    }
+    loss, rate, fill = _figure(series, "light").axes
+    assert loss.get_ylim()[0] < -3
+    assert rate.get_ylim()[0] == 0
+    assert rate.get_ylim()[1] > 4_900  # not along the upper edge
+    assert fill.lines[0].get_marker() == "o"  # a line of one point is none
+    assert rate.lines[0].get_marker() == "None"

@@ -51,7 +51,7 @@ def describe(kind: Kind, text_key: str) -> str:
         "alpaca": "instructions with outputs (Alpaca), loss on the outputs",
     }[kind]
     others = [name for name in get_args(Kind) if name != kind]
-    return f"{how}; records= has it read as one of {', '.join(others)}"
+    return f"{how}. To read them otherwise pass records=, one of {', '.join(others)}"
 
 
 def messages_of(record: dict[str, Any], kind: Kind) -> tuple[list[Message], list[Any] | None, int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
@@ -110,7 +111,14 @@ def open_packed(
 
 
 def _find(rows: MapDataset, num_workers: int, progress: bool) -> dict[str, IntArray]:
-    loader = DataLoader(_Found(rows), batch_size=None, num_workers=num_workers, collate_fn=_as_it_is)
+    loader = DataLoader(
+        _Found(rows),
+        batch_size=None,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        # A generator of its own: the weights of a model built later do not depend on what the cache held.
+        generator=torch.Generator(),
+    )
     shown = tqdm(loader, desc="Finding sequences in packs", disable=not progress or len(rows) < _BAR_FROM)
     parts = [np.vstack([np.full((1, part.shape[1]), i), part]) for i, part in enumerate(shown)]
     row, start, lengths, loss_tokens = np.concatenate([np.empty((4, 0), np.int64), *parts], axis=1)

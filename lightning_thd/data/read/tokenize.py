@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+import torch
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
@@ -207,6 +208,8 @@ def _by_processes(chunks: Sequence[Chunk], encoder: Encoder, num_workers: int) -
         num_workers=min(num_workers, len(chunks)),
         collate_fn=_as_it_is,
         worker_init_fn=_one_thread if num_workers else None,
+        # A generator of its own: the weights of a model built later do not depend on what the cache held.
+        generator=torch.Generator(),
     )
     yield from loader
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
@@ -102,7 +103,14 @@ def read_rows(
         ValueError: with ``on_error="raise"``, for a row that cannot be trained on.
     """
     measured = _Measured(dataset, on_error)
-    loader = DataLoader(measured, batch_size=256, num_workers=num_workers, collate_fn=_as_array)
+    loader = DataLoader(
+        measured,
+        batch_size=256,
+        num_workers=num_workers,
+        collate_fn=_as_array,
+        # A generator of its own: the weights of a model built later do not depend on what the cache held.
+        generator=torch.Generator(),
+    )
     counted = np.empty((len(dataset), 8), np.float64)
     for done, rows in _shown(loader, len(counted), progress):
         counted[done : done + len(rows)] = rows
