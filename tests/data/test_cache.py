@@ -16,7 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from lightning_thd import THDDataModule
 from lightning_thd.data.pack import main as pack_main
 from lightning_thd.data.read.sources import Opener, open_source
 from lightning_thd.data.store import Rows, TokenStore, cached_store
