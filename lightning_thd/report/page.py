@@ -122,7 +122,7 @@ def _figure(series: Series, theme: Theme, *, top: bool = True) -> Any:
         told = "      ".join(f"{value}  {title}" for title, value in _headlines(series))
         figure.suptitle(told, color=look.ink, fontsize=12, x=0.02, ha="left")
     for i, names in enumerate(shown):
-        axes = figure.add_subplot(grid[divmod(i, 2)])
+        axes = figure.add_subplot(grid[i // 2, slice(None) if i == panels - 1 and panels % 2 else i % 2])
         drawn = [name for name in names if _finite(series, name)]
         for colour, line, name in zip(CYCLE, ("-", "--"), drawn, strict=False):
             points = _finite(series, name)

@@ -71,7 +71,8 @@ def show(folder: str | Path, *, theme: Theme = "light") -> None:
         png = picture(series, Path(folder) / "report.png", theme=theme)
         page(series, Path(folder) / "report.html", theme=theme)
         print(f"Picture: {png}, to share: {png.with_suffix('.html')}")  # noqa: T201
-    print(f"TensorBoard, under train/device/mfu: {_tensorboard()} --logdir {folder}")  # noqa: T201
+    if any(Path(folder).rglob("events.out.tfevents.*")):
+        print(f"TensorBoard, under train/device/mfu: {_tensorboard()} --logdir {folder}")  # noqa: T201
 
 
 def _tensorboard() -> str:

@@ -59,7 +59,9 @@ def test_curves_are_inside_their_axes() -> None:
         "train/device/real_items_per_sec": [(0, 4_700.0), (1, 4_710.0), (2, 4_705.0)],
         "train/packing/fill": [(0, 0.99)],
     }
-    loss, rate, fill = _figure(series, "light").axes
+    loss, rate, fill = (figure := _figure(series, "light")).axes
+    figure.canvas.draw()
+    assert fill.get_window_extent().width > 1.8 * loss.get_window_extent().width  # alone in its row
     assert loss.get_ylim()[0] < -3
     assert rate.get_ylim()[0] == 0
     assert rate.get_ylim()[1] > 4_900  # not along the upper edge
