@@ -68,7 +68,7 @@ def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path
     """
     instance(series, "series", dict, advice="Pass read_metrics(folder).")
     path = Path(file)
-    figure = _figure(series, theme)
+    figure = draw_page(series, theme)
     figure.savefig(path, dpi=120, facecolor=figure.get_facecolor())
     return path
 
@@ -87,7 +87,7 @@ def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
     instance(series, "series", dict, advice="Pass read_metrics(folder).")
     look, path = look_of(theme), Path(file)
     buffer = io.BytesIO()
-    figure = _figure(series, theme, top=False)
+    figure = draw_page(series, theme, top=False)
     figure.savefig(buffer, dpi=120, format="png", facecolor=figure.get_facecolor())
     image = base64.b64encode(buffer.getvalue()).decode()
     cards = "".join(
@@ -111,7 +111,8 @@ def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
     return path
 
 
-def _figure(series: Series, theme: Theme, *, top: bool = True) -> Any:
+def draw_page(series: Series, theme: Theme, *, top: bool = True) -> Any:
+    """Draw a run's curves and where the time of its steps goes; ``top`` writes its last numbers above."""
     look = look_of(theme)
     shown = [names for names in _CURVES if any(_finite(series, name) for name in names)]
     panels = len(shown) + bool(step_times(series))

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_thd.report import page, picture
 from lightning_thd.report.look import LOOKS, Theme, new_figure
-from lightning_thd.report.page import _figure
+from lightning_thd.report.page import draw_page
 from lightning_thd.report.waterfall import PARTS, draw_waterfall, step_times
 
 SERIES = {
@@ -59,7 +59,7 @@ def test_curves_are_inside_their_axes() -> None:
         "train/device/real_items_per_sec": [(0, 4_700.0), (1, 4_710.0), (2, 4_705.0)],
         "train/packing/fill": [(0, 0.99)],
     }
-    loss, rate, fill = (figure := _figure(series, "light")).axes
+    loss, rate, fill = (figure := draw_page(series, "light")).axes
     figure.canvas.draw()
     assert fill.get_window_extent().width > 1.8 * loss.get_window_extent().width  # alone in its row
     assert loss.get_ylim()[0] < -3

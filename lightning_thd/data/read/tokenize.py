@@ -9,8 +9,8 @@ from itertools import chain, count, groupby, islice, zip_longest
 from typing import Any, Literal
 
 import numpy as np
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
