@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import random
 import signal
 import sys
+import tempfile
 import traceback
 import warnings
 from collections import Counter
@@ -25,6 +27,7 @@ import torch
 from tests.trust.record import record
 
 _JUNK_SHARE = 0.35  # of the arguments of a call, at most; at least one call in four gets good ones alone
+_HERE = Path.cwd()
 _LONGEST_S = 60  # of a call; the longest good ones take 2 s on an idle machine
 
 
@@ -148,7 +151,10 @@ def main() -> None:
     calls, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     only = sys.argv[3] if len(sys.argv) > 3 else ""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    outcomes, failures = fuzz(calls, seed, only=only)
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # a call may write where a bad path says
+        outcomes, failures = fuzz(calls, seed, only=only)
+        os.chdir(_HERE)
     first = {failure.rpartition(" at ")[2]: failure for failure in reversed(failures)}  # of each place
     sys.stdout.write("\n".join([*first.values(), f"{dict(outcomes)}, {len(failures)} wrong", ""]))
     if not only:

@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import pickle
 import queue
+import sys
 import tempfile
 import time
 import traceback
@@ -105,12 +106,23 @@ def _rank_main(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
         )
         value = fn(*args)
+        save_coverage()  # the parent kills ranks once it has the results
         # Bytes, because a queue sends tensors as files that close when this process ends.
         results.put((rank, True, pickle.dumps(value)))
         dist.barrier()
     except BaseException:
+        save_coverage()
         results.put((rank, False, traceback.format_exc()))
     finally:
         results.close()
         results.join_thread()
         os._exit(0)  # skips gloo's teardown, which may wait for peers that are gone
+
+
+def save_coverage() -> None:
+    """Write down which lines this process has met, where coverage is measured: what ends by a kill cannot."""
+    measured = sys.modules.get("coverage")
+    running = measured.Coverage.current() if measured is not None else None
+    if running is not None:
+        running.stop()
+        running.save()
