@@ -120,7 +120,9 @@ def enter(
     outer = current_scope()
     if outer is None and getattr(model, "_thd_packs_rows", False):
         return None  # its forward decides what becomes a pack: see run_as_pack
-    if args and (named := by_name(model._thd_parameters, args, kwargs)) is not None:
+    # a batch in place of tensors: a loop runs its whole step inside the model's call, as a replayed one does
+    tensors = bool(args) and isinstance(args[0], torch.Tensor | None)
+    if tensors and (named := by_name(model._thd_parameters, args, kwargs)) is not None:
         args, kwargs = (), named
     if outer is not None and outer.families and not _speaks(model, outer, kwargs):
         set_scope(Scope(None, outer, module=model, families=outer.families))

@@ -25,6 +25,7 @@ LOADS = {
     "data/streams/shards/files.py np.load": "allow_pickle=False",
     "integrations/hf_streams.py torch.load": "weights_only=True",
     "strategies/checkpoints.py torch.load": "weights_only as Lightning's Trainer asks",
+    "strategies/modules/finetuning.py torch.load": "weights_only as Lightning's Trainer asks",
     "strategies/pipeline/checkpoint.py torch.load": "weights_only as Lightning's Trainer asks",
 }
 _LOADERS = {"load", "loads", "Unpickler", "unsafe_load", "full_load"}
