@@ -79,6 +79,10 @@ class Tables:
         work: FloatArray = np.where(self.possible, self.load * np.array(self.degrees)[:, None], np.inf)
         return work
 
+    def even_time(self, ranks: int) -> float:
+        """Return the time of a step if all work, at the cheapest degrees, were spread evenly over R ranks."""
+        return float(self._spent().min(axis=0).sum()) / ranks
+
     def least_time(self, ranks: int) -> float:
         """Return a lower bound on a step's time, in work, summed over its microbatches.
 
