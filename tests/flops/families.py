@@ -450,8 +450,13 @@ def counted(model: torch.nn.Module, total: int, *, backward: bool = False) -> Co
         if backward:
             out.logits.sum().backward()
     by_op: Counter[str] = Counter()
-    for op, flops in counter.get_flop_counts()["Global"].items():
+    counts = counter.get_flop_counts()
+    for op, flops in counts["Global"].items():
         by_op[str(op).split(".")[-1]] += flops
+    # older transformers multiply positions by frequencies as matrices; newer ones element by element
+    for part in (name for name in counts if "rotary" in name.rpartition(".")[2]):
+        for op, flops in counts[part].items():
+            by_op[str(op).split(".")[-1]] -= flops
     return by_op
 
 

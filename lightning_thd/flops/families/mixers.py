@@ -7,6 +7,12 @@ from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.terms import Term
 from lightning_thd.stats import Chunk, Window
 
+# transformers 5.15 names DeepSeek's indexed attention after the family
+_ATTENTION = (
+    *("full_attention", "attention", "sliding_attention", "chunked_attention", "indexed_attention"),
+    "deepseek_sparse_attention",
+)
+
 
 def mixer(sizes: Sizes, index: int) -> list[Term]:
     """Return the terms by which layer ``index`` mixes its tokens."""
@@ -16,7 +22,7 @@ def mixer(sizes: Sizes, index: int) -> list[Term]:
     kind = kinds[index] if kinds else "full_attention"
     if sizes.model_type == "zamba2":
         return _mamba2(sizes)
-    if kind in ("full_attention", "attention", "sliding_attention", "chunked_attention", "indexed_attention"):
+    if kind in _ATTENTION:
         return _attention(sizes, index)
     if kind == "conv":
         return parts.short_conv(sizes.hidden, kernel=sizes.size("conv_L_cache"))
