@@ -305,10 +305,11 @@ class _PackedTrainerMixin(StreamsMixin):
         return wanted.n if wanted is not None else int(args.gradient_accumulation_steps * args.world_size)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> Any:
-        # Trainer multiplies by the part of all steps that this call ran; its own count is packs.
-        steps = self.state.global_step - self._initial_global_step  # type: ignore[attr-defined]
-        sequences = self._sum_over_ranks(self._trained_sequences)
-        samples = sequences * max(self.state.max_steps, 1) / max(steps, 1)
+        # Its own count is packs. Newer Trainers multiply by the part of all steps that this call ran.
+        samples = self._sum_over_ranks(self._trained_sequences)
+        before = getattr(self, "_initial_global_step", None)
+        if before is not None:
+            samples *= max(self.state.max_steps, 1) / max(self.state.global_step - before, 1)
         return super()._finalize_training(trial, samples, start_time)  # type: ignore[misc]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

@@ -75,11 +75,13 @@ def definition(module: Any) -> str:
 def _leaves(node: Any, stop: Collection[int]) -> Iterator[Tensor]:
     """Yield the weights that a graph reaches without passing through the model's own loss."""
     seen, left = set(stop), [node]
+    held = []  # an object for a node lives while somebody holds it, and its id is free after that
     while left:
         node = left.pop()
         if node is None or id(node) in seen:
             continue
         seen.add(id(node))
+        held.append(node)
         if (leaf := getattr(node, "variable", None)) is not None:
             yield leaf
         left += [following for following, _ in node.next_functions]
