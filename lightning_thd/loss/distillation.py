@@ -6,6 +6,7 @@ gradients, which are made in the forward pass as a scalar's can be.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -162,16 +163,16 @@ def _check(kind: str, temperature: float, alpha: float, beta: float, reduction: 
         )
 
 
-class _Teacher:
+class _Teacher(ABC):
     """A teacher's distribution as the caller passes it: by a whole head, or by its likeliest tokens."""
 
+    @abstractmethod
     def prepare(self, call: Call, prepared: Prepared) -> None:
         """Check the teacher against the student and select the student's rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tiles(self, head: Head) -> Teacher:
         """Return the source of the teacher's log-probabilities, tile by tile."""
-        raise NotImplementedError
 
 
 class _WholeHead(_Teacher):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,20 +26,20 @@ def _hooks(name: str) -> Any:
     return start, batch_end, end
 
 
-class EvaluationHooks(Callback):
+class EvaluationHooks(Callback, ABC):
     """Maps the hooks of Lightning's evaluation loops to three methods; skips the sanity check."""
 
+    @abstractmethod
     def evaluation_start(self, name: str, trainer: Trainer, pl_module: LightningModule) -> None:
         """Handle the start of an evaluation loop: "validate", "test" or "predict"."""
-        raise NotImplementedError
 
+    @abstractmethod
     def evaluation_batch(self, name: str, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
         """Handle a batch that an evaluation loop has run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def evaluation_end(self, name: str, trainer: Trainer, pl_module: LightningModule) -> None:
         """Handle the end of an evaluation loop."""
-        raise NotImplementedError
 
     on_validation_start, on_validation_batch_end, on_validation_end = _hooks("validate")
     on_test_start, on_test_batch_end, on_test_end = _hooks("test")

@@ -71,7 +71,8 @@ class Tables:
 
     def worth(self, waste: float) -> BoolArray:
         """Return which degrees cost at most ``waste`` times the cheapest one's work, bool ``[C, S]``."""
-        within: BoolArray = self.possible & (self._spent() <= waste * self._spent().min(axis=0))
+        spent = self._spent()
+        within: BoolArray = self.possible & (spent <= waste * spent.min(axis=0))
         return within
 
     def _spent(self) -> FloatArray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,13 +76,14 @@ class Long:
         return {**self.short, **{name: value.whole() for name, value in self.values.items()}}
 
 
-class _Text:
+class _Text(ABC):
     """A string that is read in pieces."""
 
     outline = ""
 
+    @abstractmethod
     def text(self) -> Iterator[str]:
-        raise NotImplementedError
+        """Read the pieces of the string."""
 
     def numbers(self) -> Iterator[list[Any]]:
         raise ValueError("a string was found where a row of integers was wanted. Give a list of ids.")
