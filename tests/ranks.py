@@ -10,7 +10,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # Imported once by the fork server, then shared by every rank of every test: 2 s for eight ranks, not 23 s.
@@ -27,6 +28,24 @@ _PRELOAD = [
 
 class RankError(AssertionError):
     """A rank raised, died, or did not finish in time."""
+
+
+@contextmanager
+def pretended_ranks(world_size: int, *, backend: str = "fake") -> Iterator[None]:
+    """Make this process rank 0 of a job whose other ranks do not exist.
+
+    torch's "fake" backend moves nothing, which is enough for what is refused before anything is sent. Take
+    "gloo" for one rank whose collectives are real.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store = dist.HashStore() if backend == "gloo" else FakeStore()
+    dist.init_process_group(backend, store=store, rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: object, timeout_s: float = 180.0) -> list[Any]:

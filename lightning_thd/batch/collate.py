@@ -236,8 +236,8 @@ def _positions(
             continue
         if row.shape != (*leading, length):
             raise ValueError(
-                f"Sample {i} has {length} input_ids but position_ids of shape {row.shape}. "
-                "Give every sample one position a token, [n], or three, [3, n]."
+                f"Sample {i} has position_ids of shape {row.shape}, and a sample before it of another kind. "
+                "Give every sample one position a token, [n], or every sample three, [3, n]."
             )
         out[..., start : start + length] = row
     return torch.from_numpy(out)

@@ -29,7 +29,8 @@ def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str,
     devices = [str(t.device) for t in given]
     if len(set(devices)) != 1 or devices[0] == "meta":
         raise ValueError(
-            f"from_padded() got tensors on {', '.join(devices)}. All must be on one device that holds values."
+            f"from_padded() got tensors on {', '.join(devices)}, wanted all on one device that holds values. "
+            "Move them there."
         )
     mask = attention_mask.bool()
     lengths = _checked_lengths(input_ids, attention_mask, mask, labels)

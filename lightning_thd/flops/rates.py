@@ -76,8 +76,6 @@ def rates(
         raise ValueError(
             f"seconds={seconds}: a rate needs time that has passed. Read the clock before and after."
         )
-    if devices < 1:
-        raise ValueError(f"devices={devices}: at least one device does the work.")
     totals = {
         "items": float(stats.slots),
         "real_items": float(stats.real_tokens),

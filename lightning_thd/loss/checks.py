@@ -199,7 +199,7 @@ def check_rows(rows: Tensor, tokens: int, device: torch.device) -> Tensor:
         ValueError: for another dtype, shape or device, or an index out of range (on the CPU).
     """
     if rows.device != device:
-        raise ValueError(f"rows is on {rows.device} and hidden on {device}, wanted one device.")
+        raise ValueError(f"rows is on {rows.device} and hidden on {device}, wanted one device. Move rows.")
     if rows.dtype == torch.bool:
         if rows.shape != (tokens,):
             raise ValueError(f"rows is bool {list(rows.shape)}, wanted [{tokens}], one entry a token.")

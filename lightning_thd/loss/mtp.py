@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_thd._checks import whole_number
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.checks import check_tensors
 from lightning_thd.parallel.shard import THDShard, gather_pack
@@ -31,12 +32,11 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
         ValueError: for a negative depth, or targets that are no row of integers.
     """
     check_tensors(targets=targets, cu_seqlens=cu_seqlens)
-    if isinstance(depth, bool) or not isinstance(depth, int):
-        raise TypeError(f"depth is a {type(depth).__name__}, wanted an int.")
+    depth = whole_number(depth, "depth", advice="0 is the next token, 1 the one after it.")
     if targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool:
-        raise ValueError(f"targets is {targets.dtype} {list(targets.shape)}, wanted int64 [T].")
-    if depth < 0:
-        raise ValueError(f"depth is {depth}, wanted 0 or more tokens after the next one.")
+        raise ValueError(
+            f"targets is {targets.dtype} {list(targets.shape)}, wanted int64 [T]. Pass batch.targets."
+        )
     total = targets.shape[0]
     if depth == 0 or total == 0:
         return targets

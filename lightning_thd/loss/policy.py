@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_thd._checks import instance, whole_number
 from lightning_thd.batch import IGNORE_INDEX
 from lightning_thd.loss.checks import check_number, check_tensors
 from lightning_thd.loss.rollouts import PackedRollouts
@@ -219,12 +220,10 @@ def group_advantages(
     """
     check_tensors(rewards=rewards)
     check_number("epsilon", epsilon, least=0.0)
-    if not isinstance(normalise, bool):
-        raise TypeError(f"normalise is {normalise!r}, wanted True or False.")
+    instance(normalise, "normalise", bool, advice="Pass True or False.")
+    group_size = whole_number(group_size, "group_size", least=None, advice="It is the rollouts of a prompt.")
     if not rewards.is_floating_point():
-        raise ValueError(f"rewards is {rewards.dtype}, wanted floats.")
-    if isinstance(group_size, bool) or not isinstance(group_size, int):
-        raise TypeError(f"group_size is {group_size!r}, wanted an int.")
+        raise ValueError(f"rewards is {rewards.dtype}, wanted floats. Call rewards.float().")
     if rewards.ndim != 1 or group_size < 1 + normalise or rewards.shape[0] % group_size:
         raise ValueError(
             f"rewards is {list(rewards.shape)} with group_size={group_size}, wanted [B], a multiple of a "

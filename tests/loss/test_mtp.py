@@ -30,7 +30,7 @@ def test_each_sequence_by_itself(lengths: list[int], depth: int) -> None:
 def test_worked_example_and_message() -> None:
     targets, offsets = torch.tensor([6, 7, -100, 9, -100]), torch.tensor([0, 3, 5], dtype=torch.int32)
     assert mtp_targets(targets, offsets, 1).tolist() == [7, -100, -100, -100, -100]
-    with pytest.raises(ValueError, match="depth is -1, wanted 0 or more"):
+    with pytest.raises(ValueError, match="depth=-1; wanted 0 or more. 0 is the next token"):
         mtp_targets(targets, offsets, -1)
 
 

@@ -169,3 +169,24 @@ def test_messages() -> None:
 def test_more_ranks_than_a_plan_can_hold_are_refused() -> None:
     with pytest.raises(ValueError, match="ranks=.*at most 1048576"):
         share_out([76, 100], 64, ranks=2**70, sharing=Sharing(max_degree=2), cost=Cost(linear=1))
+
+
+@pytest.mark.parametrize("work", [np.nan, np.inf, -1.0, 0.0])
+def test_work_that_is_no_finite_number_above_0(work: float) -> None:
+    with pytest.raises(ValueError, match=rf"The cost of a sequence of 5 tokens is {work}; wanted a finite"):
+        share_out(
+            [3, 5], 16, ranks=2, sharing=Sharing(max_degree=2), cost=lambda n: np.where(n > 4, work, 1.0)
+        )
+
+
+def test_no_sequence_and_a_cost_that_falls() -> None:
+    with pytest.raises(
+        ValueError, match="lengths is empty: there is no sequence to share out. Pass the tokens"
+    ):
+        share_out([], 16, ranks=2, sharing=Sharing(max_degree=2), cost=Cost())
+    lengths = np.random.default_rng(0).lognormal(np.log(4 / 3), 1.5, 120).clip(1, 32).astype(int)
+    sharing = Sharing(max_degree=8, exchange=(9.0, 9.0, 9.0))
+    with pytest.raises(
+        ValueError, match="120 sequences fit no .* Pass a cost that grows with the tokens, as"
+    ):
+        share_out(lengths, 4, ranks=8, sharing=sharing, cost=lambda n: 1e12 / (1 + n))

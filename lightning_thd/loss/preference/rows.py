@@ -34,7 +34,8 @@ def sequence_sums(values: Tensor, batch: THDBatch, *, group: dist.ProcessGroup |
         raise TypeError(f"batch is a {type(batch).__name__}, wanted a THDBatch.")
     if not values.is_floating_point() or values.device != batch.targets.device:
         raise ValueError(
-            f"values is {values.dtype} on {values.device}, wanted floats on {batch.targets.device}."
+            f"values is {values.dtype} on {values.device}, wanted floats on {batch.targets.device}. Pass "
+            "what causal_lm_logprobs(model, batch) gives."
         )
     if values.shape != batch.targets.shape:
         raise ValueError(f"values is {list(values.shape)}, wanted one a slot: {list(batch.targets.shape)}.")

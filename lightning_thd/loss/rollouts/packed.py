@@ -71,12 +71,9 @@ class PackedRollouts:
             ``[[1, 1, 0], [0, 1, 1]]`` give ids ``[5, 6, 7, 8]`` and targets ``[6, -100, 8, -100]``.
 
         Raises:
+            TypeError: for another kind of alignment or size.
             ValueError: when the shapes differ, nothing is real, or a response token is masked out.
         """
-        if align is not None and not isinstance(align, Alignment):
-            raise TypeError(f"align is a {type(align).__name__}, wanted an alignment.Alignment or None.")
-        if pad_to is not None and (isinstance(pad_to, bool) or not isinstance(pad_to, int)):
-            raise TypeError(f"pad_to is a {type(pad_to).__name__}, wanted a number of slots or None.")
         mask, response = check_masks(input_ids, attention_mask, response_mask)
         lengths: list[int] = mask.sum(1).tolist()
         rows = [row for row, length in enumerate(lengths) if length]

@@ -29,10 +29,13 @@ def check_masks(
             f"from_padded() got shapes {shapes} for ids, attention mask and response mask, wanted one [B, N]."
         )
     if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
-        raise ValueError(f"input_ids is {input_ids.dtype}, wanted integers.")
+        raise ValueError(f"input_ids is {input_ids.dtype}, wanted integers. Pass the tokenizer's ids.")
     devices = {x.device for x in given if x is not None}
     if len(devices) > 1 or input_ids.is_meta:
-        raise ValueError(f"from_padded() got tensors on {devices}, wanted one device that holds values.")
+        raise ValueError(
+            f"from_padded() got tensors on {', '.join(sorted(map(str, devices)))}, wanted one device that "
+            "holds values. Move them there."
+        )
     mask = attention_mask.bool()
     response = mask if response_mask is None else response_mask.bool()
     if not bool(mask.any()):

@@ -78,12 +78,15 @@ def share_out(
         degrees up to 2 make a group of 2 for the first and one rank each for the others.
 
     Raises:
-        ValueError: for a sequence that fits at no degree, or ranks that groups do not tile.
+        ValueError: for no sequence, one that fits at no degree, work that is no finite number above 0, or
+            ranks that groups do not tile.
     """
     check_count("capacity", capacity, "It is the most slots of one rank.")
     check_type("sharing", sharing, Sharing, "Pass Sharing(max_degree=...).")
     check_tiling(ranks, sharing.max_degree)
     values = as_lengths(lengths)
+    if not values.size:
+        raise ValueError("lengths is empty: there is no sequence to share out. Pass the tokens of each.")
     tables = Tables.of(values, capacity, sharing, cost)
     needed = int(tables.slots[tables.least, np.arange(len(values))].sum())
     fewest = max(1, math.ceil(needed / (ranks * capacity * _FULL)))
@@ -93,8 +96,8 @@ def share_out(
         if best is not None:
             return best
     raise ValueError(
-        f"{len(values)} sequences fit no {most - 1} microbatches of {ranks} ranks "
-        f"with {capacity} slots each. Raise capacity."
+        f"{len(values)} sequences fit no {most - 1} microbatches of {ranks} ranks with {capacity} slots "
+        "each. Pass a cost that grows with the tokens, as Cost() does, or raise capacity."
     )
 
 

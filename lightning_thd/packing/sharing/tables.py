@@ -43,15 +43,17 @@ class Tables:
         """Compute the tables of given lengths, capacity and cost.
 
         Raises:
-            ValueError: for a sequence that fits at no degree, and what to set.
+            ValueError: for a sequence that fits at no degree, and what to set; for work that is no finite
+                number above 0.
         """
         degrees = sharing.degrees
         rooms, multiples = zip(*(sharing.room(capacity, degree) for degree in degrees), strict=True)
         slots = np.stack([-(-lengths // multiple) * multiple for multiple in multiples])
         ranks = np.array(degrees, dtype=np.float64)[:, None]
-        token = float(cost(np.array([1024]))[0]) / 1024  # near a token's linear work
+        own = _work(cost, lengths)
+        token = float(_work(cost, np.array([1024]))[0]) / 1024  # near a token's linear work
         exchanged = np.array(sharing.exchanges)[:, None] * token * slots
-        load = (cost(lengths)[None] + exchanged) / ranks
+        load = (own + exchanged) / ranks
         fits = slots <= np.array(rooms)[:, None]
         if not fits[-1].all():
             worst = int(np.argmax(slots[-1]))
@@ -102,6 +104,17 @@ class Tables:
         held = np.searchsorted(np.cumsum(slots[order]), ranks * self.room[0], side="right")
         beside = min(heaviest, float(work[order][: held + 1].sum()) / ranks)
         return max(total, heaviest + total - beside)
+
+
+def _work(cost: Callable[[IntArray], FloatArray], lengths: IntArray) -> FloatArray:
+    work = cost(lengths)
+    if not (np.isfinite(work) & (work > 0)).all():
+        bad = int(np.argmin(np.isfinite(work) & (work > 0)))
+        raise ValueError(
+            f"The cost of a sequence of {lengths[bad]} tokens is {work[bad]}; wanted a finite number above "
+            "0. Pass Cost(linear=..., quadratic=...), in a larger unit of work where it overflows."
+        )
+    return work
 
 
 def _degree_for(length: int, capacity: int) -> int:

@@ -96,8 +96,7 @@ class Channel:
         started = time.perf_counter()
         work.wait()
         self.waited_s += time.perf_counter() - started
-        if buffer.shape != shape:
-            raise AssertionError(f"expected {tuple(shape)} {direction}, posted {tuple(buffer.shape)}")
+        assert buffer.shape == shape, f"expected {tuple(shape)} {direction}, posted {tuple(buffer.shape)}"
         return buffer
 
     def fix_dtype(self, dtype: torch.dtype) -> None:

@@ -82,15 +82,19 @@ def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule
     forwards = _visits(ranks, microbatches, range(chunks))
     backwards = _visits(ranks, microbatches, range(chunks)[::-1])
     total = len(forwards)
-    for extra in range(total + 1):  # extra 0 but for a last group of fewer than p microbatches
-        programs = tuple(
+    # Extra is 0 but for a last group of fewer than p microbatches; all forward passes first always works.
+    tried = (
+        tuple(
             _program(forwards, backwards, min(total, _warm_up(rank, ranks, chunks) + extra))
             for rank in range(ranks)
         )
-        schedule = Schedule(ranks=ranks, chunks=chunks, microbatches=microbatches, programs=programs)
-        if timeline(schedule, lambda stage, microbatch: 1.0) is not None:
-            return schedule
-    raise AssertionError("all forward passes first always works")
+        for extra in range(total + 1)
+    )
+    schedules = (
+        Schedule(ranks=ranks, chunks=chunks, microbatches=microbatches, programs=programs)
+        for programs in tried
+    )
+    return next(found for found in schedules if timeline(found, lambda stage, microbatch: 1.0) is not None)
 
 
 def _check_sizes(ranks: int, microbatches: int, chunks: int) -> None:
@@ -99,7 +103,7 @@ def _check_sizes(ranks: int, microbatches: int, chunks: int) -> None:
     if (passes := 2 * ranks * microbatches * chunks) > _MOST_PASSES:
         raise ValueError(
             f"ranks={ranks} x microbatches={microbatches} x chunks={chunks} are {passes} passes a step; "
-            f"wanted at most {_MOST_PASSES}."
+            f"wanted at most {_MOST_PASSES}. Lower one of them."
         )
 
 

@@ -1,0 +1,72 @@
+"""Messages about batches and their fields that no other test of the room meets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_thd.alignment import Alignment
+from lightning_thd.batch import THDBatch, THDStep
+
+SAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+
+
+def batch() -> THDBatch:
+    return THDBatch.collate(SAMPLES)
+
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "an alignment that is none": (
+        lambda: THDBatch.collate(SAMPLES, align=8),  # type: ignore[arg-type]
+        r"align is a int, 8; wanted an Alignment. Pass Alignment.for_\(...\)",
+    ),
+    "positions of two kinds": (
+        lambda: THDBatch.collate(
+            [{**SAMPLES[0], "position_ids": [[0, 1, 2]] * 3}, {**SAMPLES[1], "position_ids": [0, 1]}]
+        ),
+        r"Sample 1 has position_ids of shape \(2,\), and a sample before it of another kind. Give every",
+    ),
+    "padded rows without values": (
+        lambda: THDBatch.from_padded(torch.ones(1, 2, dtype=torch.long, device="meta"), [[1, 1]]),
+        "got tensors on meta, cpu, wanted all on one device that holds values. Move them there",
+    ),
+    "unpacking what is no tensor": (
+        lambda: batch().unpack([1, 2, 3]),  # type: ignore[arg-type]
+        r"unpack\(\) got a list, \[1, 2, 3\]; wanted a tensor with one row a slot",
+    ),
+    "ids of fewer sequences": (
+        lambda: THDBatch(
+            **{
+                name: getattr(batch(), name)
+                for name in (
+                    *("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
+                    *("lengths", "padded_lengths", "stats", "loss_scale"),
+                )
+            },
+            sequence_ids=[0],
+        ),
+        "There are 2 lengths but 1 sequence_ids. Give one a sequence",
+    ),
+    "moving a batch without values": (
+        lambda: batch().to("meta").to("cpu"),
+        "A batch on the meta device has no values to move to cpu. Collate anew",
+    ),
+    "a step of other things": (
+        lambda: THDStep([batch(), None]),  # type: ignore[list-item]
+        "A THDStep is made of a list, .*; wanted a list of THDBatch",
+    ),
+    "sequence parallelism that is a number": (
+        lambda: Alignment.for_(cp=2, sequence_parallel=2),  # type: ignore[arg-type]
+        "sequence_parallel is a int, 2; wanted True or False",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_message(case: str) -> None:
+    call, message = CASES[case]
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()

@@ -1,0 +1,157 @@
+"""Messages about what a loss is given that no other test of the room meets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from lightning_thd.batch import THDBatch
+from lightning_thd.loss import (
+    PackedRollouts,
+    causal_lm_loss,
+    fused_linear_cross_entropy,
+    fused_linear_logprobs,
+    mtp_targets,
+)
+from lightning_thd.loss.policy import group_advantages
+from lightning_thd.loss.preference import sequence_sums
+from tests.loss.families import build
+from tests.loss.test_causal_lm import make_batch
+from tests.ranks import pretended_ranks
+
+HIDDEN, WEIGHT, TARGETS = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dtype=torch.long)
+IDS, MASK = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.long)
+OFFSETS = torch.tensor([0, 3], dtype=torch.int32)
+
+
+def batch() -> THDBatch:
+    return THDBatch.collate([{"input_ids": [1, 2, 3]}])
+
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "rows on another device": (
+        lambda: fused_linear_logprobs(HIDDEN, WEIGHT, TARGETS, rows=TARGETS.to("meta")),
+        "rows is on meta and hidden on cpu, wanted one device. Move rows",
+    ),
+    "a depth that is no whole number": (
+        lambda: mtp_targets(TARGETS, OFFSETS, True),
+        "depth is a bool, True; wanted a whole number, an int. 0 is the next token",
+    ),
+    "targets of floats": (
+        lambda: mtp_targets(HIDDEN[0], OFFSETS, 1),
+        r"targets is torch.float32 \[4\], wanted int64 \[T\]. Pass batch.targets",
+    ),
+    "normalise that is a number": (
+        lambda: group_advantages(torch.zeros(4), 2, normalise=1),  # type: ignore[arg-type]
+        "normalise is a int, 1; wanted bool. Pass True or False",
+    ),
+    "rewards of integers": (
+        lambda: group_advantages(TARGETS, 3),
+        r"rewards is torch.int64, wanted floats. Call rewards.float\(\)",
+    ),
+    "a group of a float": (
+        lambda: group_advantages(torch.zeros(4), 2.0),  # type: ignore[arg-type]
+        "group_size is a float, 2.0; wanted a whole number, an int. It is the rollouts of a prompt",
+    ),
+    "sums of integers": (
+        lambda: sequence_sums(TARGETS, batch()),
+        r"values is torch.int64 on cpu, wanted floats on cpu. Pass what causal_lm_logprobs\(model, batch\)",
+    ),
+    "sums of values elsewhere": (
+        lambda: sequence_sums(torch.zeros(3, device="meta"), batch()),
+        "values is torch.float32 on meta, wanted floats on cpu",
+    ),
+    "rollouts padded to a float": (
+        lambda: PackedRollouts.from_padded(IDS, MASK, pad_to=16.0),  # type: ignore[arg-type]
+        "pad_to is a float, 16.0; wanted a whole number, an int. It is the number of slots",
+    ),
+    "rollouts aligned by a number": (
+        lambda: PackedRollouts.from_padded(IDS, MASK, align=8),  # type: ignore[arg-type]
+        "align is a int, 8; wanted an Alignment",
+    ),
+    "rollouts of floats": (
+        lambda: PackedRollouts.from_padded(IDS.float(), MASK),
+        "input_ids is torch.float32, wanted integers. Pass the tokenizer's ids",
+    ),
+    "rollouts on two devices": (
+        lambda: PackedRollouts.from_padded(IDS, MASK.to("meta")),
+        "got tensors on cpu, meta, wanted one device that holds values. Move them there",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_message(case: str) -> None:
+    call, message = CASES[case]
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+def test_a_backend_that_torch_has_not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    with pytest.raises(ValueError, match=r"backend='torch' needs torch >= 2.13 .*Use backend='auto'"):
+        fused_linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, backend="torch")
+
+
+def test_a_bias_that_the_installed_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    def linear_cross_entropy(hidden: Any, weight: Any, targets: Any) -> None: ...
+
+    kernel = SimpleNamespace(linear_cross_entropy=linear_cross_entropy)
+    monkeypatch.setattr("lightning_thd.loss.backends.require", lambda *args, **kwargs: kernel)
+    with pytest.raises(ValueError, match="backend='cce' came with a bias, which the installed .*'auto'"):
+        fused_linear_cross_entropy(HIDDEN, WEIGHT, TARGETS, bias=torch.zeros(5), backend="cce")
+
+
+def test_weights_do_not_reach_further_tokens() -> None:
+    model = build("Granite")
+    inner = model.forward
+
+    def forward(**kwargs: Any) -> Any:
+        outputs = inner(**kwargs, output_hidden_states=True)
+        model.lm_head(outputs.hidden_states[-1])
+        return outputs
+
+    model.forward = forward
+    with pytest.raises(
+        ValueError, match="Weights and reduction='sequences' say nothing of predictions further"
+    ):
+        causal_lm_loss(model, make_batch(), reduction="sequences")
+
+
+def test_a_balancing_loss_without_its_coefficient() -> None:
+    model = build("Llama")
+    inner = model.forward
+
+    def forward(**kwargs: Any) -> Any:
+        outputs = inner(**kwargs)
+        outputs.aux_loss = torch.tensor(1.0)
+        return outputs
+
+    model.forward = forward
+    with pytest.raises(
+        ValueError, match="returned an auxiliary loss, but neither it nor its config has router"
+    ):
+        causal_lm_loss(model, make_batch())
+
+
+def test_a_head_cut_in_other_ways() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    with pretended_ranks(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for placements in ([Shard(0), Shard(0)], [Replicate(), Shard(1)]):
+            weight = distribute_tensor(torch.zeros(8, 4), mesh, placements)
+            with pytest.raises(
+                ValueError, match=r"head's weight is placed as .*, wanted rows of the vocabulary"
+            ):
+                fused_linear_logprobs(HIDDEN, weight, TARGETS)
+        weight = distribute_tensor(torch.zeros(8, 4), mesh, [Replicate(), Shard(0)])
+        with pytest.raises(ValueError, match=r"and tp_group another group, .*Leave tp_group out, or pass"):
+            fused_linear_logprobs(HIDDEN, weight, TARGETS, tp_group=dist.group.WORLD)
