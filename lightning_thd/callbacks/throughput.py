@@ -84,7 +84,9 @@ class THDThroughputMonitor(EvaluationHooks):
         for name, flag in (("progress_bar", progress_bar), ("pictures", pictures)):
             instance(flag, name, bool, advice="Pass True or False.")
         if clock is not None and not callable(clock):
-            raise TypeError(f"clock is {described(clock)}; wanted a function that gives seconds.")
+            raise TypeError(
+                f"clock is {described(clock)}; wanted a function that gives seconds, as time.perf_counter."
+            )
         self.peak = peak
         self.flops_model = flops_model
         self.causal: Causal = causal

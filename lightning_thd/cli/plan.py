@@ -15,6 +15,7 @@ import numpy as np
 from lightning_thd.cli.flops import load_config
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
+from lightning_thd.data.streams import is_stream
 from lightning_thd.flops import FlopsModel, SeqStats, peak_flops
 from lightning_thd.packing import Packs, Sequences
 from lightning_thd.packing.entries import Oversize
@@ -97,6 +98,13 @@ def main(arguments: Sequence[str]) -> None:
 
 def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
     """Plan an epoch's first steps; return what to expect, and the lengths in each pack looked at."""
+    if is_stream(given.data):
+        raise ValueError(
+            f"{given.data} is a stream, whose packs are not known before it is read. Plan JSONL, Parquet or "
+            "Arrow files."
+        )
+    model = None if given.model is None else FlopsModel.from_config(load_config(given.model))
+    peak = _peak(given.device, model)
     step = Sequences(given.sequences) if given.sequences else Packs(given.dp)
     data = THDDataModule(
         given.data,
@@ -106,13 +114,11 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
         text_key=given.text_key,
         tokenizer=_tokenizer(given.tokenizer),
     )
-    model = None if given.model is None else FlopsModel.from_config(load_config(given.model))
     data.attach(ranks=given.dp)
     data.prepare_data()
     data.setup("fit")
     loader = data.train_steps()
-    if not isinstance(loader, THDLoader):
-        raise ValueError(f"{given.data} is a stream, whose packs are not known before it is read.")
+    assert isinstance(loader, THDLoader), "streams were refused above"
     planner = loader.planner
     steps = min(len(planner), given.steps)
     packs: list[list[int]] = []
@@ -135,7 +141,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
         fill=tokens / slots if slots else 0.0,
         padded_fill=_padded_fill(packs),
         imbalance=float(np.mean(imbalance)) if imbalance else 1.0,
-        tokens_per_s=_speed(packs, model, given.device, given.mfu),
+        tokens_per_s=None if model is None or peak is None else _speed(packs, model, given.mfu * peak),
         lost=dict(data.counts["train"]),
     ), packs
 
@@ -160,19 +166,26 @@ def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
     return sum(flat) / slots if slots else 0.0
 
 
-def _speed(
-    packs: Sequence[Sequence[int]], model: FlopsModel | None, device: str | None, mfu: float
-) -> float | None:
-    if model is None or device is None:
+def _peak(device: str | None, model: FlopsModel | None) -> float | None:
+    """Return the dense bf16 FLOP/s of the device whose speed was asked for."""
+    if device is None:
         return None
+    if model is None:
+        raise ValueError(
+            f"--device {device} asks for a speed, which takes a model's FLOPs. Pass --model too."
+        )
     peak = peak_flops(device, "bf16")
     if peak is None:
         raise ValueError(
             f"No peak FLOP/s is known for {device!r}. `lightning-thd peaks` lists those that are."
         )
+    return peak
+
+
+def _speed(packs: Sequence[Sequence[int]], model: FlopsModel, flops_per_s: float) -> float:
     lengths = [length for pack in packs for length in pack]
     flops = model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows)).model
-    return mfu * peak * sum(lengths) / flops
+    return flops_per_s * sum(lengths) / flops
 
 
 def _tokenizer(name: str | None) -> Any:

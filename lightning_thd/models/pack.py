@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -98,11 +99,12 @@ class Pack:
         A pack that was not made from a batch knows only the device tensor and reads it here, once.
         """
         if self._lengths is None:
-            lengths = self.cu_seqlens_q.diff().tolist()
-            if sum(lengths) != self.slots or min(lengths, default=0) < 0:
+            offsets = self.cu_seqlens_q.tolist()
+            lengths = [there - here for here, there in pairwise(offsets)]
+            if offsets[:1] != [0] or offsets[-1] != self.slots or min(lengths, default=0) < 0:
                 raise ValueError(
-                    f"cu_seq_lens_q ends at {sum(lengths)}, but the pack has {self.slots} slots. Pass "
-                    "offsets whose last entry is the number of slots, as THDBatch.hf_kwargs() does."
+                    f"cu_seq_lens_q runs from {offsets[:1]} to {offsets[-1:]}, but must run from 0 to "
+                    f"{self.slots}, the slots of the pack, and never decrease. Pass THDBatch.hf_kwargs()."
                 )
             self._lengths = tuple(lengths)
         return self._lengths

@@ -426,6 +426,8 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 def test_settings_of_another_type_are_refused() -> None:
     with pytest.raises(TypeError, match="every_n_steps is a .*ensor.*; wanted a whole number"):
         THDThroughputMonitor(every_n_steps=torch.ones(3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"clock is a float, 1.5; wanted a function that gives seconds"):
+        THDThroughputMonitor(clock=1.5)  # type: ignore[arg-type]
 
 
 def test_a_bad_convention_is_refused_at_construction() -> None:

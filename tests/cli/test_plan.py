@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from lightning_thd.cli import main
+
+LLAMA = {
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "vocab_size": 260,
+}
 
 
 @pytest.fixture
@@ -36,8 +48,7 @@ def test_it_says_what_the_plan_holds(texts: str, tmp_path: Path, capsys: pytest.
 
 def test_the_table_fits_a_terminal(texts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 260}
-    config.write_text(json.dumps({"model_type": "llama", "num_attention_heads": 4, **sizes}))
+    config.write_text(json.dumps(LLAMA))
     main(
         [
             "plan",
@@ -70,3 +81,35 @@ def test_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["plan", str(tmp_path / "nothing.jsonl"), "--capacity", "8"])
     assert "nothing.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "NVIDIA H200"], "--device NVIDIA H200 asks for a speed, .* Pass --model too"),
+        (
+            ["--device", "Abacus", "--model", "{config}"],
+            "No peak FLOP/s is known for 'Abacus'. .*peaks` lists",
+        ),
+    ],
+)
+def test_a_speed_it_cannot_expect(
+    texts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA))
+    with pytest.raises(SystemExit):
+        main(["plan", texts, "--capacity", "64", *(each.format(config=config) for each in arguments)])
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_stream_has_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shard = tmp_path / "texts.tar"
+    with tarfile.open(shard, "w") as tar:
+        for i in range(3):
+            entry = tarfile.TarInfo(f"{i}.txt")
+            entry.size = 4
+            tar.addfile(entry, io.BytesIO(b"text"))
+    with pytest.raises(SystemExit):
+        main(["plan", str(shard), "--capacity", "64"])
+    assert "is a stream, whose packs are not known before it is read. Plan JSONL" in capsys.readouterr().err
