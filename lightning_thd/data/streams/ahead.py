@@ -5,12 +5,27 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import weakref
+from collections.abc import Callable
 
 from lightning_thd.data.streams.engine import Engine, Made
 from lightning_thd.data.streams.indexed.engine import PlannedEngine
 
 _AHEAD = 2  # steps that are made while one runs
 _STOP_S = 30.0  # seconds that a process which ends waits for the steps other ranks wait for
+
+
+class Weakly:
+    """Calls a method of an object unless it is gone, and does not keep the object alive."""
+
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self) -> None:
+        """Call the method while its object lives."""
+        method = self._method()
+        if method is not None:
+            method()
 
 
 class Ahead:
@@ -24,6 +39,7 @@ class Ahead:
         self._made: queue.SimpleQueue[Made | Exception | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
+        self._at_exit = Weakly(self.stop)
 
     def take(self) -> Made | None:
         """Return the next step, and allow the thread to make one more."""
@@ -33,7 +49,7 @@ class Ahead:
             self._thread = threading.Thread(target=self._run, name="thd-stream", daemon=True)
             self._thread.start()
             # An interpreter that ends while the thread is inside a collective aborts.
-            atexit.register(self.stop)
+            atexit.register(self._at_exit)
         if self._waits:  # for the next pass, whose workers start in this thread
             self._engine.open_pass()
             with self._changed:
@@ -62,7 +78,7 @@ class Ahead:
 
     def let_go(self) -> None:
         """End the thread once it has made the allowed steps, without waiting for it."""
-        atexit.unregister(self.stop)
+        atexit.unregister(self._at_exit)
         with self._changed:
             self._stopped = True
             self._changed.notify()

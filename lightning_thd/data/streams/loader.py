@@ -13,7 +13,7 @@ import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.data.streams.ahead import Ahead
+from lightning_thd.data.streams.ahead import Ahead, Weakly
 from lightning_thd.data.streams.engine import ROW_BITS, Engine, Made, Settings
 from lightning_thd.data.streams.indexed.engine import PlannedEngine, PlannedSteps
 from lightning_thd.data.streams.indexed.lengths import LengthIndex
@@ -244,7 +244,8 @@ class StreamLoader:
             self._engine = Engine(settings, wire, latest, same=self._same)
         self._ahead = Ahead(self._engine)
         # A loader that is dropped leaves no thread and no processes behind; at exit the thread is waited for.
-        weakref.finalize(self, self._ahead.let_go).atexit = False
+        # What waits for that holds neither: an error kept there would hold all its traceback names, this too.
+        weakref.finalize(self, Weakly(self._ahead.let_go)).atexit = False
 
     def _turn_to_plans(self) -> None:
         """Switch to planned epochs, once a pass over the stream has found all lengths."""

@@ -111,6 +111,7 @@ def test_a_source_with_a_state_goes_on_without_what_it_gave(kind: Any, workers: 
         for thread in threading.enumerate():  # the first run's reader counts until it notices its end
             if thread.name == "thd-stream":
                 thread.join(10.0)
+                assert not thread.is_alive()
         kind.made = 0
         rest, *_ = run(kind(), state=state, steps=1, **kwargs)
         assert first + rest == whole[: cut + 1]

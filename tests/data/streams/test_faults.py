@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,24 @@ def test_a_bad_record_ends_every_rank_with_its_place_or_is_skipped(tmp_path: Pat
     assert loader.counts["bad"] == 3
     with pytest.raises(ValueError, match="3 records could not be used, more than max_errors=2.*row 7"):
         run(f"{tmp_path}/*.jsonl", n=6, on_error="skip", max_errors=2)
+
+
+class Held:
+    """Stands for a model, a Trainer, another stream: what a caller has at hand."""
+
+
+def test_an_error_keeps_nothing_of_the_caller(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{")
+
+    def fails() -> weakref.ref[Held]:
+        held = Held()
+        with pytest.raises(ValueError, match="not JSON"):
+            run(f"{tmp_path}/*.jsonl", n=6)
+        return weakref.ref(held)
+
+    found = fails()
+    gc.collect()
+    assert found() is None
 
 
 def dying(part: int, parts: int) -> Iterator[dict[str, Any]]:
