@@ -150,8 +150,8 @@ def test_masked_tiles_stay_small_however_long_the_keys() -> None:
         ([16] * 9, None, (-1, 0), True, True),
         ([128] * 3, None, (-1, 0), True, True),
         ([129] * 3, None, (-1, 0), False, False),  # better cut
-        ([2000] * 2, None, (-1, 0), False, True),
-        ([2000] * 2, None, (-1, 0), True, False),
+        ([1300] * 2, None, (-1, 0), False, True),
+        ([1300] * 2, None, (-1, 0), True, False),
         ([300] * 4, None, (-1, -1), True, True),
         ([30] * 4, [50] * 4, (-1, -1), True, True),
         ([30] * 4, [50] * 4, (-1, 0), True, False),  # the diagonal does not start at the first key

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as worker_module
 
 from lightning_thd.data.streams.samples import Sample, Sampler
 from lightning_thd.data.streams.shards import Bad, Mark, Shard
+from lightning_thd.data.streams.workers import from_workers
 
 OnError = Literal["raise", "skip"]
 
@@ -148,7 +149,7 @@ class Reader:
         if num_workers and reading.own:
             workers = min(num_workers, len(reading.own))
             # Workers start here, in the thread that makes the reader.
-            self._rows = iter(DataLoader(rows, batch_size=None, num_workers=workers, timeout=timeout_s))
+            self._rows = from_workers(rows, workers=workers, timeout_s=timeout_s)
         else:
             self._rows = iter(rows)
 

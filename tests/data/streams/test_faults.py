@@ -139,8 +139,23 @@ def test_a_worker_that_dies_is_named() -> None:
         os.kill(os.getpid(), 9)
         yield {"input_ids": np.arange(5)}
 
+    started = time.monotonic()
     with pytest.raises(ValueError, match="Rank 0: A worker that reads source ended: DataLoader worker"):
-        run(source, n=8, num_workers=1, timeout_s=20)
+        run(source, n=8, num_workers=1, timeout_s=600)
+    assert time.monotonic() - started < 60  # it is looked at every few seconds, whatever the time-out
+
+
+def test_a_worker_that_gives_nothing_is_given_up_after_the_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def source() -> Iterator[dict[str, Any]]:
+        for row in range(40):
+            time.sleep(0.5 if row == 10 else 60 if row == 30 else 0)  # slow is not silent
+            yield {"input_ids": np.arange(5)}
+
+    monkeypatch.setattr("lightning_thd.data.streams.workers._LOOK_S", 0.2)
+    loader, given = module(source, n=8, window=8, num_workers=1, timeout_s=3).train_steps(), []
+    with pytest.raises(ValueError, match="A worker that reads source ended: it gave nothing for timeout_s=3"):
+        given.extend(iter(loader))
+    assert len(given) == 2  # the window of the third is not full
 
 
 def test_keys_that_only_some_shards_carry(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.streams.engine import ROW_BITS, Made
@@ -15,6 +15,7 @@ from lightning_thd.data.streams.indexed.lengths import LengthIndex
 from lightning_thd.data.streams.samples import POLICIES, Sampler, unpacked
 from lightning_thd.data.streams.schedule import IntArray
 from lightning_thd.data.streams.shards import Bad, Shard
+from lightning_thd.data.streams.workers import from_workers
 from lightning_thd.packing import PackPlanner
 
 
@@ -122,14 +123,12 @@ class PlannedEngine:
 
     def open_pass(self) -> None:
         """Start to read an epoch; worker processes start in the calling thread."""
-        loader = DataLoader(
-            self._steps,
-            batch_size=None,
-            sampler=range(self._next, len(self._steps)),
-            num_workers=self._num_workers,
-            timeout=self._timeout_s if self._num_workers else 0,
-        )
-        self._batches = iter(loader)
+        left = range(self._next, len(self._steps))
+        if self._num_workers:
+            workers, timeout_s = self._num_workers, self._timeout_s
+            self._batches = from_workers(self._steps, workers=workers, timeout_s=timeout_s, sampler=left)
+        else:
+            self._batches = map(self._steps.__getitem__, left)
 
     def make(self) -> Made | None:
         """Read and collate the next step of this rank; None where an epoch has none."""
