@@ -5,52 +5,80 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.ranks import run_ranks
-from tests.test_readme import _names
+from tests.test_readme import _limit_steps
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "```python" in page.read_text()]
 
 
-def blocks(page: Path, *, ranks: bool) -> list[str]:
-    found = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
-    return [block for block in found if bool(re.search(r"devices=[2-9]", block)) == ranks]
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+
+
+START = blocks(DOCS / "index.md")
+# What the other pages go on from: Start's first block, and the one that names a module, a batch and files.
+NAMES = [block for block in START if "trainer" not in block]
+
+
+def devices(block: str) -> int:
+    found = re.search(r"devices=(\d)", block)
+    return int(found[1]) if found else 1
 
 
 def run_page(code: list[str], folder: str) -> int:
-    """Run the blocks of a page one after the other, each with what a reader has by then."""
+    """Run the blocks of a page one after the other, each with what a reader of Start has by then."""
     import os
 
+    from tests.data.chats import PLAIN, make_tokenizer
+
     os.chdir(folder)
-    names = _names()
-    for block in code:
+    _limit_steps()
+    names: dict[str, Any] = {"tokenizer": make_tokenizer(PLAIN)}
+    for block in [*NAMES, *code]:
         names.pop("trainer", None)
         exec(compile(block, "docs", "exec"), names)  # it is ours
         trainer = names.get("trainer")
-        if trainer is not None and trainer.global_step == 0:
-            trainer.fit(names["module"], names["THDDataModule"](names["dataset"][:60], capacity=64))
+        if getattr(trainer, "global_step", None) == 0:
+            trainer.fit(names["module"], names["THDDataModule"](names["dataset"][:60], capacity=512))
     return len(code)
 
 
-def write_data(folder: Path) -> None:
-    (folder / "texts.jsonl").write_text('{"text": "one document"}\n{"text": "and another"}\n')
+def write_chats(folder: Path) -> None:
     talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello there"}]
     (folder / "chats.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    write_data(tmp_path)
-    single, several = blocks(page, ranks=False), blocks(page, ranks=True)
+    write_chats(tmp_path)
+    code = blocks(page)[1:] if page.name == "index.md" else blocks(page)
+    single = [block for block in code if devices(block) == 1]
     if single:
         assert run_ranks(run_page, 1, single, str(tmp_path), timeout_s=400.0) == [len(single)]
-    for block in several:
-        found = re.search(r"devices=(\d)", block)
-        assert found is not None
-        run_ranks(run_page, int(found[1]), [block], str(tmp_path), timeout_s=400.0)
+    for block in code:
+        if devices(block) > 1:
+            run_ranks(run_page, devices(block), [block], str(tmp_path), timeout_s=400.0)
+
+
+def test_code_fits_the_width_of_a_page() -> None:
+    for page in DOCS.rglob("*.md"):
+        for block in re.findall(r"^```.*?^```", page.read_text(), re.S | re.M):
+            assert [line for line in block.split("\n") if len(line) > 88] == [], page
+
+
+def test_pictures_come_in_both_themes() -> None:
+    for page in DOCS.rglob("*.md"):
+        pictures = re.findall(r"\]\(([\w./-]+\.png)#only-(light|dark)\)", page.read_text())
+        assert len(pictures) == len(re.findall(r"!\[", page.read_text())), page
+        assert all(
+            (page.parent / name).exists() and name.endswith(f"-{theme}.png") for name, theme in pictures
+        )
+        assert 2 * sum(theme == "light" for _, theme in pictures) == len(pictures), page
 
 
 def test_pages_name_what_exists() -> None:
@@ -59,7 +87,7 @@ def test_pages_name_what_exists() -> None:
     assert paths
     assert [path for path in sorted(paths) if not (root / path).exists()] == []
     for page in DOCS.rglob("*.md"):
-        for link in re.findall(r"\]\(([\w./-]+\.(?:md|png))\)", page.read_text()):
+        for link in re.findall(r"\]\(([\w./-]+\.md)\)", page.read_text()):
             assert (page.parent / link).resolve().exists(), (page, link)
 
 

@@ -29,12 +29,13 @@ def _limit_steps() -> None:
     from transformers import TrainingArguments
 
     trainer, check = L.Trainer, TrainingArguments.__post_init__
-    quiet = {"logger": False, "enable_progress_bar": False}
-    settings = {"max_steps": 2, "accelerator": "cpu", "enable_model_summary": False, **quiet}
+    settings = {"accelerator": "cpu", "enable_model_summary": False, "enable_progress_bar": False}
 
     def short(**kwargs: Any) -> L.Trainer:
         keeps = any(isinstance(callback, ModelCheckpoint) for callback in kwargs.get("callbacks", ()))
-        return trainer(**{**kwargs, **settings, "enable_checkpointing": keeps})
+        few = kwargs["max_steps"] if kwargs.get("max_steps") in (1, 2, 3) else 2
+        own = {"logger": kwargs.get("logger", False), "max_steps": few, "enable_checkpointing": keeps}
+        return trainer(**{**kwargs, **settings, **own})
 
     L.Trainer = short
 
