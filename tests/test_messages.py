@@ -148,6 +148,7 @@ def test_images_cannot_be_packed_offline(tmp_path: Path) -> None:
         {"input_ids": np.array([1, 2]), "pixel_values": np.ones((1, 2)), "image_grid_thw": np.ones((1, 3))}
     ]
     with pytest.raises(
-        ValueError, match="Sequences carry .*pixel_values.*: only tokens can be packed offline"
+        ValueError,
+        match="Sequence 0 carries .*pixel_values.*: only tokens and labels can be packed",
     ):
         pack_file(rows, tmp_path / "out.parquet", capacity=8)

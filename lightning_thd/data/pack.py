@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,6 +21,7 @@ from tqdm import tqdm
 from lightning_thd._imports import require
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.samples import check_attention_mask
 from lightning_thd.data.planning import counts_of
 from lightning_thd.data.read.conversations import Records
 from lightning_thd.data.read.encode import Tokenizer
@@ -95,8 +96,9 @@ def pack_file(
         ``empty``, ``dropped``, ``truncated``, ``split``, ``own_pack``, ``tokens_lost``, perhaps ``skipped``.
 
     Raises:
-        ValueError: for another suffix, sequences with images, padding that ``boundaries`` cannot express, a
-            folder that holds packs of other data or settings, and what the policies call an error.
+        ValueError: for another suffix, sequences with more than tokens and labels, padding that
+            ``boundaries`` cannot express, a folder that holds packs of other data or settings, and what the
+            policies call an error.
     """
     out = Path(out)
     _check(out, boundaries, multiple)
@@ -114,7 +116,6 @@ def pack_file(
         progress=progress,
     )
     data = open_set("pack", source, opener, empty=empty)
-    _refuse_media(data)
     align = Alignment(sequence_multiple=multiple, total_multiple=multiple) if multiple > 1 else None
     planner = PackPlanner(
         data.index.lengths,
@@ -148,12 +149,27 @@ def _check(out: Path, boundaries: str, multiple: int) -> None:
         )
 
 
-def _refuse_media(data: DataSet) -> None:
-    sample = data.dataset[0]
-    if names := media_names(sample):
-        raise ValueError(f"Sequences carry {', '.join(names)}: only tokens can be packed offline.")
-    if "weights" in sample:
-        raise ValueError("Sequences carry weights: packed files have no room for them. Pack while training.")
+def _refuse_lost(sample: Mapping[str, Any], i: int, *, labels: bool) -> None:
+    """Refuse what a file of packs has no room for: who trains on it would train on something else."""
+    length = len(sample["input_ids"])
+    names = [*media_names(sample), *(name for name in ("weights", "next_label") if name in sample)]
+    names += [name for name in ("token_type_ids", "mm_token_type_ids") if np.any(sample.get(name, 0))]
+    if not np.array_equal(np.asarray(sample.get("position_ids", range(length))), np.arange(length)):
+        names.append("position_ids")
+    if names:
+        raise ValueError(
+            f"Sequence {i} carries {', '.join(names)}: only tokens and labels can be packed offline. Pack "
+            "while training, by THDDataModule."
+        )
+    if "attention_mask" in sample:
+        check_attention_mask(sample, length, i)
+    if not labels and "labels" in sample:
+        own, ids = np.asarray(sample["labels"]), np.asarray(sample["input_ids"])
+        if (own[1:] != ids[1:]).any():
+            raise ValueError(
+                f"Sequence {i} has labels of its own and the first {_LOOK_AT} have none. Give all, or none, "
+                "labels."
+            )
 
 
 def _has_labels(data: DataSet) -> bool:
@@ -212,6 +228,8 @@ class Packer:
         [spans] = self.planner.step(0, k, 1).microbatches(0)
         pieces = zip(spans.index.tolist(), spans.start.tolist(), spans.stop.tolist(), strict=True)
         samples = [self.data.index.sample(self.data.dataset, *piece) for piece in pieces]
+        for i, sample in zip(spans.index.tolist(), samples, strict=True):
+            _refuse_lost(sample, i, labels=self.labels)
         batch = THDBatch.collate([{"input_ids": sample["input_ids"]} for sample in samples], align=self.align)
         row = {"input_ids": _as_int32(batch.input_ids.numpy(), spans, samples)}
         if self.labels:

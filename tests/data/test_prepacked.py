@@ -215,7 +215,35 @@ def test_the_command_packs_and_says_what_it_did(tmp_path: Path, capsys: pytest.C
 def test_what_cannot_be_written_is_refused(tmp_path: Path, out: str, kwargs: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack_file(sequences(3), tmp_path / out, capacity=64, **kwargs)
-    images: list[dict[str, Any]] = [{"input_ids": [1], "pixel_values": np.ones((1, 2))}]
-    with pytest.raises(ValueError, match="carry pixel_values: only tokens"):
-        pack_file(images, tmp_path / "o.arrow", capacity=64)
-    assert not list(tmp_path.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("at", [0, 700])
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"pixel_values": np.ones((1, 2))}, "carries pixel_values: only tokens and labels can be packed"),
+        ({"next_label": 7}, "carries next_label: only tokens"),
+        ({"token_type_ids": [0, 1]}, "carries token_type_ids: only tokens"),
+        ({"attention_mask": [1, 0]}, "has 2 input_ids and an attention_mask .* that is not all ones"),
+        ({"position_ids": [5, 6]}, "carries position_ids: only tokens"),
+    ],
+)
+def test_what_a_file_of_packs_has_no_room_for_is_refused(
+    tmp_path: Path, at: int, more: dict[str, Any], message: str
+) -> None:
+    plain = {"input_ids": [3, 4], "token_type_ids": [0, 0], "attention_mask": [1, 1]}
+    if "position_ids" in more:
+        plain, at = {"input_ids": [3, 4]}, 700  # in the first row they would tell packs
+    rows = [*[plain] * at, {**plain, **more}, *[plain] * 3]
+    with pytest.raises(ValueError, match=rf"(Sequence|Sample) {at} {message}"):
+        pack_file(rows, tmp_path / "o.arrow", capacity=64, window=100)
+    weighted = [{"input_ids": [3, 4], "weights": 2.0}]
+    with pytest.raises(ValueError, match="Sequence 0 carries weights: only tokens .* Pack while training"):
+        pack_file(weighted, tmp_path / "o.arrow", capacity=64)
+    assert not list(tmp_path.iterdir())
+
+
+def test_labels_that_come_late_are_refused(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [*[{"input_ids": [3, 4]}] * 1200, {"input_ids": [5, 6], "labels": [5, 9]}]
+    with pytest.raises(ValueError, match="Sequence 1200 has labels of its own and the first 1000 have none"):
+        pack_file(rows, tmp_path / "o.arrow", capacity=64, window=100)

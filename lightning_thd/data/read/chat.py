@@ -61,6 +61,7 @@ def _check(tokenizer: Any, messages: object, skip: int) -> None:
         raise ValueError("messages must be a list of {'role': ..., 'content': ...} with at least one entry.")
     for message in messages:
         content = message.get("content")
+        _check_said(message, content)
         for part in content if isinstance(content, list) else []:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if kind != "text":
@@ -73,6 +74,22 @@ def _check(tokenizer: Any, messages: object, skip: int) -> None:
         raise ValueError(
             f"no message of the role 'assistant' was found among {[m['role'] for m in messages[skip:]]}, so "
             "there is nothing to learn. Remove the conversation."
+        )
+
+
+def _check_said(message: Message, content: object) -> None:
+    """Refuse a message that a template would write as None, a number or a list."""
+    role = message["role"]
+    if not isinstance(role, str):
+        raise ValueError(f"a message has the role {role!r}; wanted a string, as 'user'. Mend or remove it.")
+    if content is None:  # as in a call of a tool, which says what it does under another key
+        others = (message[key] for key in message.keys() - {"role", "name"})
+        if any(hasattr(value, "__len__") and len(value) for value in others):
+            return
+    if not isinstance(content, str | list | dict):
+        raise ValueError(
+            f"a message of the role {role!r} has the content {content!r}; wanted a string, or a list of "
+            "parts. Mend or remove it."
         )
 
 
@@ -99,8 +116,8 @@ def _marked(
         mask[: _cut(tokenizer, text, [start])[1][start]] = False
     if not mask.any():
         raise ValueError(
-            "the template marked nothing of it with {% generation %}. Put the markers around what the "
-            "assistant says."
+            "the chat template marked nothing of the conversation with {% generation %}. Put the markers "
+            "around what the assistant says."
         )
     return ids, mask
 

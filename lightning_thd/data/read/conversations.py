@@ -79,12 +79,12 @@ def alpaca_prompt(record: dict[str, Any]) -> str:
 
 
 def _alpaca(record: dict[str, Any]) -> list[Message]:
-    said: list[Message] = []
-    if isinstance(record.get("system"), str) and record["system"]:
-        said.append({"role": "system", "content": record["system"]})
-    for turn in record.get("history") or []:
-        if not isinstance(turn, list | tuple) or len(turn) != 2:
-            raise ValueError("history must be a list of [question, answer]. Mend or remove the record.")
+    said, history = _system(record), record.get("history") or []
+    for turn in history if isinstance(history, list | tuple) else [history]:
+        if not isinstance(turn, list | tuple) or len(turn) != 2 or not all(isinstance(x, str) for x in turn):
+            raise ValueError(
+                "history must be a list of [question, answer], all strings. Mend or remove the record."
+            )
         said += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     return [
         *said,
@@ -97,10 +97,14 @@ def _sharegpt(record: dict[str, Any]) -> list[Message]:
     turns = record.get("conversations", record.get("conversation"))
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError("conversations must be a list of {'from': ..., 'value': ...}. Mend or remove it.")
-    said: list[Message] = []
-    if isinstance(record.get("system"), str) and record["system"]:
-        said.append({"role": "system", "content": record["system"]})
-    return said + [_turn(turn) for turn in turns]
+    return _system(record) + [_turn(turn) for turn in turns]
+
+
+def _system(record: dict[str, Any]) -> list[Message]:
+    said = record.get("system") or ""
+    if not isinstance(said, str):
+        raise ValueError(f"system is a {type(said).__name__}; wanted a string. Mend or remove the record.")
+    return [{"role": "system", "content": said}] if said else []
 
 
 def _turn(turn: dict[str, Any]) -> Message:
@@ -109,7 +113,7 @@ def _turn(turn: dict[str, Any]) -> Message:
     who, value = turn.get("from"), turn.get("value")
     if who in _CALLS:
         return {"role": "assistant", "content": "", "tool_calls": _calls(value)}
-    if who not in _ROLES or not isinstance(value, str):
+    if not isinstance(who, str) or who not in _ROLES or not isinstance(value, str):
         raise ValueError(
             f"a turn is from {who!r} with a value of type {type(value).__name__}. Known are "
             f"{', '.join((*_ROLES, *_CALLS))}, with strings. Rename it, or remove the record."
@@ -121,7 +125,9 @@ def _calls(value: Any) -> list[dict[str, Any]]:
     found = parse_json(value) if isinstance(value, str) else value
     calls = found if isinstance(found, list) else [found]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise ValueError("a function call holds no JSON with a name. Mend or remove the record.")
+        raise ValueError(
+            "a function call holds no JSON of {'name': ..., 'arguments': ...}. Mend or remove the record."
+        )
     return [{"type": "function", "function": call} for call in calls]
 
 

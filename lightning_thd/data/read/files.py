@@ -159,11 +159,10 @@ def _expand(source: str | Path) -> list[str]:
 def _in_folder(folder: Path) -> list[Path]:
     """List the data files in a folder, which must be of one kind."""
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text()).get("splits", [])
-        raise ValueError(f"{folder} holds the splits {', '.join(splits)}. Pass one, '{folder}/{splits[0]}'.")
+        splits = [each.parent.name for each in sorted(folder.glob("*/state.json"))]
+        raise ValueError(f"{folder} holds the splits {', '.join(splits)}. Pass one, '{folder}/<split>'.")
     if (folder / "state.json").is_file():  # datasets.Dataset.save_to_disk
-        files = json.loads((folder / "state.json").read_text())["_data_files"]
-        return [folder / Path(entry["filename"]).name for entry in files]
+        return _saved_files(folder)
     kinds: dict[str, list[Path]] = {}
     left_out: list[Path] = []
     for file in sorted(folder.rglob("*")):
@@ -216,6 +215,18 @@ def _one_kind(folder: Path, kinds: dict[str, list[Path]]) -> list[Path]:
         shown = ", ".join(f"{name} ({file.relative_to(folder)})" for name, file in sorted(splits.items()))
         raise ValueError(f"{folder} holds several splits: {shown}. Give a glob of the one you want.")
     return files
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """List the files of a folder that ``datasets.Dataset.save_to_disk`` wrote."""
+    try:
+        entries = json.loads((folder / "state.json").read_text())["_data_files"]
+        return [folder / Path(entry["filename"]).name for entry in entries]
+    except (ValueError, KeyError, TypeError) as err:
+        raise ValueError(
+            f"{folder}/state.json is none that datasets wrote ({type(err).__name__}: {err}). Save the "
+            "dataset anew."
+        ) from err
 
 
 def _expand_remote(address: str) -> list[str]:

@@ -77,6 +77,12 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
                 f"TokenStore got {len(tokens)} tokens but offsets from {offsets[:1]} to {offsets[-1:]}. "
                 f"Offsets run from 0 to {len(tokens)}."
             )
+        # What is mapped was written by ``save`` or ``write_store``, and may be longer than memory.
+        if not isinstance(offsets, np.memmap) and (falls := np.diff(offsets) < 0).any():
+            raise ValueError(
+                f"TokenStore got offsets that fall after entry {int(falls.argmax())}. Give where each "
+                "sequence begins, in order."
+            )
         if labels is not None and len(labels) != len(tokens):
             raise ValueError(
                 f"TokenStore got {len(tokens)} tokens but {len(labels)} labels. Give one a token."

@@ -1,0 +1,215 @@
+"""Messages about records and files that no other test of the room meets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lightning_thd import THDDataModule
+from lightning_thd.data import ByteTokenizer
+from lightning_thd.data.read.columns import as_rows
+from lightning_thd.data.read.long import json_spans, values
+from lightning_thd.data.read.sources import open_source
+from tests.data.chats import MARKED, PLAIN, TALKS, make_tokenizer
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+ALPACA = {"instruction": "a", "output": "b"}
+CALL = {"name": "f", "arguments": {}}
+NOTHING_MARKED = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if 0 %}{% generation %}{% endgeneration %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({**ALPACA, "input": 3}, "line 1: instruction, input and output must be strings. Mend or remove"),
+        ({**ALPACA, "output": None}, "instruction, input and output must be strings"),
+        (
+            {**ALPACA, "history": [["q"]]},
+            r"history must be a list of \[question, answer\], all strings. Mend",
+        ),
+        (
+            {**ALPACA, "history": [["q", None]]},
+            r"history must be a list of \[question, answer\], all strings",
+        ),
+        ({**ALPACA, "history": 5}, r"history must be a list of \[question, answer\], all strings"),
+        ({**ALPACA, "system": ["x"]}, "system is a list; wanted a string. Mend or remove the record"),
+        (
+            {"conversations": [{"from": "alien", "value": "a"}]},
+            "a turn is from 'alien' with a value of type str",
+        ),
+        (
+            {"conversations": [{"from": "gpt", "value": None}]},
+            "a turn is from 'gpt' with a value of type NoneType",
+        ),
+        (
+            {"conversations": [{"from": ["gpt"], "value": "a"}]},
+            r"a turn is from \['gpt'\] with a value of type",
+        ),
+        (
+            {"conversations": [{"from": "tool_call", "value": "no"}]},
+            r"a function call holds no JSON of \{'name'",
+        ),
+        (
+            {"messages": [USER, ANSWER], "tools": {"a": 1}},
+            "tools are no list, nor JSON of one. Mend or remove",
+        ),
+        ({"messages": [USER, ANSWER], "tools": "no"}, "tools are no list, nor JSON of one. Mend or remove"),
+        (
+            {"messages": [USER, {**ANSWER, "content": None}]},
+            "the role 'assistant' has the content None; wanted a",
+        ),
+        (
+            {"messages": [{"role": "user"}, ANSWER]},
+            "message of the role 'user' has the content None; wanted a",
+        ),
+        (
+            {"messages": [{**USER, "content": 5}, ANSWER]},
+            "message of the role 'user' has the content 5; wanted",
+        ),
+        (
+            {"messages": [{**USER, "role": ["user"]}, ANSWER]},
+            r"a message has the role \['user'\]; wanted a string",
+        ),
+        ({"prompt": [USER], "completion": [{**ANSWER, "content": None}]}, "'assistant' has the content None"),
+        ({"input_ids": [[1], [2, 3]]}, r"input_ids is no row of integers \(.*\). Give a list of ids"),
+    ],
+)
+def test_a_record_that_would_train_on_something_else(tmp_path: Path, record: Any, message: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=message):
+        open_source(file, tokenizer=make_tokenizer(PLAIN))
+
+
+def test_a_call_of_a_tool_has_no_content(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]}
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": [USER, call, ANSWER]}))
+    assert len(open_source(file, tokenizer=make_tokenizer(PLAIN))) == 1
+
+
+def test_a_template_that_marks_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": TALKS[0]}))
+    with pytest.raises(
+        ValueError, match=r"template marked nothing of the conversation with \{% generation %\}"
+    ):
+        open_source(file, tokenizer=make_tokenizer(NOTHING_MARKED))
+    assert len(open_source(file, tokenizer=make_tokenizer(MARKED))) == 1
+
+
+def test_bytes_of_something_else() -> None:
+    with pytest.raises(TypeError, match="tokenizer is a int. Pass a function from a string to ids"):
+        THDDataModule(["a text"], capacity=8, tokenizer=5).setup("fit")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ByteTokenizer got a bytes. Pass a string"):
+        ByteTokenizer()(b"a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Ids start at 0, got -1. Pass ids that the tokenizer gave"):
+        ByteTokenizer().decode(np.array([97, -1]))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", 'text\n"open', "a.csv: a quote is opened and never closed. Mend the file"),
+        ("a.csv", "text,text\na,b\n", "a.csv: its first line 'text,text.*' gives no column names, each once"),
+        ("a.parquet", "no such file", r"a.parquet is no Parquet file \(.*\). Write it anew"),
+        ("a.arrow", "no such file", r"a.arrow is no Arrow file \(.*\). Write it anew"),
+        ("state.json", "{}", r"state.json is none that datasets wrote \(KeyError: '_data_files'\). Save the"),
+        ("state.json", "[1", "state.json is none that datasets wrote .*JSONDecodeError"),
+    ],
+)
+def test_a_damaged_file(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        open_source(tmp_path if name == "state.json" else tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            '{"text":\n"a"} and more',
+            r"a.json: not JSON \(more follows its value\). Mend the file, or name it",
+        ),
+        (r'{"te\xt": "a", "text": "b"}', r"a.json: not JSON \(a key that is no string\). Mend or remove it"),
+    ],
+)
+def test_a_long_file_that_is_no_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, message: str
+) -> None:
+    for module in (values, json_spans):
+        monkeypatch.setattr(module, "_BLOCK", 7)
+    monkeypatch.setattr(values, "LONG_BYTES", 8)
+    (tmp_path / "a.json").write_text("\n" + content)
+    with pytest.raises(ValueError, match=message):
+        open_source(tmp_path / "a.json")
+
+
+def test_documents_beside_records(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a document")
+    (tmp_path / "b.jsonl").write_text('{"text": "a record"}')
+    with pytest.raises(ValueError, match=r"a.txt is one document of text, and the other files hold records"):
+        open_source([tmp_path / "a.txt", tmp_path / "b.jsonl"])
+
+
+def test_columns_of_other_types(tmp_path: Path) -> None:
+    for name, column in (("a", [[1, 2]]), ("b", ["no ids"])):
+        pq.write_table(pa.table({"input_ids": column}), tmp_path / f"{name}.parquet")
+    with pytest.raises(
+        ValueError, match=r"(?s)a.parquet and others have different columns \(.*\). Write them alike"
+    ):
+        open_source([tmp_path / "a.parquet", tmp_path / "b.parquet"])
+    with pytest.raises(
+        ValueError, match="b.parquet: the column 'input_ids' is of type string. Write lists of"
+    ):
+        open_source(tmp_path / "b.parquet")
+
+
+def test_a_folder_of_splits(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"saved holds the splits test, train. Pass one, '.*saved/<split>'"):
+        open_source(tmp_path / "saved")
+    found = open_source(tmp_path / "saved" / "test")
+    assert len(found) == 2
+    with pytest.raises(IndexError, match="Row 2 was asked of 2. Pass a number below that"):
+        as_rows(rows)[2]
+
+
+def test_an_address_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    with pytest.raises(
+        ValueError, match=r"nowhere://a.jsonl cannot be listed \(.*\). Check the address and the"
+    ):
+        open_source("nowhere://a.jsonl", cache_dir=tmp_path)
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/messages/a.jsonl", b'{"text": "a"}\n')
+
+    def torn(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("the connection was closed")
+
+    monkeypatch.setattr(fsspec, "open", torn)
+    with pytest.raises(
+        ValueError, match=r"a.jsonl cannot be read \(the connection was closed\). Check the addr"
+    ):
+        open_source("memory://messages/a.jsonl", cache_dir=tmp_path)
+    memory.rm("/messages", recursive=True)
+
+
+def test_ready_packs_in_a_mixture(tmp_path: Path) -> None:
+    packs = [{"input_ids": [1, 2, 3], "lengths": [1, 2]}]
+    data = THDDataModule({"a": (packs, 1.0), "b": ([{"input_ids": [4]}], 1.0)}, capacity=8, packed="packs")
+    with pytest.raises(
+        ValueError, match="'a' holds ready packs, which a mixture takes apart. Set packed='seq"
+    ):
+        data.setup("fit")
