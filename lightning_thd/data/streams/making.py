@@ -90,7 +90,9 @@ def stream_loader(
         )
     step = policies.global_batch or Packs(host.ranks * host.accumulate)
     if isinstance(step, Packs) and step.n % host.ranks:
-        raise ValueError(f"{step} cannot be shared by {host.ranks} data-parallel ranks. Use a multiple.")
+        raise ValueError(
+            f"{step} cannot be shared by {host.ranks} data-parallel ranks. Use a multiple of it."
+        )
     if policies.scheduler is not None and isinstance(step, Packs):
         raise ValueError(f"A scheduler cannot serve {step}. Pass global_batch=Sequences(n).")
     parts = parts or host.ranks

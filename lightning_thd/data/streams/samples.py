@@ -164,7 +164,10 @@ class Sampler:
         if "labels" in sample:
             labels = per_token_row(sample, "labels", length, row)
             if ((labels < 0) & (labels != -100)).any() or int(labels.max()) >= limit:
-                raise ValueError(f"labels hold {labels.min()} to {labels.max()}; wanted ids or -100.")
+                raise ValueError(
+                    f"labels hold {labels.min()} to {labels.max()}; wanted ids from 0 to {limit - 1}, or "
+                    "-100 where a token is not to be learned."
+                )
             labels = labels.astype(np.int32)
         if "attention_mask" in sample:
             check_attention_mask(sample, length, row)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_thd._checks import whole_number
+from lightning_thd._checks import real_number, whole_number
 from lightning_thd.data.streams.indexed.access import refuse_source
 from lightning_thd.data.streams.intake import Source
 from lightning_thd.data.streams.loader import Opened
@@ -67,10 +67,11 @@ class Stream:
             whole_number(self.max_errors, "max_errors", advice="None has no limit.")
         if self.on_error not in ("raise", "skip"):
             raise ValueError(f"on_error={self.on_error!r} is unknown. Choose 'raise' or 'skip'.")
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
-            raise TypeError(f"timeout_s is a {type(self.timeout_s).__name__}; wanted seconds.")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s={self.timeout_s}; wanted seconds above 0.")
+        if (
+            real_number(self.timeout_s, "timeout_s", advice="It is the seconds a rank waits for another.")
+            <= 0
+        ):
+            raise ValueError(f"timeout_s={self.timeout_s}; wanted seconds above 0. The default is 600.")
 
 
 @dataclass(frozen=True, kw_only=True)

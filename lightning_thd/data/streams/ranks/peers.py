@@ -59,7 +59,8 @@ class Peers:
         own = [[rank for rank, of in enumerate(found) if of == wanted] for wanted in range(data_ranks)]
         if not all(own):
             raise ValueError(
-                f"The ranks of the job have the data ranks {found}; wanted each of 0 to {data_ranks - 1}."
+                f"The ranks of the job have the data ranks {found}; wanted each of 0 to {data_ranks - 1}. "
+                "Give attach() of every process its own rank, and the same ranks."
             )
         readers = [ranks[0] for ranks in own]
         told = [everyone[reader][1] for reader in readers]

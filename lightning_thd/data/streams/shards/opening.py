@@ -53,5 +53,5 @@ def open_shards(source: Any, *, parts: int) -> Shards:
         replays &= is_hf(one) or is_mosaic(one)
         found += iterable_shards(one, parts, prefix=f"{number}/" if len(sources) > 1 else "", alone=alone)
     if not found:
-        raise ValueError("The stream has no shards: an empty list was passed. Pass at least one.")
+        raise ValueError("The stream has no shards: its source is an empty list. Pass at least one path.")
     return Shards(shards=found, replays=replays, alone=alone)

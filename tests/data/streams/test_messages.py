@@ -1,0 +1,151 @@
+"""Messages about streams that no other test of the room meets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from lightning_thd import Packs, THDDataModule
+from lightning_thd.data.read.text import ByteTokenizer
+from lightning_thd.data.streams import Stream, StreamPolicies, stream_loader
+from lightning_thd.data.streams.ranks.peers import Peers
+from lightning_thd.data.trainer_link import Host
+from tests.data.streams.jobs import module, write_shards
+from tests.ranks import pretended_ranks
+
+
+def loader(source: Any, **kwargs: Any) -> Any:
+    data = THDDataModule(Stream(source=source), capacity=8, **kwargs)
+    data.setup("fit")
+    return data.train_steps()
+
+
+def for_three(packs: int) -> Any:
+    policies = StreamPolicies(capacity=8, global_batch=Packs(packs), tokenizer=ByteTokenizer)
+    return stream_loader(Stream(source=rows), policies, Host(ranks=3), kind="pack")
+
+
+def rows() -> Any:
+    return iter([{"input_ids": [1, 2]}])
+
+
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "no shards": (
+        lambda: loader([]),
+        "The stream has no shards: its source is an empty list. Pass at least one",
+    ),
+    "no stream": (lambda: loader(5), "int is no stream. Pass paths, an IterableDataset, or a function that"),
+    "a wait that is no number": (
+        lambda: Stream(source=rows, timeout_s="1"),  # type: ignore[arg-type]
+        "timeout_s is a str, '1'; wanted a number. It is the seconds a rank waits for another",
+    ),
+    "no wait": (
+        lambda: Stream(source=rows, timeout_s=0),
+        "timeout_s=0; wanted seconds above 0. The default is",
+    ),
+    "a wait without end": (
+        lambda: Stream(source=rows, timeout_s=float("inf")),
+        "timeout_s=inf; wanted a finite number",
+    ),
+    "packs that ranks do not share": (
+        lambda: for_three(4),
+        r"Packs\(n=4\) cannot be shared by 3 data-parallel ranks. Use a multiple of it",
+    ),
+    "a scheduler of packs": (
+        lambda: loader(rows, scheduler=lambda lengths, capacity, **_: []),
+        r"A scheduler cannot serve Packs\(n=1\). Pass global_batch=Sequences\(n\)",
+    ),
+    "a schedule": (
+        lambda: loader(rows, schedule=[0]),
+        "A schedule numbers the sequences of a dataset with a length. Leave it out for a stream",
+    ),
+    "labels past the vocabulary": (
+        lambda: next(iter(loader(lambda: iter([{"input_ids": [1, 2], "labels": [1, 9]}]), vocab_size=9))),
+        "labels hold 1 to 9; wanted ids from 0 to 8, or -100 where a token is not to be learned",
+    ),
+    "labels below 0": (
+        lambda: next(iter(loader(lambda: iter([{"input_ids": [1, 2], "labels": [-1, 2]}])))),
+        "labels hold -1 to 2; wanted ids from 0 to .*, or -100",
+    ),
+    "an image that would be cut": (
+        lambda: next(
+            iter(
+                loader(
+                    lambda: iter([{"input_ids": [*range(9)], "pixel_values": np.ones((1, 2))}]),
+                    oversize="truncate",
+                )
+            )
+        ),
+        "the sequence has 9 tokens and carries 'pixel_values', which cannot be truncated with it. Set",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_message(case: str) -> None:
+    call, message = CASES[case]
+    with pytest.raises(Exception, match=message) as raised:
+        call()
+    assert (
+        isinstance(raised.value, ValueError | TypeError) or "Misconfiguration" in type(raised.value).__name__
+    )
+
+
+def test_a_dataset_that_was_split_by_rank() -> None:
+    datasets = pytest.importorskip("datasets")
+    from datasets.distributed import split_dataset_by_node
+
+    whole = datasets.Dataset.from_dict({"input_ids": [[1], [2]]}).to_iterable_dataset()
+    with pytest.raises(
+        ValueError, match=r"IterableDataset was split by rank \(split_dataset_by_node\), and a"
+    ):
+        loader(split_dataset_by_node(whole, rank=0, world_size=2))
+
+
+def test_a_state_of_another_version(tmp_path: Path) -> None:
+    write_shards(tmp_path, [12])
+    steps = module(f"{tmp_path}/*.jsonl").train_steps()
+    next(iter(steps))
+    state = steps.state_dict()
+    state["stream"]["version"] = 1
+    steps.load_state_dict(state)
+    with pytest.raises(
+        ValueError, match="The checkpoint holds version 1 of a stream's state, and this release"
+    ):
+        next(iter(steps))
+
+
+def test_ranks_without_a_job(tmp_path: Path) -> None:
+    write_shards(tmp_path, [12, 3])
+    data = THDDataModule(Stream(source=f"{tmp_path}/*.jsonl"), capacity=64)
+    data.attach(rank=0, ranks=2)
+    data.setup("fit")
+    with pytest.raises(
+        ValueError, match="shared by 2 data-parallel ranks, but torch.distributed is not init"
+    ):
+        next(iter(data.train_steps()))
+    with (
+        pretended_ranks(1, backend="gloo"),
+        pytest.raises(
+            ValueError, match=r"The ranks of the job have the data ranks \[0\]; wanted each of 0 to 1"
+        ),
+    ):
+        next(iter(data.train_steps()))
+
+
+def test_a_reader_that_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Timed out waiting 1000ms")
+
+    monkeypatch.setattr("lightning_thd.data.streams.ranks.peers.host_group", lambda ranks, timeout_s: None)
+    monkeypatch.setattr(dist, "broadcast", closed)
+    peers = Peers([0], [0, 1], 1, timeout_s=1.0)
+    with pytest.raises(
+        RuntimeError, match="Rank 0, which reads for this rank, gave nothing for timeout_s=1 "
+    ):
+        peers.receive()
