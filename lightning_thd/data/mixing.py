@@ -40,7 +40,9 @@ class MixedRows(Dataset[dict[str, Any]]):
 
     def _find(self, i: int) -> tuple[int, int]:
         if not 0 <= i < len(self):
-            raise IndexError(f"Sequence {i} was asked of {len(self)}. Pass a number below that.")
+            raise IndexError(
+                f"Sequence {i} was asked of {len(self)}. Pass a number from 0 to {len(self) - 1}."
+            )
         source = int(np.searchsorted(self._ends, i, side="right"))
         return source, i - (int(self._ends[source - 1]) if source else 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,19 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd import FlopsModel, Packs, Sequences, THDBatch, THDDataModule
+from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDStep
 from lightning_thd.data import planning
+from lightning_thd.data.mixing import MixedRows
+from lightning_thd.data.read.sources import Opener
+from lightning_thd.data.sets import open_mixture, open_set
 from lightning_thd.data.store.index import build_index
+from lightning_thd.data.trainer_link import Host, check_whole_steps
 from lightning_thd.packing import Cost, balance
+from lightning_thd.packing.sharing import Sharing
 from tests.data.test_datamodule import CAPACITY, make_trainer
 from tests.ranks import run_ranks
 from tests.tiny import TinyModule, sequences
@@ -239,3 +247,52 @@ def test_data_is_counted_once_a_node(tmp_path: Path) -> None:
     first, second = run_ranks(_count_once, 2, str(tmp_path))
     assert first >= 200
     assert second < 100
+
+
+def test_a_step_that_is_a_number() -> None:
+    with pytest.raises(TypeError, match=r"global_batch is a int. Pass Packs\(n\), Sequences\(n\) or None"):
+        THDDataModule(sequences(3), capacity=CAPACITY, global_batch=8)  # type: ignore[arg-type]
+
+
+def test_packs_that_the_ranks_of_a_pipeline_do_not_divide() -> None:
+    with pytest.raises(
+        MisconfigurationException, match="does not divide over 2 data-parallel ranks. Set a mult"
+    ):
+        check_whole_steps(Packs(3), ranks=2, accumulate=1)
+
+
+def test_what_is_not_planned_by_degrees() -> None:
+    opener, settings = Opener(), planning.PlanSettings(capacity=CAPACITY)
+    host = Host(ranks=2, sharing=Sharing(max_degree=2))
+    mixture = open_mixture("train", {"a": (sequences(3), 1.0)}, opener, empty="error")
+    with pytest.raises(
+        ValueError, match="context_parallel_size='dynamic' plans one source, not a mixture. Give"
+    ):
+        planning.make_planner(mixture, settings, host, training=True, cache_dir=None)
+    one = open_set("train", sequences(3), opener, empty="error")
+    aligned = replace(host, alignment=Alignment(sequence_multiple=1, total_multiple=16))
+    with pytest.raises(
+        ValueError, match="'dynamic' with a precision that aligns packs .*Set a fixed context_par"
+    ):
+        planning.make_planner(one, settings, aligned, training=True, cache_dir=None)
+
+
+def test_an_id_past_the_vocabulary_where_only_lengths_were_known() -> None:
+    class Counted(list[dict[str, Any]]):
+        lengths = (2, 3)
+
+    rows = Counted([{"input_ids": [1, 2]}, {"input_ids": [3, 64, 5]}])
+    data = THDDataModule(rows, capacity=CAPACITY, vocab_size=64)
+    data.setup("fit")
+    with pytest.raises(
+        ValueError, match="Sequence 1 has the token id 64, but the model's vocabulary has 64 ent"
+    ):
+        list(data.train_dataloader())
+
+
+def test_a_row_past_the_end_of_a_mixture() -> None:
+    rows = MixedRows({"a": [1, 2], "b": [3]})
+    assert [rows[i] for i in range(3)] == [1, 2, 3]
+    for i in (3, -1):
+        with pytest.raises(IndexError, match=f"Sequence {i} was asked of 3. Pass a number from 0 to 2"):
+            rows[i]
