@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from functools import cache
 from types import ModuleType
 
@@ -48,6 +49,7 @@ _HINTS: dict[str, tuple[str, str]] = {
         "pip install --no-build-isolation causal-conv1d",
         "The layer runs sequence by sequence without it.",
     ),
+    "torchao": ("pip install 'lightning_thd[fp8]'", "bf16 needs nothing more."),
     "fla": ("pip install flash-linear-attention", "The layer runs sequence by sequence without it."),
     "liger_kernel": ("pip install liger-kernel", "backend='auto' needs nothing more."),
     "cut_cross_entropy": ("pip install cut-cross-entropy", "backend='auto' needs nothing more."),
@@ -57,13 +59,51 @@ _HINTS: dict[str, tuple[str, str]] = {
 @cache
 def available(name: str) -> bool:
     """Return whether a module of a dotted name imports; a build for another ABI counts as absent."""
+    return trouble(name) is None
+
+
+def trouble(name: str, install: str = "") -> str | None:
+    """Return why a module does not import here and what to do about it, or None where it imports.
+
+    Args:
+        name: dotted module name; ``"flash_attn.cute.interface"``.
+        install: the command that brings it, for a package that has no row above.
+
+    Returns:
+        ``"fla does not import here: pip install flash-linear-attention"`` where it is absent; what the import
+        raised, and that a build for another torch is to be replaced, where it is installed.
+    """
+    top = name.partition(".")[0]
+    install = install or _hint(name)[0]
     try:
-        if importlib.util.find_spec(name.partition(".")[0]) is None:
-            return False
+        if importlib.util.find_spec(top) is None:
+            return f"{name} does not import here: {install}"
         importlib.import_module(name)
-    except (ImportError, OSError, RuntimeError):  # wrong-ABI builds raise the last two
-        return False
-    return True
+    except ModuleNotFoundError as err:
+        if (err.name or "").partition(".")[0] in (
+            "",
+            top,
+        ):  # another release of the package, without this part
+            return f"{name} does not import here: {install}"
+        return f"{name} does not import here ({_first_line(err)}): pip install {err.name}"
+    except Exception as err:  # a build for another ABI raises many kinds
+        anew = install.replace("pip install", "pip install --force-reinstall --no-deps")
+        return (
+            f"{name} is installed and does not import here ({_first_line(err)}). Built for another torch or "
+            f"CUDA? Build it anew: {anew}"
+        )
+    return None
+
+
+def _hint(name: str) -> tuple[str, str]:
+    top = name.partition(".")[0]
+    return _HINTS.get(name) or _HINTS.get(top) or (f"pip install {top}", "")
+
+
+def _first_line(err: Exception) -> str:
+    """Return an import error's first line, without the folders of a shared library's path."""
+    line = (str(err).splitlines() or [type(err).__name__])[0]
+    return re.sub(r"/\S*/", "", line)
 
 
 def installed(name: str) -> bool:
@@ -83,7 +123,7 @@ def require(name: str, *, feature: str) -> ModuleType:
     """
     try:
         return importlib.import_module(name)
-    except (ImportError, OSError, RuntimeError) as err:
+    except Exception as err:  # a build for another ABI raises many kinds
         install, otherwise = _HINTS.get(name, (f"pip install {name}", ""))
         raise ModuleNotFoundError(
             f"{feature} needs the package {name!r}, which does not import here ({err}). "

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from lightning_thd._imports import available
+from lightning_thd._imports import available, trouble
 from lightning_thd.attention.kernels import flash, torch_varlen
 from lightning_thd.attention.kernels.flash import Flash2, Flash3, Flash4
 from lightning_thd.attention.spec import AttentionSpec
@@ -246,7 +246,7 @@ def missing(kernel: Kernel) -> str | None:
     row = SUPPORT[kernel]
     if row.probe is None or available(row.probe):
         return None
-    return f"{row.probe} does not import here: {row.install}"
+    return trouble(row.probe, row.install)
 
 
 def support_table() -> str:

@@ -10,13 +10,16 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 
 import torch
+from packaging.requirements import Requirement
 
 from lightning_thd import __version__
-from lightning_thd._imports import available
+from lightning_thd._imports import available, trouble
 from lightning_thd._known_bad import installed_version, known_problems
 from lightning_thd.attention.support import SUPPORT, missing
 from lightning_thd.cuda_graph.capture.backend import CudaBackend
@@ -29,6 +32,10 @@ _DISTRIBUTIONS = (
     *("causal-conv1d", "fla-core", "flash-linear-attention", "tilelang", "liger-kernel"),
     *("cut-cross-entropy", "torchao", "ray", "fsspec", "wandb"),
 )
+# What the command line and pictures take.
+_MORE = ("jsonargparse", "rich", "shtab", "matplotlib", "zstandard")
+# Of these the table of kernels says how to install them.
+_WITH_A_GPU = ("transformer-engine", "flash-attn", "mamba-ssm", "causal-conv1d")
 # What runs a kind of layer or loss, and what must import for it; all of them need a CUDA device.
 _FUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "mamba-2 layers": ("fused by mamba-ssm", ("mamba_ssm", "causal_conv1d")),
@@ -76,8 +83,11 @@ class Diagnosis:
 
     def tables(self) -> list[Table]:
         """Build the tables of machine, packages, kernels and known problems."""
-        kernels = [(f"{x.serves}: {x.name}", "yes" if x.usable else f"no: {x.why_not}") for x in self.kernels]
-        packages = [(name, found or "-") for name, found in self.packages.items()]
+        kernels = [
+            (f"{x.serves}: {x.name.removeprefix('fused by ')}", "yes" if x.usable else f"no: {x.why_not}")
+            for x in self.kernels
+        ]
+        packages = [(name, found or _absent(name)) for name, found in self.packages.items()]
         problems = [("PROBLEM", problem) for problem in self.problems]
         return [
             Table(columns=("", ""), rows=rows, text=(0, 1))
@@ -97,12 +107,47 @@ def diagnose() -> Diagnosis:
     """Collect the versions, kernels and known problems of this machine, changing and sending nothing."""
     capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
     problems = known_problems(capability=capability)
+    packages = {name: installed_version(name) for name in (*_DISTRIBUTIONS, *_MORE)}
+    said = [f"{x.feature}: {x.problem}; {x.instead}." for x in problems]
+    told = {x.feature.replace("_", "-") for x in problems}
     return Diagnosis(
         machine=_machine(),
-        packages={name: installed_version(name) for name in _DISTRIBUTIONS},
+        packages=packages,
         kernels=[*_attention(capability), *_fused(capability), _graphs()],
-        problems=[f"{x.feature}: {x.problem}; {x.instead}." for x in problems],
+        problems=said + [x for name, x in _too_old(packages).items() if name not in told],
     )
+
+
+def _wanted() -> dict[str, tuple[str, Requirement]]:
+    """Return distribution -> (what to install to have it, the versions that are wanted), of our metadata."""
+    found: dict[str, tuple[str, Requirement]] = {}
+    try:
+        lines = metadata.requires("lightning_thd") or []
+    except metadata.PackageNotFoundError:  # a source tree that was not installed
+        return found
+    for wanted in map(Requirement, lines):
+        extra = re.search(r"extra == ['\"](\w+)['\"]", str(wanted.marker))
+        if extra is None:
+            found.setdefault(wanted.name, ("lightning_thd", wanted))
+        elif extra[1] not in ("dev", "docs"):  # they repeat the others
+            found.setdefault(wanted.name, (f"'lightning_thd[{extra[1]}]'", wanted))
+    return found
+
+
+def _too_old(packages: Mapping[str, str | None]) -> dict[str, str]:
+    """Return distribution -> what to do, for installed versions that our own metadata excludes."""
+    return {
+        name: f"{name}: {version} is installed, {wanted.specifier} is needed; pip install -U {install}."
+        for name, (install, wanted) in _wanted().items()
+        if (version := packages.get(name)) is not None
+        and not wanted.specifier.contains(version, prereleases=True)
+    }
+
+
+def _absent(name: str) -> str:
+    """Return what the table says of a package that is not installed: what brings it."""
+    install, _ = _wanted().get(name, ("", None))
+    return f"-  (pip install {install})" if "[" in install and name not in _WITH_A_GPU else "-"
 
 
 def _machine() -> dict[str, str]:
@@ -142,7 +187,7 @@ def _fused(capability: int | None) -> list[Kernel]:
     kernels = []
     for serves, (name, modules) in _FUSED.items():
         absent = [module for module in modules if not available(module)]
-        why = f"{', '.join(absent)} does not import here" if absent else _no_device(capability)
+        why = "; ".join(filter(None, map(trouble, absent))) or _no_device(capability)
         bad = [x for module in modules for x in known_problems(module, capability=capability)]
         if why is None and bad:
             why = f"{bad[0].problem}; {bad[0].instead}"
@@ -175,5 +220,6 @@ def main(arguments: Sequence[str]) -> None:
     if as_json:
         print(json.dumps(asdict(found), indent=1))
         return
-    for table in found.tables():
+    for i, table in enumerate(found.tables()):
+        print(end="\n" if i else "")
         show_table(table)

@@ -81,7 +81,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument("--quantiles", type=int, nargs=4, metavar=("P50", "P90", "P99", "MAX"))
-    parser.add_argument("--max-sequences", type=int, nargs="+", help="buckets of your own, to be judged")
+    parser.add_argument(
+        "--max-sequences", type=int, nargs="+", metavar="N", help="buckets of your own, to be judged"
+    )
     parser.add_argument("--eager-ms", type=float, help="a measured eager step")
     parser.add_argument("--graph-ms", type=float, help="a measured replay, less its sequences' share")
     parser.add_argument(

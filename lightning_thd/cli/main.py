@@ -10,11 +10,11 @@ from lightning_thd._imports import require
 
 # command -> its module, imported when it runs, and what it does
 TOOLS = {
-    "plan": ("lightning_thd.cli.plan", "packs, balance and speed to expect of a data set, before training"),
+    "plan": ("lightning_thd.cli.plan", "packs, balance and speed to expect of a data set"),
     "check": ("lightning_thd.cli.check", "whether a model keeps the sequences of a pack apart"),
     "doctor": (
         "lightning_thd.cli.doctor",
-        "what is installed, which kernels run here, versions known to be wrong",
+        "what is installed, which kernels run here, known-bad versions",
     ),
     "report": ("lightning_thd.cli.report", "print the table of a run and draw its page"),
     "flops": ("lightning_thd.cli.flops", "FLOPs of a model on given sequence lengths, part by part"),
@@ -36,7 +36,7 @@ def _help() -> str:
     training = "\n".join(f"  {name:<10}  {what}" for name, what in TRAINING.items())
     return (
         "usage: lightning-thd COMMAND [arguments]\n\n"
-        "Training, every constructor argument settable from the command line or from YAML (--config):\n"
+        "Training; every constructor argument is an option, or from YAML (--config):\n"
         f"{training}\n\nTools:\n{tools}\n\n`lightning-thd COMMAND --help` tells more."
     )
 

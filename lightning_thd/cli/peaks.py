@@ -16,14 +16,21 @@ _DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4")
 
 
 def peaks_table(rows: Sequence[Peak]) -> Table:
-    """Build a table of dense TFLOP/s by dtype, with the vendor's own figures and their sources."""
+    """Build a table of dense TFLOP/s by dtype, with numbers of the sources that stand below it."""
+    sources = list(dict.fromkeys(row.source for row in rows))
     return Table(
         columns=("device", *_DTYPES, "printed", "source"),
         rows=[
-            (row.name, *(_figure(getattr(row, name)) for name in _DTYPES), row.printed, row.source)
+            (
+                row.name,
+                *(_figure(getattr(row, name)) for name in _DTYPES),
+                row.printed,
+                f"[{1 + sources.index(row.source)}]",
+            )
             for row in rows
         ],
-        text=(0, len(_DTYPES) + 1, len(_DTYPES) + 2),
+        text=(0, len(_DTYPES) + 1),
+        foot="\n".join(f"[{i}] {source}" for i, source in enumerate(sources, 1)),
     )
 
 

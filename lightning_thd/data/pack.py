@@ -294,7 +294,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument("--text-key", default="text")
     parser.add_argument("--no-eos", dest="append_eos", action="store_false", help="do not append EOS")
-    parser.add_argument("--records", choices=get_args(Records), default="auto", help="kind of the records")
+    kinds = get_args(Records)
+    parser.add_argument("--records", choices=kinds, default="auto", metavar="KIND", help=", ".join(kinds))
     parser.add_argument("--shard-packs", type=int, default=16_384, help="packs of a shard")
     parser.add_argument(
         "--engine", choices=get_args(Engine), default="local", help="what tokenises and writes"

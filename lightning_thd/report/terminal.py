@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,29 +29,75 @@ class Table:
     title: str = ""
     foot: str = ""
 
+    def _lines(self) -> list[Sequence[str]]:
+        return [self.columns, *self.rows] if any(self.columns) else list(self.rows)
+
+    def widths(self) -> list[int]:
+        """Return the characters of each column's longest cell."""
+        return [max(len(cell) for cell in column) for column in zip(*self._lines(), strict=True)]
+
     def __str__(self) -> str:
-        lines = [self.columns, *self.rows] if any(self.columns) else list(self.rows)
-        widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
+        return self.within(None)
+
+    def within(self, width: int | None) -> str:
+        """Write the table as aligned text, its widest column of words wrapped so that it fits a terminal.
+
+        Args:
+            width: of the terminal, in characters; None wraps nothing. Numbers stay whole.
+        """
+        lines = self._lines()
+        widths = self.widths()
+        over = sum(widths) + 2 * (len(widths) - 1) - (width or 0)
+        if width is not None and over > 0:
+            widest = max(self.text, key=lambda at: widths[at])
+            widths[widest] = max(16, widths[widest] - over)
+            lines = [part for row in lines for part in _wrapped(row, widest, widths[widest])]
         body = [
             "  ".join(
-                cell.ljust(width) if at in self.text else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+                cell.ljust(size) if at in self.text else cell.rjust(size)
+                for at, (cell, size) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in lines
         ]
-        return "\n".join(part for part in (self.title, *body, self.foot) if part)
+        around = [part if width is None else _filled(part, width) for part in (self.title, self.foot)]
+        return "\n".join(part for part in (around[0], *body, around[1]) if part)
+
+
+def _wrapped(row: Sequence[str], at: int, width: int) -> list[list[str]]:
+    """Return a row as several, one cell of it cut between words."""
+    parts = textwrap.wrap(row[at], width, break_long_words=False, break_on_hyphens=False) or [""]
+    blank = [""] * len(row)
+    rows = [list(row if i == 0 else blank) for i in range(len(parts))]
+    for cells, part in zip(rows, parts, strict=True):
+        cells[at] = part
+    return rows
+
+
+def _filled(text: str, width: int) -> str:
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
 
 
 def show_table(table: Table) -> None:
-    """Write a table to standard output: by rich where that is a terminal and rich is installed."""
+    """Write a table to standard output: by rich where that is a terminal and rich is installed.
+
+    Elsewhere it is aligned text, as wide as the terminal or ``COLUMNS`` say, 80 columns in a pipe.
+    """
     if not (sys.stdout.isatty() and installed("rich")):
-        sys.stdout.write(f"{table}\n")
+        sys.stdout.write(f"{table.within(shutil.get_terminal_size().columns)}\n")
         return
+    from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table as Drawn
 
+    console = Console()
+    # Lines between columns take three characters each.
+    wide = sum(table.widths()) + 3 * len(table.columns) + 1 > console.width
     drawn = Drawn(
+        box=box.SIMPLE_HEAD if wide and len(table.columns) > 2 else box.HEAVY_HEAD,
         title=escape(table.title) or None,
         caption=escape(table.foot) or None,
         title_justify="left",
@@ -60,4 +108,4 @@ def show_table(table: Table) -> None:
         drawn.add_column(escape(head), justify="left" if at in table.text else "right", overflow="fold")
     for row in table.rows:
         drawn.add_row(*map(escape, row))
-    Console().print(drawn)
+    console.print(drawn)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_thd._known_bad import known_problems
+from lightning_thd._known_bad import installed_version, known_problems
 from lightning_thd.attention.support import SUPPORT
 from lightning_thd.cli import doctor, main
 from lightning_thd.cli.doctor import Diagnosis, diagnose
@@ -68,6 +72,78 @@ def test_a_gpu_that_a_kernel_is_not_built_for(monkeypatch: pytest.MonkeyPatch) -
     found = diagnose()
     assert kernel(found, "flash3").why_not == "needs compute capability 9, this GPU has 7"
     assert not kernel(found, "torch").usable
+
+
+BROKEN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from lightning_thd.cli import main
+main(["doctor", "--json"])
+"""
+
+
+def write_package(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
+    for path, text in {**files, f"{name}-{version}.dist-info/METADATA": ""}.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text or f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
+def test_wrong_builds_and_old_releases_are_told_what_to_do(tmp_path: Path) -> None:
+    symbol = "/opt/site/flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationE"
+    write_package(
+        tmp_path,
+        "flash_attn",
+        "2.8.3",
+        {
+            "flash_attn/__init__.py": "from flash_attn.flash_attn_interface import flash_attn_func\n",
+            "flash_attn/flash_attn_interface.py": f"raise ImportError({symbol!r})\n",
+        },
+    )
+    write_package(tmp_path, "transformers", "4.57.1", {})
+    write_package(
+        tmp_path, "mamba_ssm", "2.2.4", {"mamba_ssm/__init__.py": "import torch; torch.no_such_name\n"}
+    )
+    write_package(
+        tmp_path, "causal_conv1d", "1.6.0", {"causal_conv1d/__init__.py": "import no_such_module\n"}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    why = {x["name"]: x["why_not"] for x in found["kernels"]}
+    assert why["flash2"] == (
+        "flash_attn.flash_attn_interface is installed and does not import here (flash_attn_2_cuda.so: "
+        "undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationE). Built for another torch or CUDA? Build it "
+        "anew: pip install --force-reinstall --no-deps --no-build-isolation flash-attn"
+    )
+    assert "module 'torch' has no attribute 'no_such_name'" in why["fused by mamba-ssm"]
+    assert "--force-reinstall --no-deps --no-build-isolation mamba-ssm" in why["fused by mamba-ssm"]
+    assert why["fused by causal-conv1d"] == (
+        "causal_conv1d does not import here (No module named 'no_such_module'): pip install no_such_module"
+    )
+    mamba, transformers = (x for x in found["problems"] if x.startswith(("transformers", "mamba")))
+    assert mamba.startswith("mamba_ssm: transformers hands no seq_idx to the fused Mamba-2 kernels")
+    assert re.fullmatch(
+        r"transformers: 4.57.1 is installed, >=5[.\d]* is needed; pip install -U 'lightning_thd\[hf\]'\.",
+        transformers,
+    )
+
+
+def test_without_extras_the_table_says_which_one_brings_what(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    core = ("torch", "lightning", "numpy")
+    monkeypatch.setattr(
+        doctor, "installed_version", lambda name: installed_version(name) if name in core else None
+    )
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["doctor"])
+    shown = capsys.readouterr().out
+    for name, extra in (("transformers", "hf"), ("matplotlib", "plots"), ("wandb", "wandb"), ("rich", "cli")):
+        assert re.search(rf"^{name} +-  \(pip install 'lightning_thd\[{extra}\]'\)$", shown, re.M), shown
+    assert re.search(r"^flash-attn +-$", shown, re.M)
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
 
 
 def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,14 +20,19 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for command in ("fit", "validate", "test", "predict", "report", "flops"):
         assert command in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_every_tool_takes_json_and_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_tool_takes_json_and_shows_an_example(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     for name in TOOLS:
         with pytest.raises(SystemExit, match="0"):
             main([name, "--help"])
         shown = capsys.readouterr().out
         assert "example:" in shown, name
+        assert max(map(len, shown.splitlines())) <= 80, name
         assert name == "completion" or "--json" in shown, name
 
 
