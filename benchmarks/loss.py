@@ -72,7 +72,7 @@ def verdict(result: Result) -> str:
 
 def peak_bytes(run: Callable[[], None]) -> int:
     """Most bytes torch's CPU allocator had handed out at once, above those at the start."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         run()
     events = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")

@@ -96,7 +96,7 @@ def ours(inputs: Inputs, mask: MaskFamily, num_segments: int) -> list[Tensor]:
 
 def once(call: Callable[[], list[Tensor]]) -> tuple[float, int, list[Tensor]]:
     """Seconds, highest sum of live bytes by torch's own allocator events, and results of one call."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
         start = time.perf_counter()
         results = call()
         seconds = time.perf_counter() - start

@@ -291,7 +291,7 @@ def test_scratch_grows_with_slots_and_not_with_segments(
     total = 1 << 15
     inputs = tuple(x.to(dtype) for x in _inputs(total))
     for max_segments in (16, 1024):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as trace:
             seqlens_offsets(*inputs, mask=mask, max_segments=max_segments)
         held = peak = 0
         for event in trace.profiler.kineto_results.events():

@@ -196,7 +196,6 @@ CASES = {
     "hand written": r"attention \(MultiheadAttention\) sees the shard.*Call lightning_thd.varlen",
     "no attention": "ran without calling varlen_attention.*batch.cu_seqlens_padded",
     "accelerate": "Accelerate's context parallelism is active.*Prepare the model without",
-    "torch cp": r"torch's context_parallel\(\) is active.*Leave its context",
     "own parameter": r"holds the parameters \['scale'\] itself.*Move them",
     "iterable": "Stream is iterable and does not say which part.*data_rank and data_size",
     "no pack": "cuts THDBatch, but the dataloader gave.*align=trainer.strategy.alignment",
@@ -205,6 +204,8 @@ CASES = {
     "replicas": "data_parallel_replicas=3 does not divide the 2 data-parallel ranks. Set it to the number",
     "compiled": r"torch.compile\(Job\) while 2 ranks share each pack.*self.model.compile\(\)",
     "unaligned": "Sequence 0 has 3 slots.*wants a multiple of 4.*THDBatch.collate",
+    # The last one: torch 2.11 keeps it active after the error.
+    "torch cp": r"torch's context_parallel\(\) is active.*Leave its context.*error.*start a new process",
 }
 
 
