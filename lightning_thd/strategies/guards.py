@@ -67,8 +67,9 @@ def refuse_second_context_parallelism(module: nn.Module | None, cp: int) -> None
     if _torch_context_parallel_is_active():
         raise MisconfigurationException(
             f"context_parallel_size={cp} while torch's context_parallel() is active, which cuts sequences a "
-            "second time and knows no document boundaries. Leave its context, or set context_parallel_size=1. "
-            "torch 2.11 keeps it active after an error inside of it: start a new process then."
+            "second time and knows no document boundaries. Leave its context, or set "
+            "context_parallel_size=1. torch 2.11 keeps it active after an error inside of it: start a new "
+            "process then."
         )
     by_environment = os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true" and any(
         int(os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1")) > 1 for axis in ("CP", "SP")

@@ -15,6 +15,7 @@ from lightning_thd import Packs, THDDataModule
 from lightning_thd.data.streams import Stream
 from lightning_thd.integrations import packed_trainer
 from lightning_thd.integrations.hf_streams import is_streamed, streamed_dataset
+from tests.integrations.hosts import know_indexed_cpus
 from tests.integrations.test_hf_trainer import RecordsSteps
 from tests.ranks import run_ranks
 from tests.tiny import largest_error, nll, sequences, tiny_llama
@@ -54,6 +55,7 @@ def train(folder: str, accumulate: int, steps: int, total: int = 6, resume: bool
         peak=1e12,
     )
     trainer.seen = []
+    know_indexed_cpus()
     trainer.train(resume_from_checkpoint=resume or None)
     return {name: p.detach() for name, p in model.named_parameters()}, trainer.seen
 

@@ -130,8 +130,8 @@ def test_stages_together_are_the_model(
     torch.stack(wanted).sum().backward()
     logp = causal_lm_logprobs(model, data[0]).logp
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    # Ours and transformers' means over slots are fp32, at 5.15 by other roundings than at 5.23: either is 1.4e-7
-    # of a tensor's largest gradient away from `exact_balance`, two units of fp32; small entries cancel.
+    # Means over slots are fp32, here and in transformers: each is 1.4e-7 of a
+    # tensor's largest gradient away from `exact_balance`, two units of fp32; small entries cancel.
     single = family == "balanced"
     tolerance = 1e-7 if single else 1e-10
     embedding = next(iter(gradients))
