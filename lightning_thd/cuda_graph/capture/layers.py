@@ -64,7 +64,9 @@ class GraphedLayers:
         with restored(module), static_shapes(), guarded(module), self._using(calls):
             differentiate(differentiable(subject(batch, *rest)), leaves)
         if not any(call.pair for call in calls.values()):
-            raise CaptureError(f"no layer named {self.names} was called by the step.")
+            raise CaptureError(
+                f"no layer named {self.names} was called by the step. Name layers that the forward pass runs."
+            )
 
         def run(batch: THDBatch, *rest: Any) -> Any:
             with self._using(calls), static_shapes():

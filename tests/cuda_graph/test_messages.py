@@ -1,0 +1,51 @@
+"""Messages about steps that no graph can hold, which no other test of the room meets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_thd import causal_lm_loss
+from lightning_thd.alignment import Alignment
+from lightning_thd.batch import THDBatch
+from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep, lint_capture
+from lightning_thd.parallel import shard_batch
+from tests.cuda_graph.support import BUCKETS, graphed, random_batch
+from tests.tiny import tiny_llama
+
+
+def test_a_layer_that_the_step_does_not_call() -> None:
+    model = tiny_llama()
+    model.spare = nn.Linear(2, 2)
+    with pytest.raises(
+        CaptureError, match=r"no layer named \('spare',\) was called by the step. Name layers"
+    ):
+        graphed(model, scope="layers", layers=("spare",))(random_batch(1, count=4))
+
+
+def test_steps_that_are_no_functions() -> None:
+    with pytest.raises(TypeError, match=r"function is None; wanted step\(module, batch\)"):
+        GraphedStep(None, tiny_llama(), buckets=BUCKETS)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"step is a str, 'loss'; wanted step\(module, batch\), or None"):
+        lint_capture(tiny_llama(), random_batch(1, count=4), step="loss")  # type: ignore[arg-type]
+
+
+def test_a_loss_without_a_gradient_is_found() -> None:
+    found = lint_capture(
+        tiny_llama(),
+        random_batch(1, count=4),
+        step=lambda model, batch: causal_lm_loss(model, batch).detach(),
+    )
+    assert not found.ok
+    assert "no output of the step requires a gradient. Return the loss, not detached." in str(found)
+
+
+@pytest.mark.parametrize("way", ["needed", "ring"])
+def test_exchanges_that_follow_the_lengths(way: str) -> None:
+    batch = THDBatch.collate(
+        [{"input_ids": torch.arange(8)}, {"input_ids": torch.arange(4)}], align=Alignment.for_(cp=2)
+    )
+    part = shard_batch(batch, group=None, cp=2, rank=0, communication=way)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=f"'{way}' exchanges as many keys as the lengths .*Use 'ulysses'"):
+        graphed(tiny_llama())(part)

@@ -1,0 +1,79 @@
+"""Messages about what Hugging Face's Trainer and other loops cannot run, which no other test here meets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import Trainer, TrainingArguments
+
+from lightning_thd.integrations import packed_trainer
+from lightning_thd.integrations.context import share_packs
+from lightning_thd.integrations.hf_options import refuse_devices
+from lightning_thd.precision import convert_linear
+from tests.ranks import pretended_ranks
+from tests.tiny import sequences, tiny_llama
+
+
+def test_another_class() -> None:
+    with pytest.raises(
+        TypeError, match="trainer_class is a type, .*; wanted transformers.Trainer or a subclass"
+    ):
+        packed_trainer(dict)
+
+
+def test_engines_and_devices() -> None:
+    engine: Any = SimpleNamespace(args=SimpleNamespace(n_gpu=1), is_deepspeed_enabled=True)
+    with pytest.raises(ValueError, match="Accelerate's configuration starts DeepSpeed, which .*\\. [A-Z]"):
+        refuse_devices(engine)
+    engine.args.n_gpu = 2
+    with pytest.raises(
+        ValueError, match=r"would run on 2 GPUs from one process .*torchrun --nproc-per-node=2"
+    ):
+        refuse_devices(engine)
+
+
+class Images(Trainer):
+    """Has found, as TRL's SFTTrainer does, that its dataset has images."""
+
+    _is_vision_dataset = True
+
+
+class Experts(Trainer):
+    """Has found, as TRL's SFTTrainer does, that its model is a mixture of experts."""
+
+    aux_loss_enabled = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Images, "The dataset has images, which TRL prepares batch by batch in its collator. Use THDData"),
+        (
+            Experts,
+            "with a mixture of experts: its balancing loss is not added .* Set router_aux_loss_coef=0.0",
+        ),
+    ],
+)
+def test_what_trl_finds_in_data_and_model(tmp_path: Path, kind: type, message: str) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    args.loss_type = "dft"
+    with pytest.raises(ValueError, match=message):
+        packed_trainer(kind)(model=tiny_llama(), args=args, train_dataset=sequences(4), capacity=64)
+
+
+def test_ranks_that_cannot_share_packs() -> None:
+    how: Any = {"rank": 0, "data_group": None, "size": 2, "layout": "dual_chunk", "communication": "auto"}
+    model = tiny_llama()
+    with pretended_ranks(4):
+        with pytest.raises(
+            ValueError, match="=2 where 2 of 4 processes read different data: other axes of the"
+        ):
+            share_packs(model, ranks=2, **how)
+        convert_linear(model.float(), engine="torchao", emulate=True)
+        with pytest.raises(
+            ValueError, match="=2 with a model in FP8, whose packs are aligned for one rank. Use"
+        ):
+            share_packs(model, ranks=4, **how)
