@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
+from lightning_thd._checks import described
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss import causal_lm_loss
@@ -91,7 +92,8 @@ class CausalLMModule(L.LightningModule):
             raise ValueError(f"CausalLMModule got compile={compile!r}; wanted 'off' or 'layers'.")
         if (model is None) == (config is None):
             raise ValueError(
-                f"CausalLMModule got model={model!r} and config={config!r}. Give exactly one of them."
+                f"CausalLMModule got model={described(model)} and config={described(config)}. Give exactly one "
+                "of them."
             )
         self._make = model if not isinstance(model, nn.Module) else None
         self._config = config

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 # Imported once by the fork server, then shared by every rank of every test: 2 s for eight ranks, not 23 s.
 _PRELOAD = [
@@ -32,20 +33,46 @@ class RankError(AssertionError):
 
 @contextmanager
 def pretended_ranks(world_size: int, *, backend: str = "fake") -> Iterator[None]:
-    """Make this process rank 0 of a job whose other ranks do not exist.
+    """Make this process rank 0 of a job whose other ranks do not exist, in torchrun's environment.
 
-    torch's "fake" backend moves nothing, which is enough for what is refused before anything is sent. Take
-    "gloo" for one rank whose collectives are real.
+    torch's "fake" backend moves nothing, which is enough for what is refused before anything is received.
+    Take "gloo" for one rank whose collectives are real.
     """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    new_group = dist.new_group
     store = dist.HashStore() if backend == "gloo" else FakeStore()
-    dist.init_process_group(backend, store=store, rank=0, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+
+    def group_of_that_backend(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **{**kwargs, "backend": backend})
+
+    with mock.patch.dict(os.environ, _environment(0, world_size)):
+        dist.init_process_group(backend, store=store, rank=0, world_size=world_size)
+        try:
+            with (
+                mock.patch.object(dist, "new_group", group_of_that_backend),
+                # It waits by a barrier that gloo alone has.
+                mock.patch(
+                    "lightning.fabric.utilities.distributed._InfiniteBarrier.__exit__", return_value=None
+                ),
+            ):
+                yield
+        finally:
+            dist.destroy_process_group()
+
+
+def _environment(rank: int, world_size: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",  # never bound: the groups are made over a file, or over nothing
+        "TORCHELASTIC_RUN_ID": "tests",
+    }
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: object, timeout_s: float = 180.0) -> list[Any]:
@@ -109,16 +136,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",  # never bound: the group below is made over a file
-        TORCHELASTIC_RUN_ID="tests",
-    )
+    os.environ.update(_environment(rank, world_size))
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

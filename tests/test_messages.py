@@ -79,6 +79,14 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: CausalLMModule(config={"model_type": "qwen3"}).training_step(None, 0),
         r"The model is not built yet. Call configure_model\(\) first",
     ),
+    "neither model nor config": (
+        lambda: CausalLMModule(),
+        "CausalLMModule got model=None and config=None. Give exactly one of them",
+    ),
+    "model and config": (
+        lambda: CausalLMModule("org/model", config={"model_type": "qwen3"}),
+        "got model=a str, 'org/model' and config=a dict, .* Give exactly one of them",
+    ),
     "config without a type": (
         lambda: CausalLMModule(config={"vocab_size": 8}).configure_model(),
         "it names no model_type, for example",

@@ -25,8 +25,11 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
     Raises:
         ValueError: for p not above 0.
     """
-    p = float(norm_type)
-    if not p > 0 or math.isnan(p):
+    try:
+        p = float(norm_type)
+    except (TypeError, ValueError):
+        p = math.nan  # refused with other numbers that make no norm
+    if not p > 0:
         raise ValueError(f"norm_type={norm_type!r}; wanted a number above 0, or 'inf'.")
     norms: dict[str, Tensor] = {}
     counted: list[Tensor] = []
