@@ -92,8 +92,8 @@ class CausalLMModule(L.LightningModule):
             raise ValueError(f"CausalLMModule got compile={compile!r}; wanted 'off' or 'layers'.")
         if (model is None) == (config is None):
             raise ValueError(
-                f"CausalLMModule got model={described(model)} and config={described(config)}. Give exactly one "
-                "of them."
+                f"CausalLMModule got model={described(model)} and config={described(config)}. Give exactly "
+                "one of them."
             )
         self._make = model if not isinstance(model, nn.Module) else None
         self._config = config
