@@ -30,9 +30,8 @@ def main() -> None:
     ]
     naive = [work(part) for part in np.array_split(lengths[:512], 8)]
     for theme in ("light", "dark"):
-        draw_packs(packs[:10], 8_192, theme=theme).savefig(
-            HERE / f"packs-{theme}.png", dpi=110
-        )
+        figure = draw_packs(packs[:10], 8_192, theme=theme, width=6.4)
+        figure.savefig(HERE / f"packs-{theme}.png", dpi=150)
         draw_work(naive, planned, theme=theme).savefig(
             HERE / f"work-{theme}.png", dpi=110
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -51,13 +52,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not given or given[0] in ("-h", "--help"):
         print(_help())
     elif given[0] in TOOLS:
-        importlib.import_module(TOOLS[given[0]][0]).main(given[1:])
+        _tool(given[0], given[1:])
     elif given[0] in TRAINING:
         sys.argv[1:] = given  # where LightningCLI looks
         _lightning(given[0])
     else:
         known = [*TRAINING, *TOOLS]
         sys.exit(f"lightning-thd: no command {given[0]!r}. Commands: {', '.join(known)}.")
+
+
+def _tool(name: str, arguments: list[str]) -> None:
+    try:
+        importlib.import_module(TOOLS[name][0]).main(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough; Python would fail again when it flushes at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def _lightning(command: str) -> None:

@@ -16,7 +16,12 @@ _NAMED = 16
 
 
 def draw_packs(
-    packs: Sequence[Sequence[int]], capacity: int, *, theme: Theme = "light", title: str = ""
+    packs: Sequence[Sequence[int]],
+    capacity: int,
+    *,
+    theme: Theme = "light",
+    title: str = "",
+    width: float = 8.0,
 ) -> Any:
     """Draw packs as lanes, one colour a sequence, with what is left empty at the end.
 
@@ -25,13 +30,14 @@ def draw_packs(
         capacity: slots of a pack.
         theme: ``light`` or ``dark``.
         title: over the picture; the fill when empty.
+        width: of the picture, in inches; lanes are as much lower as it is narrower.
 
     Returns:
         A matplotlib Figure. ``[[3, 5], [8]]`` with capacity 10 fills 80 %.
     """
     _require_fit(packs, capacity)
     look = look_of(theme)
-    figure = new_figure(8, 0.8 + 0.34 * max(2, len(packs)), theme)
+    figure = new_figure(width, 0.8 + 0.34 * width / 8 * max(2, len(packs)), theme)
     axes = figure.add_subplot()
     for lane, lengths in enumerate(packs):
         axes.barh(lane, capacity, height=0.72, color=look.padding)
@@ -39,7 +45,7 @@ def draw_packs(
         for i, length in enumerate(lengths):
             colour = CYCLE[i % len(CYCLE)]
             # An edge of 0.6 points on both sides would hide a sequence that is hardly wider.
-            edge = 0.6 if length >= _EDGED * capacity else 0.0
+            edge = 0.6 if length * width >= 8 * _EDGED * capacity else 0.0
             axes.barh(
                 lane, length, left=start, height=0.72, color=colour, edgecolor=look.paper, linewidth=edge
             )

@@ -7,7 +7,7 @@ import html
 import io
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from string import Template
@@ -35,17 +35,19 @@ _PAGE = Template("""<!doctype html>
 <style>
 body { background: $paper; color: $ink; font: 15px system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
   padding: 0 1rem }
-.cards { display: flex; gap: 1rem; flex-wrap: wrap }
-.card { flex: 1; min-width: 9rem; border: 1px solid $quiet; border-radius: .5rem; padding: .8rem }
+.cards, .curves { display: grid; gap: 1rem; margin: 1.5rem 0 }
+.cards { grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)) }
+.curves { grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)) }
+.card { border: 1px solid $quiet; border-radius: .5rem; padding: .8rem }
 .card b { display: block; font-size: 1.6rem }
 img { width: 100% }
-td { padding: .2rem 1rem .2rem 0 }
-td + td { text-align: right }
+td { padding: .2rem 0 }
+td + td { text-align: right; padding-left: .8rem }
 small { opacity: .75 }
 </style>
 <h1>Training run</h1>
 <div class="cards">$cards</div>
-<img alt="Loss, tokens/s, MFU, fill, and where the time goes" src="data:image/png;base64,$image">
+<div class="curves">$curves</div>
 <table><tr><td></td><td>first</td><td>median</td><td>last</td></tr>$rows</table>
 <p><small>$versions</small></p>
 </html>
@@ -86,10 +88,6 @@ def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
     """
     instance(series, "series", dict, advice="Pass read_metrics(folder).")
     look, path = look_of(theme), Path(file)
-    buffer = io.BytesIO()
-    figure = draw_page(series, theme, top=False)
-    figure.savefig(buffer, dpi=120, format="png", facecolor=figure.get_facecolor())
-    image = base64.b64encode(buffer.getvalue()).decode()
     cards = "".join(
         f'<div class="card"><b>{html.escape(value)}</b><span>{html.escape(title)}</span></div>'
         for title, value in _headlines(series)
@@ -103,7 +101,7 @@ def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
             ink=look.ink,
             quiet=look.quiet,
             cards=cards,
-            image=image,
+            curves="".join(_embedded(series, theme)),
             rows=rows,
             versions=html.escape(_versions()),
         )
@@ -111,43 +109,73 @@ def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
     return path
 
 
-def draw_page(series: Series, theme: Theme, *, top: bool = True) -> Any:
-    """Draw a run's curves and where the time of its steps goes; ``top`` writes its last numbers above."""
+def draw_page(series: Series, theme: Theme) -> Any:
+    """Draw a run's last numbers, its curves, and where the time of its steps goes."""
     look = look_of(theme)
-    shown = [names for names in _CURVES if any(_finite(series, name) for name in names)]
+    shown = _shown(series)
     panels = len(shown) + bool(step_times(series))
     rows = math.ceil(panels / 2)
-    figure = new_figure(9, (1.1 if top else 0.3) + 2.5 * rows + 0.3, theme)
+    figure = new_figure(9, 1.4 + 2.5 * rows, theme)
     grid = figure.add_gridspec(max(rows, 1), 2)
-    if top:
-        told = "      ".join(f"{value}  {title}" for title, value in _headlines(series))
-        figure.suptitle(told, color=look.ink, fontsize=12, x=0.02, ha="left")
+    told = "      ".join(f"{value}  {title}" for title, value in _headlines(series))
+    figure.suptitle(told, color=look.ink, fontsize=12, x=0.02, ha="left")
     for i, names in enumerate(shown):
         axes = figure.add_subplot(grid[i // 2, slice(None) if i == panels - 1 and panels % 2 else i % 2])
-        drawn = [name for name in names if _finite(series, name)]
-        for colour, line, name in zip(CYCLE, ("-", "--"), drawn, strict=False):
-            points = _finite(series, name)
-            axes.plot(
-                [step for step, _ in points],
-                [v for _, v in points],
-                color=colour,
-                linestyle=line,
-                marker="o" if len(points) < 3 else None,  # a line of one point is none
-                label=ROWS[name].title,
-            )
-        row = ROWS[drawn[0]]
-        title = " and ".join(ROWS[name].title for name in drawn) + (f" [{row.unit}]" if row.unit else "")
-        dress(axes, theme, title=title, x="step")
-        values = [v for name in drawn for _, v in _finite(series, name)]
-        axes.set_ylim(min(0.0, 1.08 * min(values)), max(0.0, 1.08 * max(values)) or None)
-        axes.xaxis.get_major_locator().set_params(nbins=6)
-        if len(drawn) > 1:
-            legend(axes, theme)
+        _draw_curve(axes, series, names, theme)
     if panels > len(shown):
         across = slice(None) if panels % 2 else 1  # alone in its row it takes the whole row
         draw_waterfall(figure.add_subplot(grid[rows - 1, across]), series, theme=theme)
     figure.supxlabel(_versions(), color=look.ink, alpha=0.75, fontsize=8)
     return figure
+
+
+def _shown(series: Series) -> list[tuple[str, ...]]:
+    """Return the metrics of each curve, those that the run logged."""
+    found = (tuple(name for name in names if _finite(series, name)) for names in _CURVES)
+    return [names for names in found if names]
+
+
+def _draw_curve(axes: Any, series: Series, names: Sequence[str], theme: Theme) -> None:
+    for colour, line, name in zip(CYCLE, ("-", "--"), names, strict=False):
+        points = _finite(series, name)
+        axes.plot(
+            [step for step, _ in points],
+            [v for _, v in points],
+            color=colour,
+            linestyle=line,
+            marker="o" if len(points) < 3 else None,  # a line of one point is none
+            label=ROWS[name].title,
+        )
+    dress(axes, theme, title=_title(names), x="step")
+    values = [v for name in names for _, v in _finite(series, name)]
+    axes.set_ylim(min(0.0, 1.08 * min(values)), max(0.0, 1.08 * max(values)) or None)
+    axes.xaxis.get_major_locator().set_params(nbins=6)
+    if len(names) > 1:
+        legend(axes, theme)
+
+
+def _title(names: Sequence[str]) -> str:
+    unit = ROWS[names[0]].unit
+    return " and ".join(ROWS[name].title for name in names) + (f" [{unit}]" if unit else "")
+
+
+def _embedded(series: Series, theme: Theme) -> Iterator[str]:
+    """Yield an ``img`` of each curve and of the waterfall, each with its picture inside."""
+    for names in _shown(series):
+        figure = new_figure(4.8, 2.7, theme)
+        _draw_curve(figure.add_subplot(), series, names, theme)
+        yield _img(figure, _title(names))
+    if step_times(series):
+        figure = new_figure(4.8, 2.7, theme)
+        draw_waterfall(figure.add_subplot(), series, theme=theme)
+        yield _img(figure, "where the time of a step goes")
+
+
+def _img(figure: Any, alt: str) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=200, format="png", facecolor=figure.get_facecolor())  # twice a screen's
+    image = base64.b64encode(buffer.getvalue()).decode()
+    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{image}">'
 
 
 def _finite(series: Series, name: str) -> list[tuple[int, float]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,13 @@ def test_every_tool_takes_json_and_shows_an_example(
         assert "example:" in shown, name
         assert max(map(len, shown.splitlines())) <= 80, name
         assert name == "completion" or "--json" in shown, name
+
+
+def test_a_pipe_that_closes_early_is_no_error() -> None:
+    code = "from lightning_thd.cli import main; main(['peaks'])"
+    command = f"{sys.executable} -c {shlex.quote(code)} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -27,6 +27,7 @@ def test_the_html_needs_no_other_file_and_says_the_numbers(theme: Theme, tmp_pat
     assert not re.findall(r'(?:src|href)="(?!data:)', text)
     assert LOOKS[theme].paper in text
     assert "lightning_thd" in text
+    assert re.findall(r'<img alt="([^"]+)"', text) == ["loss", "MFU [%]", "fill [%]"]
     assert "nan" not in re.sub(r"base64,[^\"]*", "", text)
 
 
