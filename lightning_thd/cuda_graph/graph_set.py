@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +19,7 @@ from lightning_thd.cuda_graph.capture.layers import GraphedLayers
 from lightning_thd.cuda_graph.capture.subject import Example, Subject
 from lightning_thd.cuda_graph.choice.timing import compare
 from lightning_thd.cuda_graph.errors import CaptureError
-from lightning_thd.cuda_graph.limits.module_state import Fingerprint
+from lightning_thd.cuda_graph.limits.fingerprint import Fingerprint
 from lightning_thd.cuda_graph.shapes.buckets import Bucket
 from lightning_thd.parallel.shard import THDShard
 
@@ -82,7 +84,7 @@ class GraphSet:
         if not agreed:
             raise CaptureError("the capture failed on another rank, whose message says why.")
         self._captured[_context(example)] = found
-        reads = {name for step in found.values() for name in step.reads}
+        reads = functools.reduce(operator.or_, (step.reads for step in found.values()))
         self._fingerprint = Fingerprint(self._subject.module, reads)
         self.rounds += 1
         self._find_slower(found, example, together=together)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_thd.callbacks.measuring.batches import Seen
+from lightning_thd.cuda_graph.limits.fingerprint import only_looking
 
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 
@@ -108,7 +109,7 @@ class CallWatch:
     def _watch(self, module: nn.Module, calls: _Calls) -> bool:
         if module._compiled_call_impl is not None:  # hooks would be traced, and trace again when they go
             return False
-        hook = partial(_note, calls)
+        hook = only_looking(partial(_note, calls))
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         return True
 

@@ -20,12 +20,11 @@ from lightning_thd.cuda_graph.capture.pair import GraphPair, Turn
 from lightning_thd.cuda_graph.capture.stand_ins import StandIns
 from lightning_thd.cuda_graph.capture.subject import Example, Subject, differentiable, differentiate
 from lightning_thd.cuda_graph.errors import CaptureError
-from lightning_thd.cuda_graph.limits.attribute_reads import constants_of, reads_of
+from lightning_thd.cuda_graph.limits.attribute_reads import reads_of
 from lightning_thd.cuda_graph.limits.autocast import uncached_autocast
 from lightning_thd.cuda_graph.limits.checkpoint_rng import RandomUse, without_saved_states
 from lightning_thd.cuda_graph.limits.guards import HostValue, LoggedValue, check_numbers, guarded
 from lightning_thd.cuda_graph.limits.module_state import (
-    Fingerprint,
     host_state,
     refuse_fp8,
     refuse_host_changes,
@@ -80,7 +79,7 @@ def capture_step(
     refuse_cut(batch, bucket)
     refuse_sums_over_slots(module)
     refuse_fp8(module)
-    parameters = Fingerprint(module).parameters
+    parameters: list[Tensor] = [x for x in module.parameters() if x.requires_grad]
     inputs = _inputs(batch, bucket, wide=any(x.dtype == torch.float64 for x in parameters))
     if layers is not None:
         inputs.fill(inputs.dummy())
@@ -110,7 +109,6 @@ def capture_step(
                 piece_bytes=piece_bytes,
             )
     check_numbers([*runs, logged], {bucket.slots, bucket.sequences, bucket.max_seqlen})
-    read = constants_of(module, reads)
 
     def replay(batch: THDBatch, *_: Any) -> Any:
         output, slots = pair(parameters)
@@ -119,7 +117,7 @@ def capture_step(
             show(batch, SlotLosses(losses.flatten(), weights.flatten(), None))
         return output
 
-    return CapturedStep(inputs, parameters, replay, logged, module, read)
+    return CapturedStep(inputs, parameters, replay, logged, module, reads)
 
 
 def _inputs(batch: THDBatch, bucket: Bucket, *, wide: bool) -> StaticInputs:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
+from lightning_thd.cuda_graph.limits.attribute_reads import Reads
 from lightning_thd.cuda_graph.limits.guards import LoggedValue
 from lightning_thd.cuda_graph.shapes.static_batch import StaticInputs
 
@@ -20,7 +21,7 @@ class CapturedStep:
         leaves: parameters that gradients go to.
         call: runs the step on what the buffers hold; replays a pair, or runs eagerly around captured layers.
         logged: what the step logs.
-        reads: attributes of the module that the step reads.
+        reads: what the graphs have baked in of the module.
         module: what ``self.log`` is called on.
     """
 
@@ -31,7 +32,7 @@ class CapturedStep:
         call: Callable[..., Any],
         logged: list[LoggedValue],
         module: nn.Module,
-        reads: set[str],
+        reads: Reads,
     ) -> None:
         self.inputs, self.leaves, self.reads = inputs, leaves, reads
         self._call, self._logged, self._module = call, logged, module

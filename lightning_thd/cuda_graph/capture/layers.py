@@ -22,6 +22,7 @@ from lightning_thd.cuda_graph.capture.layer_call import LayerCall
 from lightning_thd.cuda_graph.capture.pair import Turn
 from lightning_thd.cuda_graph.capture.subject import Subject, differentiable, differentiate
 from lightning_thd.cuda_graph.errors import CaptureError
+from lightning_thd.cuda_graph.limits.attribute_reads import reads_of
 from lightning_thd.cuda_graph.limits.guards import guarded
 from lightning_thd.cuda_graph.limits.module_state import restored
 from lightning_thd.cuda_graph.shapes.padding import pad_batch
@@ -61,7 +62,13 @@ class GraphedLayers:
             for layer, (backend, turn, buffers) in self._own.items()
         }
         batch = self._static(inputs.dummy(), inputs)
-        with restored(module), static_shapes(), guarded(module), self._using(calls):
+        with (
+            restored(module),
+            static_shapes(),
+            guarded(module),
+            self._using(calls),
+            reads_of(module) as reads,
+        ):
             differentiate(differentiable(subject(batch, *rest)), leaves)
         if not any(call.pair for call in calls.values()):
             raise CaptureError(
@@ -72,7 +79,8 @@ class GraphedLayers:
             with self._using(calls), static_shapes():
                 return subject(self._static(batch, inputs), *rest)
 
-        return CapturedStep(inputs, leaves, run, [], module, set())
+        inside = {id(child) for layer, _ in self._chosen for child in layer.modules()}
+        return CapturedStep(inputs, leaves, run, [], module, reads.inside(inside))
 
     def remove(self) -> None:
         """Restore the layers' own forward."""

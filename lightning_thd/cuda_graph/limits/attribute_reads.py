@@ -1,42 +1,85 @@
-"""A module and a step -> the names of the module's attributes that the step reads as constants."""
+"""A module and a step -> the modules that the step uses, and their attributes that are constants to it."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import lightning.pytorch as L
 from torch import nn
+
+PLAIN = (int, float, bool, str, type(None))
+ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """The modules a step uses and the attributes it reads of them, by identity: a metric's hash is its state.
+
+    Attributes:
+        modules: by id.
+        constants: (module, name of the attribute), by id and name.
+    """
+
+    modules: dict[int, nn.Module] = field(default_factory=dict)
+    constants: dict[tuple[int, str], tuple[nn.Module, str]] = field(default_factory=dict)
+
+    def __or__(self, other: Reads) -> Reads:
+        return Reads(self.modules | other.modules, self.constants | other.constants)
+
+    def inside(self, modules: set[int]) -> Reads:
+        """Return those of the modules with these ids."""
+        return Reads(
+            {key: child for key, child in self.modules.items() if key in modules},
+            {key: read for key, read in self.constants.items() if key[0] in modules},
+        )
 
 
 @contextlib.contextmanager
-def reads_of(module: nn.Module) -> Iterator[set[str]]:
-    """Record which instance attributes of ``module`` are read inside this context.
+def reads_of(module: nn.Module) -> Iterator[Reads]:
+    """Record what is used of ``module`` and its submodules inside this context.
 
     Args:
-        module: watched through a subclass that it is an instance of meanwhile.
+        module: watched through ``nn.Module`` itself, so that the types of modules stay what they are.
 
     Yields:
-        The names read so far: of ``self.alpha`` in a step ``"alpha"``; submodules, parameters, buffers and
-        what the class defines are left out.
+        What was used so far: of ``self.alpha`` in a step the module and its attribute ``"alpha"``;
+        submodules, parameters, buffers, what the classes define and what every module has are no constants.
+        At the end methods and what was set meanwhile are none either, and what a compiled module holds
+        counts as used.
     """
-    names: set[str] = set()
-    cls: Any = type(module)
+    reads = Reads()
+    before = {id(child): dict(vars(child)) for child in module.modules()}
+    usual, read = _usual_names(), object.__getattribute__
 
     def spy(self: Any, name: str) -> Any:
-        value = cls.__getattribute__(self, name)
-        if self is module and name[0] != "_" and name in object.__getattribute__(self, "__dict__"):
-            names.add(name)
+        value = read(self, name)
+        key = (id(self), name)
+        if key[0] in before:
+            reads.modules[key[0]] = self
+            if key not in reads.constants and name not in usual and name in read(self, "__dict__"):
+                reads.constants[key] = (self, name)
         return value
 
-    module.__class__ = type(cls.__name__, (cls,), {"__getattribute__": spy, "__module__": cls.__module__})
+    everywhere: Any = nn.Module
+    everywhere.__getattribute__ = spy
     try:
-        yield names
+        yield reads
     finally:
-        module.__class__ = cls
+        del everywhere.__getattribute__
+        for key, (child, name) in [*reads.constants.items()]:
+            value = vars(child).get(name, ABSENT)
+            if callable(value) or value is ABSENT or value is not before[key[0]].get(name, ABSENT):
+                del reads.constants[key]
+        for child in [*reads.modules.values()]:
+            if child._compiled_call_impl is not None or "_orig_mod" in child._modules:
+                reads.modules.update((id(inner), inner) for inner in child.modules())
 
 
-def constants_of(module: nn.Module, names: set[str]) -> set[str]:
-    """Return the names of plain attributes: no methods, and none that exist only during a step."""
-    held = vars(module)
-    return {name for name in names if name in held and not callable(held[name])}
+@lru_cache(maxsize=1)
+def _usual_names() -> frozenset[str]:
+    """Return what every module has: its registries, its Trainer, what it logs."""
+    return frozenset((*vars(nn.Module()), *vars(L.LightningModule()), "__dict__")) - {"_hparams"}

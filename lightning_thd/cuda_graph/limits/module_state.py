@@ -1,57 +1,19 @@
-"""A module and its step -> the state a graph bakes in, and errors for state a replay would not change."""
+"""A module and its step -> errors for state that a replay would not change as the step does."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_thd.cuda_graph.errors import CaptureError
-from lightning_thd.cuda_graph.limits.subclasses import addresses
+from lightning_thd.cuda_graph.limits.attribute_reads import ABSENT, PLAIN
 
-_PLAIN = (int, float, bool, str, type(None))
 _CONTAINERS = (list, dict, set, tuple)
-_ABSENT = object()
-
-
-class Fingerprint:
-    """The addresses, flags and attributes that a graph has baked in, to be compared at every step."""
-
-    def __init__(self, module: nn.Module, names: Iterable[str] = ()) -> None:
-        self._module = module
-        self._owners: list[tuple[dict[str, Any], str, Tensor]] = []
-        self._modules = list(module.modules())
-        for child in self._modules:
-            for held in (child._parameters, child._buffers):
-                self._owners += [(held, name, x) for name, x in held.items() if x is not None]
-        self._addresses = [(addresses(x), x.requires_grad) for _, _, x in self._owners]
-        self._flags = [child.training for child in self._modules]
-        self._attributes = {name: getattr(module, name) for name in sorted(names)}
-
-    def change(self) -> str | None:
-        """Return the first thing that has changed since the fingerprint was taken, or None."""
-        for (held, name, tensor), (address, wanted) in zip(self._owners, self._addresses, strict=True):
-            if held.get(name) is not tensor or addresses(tensor) != address:
-                return f"{name} moved to other memory"
-            if tensor.requires_grad != wanted:
-                return f"{name}.requires_grad changed"
-        if [child.training for child in self._modules] != self._flags:
-            return "a module changed between train() and eval()"
-        for name, before in self._attributes.items():
-            now = getattr(self._module, name, _ABSENT)
-            if not (now is before or (isinstance(before, _PLAIN) and now == before)):
-                return f"the attribute {name}, which the step reads, changed"
-        return None
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """Return the parameters that require a gradient, each once."""
-        unique = {id(x): x for _, _, x in self._owners if isinstance(x, nn.Parameter) and x.requires_grad}
-        return list(unique.values())
 
 
 def host_state(module: nn.Module) -> dict[tuple[int, str], Any]:
@@ -59,7 +21,7 @@ def host_state(module: nn.Module) -> dict[tuple[int, str], Any]:
     found: dict[tuple[int, str], Any] = {}
     for i, child in enumerate(module.modules()):
         for name, value in vars(child).items():
-            if isinstance(value, _PLAIN):
+            if isinstance(value, PLAIN):
                 found[i, name] = value
             elif isinstance(value, _CONTAINERS) and name != "_buffers":
                 found[i, name] = len(value)
@@ -76,7 +38,7 @@ def refuse_host_changes(module: nn.Module, before: dict[tuple[int, str], Any]) -
     """
     after = host_state(module)
     for key in (*before, *after):
-        if before.get(key, _ABSENT) == after.get(key, _ABSENT):
+        if before.get(key, ABSENT) == after.get(key, ABSENT):
             continue
         index, name = key
         owner = type(list(module.modules())[index]).__name__

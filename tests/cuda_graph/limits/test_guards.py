@@ -12,7 +12,6 @@ import torch
 
 from lightning_thd.callbacks.cuda_graph import CaptureError
 from lightning_thd.cuda_graph.errors import as_capture_error, calling_line, reporting_to
-from lightning_thd.cuda_graph.limits.attribute_reads import constants_of, reads_of
 from lightning_thd.cuda_graph.limits.guards import HostValue, LoggedValue, check_numbers, guarded
 
 USES: list[Any] = [
@@ -97,17 +96,6 @@ def test_numbers_have_to_be_constants() -> None:
         check_numbers([note(a=128), note(a=128)], {128})
     with pytest.raises(CaptureError, match="logs other keys from run to run"):
         check_numbers([note(a=1), note(b=1)], set())
-
-
-def test_attributes_that_a_step_reads_are_noted() -> None:
-    module = Module()
-    cls = type(module)
-    with reads_of(module) as names:
-        assert module.alpha
-        assert module.layer is not None
-        assert type(module).__name__ == "Module"
-    assert type(module) is cls
-    assert constants_of(module, names) == {"alpha"}
 
 
 def test_errors_get_the_line_of_the_code_that_raised() -> None:

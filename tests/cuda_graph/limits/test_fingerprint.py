@@ -1,0 +1,214 @@
+"""What a graph has baked in: modules, their hooks and tensors, and what the step reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lightning_thd import causal_lm_loss
+from lightning_thd.callbacks.cuda_graph import GraphedStep
+from lightning_thd.cuda_graph.capture.recording import RecordingBackend
+from lightning_thd.cuda_graph.limits.attribute_reads import reads_of
+from lightning_thd.cuda_graph.limits.fingerprint import Fingerprint, only_looking
+from tests.cuda_graph.support import BUCKETS, GraphModule, gradients, graphed, random_batch, worst
+from tests.tiny import tiny_llama
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._alpha, self.unread = 1.0, 1
+        self.config = SimpleNamespace(beta=2.0, nested=SimpleNamespace(deep=1))
+        self.factors = {"a": 1.0, "b": [2.0]}
+        self.names = {"x"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x
+        factor = self._alpha * self.config.beta * self.factors["a"] * len(self.names)
+        result: Tensor = self.last * factor
+        return result
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.plain = nn.Linear(2, 2, bias=False)
+        self.norm = nn.BatchNorm1d(2)
+        self.inner = Inner()
+        self.metric = MeanMetric()  # whose hash is of its state
+        self.scale, self.seen = 1.0, [1]
+        self.register_buffer("table", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(self.norm(self.plain(self.linear(x)))) * self.scale
+        return result
+
+
+def replace_data(part: Part) -> None:
+    part.linear.weight.data = part.linear.weight.data.clone()
+
+
+def replace_buffer(part: Part) -> None:
+    part.table = torch.zeros(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replace_data, "weight moved to other memory"),
+        (replace_buffer, "table moved to other memory"),
+        (
+            lambda part: setattr(part.linear, "bias", nn.Parameter(torch.zeros(2))),
+            "bias moved to other memory",
+        ),
+        (lambda part: setattr(part.plain, "weight", None), "weight moved to other memory"),
+        (lambda part: part.linear.bias.requires_grad_(False), "bias.requires_grad changed"),
+        (lambda part: part.norm.eval(), "between train() and eval()"),
+        (lambda part: setattr(part, "scale", 2.0), "the attribute scale, which the step reads, changed"),
+        (lambda part: setattr(part, "scale", True), "the attribute scale"),
+        (lambda part: delattr(part, "scale"), "the attribute scale"),
+        (lambda part: setattr(part.inner, "_alpha", 2.0), "the attribute inner._alpha"),
+        (lambda part: setattr(part.norm, "eps", 1.0), "the attribute norm.eps"),
+        (lambda part: setattr(part.inner.config, "beta", 1.0), "inner.config, which the step reads, holds"),
+        (lambda part: part.inner.factors.update(a=3.0), "inner.factors, which the step reads, holds"),
+        (lambda part: part.inner.names.add("y"), "inner.names, which the step reads, holds"),
+        (lambda part: setattr(part, "linear", nn.Linear(3, 2)), "the modules of the module changed"),
+        (lambda part: part.inner.add_module("new", nn.Identity()), "the modules of inner changed"),
+        (
+            lambda part: part.plain.register_parameter("bias", nn.Parameter(torch.zeros(2))),
+            "the parameters of plain changed",
+        ),
+        (lambda part: part.inner.register_buffer("new", torch.zeros(1)), "the buffers of inner changed"),
+        (lambda part: part.linear.register_forward_hook(print), "the hooks of linear changed"),
+        (lambda part: part.linear.register_forward_pre_hook(print), "the hooks of linear changed"),
+        (lambda part: part.linear.register_full_backward_hook(print), "the hooks of linear changed"),
+        (lambda part: setattr(part.norm, "forward", lambda x: x), "the forward of norm was replaced"),
+    ],
+)
+def test_changes_are_named(change: Callable[[Part], object], message: str) -> None:
+    part = Part()
+    with reads_of(part) as reads:
+        part(torch.ones(4, 3)).sum().backward()
+    fingerprint = Fingerprint(part, reads)
+    with torch.no_grad():
+        part.linear.weight.mul_(2.0)  # in place: a graph sees it
+    part.seen.append(2)  # the step does not read it
+    part.inner.unread = 2
+    part.inner(torch.zeros(1))  # which stores what it was given
+    part.metric.update(1.0)
+    part.metric.more = nn.Linear(1, 1)  # the step does not use it
+    watch = part.linear.register_forward_pre_hook(only_looking(partial(print)))
+    assert fingerprint.change() is None
+    watch.remove()
+    assert fingerprint.change() is None
+    change(part)
+    assert message in str(fingerprint.change())
+
+
+def test_a_step_is_watched_without_changing_what_modules_are() -> None:
+    part = Part()
+    with reads_of(part) as reads:
+        assert type(part) is Part
+        assert part.scale
+        assert part.inner.unread
+        assert part.metric.dtype is torch.float32
+        assert part.linear.weight is not None
+        assert part.training
+        assert Part().scale  # another one
+    assert "__getattribute__" not in vars(nn.Module)
+    assert [name for child, name in reads.constants.values() if child is part] == ["scale"]
+    assert [name for child, name in reads.constants.values() if child is part.inner] == ["unread"]
+    assert {id(child) for child in (part, part.inner, part.metric, part.linear)} == set(reads.modules)
+    assert Fingerprint(part, reads).change() is None
+
+
+def test_what_a_compiled_layer_holds_counts_as_used() -> None:
+    part = Part()
+    part.inner.compile(backend="eager")
+    with reads_of(part) as reads:
+        assert part.inner.training
+        assert part.linear.training
+    assert id(part.inner) in reads.modules
+    part = Part()
+    wrapped: Any = torch.compile(part, backend="eager")
+    holder = nn.ModuleList([wrapped])
+    with reads_of(holder) as reads:
+        assert holder[0].training
+    assert {id(child) for child in part.modules()} <= set(reads.modules)
+
+
+class LowRank(nn.Module):
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.full((2, base.in_features), 0.1, dtype=base.weight.dtype))
+        self.up = nn.Parameter(torch.full((base.out_features, 2), 0.1, dtype=base.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.base(x) + (x @ self.down.T) @ self.up.T
+        return result
+
+
+def insert_low_rank(model: Any) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = LowRank(attention.q_proj)
+
+
+def drop_a_layer(model: Any) -> None:
+    del model.model.layers[1]
+
+
+def triple(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda *args: 3 * args[-1])
+
+
+def sharpen(model: Any) -> None:
+    model.model.layers[0].self_attn.scaling *= 3.0
+
+
+@pytest.mark.parametrize("scope", ["step", "layers"])
+@pytest.mark.parametrize("change", [insert_low_rank, drop_a_layer, triple, sharpen])
+def test_a_model_changed_between_steps_runs_as_it_is_now(change: Callable[[Any], None], scope: str) -> None:
+    model = tiny_llama(torch.float64)
+    step = graphed(model, **({"scope": scope, "layers": ("self_attn", "mlp")} if scope == "layers" else {}))
+    batch = random_batch(1)
+    step(batch).backward()
+    change(model)
+    wanted = causal_lm_loss(model, batch)
+    expected = [x.clone() for x in gradients(model, wanted)]
+    wanted = wanted.detach()
+    for _ in range(2):  # eagerly at first, then from graphs of what it has become
+        found = step(batch)
+        assert abs(float(found.detach() - wanted)) < 1e-9
+        assert worst(gradients(model, found), expected) < 1e-7
+    if scope == "step" or change is not drop_a_layer:  # the layers that are left are what they were
+        assert step.stats.replays == 2
+        assert step.stats.fallbacks == {"parameters_moved": 1}
+
+
+def test_a_hyperparameter_that_a_callback_changes_is_seen() -> None:
+    class Weighed(GraphModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return causal_lm_loss(self.model, batch) * self.hparams["factor"]
+
+    module = Weighed()
+    module.save_hyperparameters({"factor": 1.0})
+    step = GraphedStep(
+        lambda module, batch: module.training_step(batch, 0),
+        module,
+        buckets=BUCKETS,
+        backend=RecordingBackend(),
+        require=True,
+    )
+    batch = random_batch(2)
+    before = float(step(batch).detach())
+    module.hparams["factor"] = 0.5
+    assert float(step(batch).detach()) == pytest.approx(before / 2)
