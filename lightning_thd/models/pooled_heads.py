@@ -101,8 +101,8 @@ def a_row_a_sequence(model: Any, pack: Pack, output: Any) -> Any:
     """
     num_sequences = pack.cu_seqlens_q.shape[0] - 1
     logits = getattr(output, "logits", None)
-    one_row = isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[0] == 1
-    if num_sequences > 1 and one_row and logits.shape[1] != pack.slots:  # else a score a slot
+    shape = logits.shape if isinstance(logits, Tensor) and logits.ndim == 2 else (0, 0)
+    if num_sequences > 1 and shape[0] == 1 and shape[1] != pack.slots:  # of as many, a score a slot
         raise ValueError(
             f"{type(model).__name__} returns one row of logits for a pack of {num_sequences} sequences. Feed "
             "it padded rows, or take the hidden states of its base model and pool them by batch.unpack()."
