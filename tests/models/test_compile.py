@@ -66,10 +66,13 @@ def graphs_after_each_pack(
             logits.square().mean().backward()
             gradients.append([logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
         largest = max(gradient.abs().max().item() for gradient in gradients[1][1:])
-        for ours, theirs in zip(*gradients, strict=True):
-            # A key bias without rotary positions has a gradient of rounding alone.
+        names = [name for name, p in model.named_parameters() if p.grad is not None]
+        for name, ours, theirs in zip(["logits", *names], *gradients, strict=True):
+            # A key bias without rotary positions has a gradient of rounding alone. A decay's is a sum over
+            # slots that cancels: Qwen3-Next's is up to 4.7e-5 away from fp64, compiled or not.
             rounding = theirs.abs().max().item() < 1e-6 * largest
-            assert matrix.relative_error(ours, theirs, 1e-3 * largest if rounding else 1e-6) <= 1e-5
+            limit = 5e-5 if name.endswith(("A_log", "dt_bias")) else 1e-5
+            assert matrix.relative_error(ours, theirs, 1e-3 * largest if rounding else 1e-6) <= limit
         counts.append(counter.frame_count)
     return counts
 
@@ -88,7 +91,11 @@ def graphs_after_each_pack(
     ],
 )
 def test_attention_models_compile_whole_and_twice_at_most(name: str, told: bool) -> None:
-    counts = graphs_after_each_pack(build(name, "thd").train(), fullgraph=True, told=told)
+    model: Any = build(name, "thd").train()
+    if not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
+        # Older transformers read the experts' sizes in the backward pass, which torch cannot trace.
+        model.set_experts_implementation("batched_mm")
+    counts = graphs_after_each_pack(model, fullgraph=True, told=told)
     # One graph for the first lengths and one for all others; the hook that reads the arguments has two of
     # its own.
     assert counts[-1] <= (2 if told else 4)

@@ -44,6 +44,8 @@ def pack(*lengths: int) -> THDBatch:
 
 @pytest.mark.parametrize(("family", "name"), NAMES)
 def test_sequences_of_at_most_the_kept_keys_are_exact_and_longer_ones_refused(family: str, name: str) -> None:
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     stock, model = (limited(family, name, attention, 9) for attention in ("eager", "thd"))
     model.load_state_dict(stock.state_dict())
     batch = pack(9, 1, 4, 9, 8)
