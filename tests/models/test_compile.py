@@ -52,6 +52,9 @@ def graphs_after_each_pack(
     model: Any, *, fullgraph: bool, told: bool, backend: str = "aot_eager"
 ) -> list[int]:
     """Train on every cut, compiled and not, and count the graphs; the gradients must agree."""
+    if not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
+        # Older transformers read the experts' sizes in the backward pass, which torch cannot trace.
+        model.set_experts_implementation("batched_mm")
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counter, fullgraph=fullgraph)
@@ -91,11 +94,7 @@ def graphs_after_each_pack(
     ],
 )
 def test_attention_models_compile_whole_and_twice_at_most(name: str, told: bool) -> None:
-    model: Any = build(name, "thd").train()
-    if not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
-        # Older transformers read the experts' sizes in the backward pass, which torch cannot trace.
-        model.set_experts_implementation("batched_mm")
-    counts = graphs_after_each_pack(model, fullgraph=True, told=told)
+    counts = graphs_after_each_pack(build(name, "thd").train(), fullgraph=True, told=told)
     # One graph for the first lengths and one for all others; the hook that reads the arguments has two of
     # its own.
     assert counts[-1] <= (2 if told else 4)
