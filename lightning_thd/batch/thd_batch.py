@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_thd._checks import described
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import collate_fields
+from lightning_thd.batch.epoch_weight import weighing_rows
 from lightning_thd.batch.immutable import Immutable
 from lightning_thd.batch.padded import padded_fields
 from lightning_thd.stats import SeqStats, Window
@@ -323,8 +324,7 @@ class THDBatch(Immutable):
     def __iter__(self) -> Iterator[Tensor]:
         # Lightning takes the rows of the first tensor it finds as the batch size of self.log. 1 / loss_scale
         # is the weight that makes its epoch mean of causal_lm_loss the exact mean over all loss tokens.
-        rows = round(1 / self.loss_scale) if self.loss_scale else 0
-        yield torch.empty(rows, device="meta")
+        yield weighing_rows(1 / self.loss_scale if self.loss_scale else 0.0)
 
     def __repr__(self) -> str:
         return (

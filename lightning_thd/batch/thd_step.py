@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._checks import described
+from lightning_thd.batch.epoch_weight import weighing_rows
 from lightning_thd.batch.immutable import Immutable
 from lightning_thd.batch.thd_batch import THDBatch
 from lightning_thd.stats import SeqStats
@@ -51,7 +52,7 @@ class THDStep(Immutable):
     def __iter__(self) -> Iterator[Tensor]:
         # The rank's share of the step's loss tokens, as Lightning's weight: see THDBatch.__iter__.
         scale = self.microbatches[0].loss_scale
-        yield torch.empty(round(len(self) / scale) if scale else 0, device="meta")
+        yield weighing_rows(len(self) / scale if scale else 0.0)
 
     def __repr__(self) -> str:
         return f"THDStep({len(self)} microbatches, {self.stats.real_tokens} real tokens)"

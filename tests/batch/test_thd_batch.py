@@ -155,6 +155,12 @@ def test_lightning_weighs_logs_by_the_loss_tokens() -> None:
     scaled = batch.replace(loss_scale=5 * 2 / 100)
     assert extract_batch_size(scaled) == 10
     assert extract_batch_size(THDStep([scaled, scaled])) == 20
+    # 25 in two microbatches are no whole number each, nor are weights.
+    assert extract_batch_size(batch.replace(loss_scale=2 / 25)) == 12.5
+    assert extract_batch_size(THDStep([batch.replace(loss_scale=4 / 25)] * 3)) == 18.75
+    assert extract_batch_size(batch.replace(loss_scale=8.0)) == 0.125
+    assert [extract_batch_size(batch.replace(loss_scale=1 / n)) for n in range(1, 3000)] == [*range(1, 3000)]
+    assert next(iter(batch)).shape == (9,)
 
 
 def test_step_adds_its_microbatches() -> None:

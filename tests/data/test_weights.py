@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
 
+from lightning_thd import THDDataModule, causal_lm_loss
 from lightning_thd.batch import THDBatch
 from lightning_thd.data.loader import BatchMaker, THDLoader
 from lightning_thd.data.store.index import build_index
 from lightning_thd.packing import PackPlanner, Packs, Sequences
+from tests.tiny import tiny_llama
 
 Sample = dict[str, Any]
 
@@ -150,3 +154,53 @@ def test_weights_that_were_not_counted_are_refused() -> None:
     index = build_index(samples)
     with pytest.raises(ValueError, match="Sequence 1 has weights, but none were counted"):
         index.sample(samples, 1, 0, 3)
+
+
+class Logging(L.LightningModule):
+    """Logs the mean over an epoch of its loss in training and validation, and trains nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tiny_llama(torch.float64)
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
+        loss = causal_lm_loss(self.model, batch)
+        self.log("train", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: THDBatch, batch_idx: int) -> None:
+        self.log("val", causal_lm_loss(self.model, batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize(
+    "weights", [[0.01, 0.001, 0.02, 0.3, 0.004, 0.05], [0.7, 1.3, 2.1, 0.1, 0.9, 1.7], None]
+)
+def test_epoch_means_are_exact_where_the_weight_of_a_batch_is_no_whole_number(
+    weights: list[float] | None, tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(3)
+    samples: list[Sample] = [{"input_ids": rng.integers(3, 60, n)} for n in (5, 9, 3, 7, 12, 4)]
+    for sample, weight in zip(samples, weights or (), strict=False):
+        sample["weights"] = weight
+    module = Logging()
+    with torch.no_grad():
+        batches = [THDBatch.collate([sample]) for sample in samples]
+        totals = [1 / batch.loss_scale for batch in batches]
+        losses = [float(causal_lm_loss(module.model, batch)) for batch in batches]
+    wanted = float(np.average(losses, weights=totals))
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, THDDataModule(samples, capacity=16, val=samples, cache_dir=tmp_path))
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert found == pytest.approx({"train": wanted, "val": wanted}, rel=2e-7)
