@@ -18,14 +18,17 @@ LossFn: TypeAlias = Callable[[nn.Module, THDBatch], Tensor]
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Switch a model to evaluation without gradients inside this context, and back to its mode after it."""
+    """Switch a model to evaluation without gradients inside this context; each part gets its mode back."""
     was_training = model.training
+    modes = [(child, child.training) for child in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(was_training)
+        model.train(was_training)  # which some modules do more in than set a flag
+        for child, mode in modes:  # what a user froze with eval() stays so
+            child.training = mode
 
 
 def mean_loss(

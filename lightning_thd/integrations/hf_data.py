@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -9,16 +10,23 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.samples import PER_TOKEN, check_attention_mask
 from lightning_thd.data.store.measure import MapDataset
 
+# Columns that are packed, or that are looked at for what they say.
+_LOOKED_AT = frozenset(("input_ids", "labels", "attention_mask", "position_ids", *PER_TOKEN))
 _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 where a token is to be learned
 
 
-def packed_dataset(dataset: Any) -> MapDataset:
+def packed_dataset(dataset: Any, taken: frozenset[str] = frozenset()) -> MapDataset:
     """Return a dataset whose rows hold only ids and labels.
 
+    Args:
+        dataset: of the Trainer.
+        taken: names of the arguments of the model's ``forward``: a column of such a name says something.
+
     Raises:
-        ValueError: for none, and for one without a length.
+        ValueError: for none, and for one without a length; later for rows that say more than ids and labels.
     """
     if dataset is None:
         raise ValueError("The Trainer has no dataset to pack. Pass train_dataset (and eval_dataset).")
@@ -27,7 +35,13 @@ def packed_dataset(dataset: Any) -> MapDataset:
             f"{type(dataset).__name__} has no length, so its sequences cannot be planned. "
             "Pass a map-style dataset."
         )
-    return cast("MapDataset", WithLabels(dataset))
+    return cast("MapDataset", WithLabels(dataset, taken))
+
+
+def arguments_of(model: Any) -> frozenset[str]:
+    """Return the names of the arguments of a model's ``forward``, under its adapters if it has any."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return frozenset(inspect.signature(inner.forward).parameters)
 
 
 def keyed_loader(loader: Any, *, pin_memory: bool) -> DataLoader[Any]:
@@ -54,17 +68,45 @@ def with_labels(sample: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class WithLabels:
-    """A dataset whose masks of learned tokens, where it has them, become labels."""
+    """A dataset whose masks of learned tokens, where it has them, become labels.
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    Args:
+        dataset: of rows that are dicts.
+        taken: see ``packed_dataset``.
+    """
+
+    def __init__(self, dataset: Any, taken: frozenset[str] = frozenset()) -> None:
+        self._dataset, self._further = dataset, sorted(taken - _LOOKED_AT)
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         sample = with_labels(self._dataset[i])
+        if "input_ids" in sample:
+            self._refuse_what_is_left_out(sample, i)
         return {name: sample[name] for name in ("input_ids", "labels") if name in sample}
+
+    def _refuse_what_is_left_out(self, sample: Mapping[str, Any], i: int) -> None:
+        """Raise for columns that would change what the model computes; Trainer itself passes them on."""
+        length = len(sample["input_ids"])
+        if sample.get("attention_mask") is not None:
+            check_attention_mask(sample, length, i)
+        positions = sample.get("position_ids")
+        if positions is not None and not np.array_equal(np.asarray(positions), np.arange(length)):
+            raise ValueError(
+                f"Row {i} of the dataset has position_ids that do not count from 0 to {length - 1}, as if it "
+                "were a pack already or had positions of its own; packed_trainer makes them by itself. Give "
+                "one sequence a row without them, or use Lightning's Trainer with THDDataModule."
+            )
+        others = [name for name in self._further if sample.get(name) is not None]
+        others += [name for name in PER_TOKEN if sample.get(name) is not None and np.any(sample[name])]
+        if others:
+            raise ValueError(
+                f"Row {i} of the dataset has {', '.join(others)}, which the model takes, but packed_trainer "
+                "packs ids and labels alone. Use Lightning's Trainer with THDDataModule, which packs images "
+                "and token types too, or remove the columns."
+            )
 
 
 class KeyedLoader(DataLoader[Any]):

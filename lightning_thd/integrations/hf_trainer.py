@@ -21,7 +21,7 @@ from lightning_thd.callbacks.measuring.stage import Setting, Stage
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.evaluation import mean_loss
-from lightning_thd.integrations.hf_data import keyed_loader, packed_dataset
+from lightning_thd.integrations.hf_data import arguments_of, keyed_loader, packed_dataset
 from lightning_thd.integrations.hf_evaluation import Rows
 from lightning_thd.integrations.hf_losses import TokenMeter, dft_loss
 from lightning_thd.integrations.hf_options import refuse_devices, refuse_options, refuse_trainer
@@ -119,9 +119,9 @@ class _PackedTrainerMixin(StreamsMixin):
         """Return a loader of this rank's training packs."""
         accumulate = self.args.gradient_accumulation_steps
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        given = self.train_dataset
+        given, taken = self.train_dataset, arguments_of(self.model)
         data = THDDataModule(
-            streamed_dataset(given, type(self)) if is_streamed(given) else packed_dataset(given),
+            streamed_dataset(given, type(self)) if is_streamed(given) else packed_dataset(given, taken),
             capacity=self._capacity,
             num_workers=self.args.dataloader_num_workers,
             **{"seed": seed, **self._data_kwargs},
@@ -144,7 +144,7 @@ class _PackedTrainerMixin(StreamsMixin):
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]  # type: ignore[attr-defined]
         data = THDDataModule(
-            val=packed_dataset(dataset),
+            val=packed_dataset(dataset, arguments_of(self.model)),
             capacity=self._capacity,
             num_workers=self.args.dataloader_num_workers,
         )

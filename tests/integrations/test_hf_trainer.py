@@ -211,3 +211,41 @@ def test_bad_settings_are_refused(tmp_path: Path, kind: str, message: str) -> No
 def test_the_class_keeps_its_base() -> None:
     assert issubclass(packed_trainer(), Trainer)
     assert packed_trainer().__name__ == "PackedTrainer"
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        ({"attention_mask": [1, 1, 1, 0]}, "4 input_ids and an attention_mask .* that is not all ones"),
+        ({"position_ids": [0, 1, 0, 1]}, "Row 1 .* position_ids that do not count from 0 to 3"),
+        ({"position_ids": [[0, 1, 2, 3]] * 3}, "Row 1 .* position_ids that do not count from 0 to 3"),
+        ({"token_type_ids": [0, 1, 1, 0]}, "Row 1 .* has token_type_ids, which the model takes"),
+        ({"inputs_embeds": [[0.0]] * 4}, "Row 1 .* has inputs_embeds, which the model takes"),
+    ],
+)
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_columns_that_the_model_would_get_from_trainer_are_not_left_out_silently(
+    tmp_path: Path, further: dict[str, Any], message: str, evaluates: bool
+) -> None:
+    rows = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [5, 6, 7, 8], **further}]
+    trainer = make_trainer(str(tmp_path), 1)
+    trainer.train_dataset = trainer.eval_dataset = rows
+    with pytest.raises(ValueError, match=message):
+        (trainer.evaluate if evaluates else trainer.train)()
+
+
+def test_columns_that_say_nothing_more_are_left_out(tmp_path: Path) -> None:
+    plain = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 5]}]
+    rows = [
+        {
+            **row,
+            "attention_mask": [1] * len(row["input_ids"]),
+            "position_ids": list(range(len(row["input_ids"]))),
+            "token_type_ids": [0] * len(row["input_ids"]),
+            "inputs_embeds": None,
+            "text": "a",
+        }
+        for row in plain
+    ]
+    trainer = make_trainer(str(tmp_path), 1)
+    assert trainer.evaluate(rows)["eval_loss"] == trainer.evaluate(plain)["eval_loss"]

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_thd import FlopsModel, Packs, Sequences, THDDataModule
 from lightning_thd.integrations import PackedLoop, prepare_fabric, prepare_thd
+from lightning_thd.integrations.evaluation import evaluating
 from lightning_thd.packing import Cost, PackPlanner
 from lightning_thd.parallel.clip import clip_by_norm
 from lightning_thd.parallel.plan import model_plan
@@ -290,3 +291,24 @@ def test_evaluation_on_packs_is_the_mean_over_all_loss_tokens(host: str) -> None
         assert first == {"val/loss": pytest.approx(loss, rel=1e-12), "val/loss_tokens": tokens}
         assert first == again == logged
         assert training
+
+
+def test_parts_that_were_frozen_in_evaluation_mode_stay_in_it() -> None:
+    class Counts(torch.nn.Dropout):
+        calls = 0
+
+        def train(self, mode: bool = True) -> Counts:  # as an adapter merges its weights in it
+            Counts.calls += 1
+            return super().train(mode)
+
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3), Counts())
+    model[0].eval()
+    for fabric in (None, L.Fabric(accelerator="cpu")):
+        held = model if fabric is None else fabric.setup_module(model)
+        with evaluating(held):
+            assert not any(child.training for child in held.modules())
+            assert not torch.is_grad_enabled()
+        assert [child.training for child in model] == [False, True, True]
+        assert held.training
+        assert Counts.calls == 2
+        Counts.calls = 0
