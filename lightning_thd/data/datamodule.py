@@ -29,6 +29,7 @@ from lightning_thd.data.store.index import Empty
 from lightning_thd.data.store.measure import OnError
 from lightning_thd.data.stream_link import (
     as_stream,
+    refuse_cut_steps,
     refuse_repeats,
     refuse_streams,
     stream_policies,
@@ -274,6 +275,7 @@ class THDDataModule(L.LightningDataModule):
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
         if self._stream is not None:
             loader = self._streamed(self._stream, self._train_kind)
+            refuse_cut_steps(self.trainer, loader)
             sources = stream_sources(loader)
             self._source_log = None if sources is None else SourceLog(sources)
             return loader

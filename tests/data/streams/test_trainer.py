@@ -218,3 +218,42 @@ def test_what_a_stream_cannot_do(tmp_path: Path) -> None:
     )
     with pytest.raises(MisconfigurationException, match="overfit_batches repeats the first batches"):
         trainer.fit(Seen(), data)
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "batches"),
+    [
+        (None, {"limit_train_batches": 3}, None),
+        (None, {"fast_dev_run": True}, None),
+        (4, {"limit_train_batches": 0.4}, None),
+        (4, {"limit_train_batches": 7}, None),
+        (None, {"limit_train_batches": 4}, 4),
+        (4, {"limit_train_batches": 0.5}, 4),
+        (4, {"limit_train_batches": 9}, 8),
+        (4, {}, 8),
+    ],
+)
+def test_a_limit_inside_a_step_of_a_stream_is_refused(
+    tmp_path: Path, steps: int | None, options: dict[str, Any], batches: int | None
+) -> None:
+    write(tmp_path, 60)
+    data = THDDataModule(Stream(source=f"{tmp_path}/*.jsonl", steps_per_epoch=steps), capacity=CAPACITY)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    module = Seen()
+    if batches is None:
+        with pytest.raises(
+            MisconfigurationException, match="made whole: .* Take [248], another multiple of 2"
+        ):
+            trainer.fit(module, data)
+    else:
+        trainer.fit(module, data)
+        assert len(module.steps) == batches
