@@ -21,12 +21,14 @@ from lightning_thd.batch.samples import (
     IGNORE_INDEX,
     OWN_KEYS,
     PER_TOKEN,
+    ROW_BOUNDS,
     check_attention_mask,
     check_modalities,
     check_samples,
     joined_extras,
     per_token_row,
     position_row,
+    refuse_bounds,
     refuse_ids,
     refuse_labels,
     token_row,
@@ -248,6 +250,9 @@ def _extras(
 ) -> dict[str, Tensor]:
     names = dict.fromkeys(name for sample in samples for name in sample if name not in OWN_KEYS)
     check_modalities([*names])
+    if not names.keys().isdisjoint(ROW_BOUNDS):
+        for i, sample in enumerate(samples):
+            refuse_bounds(sample, i)
     extras: dict[str, Tensor] = {}
     for name in names:
         extras[name] = joined_extras(samples, name)

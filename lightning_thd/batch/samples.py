@@ -28,6 +28,8 @@ _MASKS = (
     *("prompt_mask", "assistant_mask", "assistant_masks", "prompt_length", "prompt_len", "prompt_lengths"),
 )
 _BOUNDS = ("segment_ids", "document_ids", "doc_ids", "seq_idx", "sequence_lengths")
+# The same under names that datasets of rows that were packed before are read by.
+ROW_BOUNDS = ("lengths", "seq_lengths", "cu_seqlens", "cu_seqlens_padded")
 # Arguments that THDBatch.hf_kwargs makes; a sample's own would replace them in the call of the model.
 _RESERVED = frozenset(
     (
@@ -59,6 +61,10 @@ def token_row(sample: Mapping[str, Any], key: str, i: int) -> NDArray[np.integer
     if key not in sample:
         raise ValueError(f"Sample {i} has the keys {[*sample]} but no {key!r}. Give it one.")
     value = sample[key]
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError(
+            f"Sample {i}: {key} is a masked array, whose mask would be lost. Give its compressed() values."
+        )
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or value.dtype.itemsize == 8:
         try:
             value = host_ints(value, key, ndim=None, advice="Give one row of integers.")
@@ -146,6 +152,16 @@ def check_modalities(names: Iterable[str]) -> None:
                 f"Samples carry {name!r}: audio inputs cannot be packed, only tokens, images and video. "
                 "Remove the key or use a padded batch."
             )
+
+
+def refuse_bounds(names: Iterable[str], i: int) -> None:
+    """Raise for the boundaries of several sequences in one sample, which would see each other."""
+    if found := [name for name in names if name in ROW_BOUNDS]:
+        raise ValueError(
+            f"Sample {i} carries {', '.join(found)}, as a row of several sequences does, and a sample is "
+            "one: they would see each other. Give the sequences one by one, or drop the key; THDDataModule "
+            "takes the rows of a dataset with a length apart."
+        )
 
 
 def joined_extras(samples: Sequence[Mapping[str, Any]], name: str) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,18 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "an alignment that is none": (
         lambda: THDBatch.collate(SAMPLES, align=8),  # type: ignore[arg-type]
         r"align is a int, 8; wanted an Alignment. Pass Alignment.for_\(...\)",
+    ),
+    "boundaries of several sequences": (
+        lambda: THDBatch.collate([SAMPLES[0], {**SAMPLES[1], "cu_seqlens": np.array([0, 1, 2])}]),
+        "Sample 1 carries cu_seqlens, as a row of several sequences does, and a sample is one: they would",
+    ),
+    "a mask that would be lost": (
+        lambda: THDBatch.collate([{"input_ids": np.ma.MaskedArray([5, 6], [0, 1])}]),
+        r"Sample 0: input_ids is a masked array, whose mask would be lost. Give its compressed\(\) values",
+    ),
+    "labels whose mask would be lost": (
+        lambda: THDBatch.collate([{"input_ids": [5, 6], "labels": np.ma.MaskedArray([5, 6], [0, 1])}]),
+        "Sample 0: labels is a masked array, whose mask would be lost",
     ),
     "positions of two kinds": (
         lambda: THDBatch.collate(

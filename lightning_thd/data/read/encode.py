@@ -351,8 +351,8 @@ def as_ids(encoded: Any, name: str = "The tokenizer's answer") -> Ids:
         return np.empty(0, np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
-            f"{name} has the shape {ids.shape} and type {ids.dtype} for a string. "
-            "It must be one row of integer ids."
+            f"{name} has the shape {ids.shape} and type {ids.dtype}; wanted one row of integers. Give a list "
+            "of ids."
         )
     return ids
 

@@ -17,6 +17,7 @@ from lightning_thd.batch.samples import (
     check_modalities,
     per_token_row,
     position_row,
+    refuse_bounds,
     token_row,
 )
 from lightning_thd.batch.weights import whole_weight
@@ -45,6 +46,11 @@ POLICIES = ("empty", "dropped", "truncated", "own_pack", "tokens_lost")
 # Either all sequences of a job carry one of these or none does: bits of META's ``keys``.
 _KEYS = {**{name: 2 << i for i, name in enumerate(PER_TOKEN)}, "position_ids": 2 << len(PER_TOKEN)}
 _OWN = ("input_ids", "labels", "attention_mask")
+# Beside ids these are no names or notes, but what the model should see or learn.
+_UNREAD = (
+    *("next_label", "image", "images", "video", "videos", "audio", "audios"),
+    *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"),
+)
 _INT32 = np.iinfo(np.int32).max
 
 
@@ -173,6 +179,7 @@ class Sampler:
             check_attention_mask(sample, length, row)
         extras = {key: value for key, value in sample.items() if key not in _OWN and _kept(key, value)}
         check_modalities(sample)
+        _refuse_lost(sample, extras, row)
         keys = 0 if labels is None else LABELS
         for name, bit in _KEYS.items():
             if name in extras:
@@ -190,6 +197,23 @@ class Sampler:
             "sequences": sequences if weight else 0.0,
         }
         return Sample(ids=ids.astype(np.int32), labels=labels, extra=extra, meta=meta)
+
+
+def _refuse_lost(sample: dict[str, Any], extras: dict[str, Any], row: int) -> None:
+    """Refuse what says more of a sequence, or of several in one record, and would be left out."""
+    refuse_bounds([name for name, value in sample.items() if value is not None], row)
+    positions = np.asarray(sample.get("position_ids", ()))
+    if positions.ndim == 1 and positions[:1].tolist() == [0] and (positions[1:] == 0).any():
+        raise ValueError(
+            "its position_ids start anew inside it, as in a row of several sequences, which would see each "
+            "other. Give the sequences one by one."
+        )
+    left = [name for name in _UNREAD if sample.get(name) is not None and name not in extras]
+    if left:
+        raise ValueError(
+            f"it carries {left[0]!r} as {type(sample[left[0]]).__name__}, which a stream leaves out. Give "
+            "inputs of the model as arrays or tensors with at least one axis, or drop the key."
+        )
 
 
 def _check_row(sample: dict[str, Any], name: str, length: int, row: int) -> None:

@@ -86,6 +86,42 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"lengths": [1, 2]},
+            "carries lengths, as a row of several sequences does, and a sample is one: they would",
+        ),
+        ({"seq_lengths": [1, 2]}, "carries seq_lengths, as a row of several sequences does"),
+        ({"cu_seqlens": [0, 1, 3]}, "carries cu_seqlens, as a row of several sequences does"),
+        (
+            {"position_ids": [0, 0, 1]},
+            "its position_ids start anew inside it, as in a row of several sequences",
+        ),
+        (
+            {"next_label": 5},
+            "it carries 'next_label' as int, which a stream leaves out. Give inputs of the model as",
+        ),
+        (
+            {"pixel_values": [[1.0]]},
+            "it carries 'pixel_values' as list, which a stream leaves out. Give inputs of",
+        ),
+        ({"images": ["a.png"]}, "it carries 'images' as list, which a stream leaves out"),
+        ({"audio": [1.0]}, "it carries 'audio' as list, which a stream leaves out"),
+        (
+            {"input_ids": np.ma.MaskedArray([1, 2, 3], [0, 0, 1])},
+            "input_ids is a masked array, whose mask would",
+        ),
+    ],
+)
+def test_what_a_stream_would_lose(more: dict[str, Any], message: str) -> None:
+    plain = {"input_ids": [1, 2, 3], "url": "a", "score": 0.5, "images": None, "lengths": None}
+    assert len(list(loader(lambda: iter([plain, {**plain, "position_ids": [0, 1, 2]}])))) == 1
+    with pytest.raises(ValueError, match=f"row 1: .*{message}"):
+        list(loader(lambda: iter([plain, {**plain, **more}])))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_message(case: str) -> None:
     call, message = CASES[case]
