@@ -67,6 +67,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: batch().to("meta").to("cpu"),
         "A batch on the meta device has no values to move to cpu. Collate anew",
     ),
+    "a device that is none": (
+        lambda: batch().to("abacus"),
+        r"'abacus' is no device \(.*\). Pass 'cpu', 'cuda' or a torch.device",
+    ),
     "a step of other things": (
         lambda: THDStep([batch(), None]),  # type: ignore[list-item]
         "A THDStep is made of a list, .*; wanted a list of THDBatch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -108,6 +109,7 @@ def test_a_source_with_a_state_goes_on_without_what_it_gave(kind: Any, workers: 
     assert counted([(whole, None)]) == dict.fromkeys(range(300), 2)
     for cut in (1, 11, 18):
         first, state, _ = run(kind(), steps=cut, epochs=2, **kwargs)
+        gc.collect()  # of other tests of this process too
         for thread in threading.enumerate():  # the first run's reader counts until it notices its end
             if thread.name == "thd-stream":
                 thread.join(10.0)
