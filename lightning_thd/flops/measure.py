@@ -18,7 +18,7 @@ def measure_flops(
     device: torch.device | str,
     *,
     dtype: torch.dtype,
-    seconds: float = 0.2,
+    seconds: float = 0.1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """Time matmuls and return the best FLOP/s, as a peak to hold a training step against.
@@ -35,8 +35,8 @@ def measure_flops(
     Raises:
         ValueError: when ``seconds`` is not positive.
     """
-    if real_number(seconds, "seconds", advice="Give each shape about 0.2.") <= 0:
-        raise ValueError(f"seconds={seconds} leaves no time to measure in. Give each shape about 0.2.")
+    if real_number(seconds, "seconds", advice="Give each shape about 0.1.") <= 0:
+        raise ValueError(f"seconds={seconds} leaves no time to measure in. Give each shape about 0.1.")
     instance(dtype, "dtype", torch.dtype, advice="Pass torch.bfloat16 or the like.")
     if not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype}: peaks are of floating products. Pass torch.bfloat16 or the like.")
