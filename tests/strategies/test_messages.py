@@ -60,14 +60,14 @@ def test_batches_of_another_kind() -> None:
 
 
 class Tuples(nn.Module):
-    """A layer of a release that returned a tuple."""
+    """A layer that hands more than hidden states to the next."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
     def forward(self, hidden: torch.Tensor, **kwargs: Any) -> Any:
-        return (self.layer(hidden, **kwargs),)
+        return self.layer(hidden, **kwargs), hidden
 
 
 def test_layers_that_return_more_than_hidden_states() -> None:
@@ -75,7 +75,7 @@ def test_layers_that_return_more_than_hidden_states() -> None:
     module.model.model.layers[1] = Tuples(module.model.model.layers[1])
     with (
         pretended_ranks(2),
-        pytest.raises(ValueError, match="Tuples returns tuple, wanted the hidden states al"),
+        pytest.raises(ValueError, match="Tuples returns a tuple of Tensor, Tensor; wanted the hidden"),
     ):
         fit(module)
 

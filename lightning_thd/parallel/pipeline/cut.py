@@ -21,14 +21,10 @@ from lightning_thd.parallel.pipeline.balance import (
     wants_balance,
 )
 from lightning_thd.parallel.pipeline.channel import Channel
+from lightning_thd.parallel.pipeline.layers import StageLayers
 from lightning_thd.parallel.pipeline.randomness import has_dropout
 from lightning_thd.parallel.pipeline.split import LayerCost, Split, layer_flops, split_layers
-from lightning_thd.parallel.pipeline.stage import (
-    _ATTRIBUTE,
-    Stage,
-    StageLayers,
-    stage_of,
-)
+from lightning_thd.parallel.pipeline.stage import _ATTRIBUTE, Stage, stage_of
 
 # Lengths that stages are balanced for: those of a pack of mixed documents (tokens).
 _LENGTHS = (4096, 2048, 1024, 512, 512)

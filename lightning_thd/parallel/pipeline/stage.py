@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_thd.parallel.pipeline.channel import Channel, Receive, Send
-from lightning_thd.parallel.pipeline.randomness import draw_from_own_stream, take_number
 from lightning_thd.parallel.pipeline.schedule import Op
 from lightning_thd.parallel.pipeline.split import Split
 from lightning_thd.parallel.pipeline.where import user_line
@@ -229,81 +228,3 @@ class Stage:
 
 def _anchor(like: Tensor) -> Tensor:
     return torch.zeros((), device=like.device, requires_grad=True)
-
-
-class StageLayers(nn.ModuleList):
-    """The layers of one rank under their names in the whole model, with boundaries in place of others."""
-
-    def __init__(self, layers: nn.ModuleList, stage: Stage) -> None:
-        super().__init__()
-        self._stage = stage
-        # A tuple is not searched for modules: boundaries have no parameters, and no place in checkpoints.
-        self._boundaries = tuple(Boundary(layer, i, stage) for i, layer in enumerate(layers))
-        for i in stage.layers:
-            self.add_module(str(i), layers[i])
-            layers[i].register_forward_hook(_require_hidden)
-            if stage.draws:
-                draw_from_own_stream(layers[i], i)
-        stage.held = MappingProxyType(self._modules)
-
-    def __len__(self) -> int:
-        return len(self._boundaries)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return (self[i] for i in range(len(self)))
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        place = range(len(self))[index]
-        found: nn.Module | None = self._modules[str(place)] if self._stage.runs(place) else None
-        return self._boundaries[place] if found is None else found
-
-
-def _require_hidden(layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
-    if not isinstance(output, Tensor):
-        raise ValueError(
-            f"{type(layer).__name__} returns {type(output).__name__}, wanted the hidden states alone: what "
-            "else it returns would not reach the next pipeline stage. Set pipeline_parallel_size=1."
-        )
-
-
-class Boundary(nn.Module):
-    """Replaces a layer that another stage holds.
-
-    Args:
-        layer: whose plain attributes models ask for (``attention_type``, ``layer_idx``).
-        index: its place.
-        stage: knows what to send and receive here.
-    """
-
-    def __init__(self, layer: nn.Module, index: int, stage: Stage) -> None:
-        super().__init__()
-        for name, value in vars(layer).items():
-            if isinstance(value, str | int | float | bool) and not name.startswith("_"):
-                setattr(self, name, value)
-        self._index, self._stage = index, stage
-        self._checked = False
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Pass hidden states on, across a stage boundary where one lies here."""
-        if self._stage.draws:
-            take_number()
-        given = dict(kwargs)
-        hidden = args[0] if args else given.pop("hidden_states")
-        if not self._checked:
-            require_own_inputs(self._index, {**dict(enumerate(args[1:], start=1)), **given})
-            self._checked = True
-        crossed: Tensor = self._stage.cross(self._index, hidden)
-        return crossed
-
-
-def require_own_inputs(index: int, inputs: dict[Any, Any]) -> None:
-    """Refuse layers that need an input computed from the embedding, which this rank lacks."""
-    for name, value in inputs.items():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(part, Tensor) and part.is_floating_point() and bool(torch.isnan(part).any()):
-                raise ValueError(
-                    f"Layer {index} is given {name!r}, which is made of the embedding; only the first "
-                    "pipeline stage has that. Set pipeline_parallel_size=1 for this model."
-                )

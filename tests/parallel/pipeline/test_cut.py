@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import nn
 
 from lightning_thd.parallel.pipeline.absent import NoHead
 from lightning_thd.parallel.pipeline.cut import cut_model, decoder_stack, language_model_of
-from lightning_thd.parallel.pipeline.stage import require_own_inputs, stage_of
+from lightning_thd.parallel.pipeline.layers import Boundary, require_own_inputs, returned_by
+from lightning_thd.parallel.pipeline.stage import stage_of
 from tests.parallel.pipeline.test_stage import SIZES, make_model
 
 CHANNEL: Any = SimpleNamespace(rank=0, ranks=2)
@@ -116,3 +118,43 @@ def test_layers_that_are_given_what_the_embedding_made() -> None:
 def test_logits_of_a_stage_without_a_head() -> None:
     with pytest.raises(ValueError, match="Only the last pipeline stage has logits"):
         NoHead(64, CHANNEL)(torch.zeros(1, 4, 8))
+
+
+class Pairs(nn.Linear):
+    """A layer that returns its hidden states and something else."""
+
+    more: Any = None
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return super().forward(hidden), self.more
+
+
+class Outputs(nn.Linear):
+    """A layer whose source does not say how much it returns."""
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return tuple(iter((hidden,)))
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"), [("llama.LlamaDecoderLayer", None), ("bamba.BambaDecoderLayer", 2)]
+)
+def test_what_layers_return_is_read_from_their_source(family: str, wanted: int | None) -> None:
+    module, _, name = family.partition(".")
+    models = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+    layer = getattr(models, name)
+    assert returned_by(layer.__new__(layer)) == wanted
+
+
+def test_a_boundary_returns_what_its_layer_does() -> None:
+    stage: Any = SimpleNamespace(draws=False, cross=lambda index, hidden: hidden)
+    hidden, layer = torch.zeros(1, 4, 2), Pairs(2, 2)
+    boundary = Boundary(layer, 0, stage)
+    assert boundary(hidden) == (hidden, None)
+    boundary.require_same_form(layer, (), layer(hidden))
+    layer.more = hidden
+    with pytest.raises(ValueError, match="Pairs returns a tuple of Tensor, Tensor; wanted the hidden states"):
+        boundary.require_same_form(layer, (), layer(hidden))
+    unknown = Outputs(2, 2)
+    with pytest.raises(ValueError, match="Outputs returns a tuple of Tensor; wanted the hidden states"):
+        Boundary(unknown, 0, stage).require_same_form(unknown, (), unknown(hidden))
