@@ -18,8 +18,16 @@ from torch import Tensor, nn
 
 from lightning_thd._static import shapes_are_static
 from lightning_thd.batch import THDBatch
+from lightning_thd.loss.dtensors import is_dtensor
 from lightning_thd.loss.model_head.lazy_logits import LazyLogits, carry_values, open_values
-from lightning_thd.loss.model_head.wrapped import HeadOperands, guess_logit_map, head_operands, text_config
+from lightning_thd.loss.model_head.linear_head import LinearHead
+from lightning_thd.loss.model_head.wrapped import (
+    HeadOperands,
+    base_of,
+    guess_logit_map,
+    head_operands,
+    text_config,
+)
 from lightning_thd.loss.tiles.logit_map import LogitMap
 from lightning_thd.models.mixers import has_mixers
 from lightning_thd.models.pack import packed
@@ -57,6 +65,8 @@ class HeadCall:
         self.logit_map: LogitMap = guess_logit_map(inner)
         self.job: Job | None = None
         self.model_forward: Any = None
+        self._own_head_forward: Any = None  # that was put on the head itself
+        self._linear = LinearHead()
         self._has_mixers = has_mixers(inner)
 
     @classmethod
@@ -97,6 +107,7 @@ class HeadCall:
     def _run(self, model: nn.Module, job: Job) -> dict[str, Tensor]:
         head = self.inner.get_output_embeddings()
         self.model_forward = self.inner.forward
+        self._own_head_forward = head.__dict__.get("forward")
         self.job = job
         try:
             replaced = _replaced(head, self.head_forward), _replaced(self.inner, self.forward)
@@ -104,7 +115,7 @@ class HeadCall:
                 outputs: dict[str, Tensor] = model(**job.batch.hf_kwargs())
         finally:
             self.job = None
-            self.model_forward = None
+            self.model_forward = self._own_head_forward = None
         return outputs
 
     def _lengths_of(self, batch: THDBatch) -> contextlib.AbstractContextManager[None]:
@@ -133,6 +144,10 @@ class HeadCall:
             job.logits.append(logits)
             return logits
         operands = head_operands(head, hidden)
+        base = base_of(head)
+        if not is_dtensor(base.weight):
+            given = self._own_head_forward if base is head else base.__dict__.get("forward")
+            self._linear.check(base, given, operands.hidden, operands.weight)
         slots = job.batch.targets.numel()
         if operands.hidden.shape[:-1].numel() != slots:
             raise ValueError(

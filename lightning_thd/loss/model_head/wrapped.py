@@ -145,6 +145,12 @@ def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
     )
 
 
+def base_of(head: nn.Module) -> Any:
+    """Return the layer that multiplies by the head's weight, under PEFT's wrappers."""
+    active: Any = _active_copy(head)
+    return getattr(active, "base_layer", active)
+
+
 def _active_copy(head: Any) -> nn.Module:
     """Return the trained copy behind PEFT's ``modules_to_save``."""
     if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
