@@ -80,14 +80,12 @@ def trouble(name: str, install: str = "") -> str | None:
             return f"{name} does not import here: {install}"
         importlib.import_module(name)
     except ModuleNotFoundError as err:
-        if (err.name or "").partition(".")[0] in (
-            "",
-            top,
-        ):  # another release of the package, without this part
+        if (err.name or top).partition(".")[0] == top:  # another release of the package, without this part
             return f"{name} does not import here: {install}"
         return f"{name} does not import here ({_first_line(err)}): pip install {err.name}"
     except Exception as err:  # a build for another ABI raises many kinds
-        anew = install.replace("pip install", "pip install --force-reinstall --no-deps")
+        build = f"pip install {top}" if "lightning_thd[" in install else install
+        anew = build.replace("pip install", "pip install --force-reinstall --no-deps")
         return (
             f"{name} is installed and does not import here ({_first_line(err)}). Built for another torch or "
             f"CUDA? Build it anew: {anew}"

@@ -48,9 +48,9 @@ class Table:
         lines = self._lines()
         widths = self.widths()
         over = sum(widths) + 2 * (len(widths) - 1) - (width or 0)
-        if width is not None and over > 0:
+        if width is not None and over > 0 and self.text:
             widest = max(self.text, key=lambda at: widths[at])
-            widths[widest] = max(16, widths[widest] - over)
+            widths[widest] = min(widths[widest], max(16, widths[widest] - over))
             lines = [part for row in lines for part in _wrapped(row, widest, widths[widest])]
         body = [
             "  ".join(

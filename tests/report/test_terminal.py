@@ -45,6 +45,9 @@ def test_text_is_wrapped_to_the_terminal(
         "      word word word",
     ]
     assert max(map(len, lines)) == 40
+    narrow = Table(columns=("what", "n"), rows=[("a b", "1" * 50)])
+    assert narrow.within(40) == str(narrow)  # there is nothing to wrap
+    assert Table(columns=("n",), rows=[("1" * 50,)], text=()).within(40).endswith("1" * 50)
 
 
 def test_rows_without_heads() -> None:
