@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,19 @@ def test_a_head_that_multiplies_and_adds_is_followed(how: str, biased: bool) -> 
     hidden = body(**batch.hf_kwargs()).last_hidden_state[0]
     wanted = F.cross_entropy(F.linear(hidden, weight, bias), batch.targets, ignore_index=-100)
     torch.testing.assert_close(found, wanted)
+
+
+def test_a_head_that_starts_at_zero_is_looked_at_once_it_says_something() -> None:
+    model, batch = tiny_llama(torch.float64), random_batch(1)
+    put(Normalised)(model)
+    head: Any = model.lm_head
+    with torch.no_grad():
+        head.weight.zero_()
+    torch.testing.assert_close(float(causal_lm_loss(model, batch)), math.log(len(head.weight)))
+    with torch.no_grad():
+        head.weight.normal_()
+    with pytest.raises(ValueError, match="whose forward is not hidden"):
+        causal_lm_loss(model, batch)
 
 
 def test_a_head_is_looked_at_before_its_step_is_recorded() -> None:
