@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import io
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,8 @@ from tests.loss.families import VOCAB, build
 from tests.loss.test_causal_lm import gradients, make_batch, oracle
 from tests.ranks import run_ranks
 
+# How transformers cuts a head over ranks: since 5.16 into DTensors, before into plain weights and hooks.
+DTENSORS = importlib.util.find_spec("transformers.distributed.tensor_parallel") is not None
 LENGTHS = [(5, 9, 1, 13), (3, 17, 8)]
 
 
@@ -111,10 +116,45 @@ def run_tensor_parallel(style: str) -> tuple[float, float]:
     return abs(loss.item() - total.item()), worst(found, expected)
 
 
+def run_tensor_parallel_by_hooks(folder: str) -> str:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="thd", distributed_config=DistributedConfig(tp_size=2)
+    )
+    batch = make_batch(lengths=LENGTHS[0])
+    batch.targets.clamp_(max=VOCAB // 2 - 1)  # those of the first rank's rows alone
+    with pytest.raises(ValueError, match=HOOKS) as caught:
+        causal_lm_loss(model, batch)
+    return str(caught.value)
+
+
+HOOKS = r"cut the model's head over 2 ranks \('colwise_gather_output'\).*transformers>=5.16"
+
+
+@pytest.mark.skipif(DTENSORS, reason="transformers leaves DTensors since 5.16")
+def test_rows_of_a_head_in_plain_weights_are_refused(tmp_path: Path) -> None:
+    build("Granite").float().save_pretrained(tmp_path)
+    assert len(set(run_ranks(run_tensor_parallel_by_hooks, 2, str(tmp_path)))) == 1
+
+
+def test_rows_of_a_head_are_told_by_the_plan_that_transformers_leaves() -> None:
+    head, hidden = nn.Linear(4, 8), torch.zeros(1, 3, 4)
+    head._hf_tp_plan = "colwise_gather_output"  # type: ignore[assignment]
+    for ranks in (1, 2):
+        head._hf_device_mesh = SimpleNamespace(size=lambda ranks=ranks: ranks)  # type: ignore[assignment]
+        if ranks == 1:
+            assert head_operands(head, hidden).vocabulary == 8
+        else:
+            with pytest.raises(ValueError, match=HOOKS):
+                head_operands(head, hidden)
+
+
 @pytest.mark.parametrize("style", ["replicated output", "sharded output", "transformers"])
 def test_tensor_parallel_heads(style: str) -> None:
-    if style == "transformers":
-        pytest.importorskip("transformers.distributed.tensor_parallel")
+    if style == "transformers" and not DTENSORS:
+        pytest.skip("transformers before 5.16 leaves plain weights, which are refused (tested above)")
     for loss, gradient in run_ranks(run_tensor_parallel, 2, style):
         assert loss < 1e-12
         assert gradient < 1e-12

@@ -124,6 +124,7 @@ def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
             f"The model's head is a {type(base).__name__} without a weight [V, H]; causal_lm_loss follows "
             "nn.Linear and its like, LoRA included. Use the model's own logits for this head."
         )
+    _refuse_rows_of_hooks(base)
     low_rank = _low_rank(head, hidden) if base is not head else None
     group, partial = None, False
     if is_dtensor(weight):
@@ -149,6 +150,18 @@ def base_of(head: nn.Module) -> Any:
     """Return the layer that multiplies by the head's weight, under PEFT's wrappers."""
     active: Any = _active_copy(head)
     return getattr(active, "base_layer", active)
+
+
+def _refuse_rows_of_hooks(base: Any) -> None:
+    """Refuse a head of which this rank holds some rows as a plain weight, and hooks gather the logits."""
+    plan, mesh = getattr(base, "_hf_tp_plan", None), getattr(base, "_hf_device_mesh", None)
+    if plan is None or mesh is None or mesh.size() == 1 or is_dtensor(base.weight):
+        return
+    raise ValueError(
+        f"transformers cut the model's head over {mesh.size()} ranks ({plan!r}) and left plain weights, of "
+        "which a loss would see this rank's vocabulary alone. Install transformers>=5.16, which leaves "
+        "DTensors, or cut the model by THDModelParallelStrategy(tensor_parallel_size=...)."
+    )
 
 
 def _active_copy(head: Any) -> nn.Module:
