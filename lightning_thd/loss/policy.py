@@ -268,6 +268,12 @@ def _given(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Te
 def _advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
     check_tensors(advantages=advantages)
     slots, rows = rollouts.batch.targets.shape, rollouts.shape[0]
+    if advantages.shape == slots == (rows,) and max(rollouts.batch.lengths) > 1:
+        raise ValueError(
+            f"advantages is {list(advantages.shape)}, and the pack has {rows} rows in as many slots, so it "
+            "cannot be told whether they are of rows or of slots. Make the rollouts with a slot more: "
+            f"PackedRollouts.from_padded(..., pad_to={rows + 1})."
+        )
     if advantages.shape == (rows,) and slots != (rows,):
         of_row = torch.cat([advantages.detach(), advantages.new_zeros(1)])
         return of_row.index_select(0, rollouts.row)

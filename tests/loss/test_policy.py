@@ -305,3 +305,19 @@ def test_a_token_of_weight_zero_touches_nothing(kind: Any) -> None:
         found.append((loss.detach(), torch.autograd.grad(loss, leaf)[0]))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
+
+
+@pytest.mark.parametrize("of_slots", [False, True])
+def test_advantages_of_as_many_rows_as_slots_are_refused(of_slots: bool) -> None:
+    mask = torch.tensor([[1, 1, 1], [0, 0, 1], [0, 0, 0], [0, 0, 0]])  # 4 rows in 4 slots
+    ids = torch.arange(12).view(4, 3)
+    logp, advantages = -torch.rand(5, dtype=torch.float64), torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
+    with pytest.raises(ValueError, match=r"4 rows in as many slots, .* pad_to=5\)"):
+        policy.grpo_loss(logp[:4], logp[:4], advantages, PackedRollouts.from_padded(ids, mask))
+    wider = PackedRollouts.from_padded(ids, mask, pad_to=5)
+    if of_slots:
+        advantages = wider.pack(advantages[:, None].expand(4, 3))
+    assert policy.grpo_loss(logp, logp, advantages, wider).item() == pytest.approx(-1.0 / 4)
+    # Without a token to predict nothing counts, whichever they are.
+    single = PackedRollouts.from_padded(ids, torch.eye(3).repeat(2, 1)[:4].long())
+    assert policy.grpo_loss(logp[:4], logp[:4], torch.ones(4).double(), single).item() == 0.0
