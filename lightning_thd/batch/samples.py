@@ -26,6 +26,7 @@ _REFUSED = ("input_features", "input_values", "audio_values", "audio_features")
 _MASKS = (
     *("loss_mask", "label_mask", "labels_mask", "target_mask", "completion_mask", "response_mask"),
     *("prompt_mask", "assistant_mask", "assistant_masks", "prompt_length", "prompt_len", "prompt_lengths"),
+    "shift_labels",
 )
 _BOUNDS = ("segment_ids", "document_ids", "doc_ids", "seq_idx", "sequence_lengths")
 # The same under names that datasets of rows that were packed before are read by.

@@ -101,6 +101,11 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
         lines({**IDS, "loss_mask": [0, 0, 1]}),
         "carry 'loss_mask', which is not",
     ),
+    "labels of another name": (
+        "a.jsonl",
+        lines({**IDS, "shift_labels": [-100, 7, -100]}),
+        "carry 'shift_labels', which is not",
+    ),
     "a mask of TRL": ("a.jsonl", lines({**IDS, "completion_mask": [0, 0, 1]}), "carry 'completion_mask'"),
     "segments": (
         "a.jsonl",
@@ -324,7 +329,7 @@ def test_what_unpacks_to_far_more_than_text_does_is_refused(
         read(str(tmp_path / "a.txt.gz"), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["loss_mask", "assistant_masks", "segment_ids"])
+@pytest.mark.parametrize("name", ["loss_mask", "assistant_masks", "segment_ids", "shift_labels"])
 def test_masks_that_nobody_reads_are_refused_wherever_they_stand(tmp_path: Path, name: str) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     datasets = pytest.importorskip("datasets")
