@@ -60,10 +60,11 @@ def compare(family: str, layout: Layout, step: Packs | Sequences, tolerance: flo
         ("qwen3@4t", Layout(pp=2), Sequences(12)),
         ("lfm2@4", Layout(pp=2, dp=2), Packs(6)),
         ("bamba", Layout(pp=2), Sequences(12)),  # its layers return a pair
+        ("mamba2", Layout(pp=2), Packs(2)),  # asks for its head's weight
     ],
 )
 def test_parameters_equal_one_process(family: str, layout: Layout, step: Packs | Sequences) -> None:
-    compare(family, layout, step, 1e-6 if family == "bamba" else 1e-10)  # its scan computes in fp32
+    compare(family, layout, step, {"bamba": 1e-6, "mamba2": 1e-5}.get(family, 1e-10))  # scans in fp32
 
 
 def arguments() -> list[tuple[dict[str, Any], str]]:

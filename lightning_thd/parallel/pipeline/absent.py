@@ -42,11 +42,17 @@ class NoHead(nn.Module):
     Args:
         vocabulary: entries of the whole head.
         stage: receives logits from the last stage where no gradients are wanted.
+        dtype: of the head's weight, which some models ask for.
     """
 
-    def __init__(self, vocabulary: int, stage: Stage) -> None:
+    def __init__(self, vocabulary: int, stage: Stage, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.out_features, self._stage = vocabulary, stage
+        self.out_features, self._stage, self._dtype = vocabulary, stage, dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """Return an empty tensor of the head's dtype: Mamba casts hidden states to it before the head."""
+        return torch.empty(self.out_features, 0, dtype=self._dtype, device=self._stage.device)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the last stage's logits in prediction and evaluation; refuse to train on logits.

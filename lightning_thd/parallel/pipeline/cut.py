@@ -76,7 +76,8 @@ def cut_model(
     if last:
         head.register_forward_hook(stage.share_logits)
     else:
-        inner.set_output_embeddings(NoHead(_rows(head, inner), stage))
+        dtype = getattr(getattr(head, "weight", None), "dtype", torch.float32)
+        inner.set_output_embeddings(NoHead(_rows(head, inner), stage, dtype))
     inner.__dict__[_ATTRIBUTE] = stage
     if wants_balance(inner):
         stage.balance = Balance(channel if balance is None else balance(), stage)
