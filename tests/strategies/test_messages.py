@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_thd import Packs, Sequences, THDBatch
+from lightning_thd import Packs, Sequences, THDBatch, causal_lm_loss
+from lightning_thd.parallel.pipeline.cut import cut_model
 from lightning_thd.strategies.loading import BroadcastLoader
 from lightning_thd.strategies.norms import grad_norm
 from lightning_thd.strategies.pipeline.checkpoint import complete_groups, load_folder
@@ -78,6 +81,19 @@ def test_layers_that_return_more_than_hidden_states() -> None:
         pytest.raises(ValueError, match="Tuples returns a tuple of Tensor, Tensor; wanted the hidden"),
     ):
         fit(module)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_norm_that_runs_before_the_layers_and_was_registered_behind(rank: int) -> None:
+    sizes = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+    sizes |= {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "vocab_size": 64}
+    config = transformers.BartConfig(is_decoder=True, is_encoder_decoder=False, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd")
+    dtype = SimpleNamespace(rank=rank, ranks=2, dtype=lambda device: torch.float32)
+    stage = cut_model(model, dtype)
+    stage.begin(0)
+    with pytest.raises(ValueError, match="BartDecoder runs layernorm_embedding before its layers"):
+        causal_lm_loss(model, THDBatch.collate([{"input_ids": [1, 2, 3]}]))
 
 
 def test_a_log_of_the_last_stage_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.where import user_line
 
 if TYPE_CHECKING:
@@ -17,15 +16,22 @@ if TYPE_CHECKING:
 class NoEmbedding(nn.Module):
     """Replaces the embedding on stages without it; returns NaN of the right shape."""
 
-    def __init__(self, embedding: nn.Module, channel: Channel) -> None:
+    def __init__(self, embedding: nn.Module, stage: Stage) -> None:
         super().__init__()
         self.embedding_dim: int = getattr(embedding, "embedding_dim", 0)
-        self._channel = channel
+        self._stage = stage
 
-    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return NaN ``[..., T, H]`` in the dtype of hidden states."""
-        dtype = self._channel.dtype(ids.device)
-        return torch.full((*ids.shape, self.embedding_dim), torch.nan, dtype=dtype, device=ids.device)
+    @property
+    def weight(self) -> Tensor:
+        """Return an empty tensor on the device of this stage's layers: Llama 4 moves ids there."""
+        held = next(p for layer in self._stage.held.values() for p in layer.parameters())
+        return torch.empty(0, self.embedding_dim, device=held.device, dtype=held.dtype)
+
+    def forward(self, ids: Tensor | torch.Size, *args: Any, **kwargs: Any) -> Tensor:
+        """Return NaN ``[..., T, H]`` in the dtype of hidden states, for ids or for their shape."""
+        shape, device = (ids.shape, ids.device) if isinstance(ids, Tensor) else (ids, self.weight.device)
+        dtype = self._stage.channel.dtype(device)
+        return torch.full((*shape, self.embedding_dim), torch.nan, dtype=dtype, device=device)
 
 
 class PassThrough(nn.Module):

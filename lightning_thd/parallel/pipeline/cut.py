@@ -62,7 +62,7 @@ def cut_model(
     parent._modules[path.rpartition(".")[2]] = StageLayers(layers, stage)
     first, last = channel.rank == 0, channel.rank == channel.ranks - 1
     for owner, name in before:
-        absent = _no_embedding(owner, name, channel)
+        absent = _no_embedding(owner, name, stage)
         if first:
             _run_only_where(owner._modules[name], lambda: stage.holds_embedding, absent)
         else:
@@ -72,6 +72,7 @@ def cut_model(
             _run_only_where(owner._modules[name], lambda: stage.holds_head, PassThrough())
         else:
             owner._modules[name] = PassThrough()
+        _require_behind(name, owner, stage)
     head = inner.get_output_embeddings()
     if last:
         head.register_forward_hook(stage.share_logits)
@@ -128,7 +129,8 @@ def _around(
 ) -> tuple[list[tuple[nn.Module, str]], list[tuple[nn.Module, str]]]:
     """List the modules with parameters that run before and after the layers.
 
-    A module in the wrong place would not go unseen: what stands before the layers gives NaN on other stages.
+    The order is that in which they were registered. One in the wrong place does not go unseen: an embedding
+    gives NaN on other stages, and what should run behind the layers raises before them (``_require_behind``).
 
     Raises:
         ValueError: for parameters that belong to neither.
@@ -175,6 +177,12 @@ def _refuse_shared(inner: Any, layers: nn.ModuleList) -> None:
         raise ValueError(
             f"{type(inner).__name__} has num_kv_shared_layers={config.num_kv_shared_layers!r}: its later "
             "layers use keys of earlier ones, which lie on other stages. Set pipeline_parallel_size=1."
+        )
+    if getattr(config, "hidden_size_per_layer_input", None):
+        raise ValueError(
+            f"{type(inner).__name__} has hidden_size_per_layer_input={config.hidden_size_per_layer_input!r}: "
+            "each of its layers is given an embedding of its own, which only the first pipeline stage has. "
+            "Set pipeline_parallel_size=1."
         )
     if wants_balance(inner):
         require_known_balance(inner)
@@ -245,16 +253,30 @@ def _on_meta(inner: nn.Module) -> nn.Module:
     return copy.deepcopy(inner, memo)
 
 
-def _no_embedding(owner: nn.Module, name: str, channel: Channel) -> NoEmbedding:
+def _no_embedding(owner: nn.Module, name: str, stage: Stage) -> NoEmbedding:
     embedding = owner._modules[name]
     assert embedding is not None
-    return NoEmbedding(embedding, channel)
+    return NoEmbedding(embedding, stage)
 
 
 def _run_only_where(module: Any, here: Any, instead: nn.Module) -> None:
     """Replace a module's forward by that of ``instead`` in passes of stages that lack the module."""
     forward = module.forward
     module.forward = lambda *args, **kwargs: forward(*args, **kwargs) if here() else instead(*args, **kwargs)
+
+
+def _require_behind(name: str, owner: nn.Module, stage: Stage) -> None:
+    """Make a module taken for one behind the layers raise, on every stage, if it runs before them."""
+    module: Any = owner._modules[name]
+
+    def check(module: nn.Module, args: Any) -> None:
+        if not stage.in_layers:
+            raise ValueError(
+                f"{type(owner).__name__} runs {name} before its layers, wanted embeddings alone: other "
+                "pipeline stages could not stand in for it. Set pipeline_parallel_size=1."
+            )
+
+    module.register_forward_pre_hook(check)
 
 
 def _rows(head: Any, inner: Any) -> int:

@@ -65,6 +65,7 @@ class Boundary(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
         """Pass hidden states on, across a stage boundary where one lies here."""
+        self._stage.in_layers = True
         if self._stage.draws:
             take_number()
         given = dict(kwargs)
@@ -81,6 +82,7 @@ class Boundary(nn.Module):
         Raises:
             ValueError: naming the layer and what it returns.
         """
+        self._stage.in_layers = True
         first, *rest = output if isinstance(output, tuple) else (output,)
         length = len(rest) + 1 if isinstance(output, tuple) else None
         if not isinstance(first, Tensor) or length != self._returns or any(x is not None for x in rest):

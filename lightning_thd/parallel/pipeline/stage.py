@@ -50,6 +50,7 @@ class Stage:
         balance: of a mixture of experts whose loss balances the routers of all layers.
         device: of the hidden states that were last seen.
         made: nodes of the running pass's graph that its loss, or what stands for it, ends in.
+        in_layers: whether the running pass has come to the layers.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Stage:
         self.balance: Balance | None = None
         self.device: torch.device | None = None
         self.made: list[Any] = []
+        self.in_layers = False
         self._calls: list[str] = []
         self._received: Tensor | None = None
         self._is_again = False
@@ -102,7 +104,7 @@ class Stage:
     def begin(self, chunk: int | None) -> None:
         """Begin a forward pass through one chunk, or through all (None) without gradients."""
         self.active, self.tail, self._calls, self.made = chunk, None, [], []
-        self._received, self._is_again = None, False
+        self._received, self._is_again, self.in_layers = None, False, False
         if self.balance is not None:
             self.balance.received = None
 

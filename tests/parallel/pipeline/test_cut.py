@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from lightning_thd.parallel.pipeline.absent import NoHead
+from lightning_thd.parallel.pipeline.absent import NoEmbedding, NoHead
 from lightning_thd.parallel.pipeline.cut import cut_model, decoder_stack, language_model_of
 from lightning_thd.parallel.pipeline.layers import Boundary, require_own_inputs, returned_by
 from lightning_thd.parallel.pipeline.stage import stage_of
@@ -108,6 +108,25 @@ def test_keys_that_later_layers_share() -> None:
     model.config.num_kv_shared_layers = 2
     with pytest.raises(ValueError, match="has num_kv_shared_layers=2: its later layers use keys of earlier"):
         cut_model(model, CHANNEL)
+
+
+def test_embeddings_of_every_layer() -> None:
+    model: Any = make_model("llama")
+    model.config.hidden_size_per_layer_input = 8
+    with pytest.raises(ValueError, match="has hidden_size_per_layer_input=8: each of its layers is given an"):
+        cut_model(model, CHANNEL)
+
+
+def test_the_stand_in_for_an_embedding_has_the_device_of_its_stage() -> None:
+    channel = SimpleNamespace(dtype=lambda device: torch.float64)
+    stage: Any = SimpleNamespace(held={"1": nn.Linear(2, 2)}, channel=channel)
+    absent = NoEmbedding(nn.Embedding(8, 6), stage)
+    assert absent.weight.device == torch.device("cpu")
+    for given in (torch.zeros(1, 4, dtype=torch.int64), torch.Size((1, 4))):  # positions may get a shape
+        found = absent(given)
+        assert found.shape == (1, 4, 6)
+        assert found.dtype == torch.float64
+        assert found.isnan().all()
 
 
 def test_layers_that_are_given_what_the_embedding_made() -> None:
