@@ -124,12 +124,13 @@ def pack_lengths(
             f"Sequence {longest} has {values[longest]} tokens but capacity={capacity}. "
             "Raise capacity, or give the lengths to PackPlanner with oversize='truncate' or 'split'."
         )
+    most = min(max_sequences or len(values), len(values))
     if algorithm == "next_fit":
-        return _next_fit(values, capacity, max_sequences)
+        return _next_fit(values, capacity, most)
     order = _argsort_descending(values)
     sizes, counts = _histogram(values[order])
     place = _best_fit if algorithm == "bfd" else _first_fit
-    placements, num_packs = place(sizes, counts, capacity, max_sequences or len(values))
+    placements, num_packs = place(sizes, counts, capacity, most)
     return _gather(placements, num_packs, order)
 
 
@@ -277,13 +278,11 @@ def _gather(placements: list[_Placement], num_packs: int, order: IntArray) -> Pa
     return Packing(indices=indices, offsets=offsets)
 
 
-def _next_fit(values: IntArray, capacity: int, max_sequences: int | None) -> Packing:
+def _next_fit(values: IntArray, capacity: int, most: int) -> Packing:
     """Pack in the given order, closing a pack as soon as the next sequence does not fit."""
     ends = np.cumsum(values)
     following = np.searchsorted(ends, ends - values + capacity, side="right")
-    if max_sequences is not None:
-        following = np.minimum(following, np.arange(len(values)) + max_sequences)
-    jump = following.tolist()
+    jump = np.minimum(following, np.arange(len(values)) + most).tolist()
     offsets = [0]
     while offsets[-1] < len(values):
         offsets.append(jump[offsets[-1]])

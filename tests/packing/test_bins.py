@@ -58,7 +58,7 @@ def test_counting_gives_the_number_of_packs() -> None:
 @given(
     lengths=st.lists(st.integers(1, 64), min_size=1, max_size=40),
     algorithm=st.sampled_from(["bfd", "ffd", "next_fit"]),
-    limit=st.none() | st.integers(1, 4),
+    limit=st.none() | st.integers(1, 4) | st.just(2**70),
 )
 def test_each_sequence_lands_in_one_pack_within_budget(
     lengths: list[int], algorithm: str, limit: int | None
