@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_thd._checks import instance
+from lightning_thd._checks import instance, whole_number
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> None:
@@ -75,6 +75,11 @@ def check_offsets_tensor(cu_seqlens: Tensor, device: torch.device, side: str) ->
         raise ValueError(
             f"{name} is {cu_seqlens.dtype}; want int32, as GPU kernels do: {name}.to(torch.int32)."
         )
+
+
+def host_int(max_seqlen: int, name: str) -> int:
+    """Return a longest sequence as a Python integer; a tensor, which kernels would read, is a TypeError."""
+    return whole_number(max_seqlen, name, advice="Pass an int known on the host: batch.max_seqlen.")
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:

@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from lightning_thd.attention.checks import check_sinks, check_tensors
+from lightning_thd.attention.checks import check_sinks, check_tensors, host_int
 from lightning_thd.attention.context_parallel import context_parallel_attention
 from lightning_thd.attention.kernels import flash, kernel, te, torch_varlen
 from lightning_thd.attention.kernels.cpu import CpuKernel
@@ -67,7 +67,8 @@ def varlen_attention(
     check_tensors(q_THD, k_THD, v_THD, cu_seqlens_q, cu_seqlens_kv)
     check_sinks(sinks, q_THD)
     spec = make_spec(q_THD.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
-    at = Offsets(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    longest_q, longest_kv = host_int(max_seqlen_q, "max_seqlen_q"), host_int(max_seqlen_kv, "max_seqlen_kv")
+    at = Offsets(cu_seqlens_q, cu_seqlens_kv, longest_q, longest_kv)
     if layout.in_use:  # some batch of this process is cut for context parallelism
         out: Tensor = _attend_shard(q_THD, k_THD, v_THD, at, spec, sinks, backend)
         return out

@@ -162,6 +162,7 @@ def _refuse_other_axes(**sizes: int) -> None:
 
 
 def _check_pipeline(size: int, schedule: str, stages_per_rank: int) -> None:
+    whole_number(size, "pipeline_parallel_size", least=1)
     whole_number(stages_per_rank, "stages_per_rank", least=None)
     if not isinstance(schedule, str) or schedule not in ("1f1b", "interleaved"):
         raise ValueError(f"pipeline_schedule={schedule!r} is not one of '1f1b', 'interleaved'.")

@@ -59,6 +59,14 @@ def test_equals_dense_forward_and_backward(case: str, cross: bool, sinks: bool) 
         torch.testing.assert_close(got, want, atol=1e-11, rtol=1e-11)
 
 
+@pytest.mark.parametrize("value", [None, {"input_ids": [1]}, 3.0, torch.tensor(200)])
+def test_a_longest_sequence_is_a_number_of_the_host(value: object) -> None:
+    offsets = cu(LENGTHS)
+    for given in ((value, 200), (200, value)):
+        with pytest.raises(TypeError, match=r"max_seqlen_(q|kv) is .* an int. Pass an int known on the host"):
+            varlen_attention(*inputs(), offsets, offsets, *given)
+
+
 def test_one_token_returns_its_value() -> None:
     q, k, v = (torch.randn(1, 2, 8) for _ in range(3))
     assert torch.equal(varlen_attention(q, k, v, cu([1]), cu([1]), 1, 1), v)

@@ -83,6 +83,13 @@ def test_arguments_that_contradict_each_other(given: dict[str, Any], message: st
         THDModelParallelStrategy(**given)
 
 
+def test_a_size_is_a_whole_number() -> None:
+    with pytest.raises(TypeError, match="pipeline_parallel_size is a Tensor.*wanted a whole number"):
+        THDModelParallelStrategy(pipeline_parallel_size=torch.zeros(0))
+    with pytest.raises(ValueError, match="pipeline_parallel_size=0; wanted 1 or more"):
+        THDModelParallelStrategy(pipeline_parallel_size=0)
+
+
 def evaluate(layout: Layout) -> dict[str, Any]:
     module = Job("qwen3@4t")
     trainer = make_trainer(layout, limit_val_batches=3, val_check_interval=2, max_steps=2)

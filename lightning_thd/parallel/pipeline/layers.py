@@ -112,10 +112,15 @@ def returned_by(layer: nn.Module) -> int | None:
 
 
 def require_own_inputs(index: int, inputs: dict[Any, Any]) -> None:
-    """Refuse layers that need an input computed from the embedding, which this rank lacks."""
+    """Refuse layers that need an input computed from the embedding.
+
+    Ranks without it see NaN, and the rank that has it an input that wants a gradient.
+    """
     for name, value in inputs.items():
         for part in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(part, Tensor) and part.is_floating_point() and bool(torch.isnan(part).any()):
+            if not isinstance(part, Tensor) or not part.is_floating_point():
+                continue
+            if part.requires_grad or bool(torch.isnan(part).any()):
                 raise ValueError(
                     f"Layer {index} is given {name!r}, which is made of the embedding; only the first "
                     "pipeline stage has that. Set pipeline_parallel_size=1 for this model."

@@ -129,9 +129,13 @@ def test_the_stand_in_for_an_embedding_has_the_device_of_its_stage() -> None:
         assert found.isnan().all()
 
 
-def test_layers_that_are_given_what_the_embedding_made() -> None:
+@pytest.mark.parametrize(
+    "value", [torch.full((1, 4, 2), torch.nan), torch.zeros(1, 4, 2, requires_grad=True)]
+)
+def test_layers_that_are_given_what_the_embedding_made(value: torch.Tensor) -> None:
+    require_own_inputs(3, {"rope": (value.detach().nan_to_num(),)})
     with pytest.raises(ValueError, match="Layer 3 is given 'residual', which is made of the embedding"):
-        require_own_inputs(3, {"residual": torch.full((1, 4, 2), torch.nan)})
+        require_own_inputs(3, {"residual": value})
 
 
 def test_logits_of_a_stage_without_a_head() -> None:
