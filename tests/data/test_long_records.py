@@ -190,16 +190,20 @@ def test_text_files(tmp_path: Path, small: Small, tail: bytes) -> None:
             opened(tmp_path / "d", tmp_path / "raised")
 
 
-def test_arrow_text(tmp_path: Path, small: Small) -> None:
-    pa = pytest.importorskip("pyarrow")
+@pytest.mark.parametrize("suffix", [".arrow", ".parquet"])
+def test_text_of_columns(tmp_path: Path, small: Small, suffix: str) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = ["short", "long \u4e2d\U0001f600" * 20, None, "b" * 99]
     kinds = [pa.string(), pa.large_string()]
     for kind in kinds:
         table = pa.table({"text": pa.array(texts, kind), "id": [1, 2, 3, 4]})
-        file = tmp_path / f"{kind}.arrow"
-        with pa.ipc.new_file(str(file), table.schema) as writer:
-            for start in (0, 2):
-                writer.write_table(table.slice(start, 2))
+        file = tmp_path / f"{kind}{suffix}"
+        if suffix == ".parquet":
+            parquet.write_table(table, file, row_group_size=2)
+        else:
+            with pa.ipc.new_file(str(file), table.schema) as writer:
+                for start in (0, 2):
+                    writer.write_table(table.slice(start, 2))
         wanted = content(opened(file, tmp_path / f"w{kind}", on_error="skip"))
         assert len(wanted) == 3
         with pytest.MonkeyPatch.context() as patch:

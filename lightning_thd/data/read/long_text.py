@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_PIECE = 1 << 18  # characters
+_PIECE = 1 << 17  # characters
 _OVERLAP = 1 << 12
 _AGREE = 16  # tokens in a row that both pieces have
 _LONG = 1 << 20  # characters: shorter documents are tokenised whole

@@ -19,7 +19,7 @@ from lightning_thd.data.read.decode import Bad, decode, parse_json
 from lightning_thd.data.read.files import COLUMNS, LINES, TABLES, SourceFile, find_files
 from lightning_thd.data.read.json_files import cut_json, cut_lines
 from lightning_thd.data.read.long import values
-from lightning_thd.data.read.long.values import BufferText, FileText, Long
+from lightning_thd.data.read.long.values import ArrayText, BufferText, FileText, Long
 from lightning_thd.data.store.columns import map_arrow, string_sizes
 from lightning_thd.data.store.measure import MapDataset
 
@@ -111,22 +111,29 @@ class ColumnChunk:
         """Read the rows as dicts; what is null is left out."""
         i = self.first_row
         for batch in read_part(self.file, self.part):
-            large = self.file.suffix == ".arrow" and batch.nbytes > values.LONG_BYTES
+            large = batch.nbytes > values.LONG_BYTES
             for found in self._rows(batch, i) if large else batch.to_pylist():
                 yield f"{self.file.name}, row {i}", without_nulls(found)
                 i += 1
 
     def _rows(self, batch: Any, first: int) -> Iterator[dict[str, Any] | Long]:
-        """Read rows one by one, leaving strings that are long where the file is mapped."""
-        pt = require("pyarrow", feature="reading .arrow files").types
+        """Read rows one by one, leaving strings that are long where the file is mapped, or the batch lies."""
+        pt = require("pyarrow", feature=f"reading {self.file.suffix} files").types
+        mapped = self.file.suffix == ".arrow"
         texts = [f.name for f in batch.schema if pt.is_string(f.type) or pt.is_large_string(f.type)]
         sizes = {name: string_sizes(batch.column(name)) for name in texts}
         for at in range(batch.num_rows):
             long = [name for name in texts if sizes[name][at] > values.LONG_BYTES]
             others = batch.select([name for name in batch.schema.names if name not in long]).slice(at, 1)
             row: dict[str, Any] = others.to_pylist()[0] if others.num_columns else {}
+            if not long:
+                yield row
+                continue
             place = self.file.path, self.part, first - self.first_row + at
-            yield Long({name: BufferText(*place, name) for name in long}, without_nulls(row)) if long else row
+            yield Long(
+                {n: BufferText(*place, n) if mapped else ArrayText(batch.column(n), at) for n in long},
+                without_nulls(row),
+            )
 
 
 @dataclass(frozen=True, slots=True)

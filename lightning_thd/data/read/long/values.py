@@ -153,7 +153,20 @@ class BufferText(_Text):
     def text(self) -> Iterator[str]:
         """Decode the string, block by block, from where the file is mapped."""
         batch = map_arrow(self.path, str(self.path)).to_batches()[self.part]
-        view = string_bytes(batch.column(batch.schema.get_field_index(self.column)), self.row)
+        column = batch.column(batch.schema.get_field_index(self.column))
+        yield from ArrayText(column, self.row).text()
+
+
+@dataclass(frozen=True)
+class ArrayText(_Text):
+    """A string of an Arrow array in memory, as Parquet is read into."""
+
+    array: Any
+    row: int
+
+    def text(self) -> Iterator[str]:
+        """Decode the string, block by block."""
+        view = string_bytes(self.array, self.row)
         decoder = codecs.getincrementaldecoder("utf-8")()
         for at in range(0, len(view), _BLOCK):
             yield _decoded(decoder, bytes(view[at : at + _BLOCK]), at)
