@@ -14,15 +14,15 @@ INT64_MAX = 2**63 - 1
 
 
 def whole_number(
-    value: Any, name: str, *, least: int | None = 0, most: int | None = None, advice: str = ""
+    value: Any, name: str, *, least: int | None = 0, most: int = INT64_MAX, advice: str = ""
 ) -> int:
     """Return one whole number as a Python integer.
 
     Args:
         value: an int or a numpy integer; a symbolic size of ``torch.compile`` is handed on.
         name: what the user calls it.
-        least: the smallest allowed; None asks for nothing.
-        most: the largest allowed; None asks for nothing.
+        least: the smallest allowed; None is the smallest of int64.
+        most: the largest allowed; by default the largest of int64, which tensors and arrays hold.
         advice: what to pass instead.
 
     Returns:
@@ -36,9 +36,10 @@ def whole_number(
         return value  # type: ignore[return-value]  # a size that is being traced
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} is {described(value)}; wanted a whole number, an int. {advice}".rstrip())
-    if least is not None and value < least:
+    least = -INT64_MAX - 1 if least is None else least
+    if value < least:
         raise ValueError(f"{name}={value}; wanted {least} or more. {advice}".rstrip())
-    if most is not None and value > most:
+    if value > most:
         raise ValueError(f"{name}={value}; wanted at most {most}. {advice}".rstrip())
     return value if type(value) is int else int(value)
 

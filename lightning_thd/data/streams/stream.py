@@ -15,6 +15,8 @@ from lightning_thd.data.streams.reader import OnError
 from lightning_thd.data.streams.shards import Shard, open_shards
 from lightning_thd.packing.mixtures import Mixing, check_weights
 
+_MOST_KEPT = 2**31 - 1  # sequences in the memory of one rank
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
@@ -59,8 +61,10 @@ class Stream:
                     f"cache_lengths=True plans epochs that use every sequence once, and steps_per_epoch="
                     f"{self.steps_per_epoch} cuts them. Leave one of them out."
                 )
-        whole_number(self.window, "window", least=1, advice="It is the number of sequences a rank keeps.")
-        whole_number(self.shuffle_buffer, "shuffle_buffer", advice="0 keeps the order of the shards.")
+        advice = "It is the number of sequences a rank keeps."
+        whole_number(self.window, "window", least=1, most=_MOST_KEPT, advice=advice)
+        advice = "0 keeps the order of the shards."
+        whole_number(self.shuffle_buffer, "shuffle_buffer", most=_MOST_KEPT, advice=advice)
         if self.steps_per_epoch is not None:
             whole_number(self.steps_per_epoch, "steps_per_epoch", least=1, advice="None has no limit.")
         if self.max_errors is not None:

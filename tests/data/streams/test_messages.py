@@ -52,6 +52,18 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Stream(source=rows, timeout_s=float("inf")),
         "timeout_s=inf; wanted a finite number",
     ),
+    "a window beyond any memory": (
+        lambda: Stream(source=rows, window=2**31),
+        "window=2147483648; wanted at most 2147483647. It is the number of sequences a rank keeps",
+    ),
+    "a buffer beyond any memory": (
+        lambda: Stream(source=rows, shuffle_buffer=2**63),
+        "shuffle_buffer=9223372036854775808; wanted at most 2147483647. 0 keeps the order",
+    ),
+    "epochs beyond int64": (
+        lambda: Stream(source=rows, steps_per_epoch=2**63),
+        "steps_per_epoch=9223372036854775808; wanted at most 9223372036854775807. None has no limit",
+    ),
     "packs that ranks do not share": (
         lambda: for_three(4),
         r"Packs\(n=4\) cannot be shared by 3 data-parallel ranks. Use a multiple of it",
