@@ -141,6 +141,16 @@ def instance(value: Any, name: str, *wanted: type, advice: str = "") -> None:
         raise TypeError(f"{name} is {described(value)}; wanted {names}. {advice}".rstrip())
 
 
+def flags(**values: Any) -> None:
+    """Raise TypeError unless every value, given under its name, is True or False.
+
+    Raises:
+        TypeError: naming the first that is not.
+    """
+    for name, value in values.items():
+        instance(value, name, bool, advice="Pass True or False.")
+
+
 def choice(value: Any, name: str, *wanted: str) -> None:
     """Raise ValueError unless a value is one of the given words.
 

@@ -12,6 +12,7 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_thd._checks import choice, flags
 from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks._graph_host import (
     leave_out_of_rates,
@@ -41,7 +42,7 @@ from lightning_thd.cuda_graph.choice.plan import (
     sequence_counts,
 )
 from lightning_thd.cuda_graph.choice.sampling import longest_sequence, sample_layouts
-from lightning_thd.cuda_graph.graphed_step import Scope
+from lightning_thd.cuda_graph.graphed_step import Scope, check_scope
 from lightning_thd.cuda_graph.shapes.buckets import Layout
 from lightning_thd.cuda_graph.shapes.static_shard import Cut
 from lightning_thd.packing import PackPlanner
@@ -102,13 +103,14 @@ class CUDAGraphCallback(L.Callback):
         backend: Literal["cuda", "recording"] | Backend = "cuda",
     ) -> None:
         self.given = sequence_counts(max_sequences)
+        check_scope(scope, layers)
+        flags(require=require)
+        if not isinstance(costs, GraphCosts):
+            choice(costs, "costs", "measure")
+        if not isinstance(backend, Backend):
+            choice(backend, "backend", "cuda", "recording")
         self.scope: Scope = scope
         self.layers = tuple(layers)
-        if (scope == "layers") != bool(self.layers):
-            raise ValueError(
-                f"CUDAGraphCallback(scope={scope!r}, layers={self.layers}): scope='layers' needs names of "
-                "layers, for example layers=('self_attn',), and scope='step' takes none."
-            )
         self.costs, self.require = costs, require
         self._backend_choice = backend
         self.plan: GraphPlan | None = None

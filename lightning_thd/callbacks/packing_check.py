@@ -11,7 +11,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_thd._checks import flags, host_ints, instance
 from lightning_thd.models.probe import check_packing
+from lightning_thd.models.probe.probe import check_options
 from lightning_thd.models.probe.report import PackingReport
 
 
@@ -39,9 +41,13 @@ class PackingCheck(L.Callback):
         grad: bool = True,
         tolerance: float | None = None,
     ) -> None:
+        if model is not None:
+            instance(model, "model", str, advice="Pass the attribute that holds the model: 'policy.model'.")
+        check_options(vocab_size, tolerance)
+        flags(grad=grad)
         self.model = model
         self.vocab_size = vocab_size
-        self.lengths = tuple(lengths)
+        self.lengths = tuple(host_ints(lengths, "lengths", advice="Pass at least two lengths.").tolist())
         self.grad = grad
         self.tolerance = tolerance
         self.report: PackingReport | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_thd._checks import described, instance, whole_number
+from lightning_thd._checks import described, flags, whole_number
 from lightning_thd.callbacks.measuring.across_ranks import data_parallel_group, group_size
 from lightning_thd.callbacks.measuring.counting import Counting
 from lightning_thd.callbacks.measuring.evaluation import EvaluationHooks
@@ -73,7 +73,7 @@ class THDThroughputMonitor(EvaluationHooks):
         clock: Callable[[], float] | None = None,
     ) -> None:
         super().__init__()
-        if peak not in ("auto", "measure"):
+        if not isinstance(peak, str) or peak not in ("auto", "measure"):
             check_peak(peak)
         check_conventions(causal=causal, tokens=tokens)
         if recompute != "auto":
@@ -81,8 +81,7 @@ class THDThroughputMonitor(EvaluationHooks):
         if every_n_steps is not None and whole_number(every_n_steps, "every_n_steps", least=None) < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: log every 1 or more steps, or None.")
         whole_number(warmup_steps, "warmup_steps", advice="It is the number of steps left out of the rates.")
-        for name, flag in (("progress_bar", progress_bar), ("pictures", pictures)):
-            instance(flag, name, bool, advice="Pass True or False.")
+        flags(progress_bar=progress_bar, pictures=pictures)
         if clock is not None and not callable(clock):
             raise TypeError(
                 f"clock is {described(clock)}; wanted a function that gives seconds, as time.perf_counter."

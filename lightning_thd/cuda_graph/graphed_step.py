@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_thd._checks import described, instance
+from lightning_thd._checks import described, flags, instance
 from lightning_thd.batch import THDBatch
 from lightning_thd.cuda_graph.capture.backend import Backend, CudaBackend
 from lightning_thd.cuda_graph.capture.captured import CapturedStep
@@ -28,6 +28,24 @@ from lightning_thd.cuda_graph.stats import GraphStats
 Scope = Literal["step", "layers"]
 # Parameters that keep moving (a swap every few steps) make every capture worthless.
 _MOST_CAPTURES = 4
+
+
+def check_scope(scope: object, layers: Any) -> None:
+    """Refuse an unknown scope, and one that its layers contradict.
+
+    Raises:
+        TypeError: for layers that are no list of names.
+        ValueError: for another scope, one of layers without names, one of steps with them.
+    """
+    if not isinstance(scope, str) or scope not in ("step", "layers"):
+        raise ValueError(f"scope={scope!r}: wanted 'step' or 'layers'.")
+    instance(layers, "layers", list, tuple, advice="Pass names of layers.")
+    names = tuple(layers)
+    if (scope == "layers") != bool(names):
+        raise ValueError(
+            f"scope={scope!r} with layers={names}: scope='layers' needs names of layers to capture, for "
+            "example layers=('self_attn',), and scope='step' takes none."
+        )
 
 
 class GraphedStep:
@@ -62,15 +80,8 @@ class GraphedStep:
         require: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if not isinstance(scope, str) or scope not in ("step", "layers"):
-            raise ValueError(f"scope={scope!r}: wanted 'step' or 'layers'.")
-        instance(require, "require", bool, advice="Pass True or False.")
-        instance(layers, "layers", list, tuple, advice="Pass names of layers.")
-        if (scope == "layers") != bool(layers):
-            raise ValueError(
-                f"scope={scope!r} with layers={tuple(layers)}: scope='layers' needs names of the layers to "
-                "capture, for example layers=('self_attn',), and scope='step' takes none."
-            )
+        check_scope(scope, layers)
+        flags(require=require)
         instance(buckets, "buckets", list, tuple, advice="See make_buckets((24, 80), slots=...).")
         if not buckets:
             raise ValueError(

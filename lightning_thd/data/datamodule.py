@@ -12,7 +12,7 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_thd._checks import whole_number
+from lightning_thd._checks import flags, whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
@@ -167,6 +167,8 @@ class THDDataModule(L.LightningDataModule):
             mixing=mixing,
         )
         check_choice("empty", empty, get_args(Empty))
+        if pin_memory is not None:
+            flags(pin_memory=pin_memory)
         self._opener = Opener(
             tokenizer=tokenizer,
             text_key=text_key,

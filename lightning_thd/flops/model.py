@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_thd._checks import described, instance
+from lightning_thd._checks import described, flags, instance, whole_number
 from lightning_thd.flops.backward.passes import layers_of_module
 from lightning_thd.flops.breakdown import FlopsBreakdown
 from lightning_thd.flops.families.registry import read_config, register
@@ -73,6 +73,9 @@ class FlopsModel:
 
     def __post_init__(self) -> None:
         check_conventions(**{name: getattr(self, name) for name in _CHOICES})
+        instance(self.name, "name", str, advice="It names the family in messages.")
+        whole_number(self.merge, "merge", least=1, advice="It is the patches that become one token.")
+        flags(embedding=self.embedding, router=self.router)
         if not isinstance(self.layers, tuple) or not all(isinstance(layer, Layer) for layer in self.layers):
             raise TypeError(f"layers is {described(self.layers)}; wanted a tuple of Layer.")
         training, forward = _sum_terms(self, _training), _sum_terms(self, _forward)

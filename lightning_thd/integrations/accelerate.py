@@ -75,6 +75,8 @@ def prepare_thd(
     require("accelerate", feature="prepare_thd")
     _refuse_parallelism(accelerator)
     instance(model, "model", nn.Module, advice="Pass the model itself.")
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise TypeError(f"scheduler is {described(scheduler)}; wanted a learning-rate scheduler, or None.")
     rank, ranks, group = data_rank(accelerator)
     shared = share_packs(
         model,

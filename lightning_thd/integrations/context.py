@@ -12,6 +12,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.data.trainer_link import model_alignment
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.shard import shard_batch
+from lightning_thd.strategies.dynamic import check_ways
 from lightning_thd.strategies.guards import (
     refuse_other_attention,
     refuse_second_context_parallelism,
@@ -79,6 +80,7 @@ def share_packs(
             f"context_parallel_size={size!r} is {type(size).__name__}; wanted a number of ranks. 'dynamic' "
             "needs THDDDPStrategy or THDModelParallelStrategy."
         )
+    check_ways(layout, communication, None)
     if size < 1 or ranks % size:
         raise ValueError(
             f"context_parallel_size={size} does not divide the {ranks} ranks that read data. Start a "

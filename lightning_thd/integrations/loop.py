@@ -24,6 +24,7 @@ from lightning_thd.cuda_graph.capture.backend import Backend
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.streams import StreamLoader
+from lightning_thd.flops.rates import check_peak
 from lightning_thd.integrations.context import Shared
 from lightning_thd.integrations.evaluation import LossFn, mean_loss
 from lightning_thd.integrations.graphs import MaxSequences, graphed_loss
@@ -86,6 +87,8 @@ class PackedLoop:
     ) -> None:
         whole_number(log_every_n_steps, "log_every_n_steps", least=1, advice="Log every 1 or more steps.")
         whole_number(warmup_steps, "warmup_steps", advice="It is the number of steps left out of the rates.")
+        if not isinstance(peak, str) or peak not in ("auto", "measure"):
+            check_peak(peak)
         self.model, self.loader, self.optimizer, self.scheduler = model, loader, optimizer, scheduler
         self.global_step = 0
         self.latest: dict[str, float] = {}

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._checks import instance, whole_number
+from lightning_thd._checks import flags, instance, real_number, whole_number
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
@@ -120,7 +120,8 @@ def causal_lm_loss(
             ``reduction="sequences"`` where the number of the step's sequences is unknown.
         NotImplementedError: for a model that does to its logits what cannot be followed.
     """
-    instance(return_parts, "return_parts", bool, advice="Pass True or False.")
+    flags(return_parts=return_parts)
+    real_number(mtp_weight, "mtp_weight", advice="It is what the further predictions weigh.")
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(model, z_loss))
     factors = loss_weights(batch, reduction, weights, class_weights, smoothed=label_smoothing > 0)
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale

@@ -319,8 +319,10 @@ def _reduced(
         factors = _given(rollouts, weights=weights)["weights"].detach()
         losses = torch.where(factors != 0, losses, 0.0) * factors
     rows = rollouts.means(losses, group=group) if kind == "grpo" else rollouts.sums(losses, group=group)
+    if max_tokens is not None:
+        whole_number(max_tokens, "max_tokens", least=1, advice="It is the longest response's tokens.")
     if kind == "dr_grpo" and scale is None:
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+        if max_tokens is None:
             raise ValueError(
                 f"kind='dr_grpo' got max_tokens={max_tokens!r}, wanted the longest response's tokens."
             )

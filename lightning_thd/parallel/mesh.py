@@ -73,12 +73,7 @@ def resolve_sizes(
         ValueError: when they do not make up the job.
     """
     given = {"pipeline": pipeline, "context": context, "tensor": tensor}
-    for name, size in {**given, "data": 1 if data == "auto" else data}.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(
-                f"{name}_parallel_size={size!r}; wanted 1 or more ranks"
-                + (" or 'auto'." if name == "data" else ", where 1 means not at all.")
-            )
+    check_sizes(data=data, **given)
     shown = " x ".join(
         f"{name}_parallel_size={size}" for name, size in given.items() if name != "pipeline" or size > 1
     )
@@ -97,6 +92,26 @@ def resolve_sizes(
             f"{sizes.world} processes, or use data_parallel_size='auto'."
         )
     return sizes
+
+
+def check_sizes(*, data: object, replicas: object = 1, **others: object) -> None:
+    """Refuse what is no number of ranks.
+
+    Raises:
+        ValueError: naming the axis.
+    """
+    auto = isinstance(data, str) and data == "auto"
+    for name, size in {**others, "data": 1 if auto else data}.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(
+                f"{name}_parallel_size={size!r}; wanted 1 or more ranks"
+                + (" or 'auto'." if name == "data" else ", where 1 means not at all.")
+            )
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+        raise ValueError(
+            f"data_parallel_replicas={replicas!r}; wanted 1 or more. Set it to the number of nodes, or to a "
+            "divisor of the data-parallel ranks."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -136,9 +136,10 @@ def shard_batch(
         ValueError: when lengths do not divide, or the batch holds what cannot be cut (images).
     """
     instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")
+    known = cp is not None and rank is not None
+    if not (known and group is None) and not (hasattr(group, "size") and hasattr(group, "rank")):
+        raise TypeError(f"group is {described(group)}; wanted a process group, or cp= and rank=.")
     if cp is None or rank is None:
-        if not hasattr(group, "size") or not hasattr(group, "rank"):
-            raise TypeError(f"group is {described(group)}; wanted a process group, or cp= and rank=.")
         assert group is not None
         cp, rank = group.size(), group.rank()
     at = ShardLayout(

@@ -84,9 +84,9 @@ def check_ways(layout: object, communication: object, costs: object) -> None:
         ("layout", layout, get_args(Layout)),
         ("communication", communication, get_args(Communication)),
     ):
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise ValueError(f"context_parallel_{name}={value!r}; wanted one of {', '.join(known)}.")
-    if costs is not None and costs != "measure" and not isinstance(costs, CommCosts):
+    if not (costs is None or isinstance(costs, CommCosts) or (isinstance(costs, str) and costs == "measure")):
         raise TypeError(
             f"context_parallel_costs={costs!r} is {type(costs).__name__}; wanted CommCosts(...) from "
             "lightning_thd.parallel.context.costs, 'measure', or None."

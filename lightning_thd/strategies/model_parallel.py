@@ -15,11 +15,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_thd._checks import whole_number
+from lightning_thd._checks import described, flags, instance, whole_number
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel import fsdp
 from lightning_thd.parallel.context.costs import CommCosts
 from lightning_thd.parallel.context.layout import Communication
+from lightning_thd.parallel.mesh import check_sizes
 from lightning_thd.parallel.pipeline import ScheduleName
 from lightning_thd.strategies.dynamic import check_degrees, check_ways
 from lightning_thd.strategies.pipeline.mixin import PipelineMixin
@@ -94,6 +95,20 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         )
         _refuse_other_axes(expert=expert_parallel_size)
         _check_pipeline(pipeline_parallel_size, pipeline_schedule, stages_per_rank)
+        _check_split(pipeline_split, pipeline_parallel_size)
+        check_sizes(data=data_parallel_size, tensor=tensor_parallel_size, replicas=data_parallel_replicas)
+        if tensor_parallel_plan is not None:
+            advice = "Pass names of modules and their styles: {'mlp.up_proj': 'colwise'}."
+            instance(tensor_parallel_plan, "tensor_parallel_plan", Mapping, advice=advice)
+        if process_group_backend is not None:
+            instance(process_group_backend, "process_group_backend", str, advice="Pass 'nccl' or 'gloo'.")
+        flags(
+            sequence_parallel=sequence_parallel,
+            broadcast_data=broadcast_data,
+            check_plans=check_plans,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            asynchronous_checkpoints=asynchronous_checkpoints,
+        )
         if pipeline_parallel_size > 1 and not save_distributed_checkpoint:
             raise ValueError(
                 f"save_distributed_checkpoint=False with pipeline_parallel_size={pipeline_parallel_size}: "
@@ -116,7 +131,11 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
         self.context_parallel_layout = context_parallel_layout
         self.context_parallel_communication = context_parallel_communication
         self.context_parallel_costs = context_parallel_costs
-        if reshard_after_forward not in (True, False, "auto"):
+        if not isinstance(reshard_after_forward, bool | str) or reshard_after_forward not in (
+            True,
+            False,
+            "auto",
+        ):
             raise ValueError(
                 f"reshard_after_forward={reshard_after_forward!r} is not one of True, False, 'auto'."
             )
@@ -159,6 +178,24 @@ def _refuse_other_axes(**sizes: int) -> None:
                 "context_parallel_size, pipeline_parallel_size and tensor_parallel_size, whose ranks share "
                 "out experts."
             )
+
+
+def _check_split(split: object, size: int) -> None:
+    if isinstance(split, str) and split == "auto":
+        return
+    if isinstance(split, str) or not isinstance(split, Sequence):
+        raise TypeError(
+            f"pipeline_split is {described(split)}; wanted 'auto', or the number of layers of each stage."
+        )
+    for layers in split:
+        whole_number(
+            layers, "A number of pipeline_split", least=1, advice="Each stage holds 1 or more layers."
+        )
+    if size == 1:
+        raise ValueError(
+            f"pipeline_split={list(split)} with pipeline_parallel_size=1: there are no stages to split into. "
+            "Set pipeline_parallel_size, or leave the split out."
+        )
 
 
 def _check_pipeline(size: int, schedule: str, stages_per_rank: int) -> None:

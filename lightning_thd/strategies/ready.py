@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_thd._checks import instance
+from lightning_thd._checks import flags, instance
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel.context.costs import CommCosts
 from lightning_thd.parallel.context.layout import Communication
@@ -91,6 +91,7 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         super().__init__(**kwargs)
         check_degrees(context_parallel_size, max_context_parallel_size)
         check_ways(context_parallel_layout, context_parallel_communication, context_parallel_costs)
+        flags(broadcast_data=broadcast_data, check_plans=check_plans)
         self.context_parallel_size = context_parallel_size
         self.max_context_parallel_size = max_context_parallel_size
         self.context_parallel_layout = context_parallel_layout

@@ -7,7 +7,7 @@ import gc
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -29,6 +29,7 @@ class Graph(Protocol):
         """Make the caller's later work wait until the replay passes a mark, or ends if past the last mark."""
 
 
+@runtime_checkable
 class Backend(Protocol):
     """An engine that captures work and runs it again.
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from lightning_thd._checks import choice, instance, whole_number
+from lightning_thd._checks import choice, described, flags, instance, whole_number
 from lightning_thd.batch import THDBatch
 from lightning_thd.data.read.encode import Tokenizer, tokenizer_fingerprint
 from lightning_thd.data.streams.engine import Settings
@@ -21,7 +21,8 @@ from lightning_thd.data.streams.schedule import Scheduling
 from lightning_thd.data.streams.stream import Stream, StreamMixture, open_sources
 from lightning_thd.data.trainer_link import Host, model_cost, model_windows, vocab_size
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
-from lightning_thd.packing.lengths import make_slots
+from lightning_thd.packing.entries import Oversize
+from lightning_thd.packing.lengths import MOST_SLOTS, check_choice, check_count, make_slots
 from lightning_thd.packing.planner import Tail
 
 
@@ -46,6 +47,24 @@ class StreamPolicies:
     pin_memory: bool | None = None
     plan_window: int = 4096
     cache_dir: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        check_count("capacity", self.capacity, "It is the tokens of a pack.", most=MOST_SLOTS)
+        check_choice("oversize", self.oversize, get_args(Oversize))
+        check_choice("tail", self.tail, get_args(Tail))
+        whole_number(self.seed, "seed", least=None)
+        whole_number(self.num_workers, "num_workers", advice="0 reads in the training process.")
+        instance(self.text_key, "text_key", str, advice="It names the field with the text.")
+        if self.global_batch is not None:
+            instance(
+                self.global_batch, "global_batch", Packs, Sequences, advice="Pass Packs(n) or Sequences(n)."
+            )
+        for name in ("pad_to", "vocab_size"):
+            if getattr(self, name) is not None:
+                whole_number(getattr(self, name), name, least=1)
+        flags(append_eos=self.append_eos, drop_empty=self.drop_empty)
+        if self.pin_memory is not None:
+            flags(pin_memory=self.pin_memory)
 
 
 def stream_loader(
@@ -78,6 +97,9 @@ def stream_loader(
     choice(kind, "kind", "pack", "step")
     if parts is not None:
         whole_number(parts, "parts", least=1, advice="It is the number of parts of the sources.")
+    for name, told in (("consumed", consumed), ("on_load", on_load)):
+        if told is not None and not callable(told):
+            raise TypeError(f"{name} is {described(told)}; wanted a function, or None.")
     if host.sharing is not None:
         raise ValueError(
             "context_parallel_size='dynamic' plans a degree for every microbatch from all lengths, which a "

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._checks import host_ints, instance, real_number, whole_number
+from lightning_thd._checks import flags, host_ints, instance, real_number, whole_number
 from lightning_thd.batch import THDBatch
 from lightning_thd.models.probe.inputs import (
     LENGTHS,
@@ -41,6 +41,19 @@ _ERROR: dict[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_LEAK, _HALF_ERROR = 1e-2, 5e-2
 _PAD = 5  # slots
 _MANY = 300_000_000  # parameters whose gradients, twice, still fit where the model does
+
+
+def check_options(vocab_size: object, tolerance: object) -> None:
+    """Refuse a number of tokens and a tolerance that are none.
+
+    Raises:
+        TypeError: for what is no number.
+        ValueError: for fewer than 8 tokens, and a tolerance that is not finite.
+    """
+    if vocab_size is not None:
+        whole_number(vocab_size, "vocab_size", least=8, advice="It is the number of tokens.")
+    if tolerance is not None:
+        real_number(tolerance, "tolerance", advice="None chooses by the dtype.")
 
 
 def check_packing(
@@ -85,13 +98,9 @@ def check_packing(
     """
     instance(model, "model", nn.Module, advice="Pass the model itself.")
     lengths = host_ints(lengths, "lengths", advice="Pass at least two lengths.").tolist()
-    if vocab_size is not None:
-        whole_number(vocab_size, "vocab_size", least=8, advice="It is the number of tokens.")
-    if tolerance is not None:
-        tolerance = real_number(tolerance, "tolerance", advice="None chooses by the dtype.")
-    whole_number(seed, "seed", most=2**63 - 1)
-    for name, flag in (("grad", grad), ("raise_on_leak", raise_on_leak), ("thorough", thorough)):
-        instance(flag, name, bool, advice="Pass True or False.")
+    check_options(vocab_size, tolerance)
+    whole_number(seed, "seed")
+    flags(grad=grad, raise_on_leak=raise_on_leak, thorough=thorough)
     beyond, far = lengths_to_reach(model, max(lengths, default=0)) if thorough else ([], [])
     if tuple(lengths) == LENGTHS:
         lengths = (*lengths, *beyond)

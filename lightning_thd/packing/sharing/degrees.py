@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
+from lightning_thd._checks import flags
 from lightning_thd.alignment import Alignment, Layout
-from lightning_thd.packing.lengths import MOST_RANKS, check_count
+from lightning_thd.packing.lengths import MOST_RANKS, check_choice, check_count
 
 _EXCHANGE = 0.02  # of a token's work: keys of 8 heads of 128 in 32 layers of 7e9 weights at 100 GB/s
 
@@ -40,6 +42,9 @@ class Sharing:
                 f"ranks are made. Use {1 << (self.max_degree.bit_length() - 1)} or "
                 f"{1 << self.max_degree.bit_length()}."
             )
+        check_choice("context_parallel_layout", self.layout, get_args(Layout))
+        check_count("tensor_parallel_size", self.tp, "1 means not at all.")
+        flags(sequence_parallel=self.sequence_parallel)
         wanted = len(self.degrees) - 1
         if self.exchange is not None and (
             len(self.exchange) != wanted or not all(0 <= x < float("inf") for x in self.exchange)

@@ -92,8 +92,8 @@ def test_what_a_graph_cannot_hold_runs_eagerly_for_good_with_its_line_named(
     [
         ({"buckets": []}, "got no buckets"),
         ({"buckets": BUCKETS, "scope": "model"}, "wanted 'step' or 'layers'"),
-        ({"buckets": BUCKETS, "scope": "layers"}, "needs names of the layers"),
-        ({"buckets": BUCKETS, "layers": ("mlp",)}, "needs names of the layers"),
+        ({"buckets": BUCKETS, "scope": "layers"}, "needs names of layers"),
+        ({"buckets": BUCKETS, "layers": ("mlp",)}, "needs names of layers"),
     ],
 )
 def test_messages(kwargs: dict[str, Any], message: str) -> None:
