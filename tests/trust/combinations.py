@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -17,11 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.ranks import RankError, run_ranks
-from tests.trust.combined_job import Case, Outcome, run_cases
+from tests.trust.combined_job import CASE_S, Case, Outcome, found_by, run_cases
 from tests.trust.record import record
 
 CHUNK = 24  # cases on one start of the ranks
-CASE_S = 60.0
 
 FAMILIES = (
     *("llama", "qwen3", "mistral", "gemma2", "phi3", "olmo2", "gpt2", "stablelm", "opt", "gpt_neox"),
@@ -96,6 +96,15 @@ class Tally:
         else:
             self.wrong.append(f"{case}: {[outcome.text[-1500:] for outcome in found]}")
 
+    def add_ended(self, case: Case, found: list[Outcome], died: str) -> None:
+        """Count one that ended its ranks: a stage of a pipeline may refuse what the others cannot see."""
+        if found and case.where.pp > 1 and all(outcome.kind == "refused" for outcome in found):
+            self.outcomes["refused by one stage"] += 1
+            self.refusals[found[0].template] += 1
+            return
+        self.outcomes["died or hung"] += 1
+        self.wrong.append(f"{case}: {died} {[outcome.text[-1500:] for outcome in found]}")
+
 
 def run(count: int, seed: int, minutes: float) -> Tally:
     """Run combinations until there are enough of them or the time is over."""
@@ -116,19 +125,21 @@ def run(count: int, seed: int, minutes: float) -> Tally:
 
 
 def _together(cases: list[Case], tally: Tally) -> None:
-    """Run some combinations of one world size on the same ranks; one by one where a rank dies or hangs."""
-    try:
-        found = run_ranks(run_cases, cases[0].world, cases, timeout_s=CASE_S * len(cases))
-    except RankError as err:
-        if len(cases) == 1:
-            tally.outcomes["died or hung"] += 1
-            tally.wrong.append(f"{cases[0]}: {err}")
-            return
-        for case in cases:
-            _together([case], tally)
-        return
-    for case, outcomes in zip(cases, zip(*found, strict=True), strict=True):
-        tally.add(case, list(outcomes))
+    """Run combinations of one world size on the same ranks; after one that ends them, on new ones."""
+    while cases:
+        died = ""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                run_ranks(run_cases, cases[0].world, cases, folder, timeout_s=CASE_S * len(cases))
+            except RankError as err:
+                died = str(err)
+            found = [found_by(Path(folder), number) for number in range(len(cases))]
+        whole = next((i for i, case in enumerate(cases) if len(found[i]) < case.world), len(cases))
+        for case, outcomes in zip(cases[:whole], found, strict=False):
+            tally.add(case, outcomes)
+        if whole < len(cases):
+            tally.add_ended(cases[whole], found[whole], died)
+        cases = cases[whole + 1 :]
 
 
 def main() -> None:
@@ -143,7 +154,8 @@ def main() -> None:
     if given.refusals:
         given.refusals.write_text("\n".join(f"{n}\t{text}" for text, n in tally.refusals.most_common()))
     sys.stdout.write("\n".join([*tally.wrong[:20], ""]))
-    right = tally.outcomes["right"] + tally.outcomes["refused"]
+    stage = tally.outcomes["refused by one stage"]
+    right = tally.outcomes["right"] + tally.outcomes["refused"] + stage
     record(
         "combinations",
         {
@@ -152,6 +164,7 @@ def main() -> None:
                 "right"
             ],
             "refused with a message": f"{tally.outcomes['refused']} ({len(tally.refusals)} messages)",
+            "refused by one stage of a pipeline, whose end is that of the others": stage,
             "wrong, ranks differ, died or hung": tally.outcomes.total() - right,
             "largest relative error of a parameter": f"{tally.worst:.1e}",
             "minutes": f"{(time.monotonic() - started) / 60:.1f}",

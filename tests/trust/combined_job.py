@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import pickle
 import re
+import threading
+import time
 import traceback
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -22,6 +27,7 @@ from tests.strategies.jobs import Layout, family_model, full_parameters, make_op
 from tests.tiny import sequences
 
 STEPS, COUNT = 2, 40
+CASE_S, GRACE_S = 120.0, 10.0
 BOUND, BOUND_FP32 = 1e-9, 1e-3
 # Norms, states or routers that compute in fp32 whatever the model's dtype.
 FP32_INSIDE = ("bamba", "mamba2", "zamba2", "qwen3_next", "gpt_oss", "gemma2", "lfm2", "deepseek_v3")
@@ -111,13 +117,45 @@ class CombinedModule(L.LightningModule):
         return make_optimizer(self.model)
 
 
-def run_cases(cases: list[Case]) -> list[Outcome]:
-    """Run combinations one after the other on this rank."""
+def run_cases(cases: list[Case], folder: str = "") -> list[Outcome]:
+    """Run combinations one after the other on this rank.
+
+    With a folder for what each rank finds of each case, as soon as it does, nothing can hang: a rank that
+    takes too long ends, and one that refuses waits a while for the others to do so too, then ends all by its
+    death, as the end of a process does in a job of the user's.
+    """
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     for name in ("lightning.pytorch", "lightning.fabric", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    return [run_case(case) for case in cases]
+    if not folder:
+        return [run_case(case) for case in cases]
+    outcomes = []
+    for number, case in enumerate(cases):
+        alarm = threading.Timer(CASE_S, os._exit, (4,))
+        alarm.daemon = True
+        alarm.start()
+        outcomes.append(run_case(case))
+        rank = dist.get_rank()
+        (Path(folder) / f"{number}-{rank}.tmp").write_bytes(pickle.dumps(outcomes[-1]))
+        (Path(folder) / f"{number}-{rank}.tmp").rename(Path(folder) / f"{number}-{rank}.found")
+        if outcomes[-1].kind in ("refused", "crashed"):
+            _wait_for_all(Path(folder), number, case.world)
+        alarm.cancel()
+    return outcomes
+
+
+def found_by(folder: Path, number: int) -> list[Outcome]:
+    """Read what the ranks have found of a case, in rank order, without those that ended before."""
+    return [pickle.loads(file.read_bytes()) for file in sorted(folder.glob(f"{number}-*.found"))]
+
+
+def _wait_for_all(folder: Path, number: int, world: int) -> None:
+    for _ in range(int(GRACE_S / 0.1)):
+        if len(list(folder.glob(f"{number}-*.found"))) == world:
+            return
+        time.sleep(0.1)
+    os._exit(5)
 
 
 def run_case(case: Case) -> Outcome:

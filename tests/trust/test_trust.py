@@ -67,6 +67,20 @@ def test_ranks_that_find_different_things_are_wrong() -> None:
     assert len(tally.wrong) == 1
 
 
+def test_ranks_that_end_are_wrong_unless_a_stage_refused() -> None:
+    rng, tally = random.Random(0), Tally()
+    cases = [draw(rng) for _ in range(200)]
+    stages = next(case for case in cases if case.where.pp > 1)
+    ranks = next(case for case in cases if case.where.dp > 1 and case.where.pp == 1)
+    refused = [Outcome("refused", "ValueError: 3 is odd")]
+    tally.add_ended(stages, refused, "died")
+    tally.add_ended(ranks, refused, "died")
+    tally.add_ended(stages, [], "hung")
+    tally.add_ended(stages, [Outcome("crashed", "IndexError")], "died")
+    assert tally.outcomes == {"refused by one stage": 1, "died or hung": 3}
+    assert len(tally.wrong) == 3
+
+
 def test_messages_that_no_test_meets_are_found(tmp_path: Path) -> None:
     file = tmp_path / "part.py"
     file.write_text(
