@@ -41,6 +41,7 @@ from tests.trust.record import record
 _WARM_UP = 0.25  # share of the run that allocators and caches are given
 _SAMPLE_S = 2.0
 _FIRST = 40  # steps that are sampled one by one
+_COLUMNS = 6
 
 
 class Watch(L.Callback):
@@ -48,31 +49,41 @@ class Watch(L.Callback):
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.started = seconds, time.monotonic()
-        self.samples: list[tuple[float, float, int, int, int, float]] = []
+        # written into from the start: what grows is not to be what measures
+        self._rows = np.full((_FIRST + int(seconds / _SAMPLE_S) + 2, _COLUMNS), -1.0)
+        self._count = 0
+
+    @property
+    def samples(self) -> np.ndarray:
+        """Return rows of seconds, MiB, open files, threads, steps, CPU seconds."""
+        return self._rows[: self._count]
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         now = time.monotonic() - self.started
-        if not self.samples or now - self.samples[-1][0] >= _SAMPLE_S or trainer.global_step < _FIRST:
+        early = trainer.global_step < _FIRST
+        if early or not self._count or now - self._rows[self._count - 1, 0] >= _SAMPLE_S:
             gc.collect()
-            files = len(os.listdir("/proc/self/fd"))
-            self.samples.append(
-                (
-                    now,
-                    resident_mib(),
-                    files,
-                    threading.active_count(),
-                    trainer.global_step,
-                    time.process_time(),
-                )
+            files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+            self._rows[self._count] = (
+                now,
+                resident_mib(),
+                files,
+                threads,
+                trainer.global_step,
+                time.process_time(),
             )
+            self._count += 1
         trainer.should_stop = now > self.seconds
 
 
 class Captured(TinyModule):
-    """Reads of a batch what a graph may read."""
+    """Reads of a batch what a graph may read, and keeps nothing of it."""
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> Tensor:
         return causal_lm_loss(self.model, batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Keep no losses: a list of them grows by 1 MiB an hour."""
 
 
 def resident_mib() -> float:
@@ -116,7 +127,7 @@ def soak(minutes: float, folder: Path, max_steps: int = -1) -> dict[str, float]:
     trainer.fit(Captured(), data)
     trainer.loggers[1].experiment.finish()
     replayed = graphs.step.stats.hit_rate if graphs.step is not None else 0.0
-    return {**drift(np.asarray(watch.samples)), "graph hit rate": replayed}
+    return {**drift(watch.samples), "graph hit rate": replayed}
 
 
 def endless() -> Iterator[dict[str, Any]]:

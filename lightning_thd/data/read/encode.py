@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -152,15 +153,26 @@ class Encoder:
         if not is_hugging_face(self.tokenizer):
             return [self._ended(as_ids(self.tokenizer(text))) for text in texts]
         short = [text for text in texts if not is_long(self.tokenizer, text)]
-        encoded = iter(
-            cast("Any", self.tokenizer)(short, return_attention_mask=False)["input_ids"] if short else ()
-        )
+        encoded = iter(self._together(short) if short else ())
         return [
-            self._ended(
-                encode_long(self.tokenizer, text) if is_long(self.tokenizer, text) else as_ids(next(encoded))
-            )
+            self._ended(encode_long(self.tokenizer, text)) if is_long(self.tokenizer, text) else next(encoded)
             for text in texts
         ]
+
+    def _together(self, texts: list[str]) -> list[Ids]:
+        """Encode by a tokenizer of transformers, and end each row."""
+        tokenizer: Any = self.tokenizer
+        if not getattr(tokenizer, "is_fast", False):
+            encoded = tokenizer(texts, return_attention_mask=False)["input_ids"]
+            return [self._ended(as_ids(row)) for row in encoded]
+        lists = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
+        eos = self._eos if self.append_eos else None
+        if eos is not None:
+            for row in lists:
+                if not row or row[-1] != eos:
+                    row.append(eos)
+        # lists of Rust's own unsigned integers: a third of the time that numpy takes to find out their type
+        return [np.frombuffer(array("i", row), np.int32) for row in lists]
 
     def pieces(self, text: Callable[[], Iterator[str]]) -> Iterator[Ids]:
         """Encode a long document, piece by piece where the tokenizer gives the same ids so.
