@@ -188,9 +188,7 @@ def _check_split(split: object, size: int) -> None:
             f"pipeline_split is {described(split)}; wanted 'auto', or the number of layers of each stage."
         )
     for layers in split:
-        whole_number(
-            layers, "A number of pipeline_split", least=1, advice="Each stage holds 1 or more layers."
-        )
+        whole_number(layers, "A number in pipeline_split", least=1, advice="Each stage holds some layers.")
     if size == 1:
         raise ValueError(
             f"pipeline_split={list(split)} with pipeline_parallel_size=1: there are no stages to split into. "

@@ -32,8 +32,12 @@ class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
     def __init__(self, device: torch.device | str | None = None, **kwargs: Any) -> None:
         if device is not None:
             instance(device, "device", torch.device, str, advice="Pass 'cpu' or 'cuda:0'.")
+            try:
+                device = torch.device(device)
+            except RuntimeError as err:
+                raise ValueError(f"device={device!r} is unknown to torch. Pass 'cpu' or 'cuda:0'.") from err
         super().__init__(device=device or "cpu", **kwargs)
-        self._chosen = [torch.device(device)] if device is not None else []
+        self._chosen = [device] if device is not None else []
 
     @property
     def parallel_devices(self) -> list[torch.device]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as L
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd import Packs, THDBatch
 from lightning_thd.parallel.mesh import AxisSizes, resolve_sizes
-from lightning_thd.strategies import THDModelParallelStrategy
+from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy, THDSingleDeviceStrategy
 from lightning_thd.strategies.guards import (
     refuse_anomaly_detection,
     refuse_second_context_parallelism,
@@ -45,7 +46,7 @@ def test_sizes_make_up_the_job() -> None:
             "context_parallel_size=4 x tensor_parallel_size=1 does not divide the 6 processes",
         ),
         (8, {"data": 3, "context": 2}, "is 6, but the job has 8 processes. Start 6 processes"),
-        (8, {"tensor": 0}, "tensor_parallel_size=0; wanted 1 or more"),
+        (8, {"tensor": 0}, "tensor_parallel_size=0; wanted 1"),
         (8, {"data": -1}, "data_parallel_size=-1; wanted 1 or more ranks or 'auto'"),
         (8, {"context": 2.0}, "context_parallel_size=2.0; wanted"),
     ],
@@ -59,6 +60,57 @@ def test_axes_that_do_not_exist() -> None:
     message = "no expert axis. Supported are data_parallel_size, context_parallel_size, pipeline_par"
     with pytest.raises(MisconfigurationException, match=message):
         THDModelParallelStrategy(expert_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: THDSingleDeviceStrategy("x"), "device='x' is unknown to torch. Pass 'cpu' or 'cuda:0'"),
+        (
+            lambda: THDModelParallelStrategy(data_parallel_size="3"),
+            "data_parallel_size='3'; wanted 1 or more",
+        ),
+        (
+            lambda: THDModelParallelStrategy(tensor_parallel_size=0),
+            "tensor_parallel_size=0; wanted 1 or more",
+        ),
+        (
+            lambda: THDModelParallelStrategy(data_parallel_replicas=0),
+            "data_parallel_replicas=0; wanted 1 or more. Set it to the number of nodes",
+        ),
+        (
+            lambda: THDModelParallelStrategy(pipeline_split="even", pipeline_parallel_size=2),
+            "pipeline_split is a str, 'even'; wanted 'auto', or the number of layers of each stage",
+        ),
+        (
+            lambda: THDModelParallelStrategy(pipeline_split=[2, 0], pipeline_parallel_size=2),
+            "A number in pipeline_split=0; wanted 1 or more. Each stage holds some layers",
+        ),
+        (
+            lambda: THDModelParallelStrategy(pipeline_split=[2, 2]),
+            r"pipeline_split=\[2, 2\] with pipeline_parallel_size=1: there are no stages to split into. Set",
+        ),
+        (
+            lambda: THDModelParallelStrategy(tensor_parallel_plan="colwise"),
+            "tensor_parallel_plan is a str, 'colwise'; wanted Mapping. Pass names of modules",
+        ),
+        (
+            lambda: THDModelParallelStrategy(process_group_backend=3),
+            "process_group_backend is a int, 3; wanted str. Pass 'nccl' or 'gloo'",
+        ),
+        (
+            lambda: THDModelParallelStrategy(check_plans="no"),
+            "check_plans is a str, 'no'; wanted bool. Pass True or False",
+        ),
+        (
+            lambda: THDDDPStrategy(broadcast_data=1),
+            "broadcast_data is a int, 1; wanted bool. Pass True or False",
+        ),
+    ],
+)
+def test_options_that_cannot_be(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()
 
 
 def test_a_static_graph_wants_every_backward_pass_synchronised() -> None:
