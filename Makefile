@@ -61,8 +61,14 @@ fuzz: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.lives --minutes $(MINUTES)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.combinations $(COMBINATIONS) --minutes $(MINUTES)
 
-determinism security: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.$@
+determinism: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trust.determinism
+
+# pip-audit and its packages stay out of the environment that it scans.
+security: .venv/.installed
+	$(PYTHON) -m venv .venv/audit
+	.venv/audit/bin/python -m pip install --quiet pip-audit
+	$(BIN)/python -m tests.trust.security --pip-audit .venv/audit/bin/pip-audit
 
 # Lines met by the tests, those that run on ranks and in subprocesses too.
 coverage: .venv/.installed

@@ -16,7 +16,7 @@ from tests.trust.determinism import compare
 from tests.trust.disasters import left_behind
 from tests.trust.messages import PACKAGE, messages, unmet
 from tests.trust.record import record
-from tests.trust.security import LOADS, loads
+from tests.trust.security import LOADS, audited, loads
 from tests.trust.soak import drift, soak
 
 
@@ -94,6 +94,15 @@ def test_messages_that_no_test_meets_are_found(tmp_path: Path) -> None:
 
 def test_every_place_that_loads_objects_is_reviewed() -> None:
     assert set(loads()) == set(LOADS)
+
+
+def test_what_no_data_was_found_on_is_not_called_safe() -> None:
+    known = {"name": "a", "version": "1", "vulns": []}
+    bad = {"name": "b", "version": "1", "vulns": [{"id": "CVE-1"}]}
+    unknown = {"name": "c", "skip_reason": "Dependency not found on PyPI"}
+    assert audited([unknown, unknown]) == "not scanned: pip-audit reached no data on any of 2 packages"
+    assert audited([known, bad]) == "b CVE-1 in 2 packages"
+    assert audited([known, unknown]) == "none in 1 packages, 1 unknown to its data"
 
 
 def test_what_a_job_leaves_behind_is_seen(tmp_path: Path) -> None:
