@@ -14,8 +14,9 @@ pytest.importorskip("transformers")
 
 from lightning_thd import THDBatch, THDDataModule
 from lightning_thd.data.read.chat import encode_chat
-from lightning_thd.data.read.encode import Encoder, tokenizer_fingerprint
+from lightning_thd.data.read.encode import Encoder
 from lightning_thd.data.read.sources import open_source
+from lightning_thd.data.read.text import tokenizer_fingerprint
 from tests.data.chats import GLUED, MARKED, PLAIN, TALKS, UNSTABLE, make_tokenizer
 
 

@@ -15,8 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+from lightning_thd.data.read.conversations import LEARNED
+
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_CALLS = ("tool_calls", "function_call")  # what many templates write in the place of a message's content
 Message = dict[str, Any]
+Spans = list[tuple[int, int]]
 
 
 def encode_chat(
@@ -26,17 +30,20 @@ def encode_chat(
 
     Returns:
         The ids ``[n]``, and bool ``[n]``, True where the assistant speaks: from the first token of its answer
-        to the one that ends its turn.
+        to the one that ends its turn. Messages with a ``weight`` of 0, or ``train`` false, are left out.
 
     Raises:
         ValueError: for a tokenizer without a template, messages that are none, a conversation without an
-            assistant, and a template whose assistant's part cannot be told apart.
+            assistant, a template whose assistant's part cannot be told apart, and one that leaves a message
+            out.
     """
     _check(tokenizer, messages, skip)
     messages = list(messages)
-    if _GENERATION.search(str(tokenizer.get_chat_template(tools=tools))):
-        return _marked(tokenizer, messages, tools, skip)
     text = _render(tokenizer, messages, tools)
+    _refuse_unwritten(tokenizer, messages, text, tools)
+    template = str(tokenizer.get_chat_template(tools=tools))
+    if _GENERATION.search(template):
+        return _marked(tokenizer, messages, text, template, tools, skip)
     bounds = [_turn(tokenizer, messages, i, text, tools) for i in _answers(messages, skip)]
     ids, cuts = _cut(tokenizer, text, sorted({edge for bound in bounds for edge in bound}))
     mask = np.zeros(len(ids), bool)
@@ -70,10 +77,18 @@ def _check(tokenizer: Any, messages: object, skip: int) -> None:
                     "video go through the model's processor, in a dataset of your own whose samples carry "
                     "pixel_values; audio cannot be packed."
                 )
+            if not isinstance(part.get("text"), str):
+                raise ValueError(
+                    "a part of type 'text' holds no string under 'text'. Mend or remove the conversation."
+                )
     if not _answers(messages, skip):
+        roles = [m["role"] for m in messages[skip:]]
         raise ValueError(
-            f"no message of the role 'assistant' was found among {[m['role'] for m in messages[skip:]]}, so "
-            "there is nothing to learn. Remove the conversation."
+            f"no message of the role 'assistant' was found among {roles}, so there is nothing to learn. "
+            "Remove the conversation."
+            if "assistant" not in roles
+            else f"every message of the assistant has {' or '.join(LEARNED)} of 0, so there is nothing to "
+            "learn. Remove the conversation."
         )
 
 
@@ -94,25 +109,87 @@ def _check_said(message: Message, content: object) -> None:
 
 
 def _answers(messages: Sequence[Message], skip: int) -> list[int]:
-    return [i for i in range(skip, len(messages)) if messages[i]["role"] == "assistant"]
+    """Return the numbers of the messages that are learned."""
+    return [
+        i
+        for i, message in enumerate(messages)
+        if message["role"] == "assistant" and _is_learned(message) and i >= skip
+    ]
+
+
+def _is_learned(message: Message) -> bool:
+    for name in LEARNED:
+        value = message.get(name)
+        if value is not None and (not isinstance(value, int | float | np.generic) or value not in (0, 1)):
+            raise ValueError(
+                f"a message of the assistant has {name}={value!r:.40}; wanted 0 or 1, or false or true. Mend "
+                "it, or give ids with weights of their own."
+            )
+    return all(message.get(name) in (None, 1) for name in LEARNED)
+
+
+def _refuse_unwritten(tokenizer: Any, messages: list[Message], text: str, tools: list[Any] | None) -> None:
+    """Refuse a message that the template leaves out, or whose list of parts it writes as it stands."""
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        if any(
+            entry and str(entry) in text
+            for entry in [*parts, *([] if isinstance(content, str) else [content])]
+        ):
+            raise ValueError(
+                f"the chat template writes the content of message {i} as Python does, {str(content)!r:.60}: "
+                "it takes strings alone. Give the content as one string, or mend the template."
+            )
+        said = [part["text"] for part in parts] if parts else [content]
+        if all(not isinstance(words, str) or words.strip() in text for words in said) or any(
+            message.get(name) for name in _CALLS
+        ):
+            continue
+        more = [{**part, "text": f"{part['text']} x"} for part in parts] or f"{content} x"
+        changed = [*messages[:i], {**message, "content": more}, *messages[i + 1 :]]
+        if _render(tokenizer, changed, tools) == text:
+            raise ValueError(
+                f"the chat template leaves out message {i} of the role {message['role']!r}, which says "
+                f"{said[0]!r:.40}. Give it a role that the template knows, and the content as the template "
+                "takes it, a string or a list of parts; or remove it."
+            )
 
 
 def _marked(
-    tokenizer: Any, messages: list[Message], tools: list[Any] | None, skip: int
+    tokenizer: Any,
+    messages: list[Message],
+    text: str,
+    template: str,
+    tools: list[Any] | None,
+    skip: int,
 ) -> tuple[list[int], NDArray[np.bool_]]:
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"the template marks {{% generation %}}, which only a fast tokenizer can follow, and "
             f"{type(tokenizer).__name__} is none. Take the markers out, or use the fast one."
         )
-    encoded = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
-    ids: list[int] = encoded["input_ids"]
-    mask = np.array(encoded["assistant_masks"], bool)
+    spans = _generated(tokenizer, messages, text, template, tools)
+    said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    learned = _answers(messages, skip)
+    if learned != [i for i in said if i >= skip]:
+        if len(spans) != len(said):
+            raise ValueError(
+                f"the chat template marks {len(spans)} parts with {{% generation %}}, and the assistant has "
+                f"{len(said)} messages, so those that are not to be learned cannot be told apart. Mark each "
+                "message once."
+            )
+        spans = [span for i, span in zip(said, spans, strict=True) if i in learned]
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids: list[int] = list(encoded["input_ids"])
+    edges = np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+    mask = np.zeros(len(ids), bool)
+    for start, stop in spans:
+        # A tokenizer may have no token for a blank at the edge, so that it is not asked which one it is in.
+        if (inside := np.flatnonzero((edges[:, 0] < stop) & (edges[:, 1] > start))).size:
+            mask[inside[0] : inside[-1] + 1] = True
     if skip:
-        text = _render(tokenizer, messages, tools)
-        start, _ = _turn(tokenizer, messages, _answers(messages, skip)[0], text, tools)
+        start, _ = _turn(tokenizer, messages, learned[0], text, tools)
         mask[: _cut(tokenizer, text, [start])[1][start]] = False
     if not mask.any():
         raise ValueError(
@@ -122,10 +199,47 @@ def _marked(
     return ids, mask
 
 
-def _render(tokenizer: Any, messages: list[Message], tools: list[Any] | None, *, prompt: bool = False) -> str:
+def _generated(
+    tokenizer: Any, messages: list[Message], text: str, template: str, tools: list[Any] | None
+) -> Spans:
+    """Return the first and last character of every part of ``text`` that the template marks."""
+    unused = (sign for sign in map(chr, range(0xE000, 0xF8FF)) if sign not in text and sign not in template)
+    begin, end = next(unused), next(unused)
+
+    def sign(tag: re.Match[str]) -> str:
+        before, ends, after = tag.groups()
+        return f"{{%{before} if true %}}{end if ends else begin}{{% endif {after}%}}"
+
+    signed = _render(tokenizer, messages, tools, template=_GENERATION.sub(sign, template))
+    spans: Spans = []
+    plain, at = "", 0
+    for part in re.split(f"([{begin}{end}])", signed):
+        if part == begin:
+            at = len(plain)
+        elif part == end:
+            spans.append((at, len(plain)))
+        else:
+            plain += part
+    if plain != text:
+        raise ValueError(
+            "the chat template writes something else inside of {% generation %} than without the markers, so "
+            "what it marks cannot be told. Put them around text that the template writes at once."
+        )
+    return spans
+
+
+def _render(
+    tokenizer: Any,
+    messages: list[Message],
+    tools: list[Any] | None,
+    *,
+    prompt: bool = False,
+    template: str | None = None,
+) -> str:
+    other = {} if template is None else {"chat_template": template}
     try:
         text: str = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt
+            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **other
         )
     except Exception as err:  # templates refuse orders of roles in their own words, in jinja's exceptions
         raise ValueError(

@@ -28,6 +28,8 @@ _ROLES = {
     "system": "system",
 }
 _CALLS = ("function_call", "tool_call")
+# Keys by which data says that a message is not learned: of OpenAI, Axolotl and ms-swift.
+LEARNED = ("weight", "train", "training", "loss")
 
 
 def kind_of(record: dict[str, Any] | str, text_key: str) -> Kind | None:
@@ -111,14 +113,15 @@ def _turn(turn: dict[str, Any]) -> Message:
     if "role" in turn:
         return turn
     who, value = turn.get("from"), turn.get("value")
+    learned = {key: turn[key] for key in LEARNED if key in turn}
     if who in _CALLS:
-        return {"role": "assistant", "content": "", "tool_calls": _calls(value)}
+        return {**learned, "role": "assistant", "content": "", "tool_calls": _calls(value)}
     if not isinstance(who, str) or who not in _ROLES or not isinstance(value, str):
         raise ValueError(
             f"a turn is from {who!r} with a value of type {type(value).__name__}. Known are "
             f"{', '.join((*_ROLES, *_CALLS))}, with strings. Rename it, or remove the record."
         )
-    return {"role": _ROLES[who], "content": value}
+    return {**learned, "role": _ROLES[who], "content": value}
 
 
 def _calls(value: Any) -> list[dict[str, Any]]:

@@ -5,8 +5,6 @@ Nothing here compares an id with the pad id: where EOS and pad are one token, EO
 
 from __future__ import annotations
 
-import hashlib
-import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,28 +57,6 @@ def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
         transformers = require("transformers", feature=f"tokenizer={tokenizer!r}")
         return cast("Tokenizer", transformers.AutoTokenizer.from_pretrained(tokenizer))
     return tokenizer
-
-
-def tokenizer_fingerprint(tokenizer: Tokenizer) -> str | None:
-    """Hash everything that decides a tokenizer's ids; None for a function without a fingerprint.
-
-    A function with an attribute ``fingerprint`` has that one.
-    """
-    if isinstance(tokenizer, ByteTokenizer):
-        return "bytes"
-    own = getattr(tokenizer, "fingerprint", None)
-    if own is not None:
-        return str(own)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    name = getattr(tokenizer, "name_or_path", None)
-    if backend is None and not name:
-        return None
-    parts = [
-        backend.to_str() if backend is not None else f"{name} {len(cast('Any', tokenizer))}",
-        json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True, default=str),
-        repr(getattr(tokenizer, "special_tokens_map", None)),
-    ]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,9 +235,12 @@ class Encoder:
         return np.concatenate([before, after]).astype(np.int64), mask
 
     def _open(self, text: str) -> Ids:
-        """Encode the first part of a row: with the tokenizer's first token, without its last."""
+        """Encode the first part of a row: with the tokenizer's first token, without the EOS that it adds."""
         ids, eos = as_ids(self.tokenizer(text)), self._eos
-        return ids[:-1] if len(ids) and ids[-1] == eos else ids
+        if eos is None or not len(ids) or ids[-1] != eos:
+            return ids
+        own = self._bare(text) if is_hugging_face(self.tokenizer) else ids[:-1]  # may end with EOS, too
+        return ids[:-1] if _trailing(ids, eos) > _trailing(own, eos) else ids
 
     def _bare(self, text: str) -> Ids:
         if is_hugging_face(self.tokenizer) or isinstance(self.tokenizer, ByteTokenizer):
@@ -278,6 +257,12 @@ class Encoder:
     @property
     def _eos(self) -> int | None:
         return getattr(self.tokenizer, "eos_token_id", None)
+
+
+def _trailing(ids: Ids, eos: int) -> int:
+    """Return how many EOS end a row."""
+    others = np.flatnonzero(ids != eos)
+    return len(ids) - (int(others[-1]) + 1 if others.size else 0)
 
 
 def _told(err: Exception) -> str:

@@ -15,10 +15,11 @@ from torch.utils.data import Dataset
 from lightning_thd.data.read.chunks import Chunk
 from lightning_thd.data.read.columns import as_rows, open_columns
 from lightning_thd.data.read.conversations import Records, describe, kind_of
-from lightning_thd.data.read.encode import Encoder, Tokenizer, load_tokenizer, tokenizer_fingerprint
+from lightning_thd.data.read.encode import Encoder, Tokenizer, load_tokenizer
 from lightning_thd.data.read.files import COLUMNS, Paths, find_files, is_paths
 from lightning_thd.data.read.prepacked import holds_packs, open_packed
 from lightning_thd.data.read.records import file_chunks, row_chunks
+from lightning_thd.data.read.text import tokenizer_fingerprint
 from lightning_thd.data.read.tokenize import Engine, find_kind, tokenize
 from lightning_thd.data.store.journal import Rows
 from lightning_thd.data.store.measure import MapDataset, OnError, check_sample
@@ -28,7 +29,7 @@ from lightning_thd.packing.lengths import check_choice, check_count, check_type
 Source = MapDataset | Dataset | str | Path | list[str | Path]  # type: ignore[type-arg]  # jsonargparse wants it bare
 Packed = Literal["auto", "sequences", "packs", "off"]
 
-_READER = 2  # of records: 1 put other signs in the place of what is no UTF-8
+_READER = 3  # of records: 1 replaced what is no UTF-8, 2 learned what the user says in some templates
 _SHOW_FROM = 2  # chunks: a bar for less is noise
 
 

@@ -1,14 +1,18 @@
-"""Files, or Python's own standard library -> documents as strings; and a tokenizer that needs no files."""
+"""Files, or Python's own standard library -> documents as strings; a tokenizer that needs no files."""
 
 from __future__ import annotations
 
 import ast
 import gc
+import hashlib
+import json
 import sysconfig
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +32,7 @@ class ByteTokenizer:
     ``ByteTokenizer()("hi")`` gives ``[104, 105, 257]``: every document ends with ``eos``.
     """
 
+    fingerprint = "bytes"
     vocab_size = 260
     bos_token_id, eos_token_id, pad_token_id, unk_token_id = 256, 257, 258, 259
 
@@ -127,6 +132,43 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
                 text = "".join(lines[node.lineno - 1 : node.end_lineno])
                 documents.append(text.encode()[:max_bytes].decode(errors="ignore") if max_bytes else text)
     return documents
+
+
+def tokenizer_fingerprint(tokenizer: object) -> str | None:
+    """Hash everything that decides a tokenizer's ids; None for a function without a fingerprint.
+
+    A function with an attribute ``fingerprint`` has that one.
+    """
+    own = getattr(tokenizer, "fingerprint", None)
+    if own is not None:
+        return str(own)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    name = getattr(tokenizer, "name_or_path", None)
+    if backend is None and not name:
+        return None
+    files = backend.to_str() if backend is not None else _files(tokenizer)
+    if files is None:
+        return None
+    parts = [
+        files,
+        json.dumps(getattr(tokenizer, "chat_template", None), sort_keys=True, default=str),
+        repr(getattr(tokenizer, "special_tokens_map", None)),
+        repr(getattr(tokenizer, "split_special_tokens", None)),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _files(tokenizer: Any) -> str | None:
+    """Hash the files that a slow tokenizer saves, its vocabulary and settings; None where it saves none."""
+    digest = hashlib.sha256(type(tokenizer).__qualname__.encode())
+    with TemporaryDirectory() as folder:
+        try:
+            tokenizer.save_pretrained(folder)
+        except Exception:  # of a class of the user's own, in whatever words it has
+            return None
+        for file in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from typing import Any, Literal, get_args
 
 from lightning_thd._checks import choice, described, flags, instance, whole_number
 from lightning_thd.batch import THDBatch
-from lightning_thd.data.read.encode import Tokenizer, tokenizer_fingerprint
+from lightning_thd.data.read.encode import Tokenizer
+from lightning_thd.data.read.text import tokenizer_fingerprint
 from lightning_thd.data.streams.engine import Settings
 from lightning_thd.data.streams.indexed.access import check_access
 from lightning_thd.data.streams.indexed.engine import PlannedSteps
