@@ -21,7 +21,7 @@ def measure_flops(
     seconds: float = 0.1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Time matmuls and return the best FLOP/s, as a peak to hold a training step against.
+    """Time matmuls and return the FLOP/s of the fastest, as a peak to hold a training step against.
 
     Args:
         device: where to measure.
@@ -68,13 +68,15 @@ def _rate(
     right = torch.ones(inner, columns, device=device, dtype=dtype)
     out = left @ right  # loads the kernel
     synchronize(device)
-    runs, batch = 0, 1
-    start = clock()
-    while (elapsed := clock() - start) < seconds or runs == 0:
+    work, best, batch = 2 * rows * inner * columns, 0.0, 1
+    start = before = clock()
+    while before - start < seconds:
         for _ in range(batch):
             torch.mm(left, right, out=out)
         synchronize(device)
-        runs += batch
+        now = clock()
+        best = max(best, work * batch / max(now - before, 1e-9))  # what else runs here delays some, not all
+        before = now
         if device.type != "cpu":
             batch = min(2 * batch, 16)  # so that the wait is not what is measured
-    return 2 * rows * inner * columns * runs / max(elapsed, 1e-9)
+    return best

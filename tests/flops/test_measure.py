@@ -13,9 +13,15 @@ def test_is_the_best_of_three_shapes_by_the_clock(monkeypatch: pytest.MonkeyPatc
     shapes = ((2, 3, 4), (8, 8, 8), (4, 4, 4))
     monkeypatch.setattr("lightning_thd.flops.measure._CPU_SHAPES", shapes)
     ticks = itertools.count()
-    # every shape: start, one look, one run, a look after 2 ticks that ends it
     rate = measure_flops("cpu", dtype=torch.float32, seconds=2, clock=lambda: float(next(ticks)))
-    assert rate == 2 * 8 * 8 * 8 * 1 / 2
+    assert rate == 2 * 8 * 8 * 8
+
+
+def test_what_delays_some_runs_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_thd.flops.measure._CPU_SHAPES", ((8, 8, 8),))
+    seconds = itertools.accumulate([0.0, 10.0, 2.0, 5.0, 9.0])
+    rate = measure_flops("cpu", dtype=torch.float32, seconds=20, clock=lambda: next(seconds))
+    assert rate == 2 * 8 * 8 * 8 / 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
