@@ -8,10 +8,11 @@ import pickle
 import queue
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -92,7 +93,11 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: object, timeout_s:
     with tempfile.TemporaryDirectory() as folder:
         results: mp.Queue[tuple[int, bool, Any]] = ctx.Queue()
         ranks = [
-            ctx.Process(target=_rank_main, args=(rank, world_size, folder, results, fn, args), daemon=True)
+            ctx.Process(
+                target=_rank_main,
+                args=(os.getpid(), rank, world_size, folder, results, fn, args),
+                daemon=True,
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -125,7 +130,17 @@ def _collect(ranks: list[Any], results: mp.Queue[tuple[int, bool, Any]], deadlin
     return [collected[rank] for rank in range(len(ranks))]
 
 
+def _end_with(asking: int) -> None:
+    """End this rank when the process that asked for it is gone, which a SIGKILL gives no time to end ranks."""
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(asking, 0)
+            time.sleep(1.0)
+    os._exit(1)
+
+
 def _rank_main(
+    asking: int,
     rank: int,
     world_size: int,
     folder: str,
@@ -136,6 +151,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    threading.Thread(target=_end_with, args=(asking,), daemon=True).start()
     os.environ.update(_environment(rank, world_size))
     torch.set_num_threads(1)
     try:

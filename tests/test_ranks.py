@@ -1,5 +1,8 @@
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +23,12 @@ def _raise_on_rank_one() -> None:
     dist.barrier()
 
 
+def _say_who_and_wait(file: str) -> None:
+    with open(file, "a") as said:
+        said.write(f"{os.getpid()}\n")
+    time.sleep(60)
+
+
 def _die_on_rank_one() -> None:
     if dist.get_rank() == 1:
         os._exit(7)
@@ -38,3 +47,19 @@ def test_the_error_of_one_rank_ends_all_and_is_shown() -> None:
 def test_a_rank_that_dies_is_noticed() -> None:
     with pytest.raises(RankError, match=r"ranks \[1\] died with exit codes \[7\]"):
         run_ranks(_die_on_rank_one, 2)
+
+
+def test_ranks_end_with_the_process_that_asked_for_them(tmp_path: Path) -> None:
+    file = tmp_path / "ranks"
+    code = f"from tests import test_ranks as t; t.run_ranks(t._say_who_and_wait, 2, {str(file)!r})"
+    asking = subprocess.Popen([sys.executable, "-c", code])
+    until = time.monotonic() + 60
+    while not file.exists() or file.read_text().count("\n") < 2:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    asking.kill()
+    asking.wait()
+    ranks = [Path(f"/proc/{pid}") for pid in file.read_text().split()]
+    while any(rank.exists() for rank in ranks):
+        assert time.monotonic() < until
+        time.sleep(0.1)

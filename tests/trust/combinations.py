@@ -94,7 +94,7 @@ class Tally:
         elif kind == "right":
             self.worst = max(self.worst, *(outcome.error for outcome in found))
         else:
-            self.wrong.append(f"{case}: {[outcome.text[-1500:] for outcome in found]}")
+            self._say(f"{case}: {[outcome.text[-1500:] for outcome in found]}")
 
     def add_ended(self, case: Case, found: list[Outcome], died: str) -> None:
         """Count one that ended its ranks: a stage of a pipeline may refuse what the others cannot see."""
@@ -103,7 +103,11 @@ class Tally:
             self.refusals[found[0].template] += 1
             return
         self.outcomes["died or hung"] += 1
-        self.wrong.append(f"{case}: {died} {[outcome.text[-1500:] for outcome in found]}")
+        self._say(f"{case}: {died} {[outcome.text[-1500:] for outcome in found]}")
+
+    def _say(self, fault: str) -> None:
+        self.wrong.append(fault)
+        sys.stderr.write(f"{fault}\n")
 
 
 def run(count: int, seed: int, minutes: float) -> Tally:
@@ -153,7 +157,6 @@ def main() -> None:
     tally = run(given.count, given.seed, given.minutes)
     if given.refusals:
         given.refusals.write_text("\n".join(f"{n}\t{text}" for text, n in tally.refusals.most_common()))
-    sys.stdout.write("\n".join([*tally.wrong[:20], ""]))
     stage = tally.outcomes["refused by one stage"]
     right = tally.outcomes["right"] + tally.outcomes["refused"] + stage
     record(
