@@ -131,7 +131,7 @@ def _collect(ranks: list[Any], results: mp.Queue[tuple[int, bool, Any]], deadlin
 
 
 def _end_with(asking: int) -> None:
-    """End this rank when the process that asked for it is gone, which a SIGKILL gives no time to end ranks."""
+    """End this rank when the process that asked for it is gone, which a SIGKILL leaves no time."""
     with suppress(ProcessLookupError):
         while True:
             os.kill(asking, 0)
