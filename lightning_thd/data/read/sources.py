@@ -21,6 +21,7 @@ from lightning_thd.data.read.prepacked import holds_packs, open_packed
 from lightning_thd.data.read.records import file_chunks, row_chunks
 from lightning_thd.data.read.text import tokenizer_fingerprint
 from lightning_thd.data.read.tokenize import Engine, find_kind, tokenize
+from lightning_thd.data.store.columns import is_hugging_face
 from lightning_thd.data.store.journal import Rows
 from lightning_thd.data.store.measure import MapDataset, OnError, check_sample
 from lightning_thd.data.store.tokens import TokenStore, cached_store
@@ -213,11 +214,13 @@ def is_known(source: object) -> bool:
 
 
 def dataset_key(dataset: object) -> dict[str, Any] | None:
-    """Return a dataset's ``fingerprint``, or the one Hugging Face gives it; None without either."""
-    for name in ("fingerprint", "_fingerprint"):
-        value = getattr(dataset, name, None)
-        if callable(value):
-            value = value()
-        if value is not None:
-            return {"fingerprint": str(value), "type": type(dataset).__qualname__}
-    return None
+    """Return a dataset's ``fingerprint``, or the one Hugging Face gives it; None without either.
+
+    What a wrapper hands on from the dataset inside of it says nothing about its own samples.
+    """
+    own = "fingerprint" in getattr(dataset, "__dict__", ()) or hasattr(type(dataset), "fingerprint")
+    value = getattr(dataset, "fingerprint", None) if own else None
+    value = value() if callable(value) else value
+    if value is None and is_hugging_face(dataset):
+        value = getattr(dataset, "_fingerprint", None)
+    return None if value is None else {"fingerprint": str(value), "type": type(dataset).__qualname__}

@@ -119,14 +119,26 @@ def string_sizes(column: Any) -> IntArray:
 def arrow_table(dataset: object) -> Any | None:
     """Return the Arrow table behind a ``datasets.Dataset`` or ``ColumnRows``; None for anything else.
 
-    A transform of the user's own decides what samples hold, so that the columns say nothing: None too.
+    A transform or a class of the user's own decides what samples hold, so that the columns say nothing: None
+    too.
     """
     if isinstance(dataset, ColumnRows):
         return dataset.table
+    if not is_hugging_face(dataset):
+        return None
     table = getattr(getattr(dataset, "data", None), "table", None)
     if table is None or (getattr(dataset, "format", None) or {}).get("type") == "custom":
         return None
     return table
+
+
+def is_hugging_face(dataset: object) -> bool:
+    """Return whether a dataset's samples are those of ``datasets.Dataset``.
+
+    A wrapper that hands attributes on to one, or a subclass with samples of its own, is none.
+    """
+    giver = next((kind for kind in type(dataset).__mro__ if "__getitem__" in vars(kind)), object)
+    return giver.__module__.partition(".")[0] == "datasets"
 
 
 def visible_columns(dataset: object, table: Any) -> list[str]:
@@ -204,7 +216,7 @@ def count_columns(dataset: object) -> Counted | None:
     table = table.select(visible_columns(dataset, table))
     if not is_list(table, "input_ids"):
         return None
-    if "labels" in table.column_names and not is_list(table, "labels"):
+    if any(name in table.column_names and not is_list(table, name) for name in ("labels", "attention_mask")):
         return None
     lengths = list_lengths(table, "input_ids")
     ids = _Facts(table, "input_ids", lambda values: (values < 0) | (values > MOST_ID))
@@ -216,12 +228,25 @@ def count_columns(dataset: object) -> Counted | None:
         loss_tokens, wrong = labels.targets, ids.wrong | labels.wrong | differ
     else:
         loss_tokens, wrong = np.maximum(lengths - 1, 0), ids.wrong
+    if "attention_mask" in table.column_names and not _all_ones(table, "attention_mask"):
+        wrong = wrong | _Facts(table, "attention_mask", lambda values: values != 1).wrong
+        wrong |= list_lengths(table, "attention_mask") != lengths
     lengths, loss_tokens = visible(dataset, lengths), visible(dataset, loss_tokens)
     wrong, most = visible(dataset, wrong), visible(dataset, ids.most)
     at = int(most.argmax()) if len(most) else 0
     largest = np.array([most[at] if len(most) else -1, at], np.int64)
     bad = {int(i): _why(dataset, int(i)) for i in np.flatnonzero(wrong)}
     return Counted(lengths, loss_tokens, largest, bad)
+
+
+def _all_ones(table: Any, name: str) -> bool:
+    """Return whether a column of lists holds nothing but 1, in lists as long as those of ``input_ids``."""
+    pc = _compute()
+    for values, _ in lists(table, name):
+        found = pc.min_max(values).as_py()
+        if len(values) and (values.null_count or (found["min"], found["max"]) != (1, 1)):
+            return False
+    return np.array_equal(list_lengths(table, name), list_lengths(table, "input_ids"))
 
 
 class _Facts:
@@ -269,7 +294,7 @@ def _why(dataset: object, i: int) -> str:
     assert table is not None
     row = {
         name: table.column(name)[at].as_py() or []
-        for name in ("input_ids", "labels")
+        for name in ("input_ids", "labels", "attention_mask")
         if name in table.column_names
     }
     return why_bad(row) or "ids that cannot be read"
@@ -281,7 +306,7 @@ def holds_bools(values: object) -> bool:
 
 
 def why_bad(sample: dict[str, Any]) -> str | None:
-    """Return what is wrong with the ids and labels of a sample, or None."""
+    """Return what is wrong with the ids, labels and attention mask of a sample, or None."""
     arrays: dict[str, NDArray[Any]] = {}
     for name, least in (("input_ids", 0), ("labels", -100)):
         if name not in sample:
@@ -314,4 +339,15 @@ def why_bad(sample: dict[str, Any]) -> str | None:
             f"has {len(arrays['input_ids'])} input_ids but {len(arrays['labels'])} labels. "
             "Give one label a token, unshifted, with -100 where it is to be ignored."
         )
+    mask = sample.get("attention_mask")
+    if mask is not None and "input_ids" in arrays:
+        try:
+            seen = np.asarray(mask)
+        except (TypeError, ValueError, RuntimeError) as err:
+            return f"attention_mask is no row of ones ({err}). Leave it out."
+        if seen.shape != arrays["input_ids"].shape or not (seen == 1).all():
+            return (
+                f"has {len(arrays['input_ids'])} input_ids and an attention_mask of shape {seen.shape}, not "
+                "all ones. Cut the padding off input_ids and labels, or tokenise without padding."
+            )
     return None

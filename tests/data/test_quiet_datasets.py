@@ -1,0 +1,99 @@
+"""Datasets around, or made of, Hugging Face ones that trained on other samples than they give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_thd import THDDataModule
+
+datasets = pytest.importorskip("datasets")
+
+ROWS: list[dict[str, Any]] = [{"input_ids": [1, 2, 3], "text": "ab"}, {"input_ids": [4, 5], "text": "c"}]
+
+
+class Wrapper:
+    """Adds to the ids or the text of a dataset, and hands every other attribute on to it."""
+
+    def __init__(self, dataset: Any, add: int) -> None:
+        self._inner, self._add = dataset, add
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # not there yet, while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        row = self._inner[i]
+        if "input_ids" in row:
+            return {"input_ids": [token + self._add for token in row["input_ids"]]}
+        return {"text": row["text"] + "x" * self._add}
+
+
+class Subclass(datasets.Dataset):  # type: ignore[misc]
+    """A Hugging Face dataset with samples of its own."""
+
+    def __getitem__(self, key: Any) -> Any:
+        row = super().__getitem__(key)
+        return {"input_ids": [token + 5 for token in row["input_ids"]]}
+
+
+def trained_on(source: Any, cache: Path, **kwargs: Any) -> list[list[int]]:
+    data = THDDataModule(source, capacity=16, cache_dir=cache, **kwargs)
+    data.setup("fit")
+    return sorted(row.tolist() for batch in data.train_dataloader() for row in batch.unpack(batch.input_ids))
+
+
+def test_a_wrapper_that_hands_attributes_on_decides_its_samples(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list(ROWS).select_columns("input_ids")
+    assert trained_on(Wrapper(table, 5), tmp_path) == [[6, 7, 8], [9, 10]]
+    assert trained_on(table, tmp_path) == [[1, 2, 3], [4, 5]]
+
+
+def test_the_fingerprint_inside_of_a_wrapper_is_not_its_own(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list(ROWS).select_columns("text")
+    ended = [[*b"abx", 257], [*b"cx", 257]]
+    assert trained_on(Wrapper(table, 1), tmp_path) == ended
+    assert trained_on(Wrapper(table, 0), tmp_path) == [[*b"ab", 257], [*b"c", 257]]
+
+
+def test_a_subclass_decides_its_samples(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list(ROWS).select_columns("input_ids")
+    assert trained_on(Subclass(table.data), tmp_path) == [[6, 7, 8], [9, 10]]
+
+
+@pytest.mark.parametrize("kind", ["int8", "bool"])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_padded_rows_are_found_when_the_data_is_prepared(tmp_path: Path, kind: str, as_list: bool) -> None:
+    rows = [
+        {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]},
+        {"input_ids": [4, 5, 0], "attention_mask": [1, 1, 0]},
+        {"input_ids": [6], "attention_mask": [1]},
+    ]
+    table = datasets.Dataset.from_list(rows).cast_column(
+        "attention_mask", datasets.Sequence(datasets.Value(kind))
+    )
+    source = list(table) if as_list else table.select([2, 1, 0])
+    with pytest.raises(ValueError, match=r"(Row|Sequence) 1 has 3 input_ids and an attention_mask of shape"):
+        THDDataModule(source, capacity=16, cache_dir=tmp_path).setup("fit")
+    with pytest.warns(UserWarning, match="1 bad rows are left out"):
+        assert trained_on(source, tmp_path, on_error="skip") == [[1, 2, 3], [6]]
+
+
+@pytest.mark.parametrize("mask", [[1], [1, None], None])
+def test_masks_that_are_none_of_their_row(tmp_path: Path, mask: Any) -> None:
+    rows = [{"input_ids": [1, 2], "attention_mask": [1, 1]}, {"input_ids": [3, 4], "attention_mask": mask}]
+    with pytest.raises(ValueError, match="Row 1 has 2 input_ids and an attention_mask"):
+        THDDataModule(datasets.Dataset.from_list(rows), capacity=16, cache_dir=tmp_path).setup("fit")
+
+
+def test_a_mask_that_no_array_holds(tmp_path: Path) -> None:
+    ragged = [{"input_ids": np.array([1, 2]), "attention_mask": [[1], [1, 1]]}]
+    with pytest.raises(ValueError, match="attention_mask is no row of ones .* Leave it out"):
+        THDDataModule(ragged, capacity=16, cache_dir=tmp_path).setup("fit")
