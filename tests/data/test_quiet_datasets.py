@@ -97,3 +97,44 @@ def test_a_mask_that_no_array_holds(tmp_path: Path) -> None:
     ragged = [{"input_ids": np.array([1, 2]), "attention_mask": [[1], [1, 1]]}]
     with pytest.raises(ValueError, match="attention_mask is no row of ones .* Leave it out"):
         THDDataModule(ragged, capacity=16, cache_dir=tmp_path).setup("fit")
+
+
+def _stream(rows: int = 10, shards: int = 3) -> Any:
+    """Return a stream of several shards, of ids that tell the row."""
+    made = datasets.Dataset.from_dict({"input_ids": [[i + 1] * 2 for i in range(rows)]})
+    return made.to_iterable_dataset(num_shards=shards)
+
+
+ACROSS = {
+    "skip": lambda: _stream().skip(4),
+    "take": lambda: _stream().take(8),
+    "take under map": lambda: _stream().take(5).map(lambda row: {"input_ids": [row["input_ids"][0] + 1]}),
+    "interleave": lambda: datasets.interleave_datasets([_stream(10), _stream(4)]),
+    "interleave at random": lambda: datasets.interleave_datasets(
+        [_stream(10), _stream(7)], probabilities=[0.5, 0.5], seed=1
+    ),
+    "filter by row": lambda: _stream().filter(lambda row, i: i % 4 != 0, with_indices=True),
+    "batches": lambda: _stream().map(
+        lambda rows: {"input_ids": [np.concatenate(rows["input_ids"]).tolist()]},
+        batched=True,
+        batch_size=4,
+        drop_last_batch=True,
+    ),
+    "skip under concatenate": lambda: datasets.concatenate_datasets([_stream().skip(4), _stream(3)]),
+}
+
+
+@pytest.mark.parametrize("case", list(ACROSS))
+def test_steps_that_look_at_several_shards(tmp_path: Path, case: str) -> None:
+    wanted = sorted(row["input_ids"] for row in ACROSS[case]())
+    with pytest.warns(UserWarning, match=r"counts rows over all its \d+ shards.* One process reads it"):
+        assert trained_on(ACROSS[case](), tmp_path, empty="drop") == wanted
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_shards_that_can_be_read_apart_are(tmp_path: Path, shards: int) -> None:
+    source = _stream(shards=shards).filter(lambda row: row["input_ids"][0] > 3).shuffle(seed=1, buffer_size=4)
+    if shards == 1:
+        source = source.skip(2).take(4)
+    wanted = sorted(row["input_ids"] for row in source)
+    assert trained_on(source, tmp_path) == wanted

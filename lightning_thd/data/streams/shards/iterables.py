@@ -10,10 +10,20 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import IterableDataset
 
 from lightning_thd.data.streams.shards.adapters import has_state, is_mosaic, mosaic_shards, read_with_state
 from lightning_thd.data.streams.shards.base import Mark, Rows, Shard
+
+# Steps of a Hugging Face IterableDataset that it applies to each shard alone when it is split.
+_ACROSS = {
+    "Skip": "skip()",
+    "Take": "take()",
+    "Step": "step()",
+    "CyclingMultiSources": "interleave_datasets()",
+    "RandomlyCyclingMultiSources": "interleave_datasets()",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,14 @@ def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, An
                 "itself. Pass the dataset before it was split."
             )
         count = int(source.num_shards)
+        if count > 1 and (why := _counts_across_shards(source)) is not None:
+            rank_zero_warn(
+                f"{kind} has {why}, which counts rows over all its {count} shards: read apart they would "
+                "give other rows than the dataset. One process reads it, front to back. To read shards "
+                "side by side, leave rows out by filter(), and mix with THDDataModule({'name': (dataset, "
+                "weight), ...})."
+            )
+            count = 1
         return [
             IterableShard(f"{kind} shard {i}", 1, _Part(source, i, count), lambda records, n: records.skip(n))
             for i in range(count)
@@ -77,6 +95,22 @@ def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, An
         return [IterableShard(f"{name} part {i}", 1, partial(source, i, parts)) for i in range(parts)]
     alone[name] = source
     return [IterableShard(name, 1, source)]
+
+
+def _counts_across_shards(dataset: Any) -> str | None:
+    """Return the step of a Hugging Face IterableDataset that looks at rows of several shards, or None."""
+    steps = [getattr(dataset, "_ex_iterable", None)]
+    while steps:
+        step = steps.pop()
+        name = type(step).__name__.removesuffix("ExamplesIterable")
+        if name in _ACROSS and getattr(step, "split_when_sharding", True):
+            return _ACROSS[name]
+        for option in ("drop_last_batch", "with_indices"):
+            if getattr(step, option, False):
+                return f"{option}=True"
+        steps += [one for one in (getattr(step, "ex_iterable", None),) if one is not None]
+        steps += getattr(step, "ex_iterables", [])
+    return None
 
 
 @dataclass(frozen=True, slots=True)
