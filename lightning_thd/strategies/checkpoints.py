@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from lightning_thd.strategies.modules.groups import set_state
 
 META = "meta.pt"  # Lightning's name of the file with everything else
 CURRENT = "current_model_state"  # Lightning's WeightAveraging keeps the weights in training here
@@ -124,7 +125,7 @@ def load_optimizers(
         named = by_name(state, optimizer, model)
         refuse_unknown(named["state"], optimizer, model)
         with trained(parameters_in(optimizer, model, named["state"])):
-            set_optimizer_state_dict(model, optimizer, optim_state_dict=dict(named), options=options)
+            set_state(model, optimizer, named, options)
 
 
 def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ import lightning.pytorch as L
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_thd.batch import THDBatch, THDStep
@@ -73,6 +74,7 @@ class THDStrategyMixin(ShardingMixin):
         self._pending = (batch, tuple(rest))
         self._logs = StepLogs(trainer, microbatches=len(batch), metrics=self._metrics)
         output = self._forward(batch.microbatches[0], tuple(rest), last=len(batch) == 1)
+        warn_of_extras(output, len(batch))
         self._losses = [loss_of(output).detach()]
         return output
 
@@ -153,3 +155,14 @@ def loss_of(output: object) -> Tensor:
             "the loss tensor, or a dict with it under 'loss'. Skipping part of a step would change its loss."
         )
     return loss
+
+
+def warn_of_extras(output: object, microbatches: int) -> None:
+    """Warn that callbacks get what ``training_step`` returns beside the loss of one microbatch alone."""
+    extras = [name for name in output if name != "loss"] if isinstance(output, Mapping) else []
+    if extras and microbatches > 1:
+        rank_zero_warn(
+            f"training_step returns {extras} beside the loss, and this step has {microbatches} microbatches: "
+            "on_train_batch_end gets them of one microbatch alone. Log them by self.log, which reduces over "
+            "all of them, or gather them on the module in training_step."
+        )

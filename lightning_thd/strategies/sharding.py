@@ -56,6 +56,7 @@ from lightning_thd.strategies.guards import (
 )
 from lightning_thd.strategies.hosts import cuts_weights, local_gradients
 from lightning_thd.strategies.modules.finetuning import restore_groups
+from lightning_thd.strategies.modules.groups import any_empty, load_groups_of_folder
 from lightning_thd.strategies.modules.metrics import SyncedMetrics, metrics_in, refuse_sums
 from lightning_thd.strategies.modules.unfrozen import Unfrozen, watch
 
@@ -334,7 +335,8 @@ class ShardingMixin(ContextParallelMixin):
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        if not path.is_file() or not self.optimizers:
+        one_file = path.is_file()
+        if not self.optimizers or not (one_file or any_empty(self.optimizers)):
             loaded: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
             return loaded
         optimizers, self.optimizers = self.optimizers, []  # Lightning takes numbers for the model's order
@@ -343,7 +345,10 @@ class ShardingMixin(ContextParallelMixin):
         finally:
             self.optimizers = optimizers
         assert self.model is not None
-        load_optimizers(loaded.get("optimizer_states", ()), optimizers, self.model)
+        if one_file:
+            load_optimizers(loaded.get("optimizer_states", ()), optimizers, self.model)
+        else:
+            load_groups_of_folder(path, optimizers, self.model)
         return loaded
 
     def _leave_fresh(self, checkpoint: Mapping[str, Any]) -> None:

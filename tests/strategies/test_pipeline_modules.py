@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd.callbacks import THDThroughputMonitor
@@ -210,3 +212,40 @@ def test_refusals() -> None:
     for rank in run_ranks(refuse_all, 2, list(wanted)):
         for text, pattern in zip(rank, wanted.values(), strict=True):
             assert re.search(pattern, text), text
+
+
+class Peeking(Job):
+    """Uses the loss of a microbatch in ways of which nothing tells the other stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric(nan_strategy="disable")
+        self.seen: list[float] = []
+        self.extras: list[float] = []
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
+        loss = causal_lm_loss(self.model, batch)
+        self.mean.update(loss.detach())
+        return {"loss": loss * 0.5, "doubled": loss.detach() * 2}
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.seen.append(float(loss))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.extras.append(float(outputs["doubled"]))
+
+
+def peek() -> dict[str, list[float]]:
+    warnings.filterwarnings("ignore")
+    module = Peeking()
+    make_trainer(Layout(pp=2), max_steps=1).fit(module, data(Sequences(8)))
+    mean = float(module.mean.mean_value)
+    return {"losses": module.losses, "peeked": [mean, *module.seen, *module.extras]}
+
+
+def test_a_loss_that_a_stage_does_not_have_is_not_a_number() -> None:
+    first, last = run_ranks(peek, 2)
+    assert first["losses"] == last["losses"]
+    assert all(math.isnan(value) for value in first["peeked"])
+    assert not any(math.isnan(value) for value in last["peeked"] + last["losses"])

@@ -97,7 +97,7 @@ class Balance:
     def loss(self, logits: Any, experts: int, top_k: int, mask: Any = None) -> Tensor:
         """Return the loss over all layers on the last stage; replaces a model's own loss function.
 
-        Other stages give a zero that leads back to the routers; without gradients all give the value.
+        Other stages give NaN that leads back to the routers; without gradients all give the value.
         """
         assert mask is None, "packs have no attention mask"
         given: tuple[Tensor, ...] = logits if isinstance(logits, tuple) else ()

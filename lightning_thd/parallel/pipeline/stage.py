@@ -175,7 +175,7 @@ class Stage:
     def stand_in(self, size: int, hidden: Tensor) -> Tensor:
         """Return ``[size]`` values that a rank without the head uses in place of those the head computed.
 
-        While gradients are wanted these are zeros that lead back through this rank's layers; without
+        While gradients are wanted these are NaN that lead back through this rank's layers; without
         gradients, the values themselves, one broadcast.
         """
         self._calls.append(user_line())

@@ -27,10 +27,15 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith(_OTHERS):
+        if is_users(file):
             return described(file, frame.f_lineno)
         frame = frame.f_back
     return "an unknown line"
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file of code is the user's, and not of an installed package or this one."""
+    return not file.startswith(_OTHERS)
 
 
 def described(file: str, number: int) -> str:

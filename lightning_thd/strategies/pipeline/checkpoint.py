@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
+
+from lightning_thd.strategies.modules.groups import set_state
 
 
 def rename_optimizer(state: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -83,9 +84,7 @@ def load_folder(
         loaded = rename_optimizer(wanted[f"optimizer_{i}"], back)
         for entry, mine in zip(loaded["param_groups"], held, strict=True):
             entry["params"] = [name for name in entry["params"] if name in mine]
-        set_optimizer_state_dict(
-            model, optimizer, optim_state_dict=loaded, options=StateDictOptions(cpu_offload=True)
-        )
+        set_state(model, optimizer, loaded, StateDictOptions(cpu_offload=True))
     metadata: dict[str, Any] = torch.load(path / _METADATA_FILENAME, weights_only=weights_only)
     return metadata
 

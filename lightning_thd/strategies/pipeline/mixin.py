@@ -32,13 +32,14 @@ from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
 from lightning_thd.parallel.pipeline.stage import Stage
 from lightning_thd.parallel.pipeline.ties import copy_tied, sum_tied
-from lightning_thd.strategies.mixin import THDStrategyMixin
+from lightning_thd.strategies.mixin import THDStrategyMixin, warn_of_extras
 from lightning_thd.strategies.pipeline.checkpoint import (
     complete_groups,
     gather_states,
     load_folder,
     rename_optimizer,
 )
+from lightning_thd.strategies.pipeline.own_norms import refuse_own_norms
 from lightning_thd.strategies.pipeline.step import PipelineStep
 from lightning_thd.strategies.pipeline.training_step import refuse_decisions_on_loss
 
@@ -107,6 +108,8 @@ class PipelineMixin(THDStrategyMixin):
         assert self.lightning_module is not None
         for stage in stages_in(self.lightning_module):
             self._go_on_with(stage)
+        if self.pipeline_parallel_size > 1:
+            refuse_own_norms([self.lightning_module, *trainer.callbacks])  # type: ignore[attr-defined]
         super().setup(trainer)
 
     def _go_on_with(self, stage: Stage) -> None:
@@ -188,7 +191,9 @@ class PipelineMixin(THDStrategyMixin):
             self._draws.begin()
         self._run = PipelineStep(self, step, tuple(rest))
         self._warn_of_bubble(self._run.schedule)
-        return self._run.first()
+        output = self._run.first()
+        warn_of_extras(output, len(step))
+        return output
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run all passes of the step after the first."""

@@ -1,7 +1,7 @@
 """A user's ``training_step`` -> an error naming the line where it does more than compute the model's loss.
 
-Only the last stage of a pipeline has the loss. On the others it is a zero that leads back to their layers:
-what depends on its value, or adds to it, would be something else on every rank.
+Only the last stage of a pipeline has the loss. On the others it is NaN that leads back to their layers: what
+depends on its value, or adds to it, would be something else on every rank.
 """
 
 from __future__ import annotations
