@@ -154,6 +154,29 @@ def test_a_template_of_parts_takes_parts() -> None:
     assert mask.tolist() == of_plain.tolist()
 
 
+WITH_A_SYSTEM_PROMPT = (
+    "{% if messages[0].role != 'system' %}<|system|>\nBe brief.<|end|>\n{% endif %}" + PLAIN
+)
+
+
+@pytest.mark.parametrize("template", [PLAIN, WITH_A_SYSTEM_PROMPT, WITH_A_SYSTEM_PROMPT.replace(ASKS, "")])
+def test_an_answer_that_comes_first(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    ids, mask = encode_chat(tokenizer, [ANSWER, USER, {**ANSWER, "content": "four"}])
+    learned = tokenizer.decode(np.array(ids)[mask])
+    if ASKS in template:
+        assert learned == "Hello to you<|end|>four<|end|>"
+    else:  # the template says nothing of where an answer begins
+        assert learned == "Hello to you<|end|><|assistant|>\nfour<|end|>"
+
+
+def test_completions_that_are_not_wanted_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b", "label": false}\n')
+    with pytest.raises(ValueError, match=r"line 1: a label of true or false beside a prompt .*\(KTO\)"):
+        open_source(file, cache_dir=tmp_path)
+
+
 def test_a_prompt_keeps_the_end_that_it_has_itself() -> None:
     tokenizer = make_tokenizer(None)
     record = {"prompt": "two<|end|>", "completion": "four"}

@@ -253,9 +253,12 @@ def _turn(
     tokenizer: Any, messages: list[Message], i: int, text: str, tools: list[Any] | None
 ) -> tuple[int, int]:
     """Return the first and last character of what the assistant says in message ``i`` of ``text``."""
-    # Nothing can be rendered before the first message: the header of one counts as the assistant's.
-    before = _render(tokenizer, messages[:i], tools, prompt=True) if i else ""
     after = _render(tokenizer, messages[: i + 1], tools)
+    before = (
+        _render(tokenizer, messages[:i], tools, prompt=True)
+        if i
+        else _before_first(tokenizer, messages, after)
+    )
     if not after.startswith(before) or not text.startswith(after):
         raise ValueError(
             f"the chat template writes the turns up to message {i} otherwise when more follow, so what the "
@@ -264,6 +267,22 @@ def _turn(
             "conversation for every answer."
         )
     return len(before), len(after)
+
+
+def _before_first(tokenizer: Any, messages: list[Message], after: str) -> str:
+    """Return what a template writes before what the first message says, which may be a prompt of its own.
+
+    Nothing can be rendered before the first message: the header is what a template asks an answer with.
+    """
+    asked = [{"role": "user", "content": "x"}]
+    try:
+        header = _render(tokenizer, asked, None, prompt=True).removeprefix(_render(tokenizer, asked, None))
+    except ValueError:
+        header = ""
+    content = messages[0].get("content")
+    said = content.strip() if isinstance(content, str) else ""
+    at = after.find(header) + len(header) if header and header in after else max(0, after.find(said))
+    return after[:at]
 
 
 def _cut(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[int, int]]:

@@ -209,6 +209,11 @@ class Encoder:
         for name in _MEDIA:
             if record.get(name):
                 raise ValueError(f"{name!r} was found: {_NO_AUDIO if 'audio' in name else _NO_IMAGES}")
+        if self.kind == "prompt" and isinstance(record.get("label"), bool):
+            raise ValueError(
+                "a label of true or false beside a prompt and its completion, as preferences (KTO) have "
+                "it: what is not wanted would be learned, too. Keep the good ones, without the label."
+            )
         ids, mask = self._conversation(record)
         row = np.asarray(ids, np.int64)
         return row, np.where(mask, row, _IGNORE)
