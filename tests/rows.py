@@ -71,7 +71,10 @@ def _start(
         ranks = [
             ctx.Process(
                 target=_rank_main,
-                args=(rank, world_size, folder, queue, _turns, (fn, cells, args, folder, timeout_s)),
+                args=(
+                    *(os.getpid(), rank, world_size, folder, queue),
+                    *(_turns, (fn, cells, args, folder, timeout_s)),
+                ),
                 daemon=True,
             )
             for rank in range(world_size)

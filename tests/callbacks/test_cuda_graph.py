@@ -79,6 +79,7 @@ def test_training_is_the_same(accumulate: int, steps: int) -> None:
     assert set(graphs.stats.fallbacks) == {"num_sequences"}
 
 
+@pytest.mark.filterwarnings("ignore:training_step returns .* beside the loss")
 def test_steps_of_several_microbatches_are_the_same() -> None:
     graphs = callback()
     runs = [fit(*c, strategy="thd", step=Sequences(20)) for c in ((graphs,), ())]
