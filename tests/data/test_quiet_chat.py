@@ -170,6 +170,15 @@ def test_an_answer_that_comes_first(template: str) -> None:
         assert learned == "Hello to you<|end|><|assistant|>\nfour<|end|>"
 
 
+@pytest.mark.parametrize(("eos", "ends"), [("<|end|>", "<|end|>"), ("<|system|>", "<|end|>\n")])
+def test_an_answer_that_holds_the_eos(eos: str, ends: str) -> None:
+    tokenizer = make_tokenizer(PLAIN)
+    tokenizer.eos_token = eos
+    said = f"four{eos}red"
+    ids, mask = encode_chat(tokenizer, [USER, {**ANSWER, "content": said}])
+    assert tokenizer.decode(np.array(ids)[mask]) == said + ends
+
+
 def test_completions_that_are_not_wanted_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "a", "completion": "b", "label": false}\n')

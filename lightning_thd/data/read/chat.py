@@ -44,12 +44,15 @@ def encode_chat(
     template = str(tokenizer.get_chat_template(tools=tools))
     if _GENERATION.search(template):
         return _marked(tokenizer, messages, text, template, tools, skip)
-    bounds = [_turn(tokenizer, messages, i, text, tools) for i in _answers(messages, skip)]
+    answers = _answers(messages, skip)
+    bounds = [_turn(tokenizer, messages, i, text, tools) for i in answers]
     ids, cuts = _cut(tokenizer, text, sorted({edge for bound in bounds for edge in bound}))
     mask = np.zeros(len(ids), bool)
-    for start, stop in bounds:
+    eos = getattr(tokenizer, "eos_token", None)
+    for i, (start, stop) in zip(answers, bounds, strict=True):
         first, last = cuts[start], cuts[stop]
-        mask[first : _end_of_turn(ids, first, last, tokenizer.eos_token_id)] = True
+        said = str(messages[i]).count(eos) if eos else 0  # which is no end of the turn
+        mask[first : _end_of_turn(ids, first, last, tokenizer.eos_token_id, said)] = True
     return ids, mask
 
 
@@ -312,9 +315,15 @@ def _cut(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[i
     return ids, cuts
 
 
-def _end_of_turn(ids: list[int], first: int, last: int, eos: int | None) -> int:
-    """Return the position after the end-of-turn token, which cuts off what the template adds behind it."""
-    for at in range(last - 1, first - 1, -1):
-        if ids[at] == eos:
-            return at + 1
-    return last
+def _end_of_turn(ids: list[int], first: int, last: int, eos: int | None, said: int) -> int:
+    """Return the position after the end-of-turn token, which cuts off what the template adds behind it.
+
+    Args:
+        ids: of the conversation.
+        first: token at which the turn begins.
+        last: one past its last token.
+        eos: that ends turns in most templates.
+        said: how many EOS the message holds itself.
+    """
+    found = [at for at in range(first, last) if ids[at] == eos]
+    return found[-1] + 1 if len(found) > said else last
