@@ -183,6 +183,9 @@ def test_bad_lines_are_named_or_skipped_and_listed(tmp_path: Path, name: str) ->
     assert json.loads(listed.read_text())["place"] == f"{file}, line 2"
     with pytest.raises(ValueError, match=r"1 records are bad, more than max_errors=0; the first: .*line 2"):
         batches(THDDataModule(file, capacity=32, on_error="skip", max_errors=0, cache_dir=tmp_path / "d"))
+    batches(THDDataModule(file, capacity=32, on_error="skip", cache_dir=tmp_path / "d"))
+    with pytest.raises(ValueError, match=r"1 records are bad, more than max_errors=0; the first: .*line 2"):
+        batches(THDDataModule(file, capacity=32, on_error="skip", max_errors=0, cache_dir=tmp_path / "d"))
 
 
 def test_a_tokenizer_that_raises_names_the_line(tmp_path: Path) -> None:

@@ -181,11 +181,7 @@ class _Journal:
             self._list.write(json.dumps(entry._asdict()).encode() + b"\n")
         self._skipped += len(skipped)
         self._first = [*self._first, *(f"{entry.place}: {entry.reason}" for entry in skipped)][:3]
-        if max_errors is not None and self._skipped > max_errors:
-            raise ValueError(
-                f"{self._skipped} records are bad, more than max_errors={max_errors}; the first: "
-                f"{' | '.join(self._first)} Mend the data, or raise max_errors."
-            )
+        refuse_more(self._skipped, max_errors, self._first)
 
     def _write_line(self) -> None:
         self._list.flush()
@@ -228,6 +224,15 @@ class _Journal:
             writer.close()
         self._list.close()
         self._lines.close()
+
+
+def refuse_more(skipped: int, max_errors: int | None, first: list[str]) -> None:
+    """Raise ValueError with the first skipped records where there are more than ``max_errors``."""
+    if max_errors is not None and skipped > max_errors:
+        raise ValueError(
+            f"{skipped} records are bad, more than max_errors={max_errors}; the first: {' | '.join(first)} "
+            "Mend the data, or raise max_errors."
+        )
 
 
 def _checked(rows: Rows) -> Rows:

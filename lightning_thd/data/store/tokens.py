@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from lightning_thd.data.store.journal import (
     fill_store,
     flat_integers,
     largest_id,
+    refuse_more,
     refuse_negative,
 )
 from lightning_thd.data.store.lock import build_once, told
@@ -253,7 +256,12 @@ def cached_store(
     if arrays is None:
         build_once(folder, build, resume=True)
         return TokenStore.open(folder)
-    return TokenStore._from_arrays(folder, arrays)
+    store = TokenStore._from_arrays(folder, arrays)
+    if store.skipped:  # it may have been built with another bound
+        with (folder / SKIPPED).open() as file:
+            entries = [json.loads(line) for line in islice(file, 3)]
+        refuse_more(store.skipped, max_errors, [f"{entry['place']}: {entry['reason']}" for entry in entries])
+    return store
 
 
 def _remove(folder: Path, owner: int) -> None:
