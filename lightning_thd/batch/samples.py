@@ -21,6 +21,7 @@ OWN_KEYS = (
     *WEIGHT_KEYS,
     *PER_TOKEN,
 )
+_SHIFTED_FROM = 8  # labels that are the next id and not their own: fewer may be so by chance
 _REFUSED = ("input_features", "input_values", "audio_values", "audio_features")
 # What hides tokens from the loss, or tells sequences of a row apart, under names that nobody reads here.
 _MASKS = (
@@ -131,6 +132,31 @@ def refuse_labels(labels: list[NDArray[Any]]) -> None:
     for i, row in enumerate(labels):
         for label in row[(row < 0) & (row != IGNORE_INDEX)][:1].tolist():
             raise ValueError(f"Sample {i} has the label {label}. Labels are ids, or -100 where ignored.")
+
+
+def refuse_shifted(rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str) -> None:
+    """Raise where labels are the next tokens already: shifted again, each would be the token after the next.
+
+    Args:
+        rows: ids ``[n]`` and labels ``[n]`` of some sequences.
+        name: what the rows are called in the message.
+
+    Raises:
+        ValueError: when every label is the next id, and 8 or more are not the id at their own place.
+    """
+    others = 0
+    for ids, labels in rows:
+        own, following, labels = ids[:-1], ids[1:], labels[:-1]
+        learned = labels != IGNORE_INDEX
+        if ((labels != following) & learned).any():
+            return
+        others += int(np.count_nonzero((labels != own) & learned))
+    if others >= _SHIFTED_FROM:
+        raise ValueError(
+            f"{name}: the labels are the next tokens, as if they were shifted already, and they are shifted "
+            "here. Give labels that are the ids themselves, -100 where one is not to be learned, or none; "
+            "and ids with the last token, too."
+        )
 
 
 def check_modalities(names: Iterable[str]) -> None:

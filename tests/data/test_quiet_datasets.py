@@ -138,3 +138,46 @@ def test_shards_that_can_be_read_apart_are(tmp_path: Path, shards: int) -> None:
         source = source.skip(2).take(4)
     wanted = sorted(row["input_ids"] for row in source)
     assert trained_on(source, tmp_path) == wanted
+
+
+def _shifted(count: int = 3, length: int = 9) -> list[dict[str, list[int]]]:
+    """Rows as loops of one's own have them: of n + 1 tokens the first n, and the last n as labels."""
+    tokens = np.random.default_rng(0).integers(0, 50, (count, length + 1)).tolist()
+    return [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["list", "hf", "stream", "parquet"])
+def test_labels_that_are_shifted_already_are_refused(tmp_path: Path, kind: str, masked: bool) -> None:
+    rows = _shifted(length=24)
+    if masked:
+        rows = [{**row, "labels": [-100] * 5 + row["labels"][5:]} for row in rows]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "a.parquet")
+    source = {
+        "list": rows,
+        "hf": table.with_format("torch"),
+        "stream": table.to_iterable_dataset(),
+        "parquet": tmp_path / "a.parquet",
+    }[kind]
+    with pytest.raises(ValueError, match="the labels are the next tokens, as if they were shifted already"):
+        trained_on(source, tmp_path, oversize="truncate")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"input_ids": [7] * 20, "labels": [7] * 20}],  # both ways
+        [{"input_ids": [1, 2, 3], "labels": [2, 3, 9]}],  # too few to tell
+        [{"input_ids": list(range(20)), "labels": [-100] * 19 + [19]}],
+        [{"input_ids": [i], "labels": [i + 1]} for i in range(20)],
+    ],
+)
+def test_labels_that_are_not_shifted_are_taken(tmp_path: Path, rows: Any) -> None:
+    assert trained_on(rows, tmp_path, oversize="own_pack") == sorted(row["input_ids"] for row in rows)
+
+
+def test_labels_of_a_stream_are_counted_before_they_are_cut(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"input_ids": [1] * 30, "labels": [1] * 29}]).to_iterable_dataset()
+    with pytest.raises(ValueError, match="has 30 input_ids but 29 labels"):
+        trained_on(rows, tmp_path, oversize="truncate")

@@ -347,7 +347,7 @@ def why_bad(sample: dict[str, Any]) -> str | None:
             return f"attention_mask is no row of ones ({err}). Leave it out."
         if seen.shape != arrays["input_ids"].shape or not (seen == 1).all():
             return (
-                f"has {len(arrays['input_ids'])} input_ids and an attention_mask of shape {seen.shape}, not "
-                "all ones. Cut the padding off input_ids and labels, or tokenise without padding."
+                f"has {len(arrays['input_ids'])} input_ids and an attention_mask of shape {seen.shape} that "
+                "is not all ones. Cut the padding off input_ids and labels, or tokenise without padding."
             )
     return None

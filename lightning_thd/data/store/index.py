@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
 from lightning_thd.batch import IGNORE_INDEX
+from lightning_thd.batch.samples import refuse_shifted
 from lightning_thd.batch.weights import sample_weights
 from lightning_thd.data.store.arrays import cached_arrays
 from lightning_thd.data.store.columns import count_columns, why_bad
@@ -32,6 +33,7 @@ from lightning_thd.packing.lengths import as_integers
 Empty = Literal["error", "drop"]
 
 _VERSION = 3
+_LOOK_AT = 32  # sequences whose labels are compared with their ids
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +238,22 @@ def build_index(
             f"Sequence {int(np.argmax(is_empty))} has no tokens ({int(is_empty.sum())} of "
             f"{len(index.lengths)} are empty). Set empty='drop', or remove them."
         )
+    _refuse_shifted(dataset, index)
     return index
+
+
+def _refuse_shifted(dataset: MapDataset, index: SequenceIndex) -> None:
+    """Refuse a dataset of whose first sequences the labels are shifted already."""
+    first = [i for i in range(min(len(dataset), _LOOK_AT + len(index.bad))) if i not in index.bad]
+
+    def rows() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        for i in first[:_LOOK_AT]:
+            sample = dataset[i]
+            if "labels" not in sample:
+                return
+            yield np.asarray(sample["input_ids"]), np.asarray(sample["labels"])
+
+    refuse_shifted(rows(), "The first sequences")
 
 
 def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None) -> None:

@@ -18,6 +18,7 @@ from lightning_thd.batch.samples import (
     per_token_row,
     position_row,
     refuse_bounds,
+    refuse_shifted,
     token_row,
 )
 from lightning_thd.batch.weights import whole_weight
@@ -175,6 +176,7 @@ class Sampler:
                     "-100 where a token is not to be learned."
                 )
             labels = labels.astype(np.int32)
+            refuse_shifted([(ids, labels)], "the record")
         if "attention_mask" in sample:
             check_attention_mask(sample, length, row)
         extras = {key: value for key, value in sample.items() if key not in _OWN and _kept(key, value)}
@@ -236,6 +238,8 @@ def _cut(sample: dict[str, Any], length: int, capacity: int, row: int) -> dict[s
     """Cut a sample's per-token values to the first ``capacity`` tokens."""
     cut = {}
     for key, value in sample.items():
+        if key == "labels":
+            per_token_row(sample, key, length, row)  # cut, they would be as many as the ids
         if key in _OWN or key in PER_TOKEN or (key == "weights" and np.ndim(value) == 1):
             cut[key] = value[:capacity]
         elif key == "position_ids":
