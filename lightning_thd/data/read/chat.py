@@ -39,10 +39,16 @@ def encode_chat(
     """
     _check(tokenizer, messages, skip)
     messages = list(messages)
+    template = str(tokenizer.get_chat_template(tools=tools))
+    marked = _GENERATION.search(template) is not None
+    if marked and not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"the template marks {{% generation %}}, which only a fast tokenizer can follow, and "
+            f"{type(tokenizer).__name__} is none. Take the markers out, or use the fast one."
+        )
     text = _render(tokenizer, messages, tools)
     _refuse_unwritten(tokenizer, messages, text, tools)
-    template = str(tokenizer.get_chat_template(tools=tools))
-    if _GENERATION.search(template):
+    if marked:
         return _marked(tokenizer, messages, text, template, tools, skip)
     answers = _answers(messages, skip)
     bounds = [_turn(tokenizer, messages, i, text, tools) for i in answers]
@@ -167,11 +173,6 @@ def _marked(
     tools: list[Any] | None,
     skip: int,
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            f"the template marks {{% generation %}}, which only a fast tokenizer can follow, and "
-            f"{type(tokenizer).__name__} is none. Take the markers out, or use the fast one."
-        )
     spans = _generated(tokenizer, messages, text, template, tools)
     said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     learned = _answers(messages, skip)
