@@ -236,9 +236,15 @@ def trained(parameters: Iterable[nn.Parameter]) -> Generator[None]:
 
 
 def parameters_of_folder(
-    path: Path, optimizers: Sequence[Optimizer], module: nn.Module
+    path: Path, optimizers: Sequence[Optimizer], module: nn.Module, names: Mapping[str, str] | None = None
 ) -> list[nn.Parameter]:
     """Return the parameters whose optimizer states a checkpoint folder has.
+
+    Args:
+        path: of the folder.
+        optimizers: in the order in which they were saved.
+        module: whose parameters they hold.
+        names: in the folder to those in the module, where they differ.
 
     Raises:
         ValueError: for states of parameters that the optimizers do not hold.
@@ -248,6 +254,7 @@ def parameters_of_folder(
     for i, optimizer in enumerate(optimizers):
         start = f"optimizer_{i}.state."
         saved = {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
+        saved = {(names or {}).get(name, name) for name in saved}
         refuse_unknown(saved, optimizer, module)
         found += parameters_in(optimizer, module, saved)
     return found

@@ -259,7 +259,7 @@ class ShardingMixin(ContextParallelMixin):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint, in the background if set, with averaged weights if any."""
-        if fresh := [i for i, optimizer in enumerate(self.optimizers) if not optimizer.state]:
+        if fresh := self._fresh():
             checkpoint[FRESH] = fresh
         if self._background is not None and storage_options is None:
             self._background.save(checkpoint, Path(self.broadcast(filepath)))
@@ -269,6 +269,10 @@ class ShardingMixin(ContextParallelMixin):
             path = Path(self.broadcast(filepath))
             save_averaging(checkpoint, path, folder=host._save_distributed_checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _fresh(self) -> list[int]:
+        """Return the indices of optimizers that have made no step."""
+        return [i for i, optimizer in enumerate(self.optimizers) if not optimizer.state]
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after the one that is being written."""

@@ -1,4 +1,4 @@
-"""Optimizers with parameter groups that are empty, here or on other ranks, go on from checkpoints."""
+"""Optimizers with groups that are empty on a rank, and stages that train nothing, go on from checkpoints."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd import Sequences
 from tests.ranks import run_ranks
@@ -21,7 +23,7 @@ class Grouped(Job):
     rates: tuple[float, ...] = ()
 
     def configure_optimizers(self) -> Any:
-        names = dict(self.model.named_parameters())
+        names = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         ends = [[p for name, p in names.items() if part in name] for part in ("embed", "lm_head")]
         rest = [p for name, p in names.items() if "embed" not in name and "lm_head" not in name]
         groups = [{"params": part, "lr": 1e-3 * (i + 1)} for i, part in enumerate([[], *ends, rest])]
@@ -33,40 +35,104 @@ class Grouped(Job):
         self.rates = tuple(group["lr"] for group in self.trainer.optimizers[0].param_groups)
 
 
-def go_on(layout: Layout, folder: str) -> dict[str, Any]:
-    warnings.filterwarnings("ignore")
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    first = make_trainer(layout, max_steps=2, callbacks=[saver], enable_checkpointing=True)
-    first.fit(Grouped(), data(Sequences(8)))
+class Thaw(BaseFinetuning):
+    """Trains the last layer alone, nothing on the first stage, and the head from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        model: Any = pl_module.model
+        self.freeze([model.model.embed_tokens, model.model.layers[0], model.lm_head])
+
+    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: Any) -> None:
+        model: Any = pl_module.model
+        if epoch >= 1:
+            self.make_trainable(model.lm_head)
+        if epoch == 1:
+            optimizer.add_param_group({"params": list(model.lm_head.parameters()), "lr": 1e-2})
+
+
+def fit(layout: Layout, thaws: bool, epochs: int, path: str | None = None, **options: Any) -> Grouped:
     module = Grouped()
-    make_trainer(layout, max_steps=4).fit(
-        module, data(Sequences(8)), ckpt_path=str(Path(folder) / "step=2.ckpt")
-    )
+    callbacks = [*options.pop("callbacks", []), *([Thaw()] if thaws else [])]
+    options |= {"max_steps": -1, "max_epochs": epochs, "limit_train_batches": 2, "callbacks": callbacks}
+    make_trainer(layout, **options).fit(module, data(Sequences(8)), ckpt_path=path)
+    return module
+
+
+def go_on(layout: Layout, folder: str, thaws: bool) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, save_on_train_epoch_end=True)
+    fit(layout, thaws, 2, callbacks=[saver], enable_checkpointing=True)
+    module = fit(layout, thaws, 3, str(Path(folder) / "step=4.ckpt"))
     return {"params": full_parameters(module.model), "rates": module.rates}
 
 
-def straight() -> dict[str, Any]:
+def straight(thaws: bool) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
-    module = Grouped()
-    make_trainer(Layout(), strategy="thd", max_steps=4).fit(module, data(Sequences(8)))
+    module = fit(Layout(), thaws, 3, strategy="thd")
     return {"params": full_parameters(module.model), "rates": module.rates}
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "thaws"),
     [
-        Layout(pp=2),
-        Layout(),
-        Layout(options={"save_distributed_checkpoint": False}),
+        pytest.param(Layout(pp=2), False, marks=pytest.mark.slow),
+        (Layout(pp=2), True),
+        (Layout(), False),
+        (Layout(options={"save_distributed_checkpoint": False}), False),
     ],
-    ids=["stages", "folder", "file"],
+    ids=["stages", "stages that thaw", "folder", "file"],
 )
-def test_a_resume_keeps_their_options(layout: Layout, tmp_path: Path) -> None:
-    [wanted] = run_ranks(straight, 1)
+def test_a_resume_keeps_groups_and_states(layout: Layout, thaws: bool, tmp_path: Path) -> None:
+    [wanted] = run_ranks(straight, 1, thaws)
     seen = set()
-    for found in run_ranks(go_on, layout.world, layout, str(tmp_path)):
+    for found in run_ranks(go_on, layout.world, layout, str(tmp_path), thaws):
         assert found["rates"] == pytest.approx(wanted["rates"], rel=1e-12)
         for name, value in found["params"].items():
             assert torch.allclose(value, wanted["params"][name], rtol=1e-10, atol=1e-12), name
             seen.add(name)
     assert seen == set(wanted["params"])
+
+
+class TrainedAlone(Job):
+    """Gives its optimizer what is trained: nothing on the first stage."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad])
+
+
+class AddsOnOneStage(Thaw):
+    """Adds a group where there is something to add, as Lightning's ``unfreeze_and_add_param_group`` does."""
+
+    def finetune_function(self, pl_module: L.LightningModule, epoch: int, optimizer: Any) -> None:
+        if list(pl_module.model.lm_head.parameters()):  # type: ignore[union-attr,operator]
+            super().finetune_function(pl_module, epoch, optimizer)
+
+
+def refused(kind: type[Job], callback: L.Callback, folder: str) -> str:
+    warnings.filterwarnings("ignore")
+    saver = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, save_on_train_epoch_end=True)
+    options: dict[str, Any] = {"max_steps": -1, "max_epochs": 2, "limit_train_batches": 1}
+    trainer = make_trainer(Layout(pp=2), callbacks=[callback, saver], enable_checkpointing=True, **options)
+    try:
+        trainer.fit(kind(), data(Sequences(8)))
+    except (MisconfigurationException, ValueError, RuntimeError) as err:
+        return f"{type(err).__name__}: {err}"
+    return "nothing was raised"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "callback", "message"),
+    [
+        (TrainedAlone, Thaw(), "no parameters on pipeline stage 0, whose layers are all frozen. Give it the"),
+        (
+            Grouped,
+            AddsOnOneStage(),
+            "parameter groups on the stages of the pipeline. Make the same groups",
+        ),
+    ],
+)
+def test_what_stages_cannot_agree_on(
+    kind: type[Job], callback: L.Callback, message: str, tmp_path: Path
+) -> None:
+    assert message in run_ranks(refused, 2, kind, callback, str(tmp_path))[0]

@@ -32,7 +32,14 @@ from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
 from lightning_thd.parallel.pipeline.stage import Stage
 from lightning_thd.parallel.pipeline.ties import copy_tied, sum_tied
+from lightning_thd.strategies.checkpoints import (
+    drop_unknown_options,
+    is_folder,
+    parameters_of_folder,
+    trained,
+)
 from lightning_thd.strategies.mixin import THDStrategyMixin, warn_of_extras
+from lightning_thd.strategies.modules.finetuning import gather_names, keep_own_names, restore_groups
 from lightning_thd.strategies.pipeline.checkpoint import (
     complete_groups,
     gather_states,
@@ -275,9 +282,51 @@ class PipelineMixin(THDStrategyMixin):
             return super().load_checkpoint(checkpoint_path, weights_only)
         path = Path(self.broadcast(checkpoint_path))
         assert self.model is not None
-        checkpoint = load_folder(path, self.model, self.optimizers, self._head_name, weights_only)
+        saved: list[nn.Parameter] = []
+        if self.optimizers and is_folder(path):
+            restore_groups(self._trainer, path, weights_only=weights_only, stage=True)
+            own = {value: name for name, value in self._head_name.items()}
+            saved = parameters_of_folder(path, self.optimizers, self.model, own)
+            drop_unknown_options(self.optimizers, path)
+        with trained(saved):
+            checkpoint = load_folder(path, self.model, self.optimizers, self._head_name, weights_only)
         self._leave_fresh(checkpoint)
+        names = [name for name, _ in self._trainer.lightning_module.named_parameters()]
+        keep_own_names(checkpoint, self._trainer.callbacks, names)  # type: ignore[attr-defined]
         return checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint as the base strategy does, with the names that callbacks of all stages list."""
+        if self._channel is not None:
+            callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+            gather_names(checkpoint, callbacks, self._channel.down)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _fresh(self) -> list[int]:
+        """Return the optimizers that have made no step on any stage: one may train nothing."""
+        fresh = super()._fresh()
+        if self._channel is None:
+            return fresh
+        found: list[list[int]] = [[]] * self._channel.ranks
+        dist.all_gather_object(found, fresh, group=self._channel.down)
+        return [i for i in fresh if all(i in other for other in found)]
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Make the optimizers as the base strategy does.
+
+        Raises:
+            MisconfigurationException: for an optimizer without parameters, on a stage that trains nothing.
+        """
+        try:
+            super().setup_optimizers(trainer)
+        except ValueError as err:
+            if self._channel is None or "empty parameter list" not in str(err):
+                raise
+            raise MisconfigurationException(
+                "configure_optimizers gives the optimizer no parameters on pipeline stage "
+                f"{self._channel.rank}, whose layers are all frozen. Give it the frozen weights too, or a "
+                'list of groups, [{"params": [...]}], which may be empty on a stage.'
+            ) from err
 
     @property
     def _head_name(self) -> Mapping[str, str]:

@@ -19,7 +19,7 @@ _HOOKS = (
     *("training_step", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
     *("optimizer_step", "on_before_zero_grad", "optimizer_zero_grad"),
 )
-_NORMS = {
+_NORMS: set[Any] = {
     torch.nn.utils.clip_grad_norm_,
     torch.nn.utils.get_total_norm,
     lightning_utilities.grad_norm,
