@@ -27,7 +27,13 @@ _REFUSED = ("input_features", "input_values", "audio_values", "audio_features")
 _MASKS = (
     *("loss_mask", "label_mask", "labels_mask", "target_mask", "completion_mask", "response_mask"),
     *("prompt_mask", "assistant_mask", "assistant_masks", "prompt_length", "prompt_len", "prompt_lengths"),
-    "shift_labels",
+    *("mask", "masks", "loss_masks", "label_masks", "train_mask", "learn_mask", "completion_masks"),
+    *("response_masks", "prompt_masks", "target_masks", "shift_labels"),
+)
+# Weights of tokens or sequences under names that nobody reads here.
+_WEIGHTS = (
+    *("weight", "loss_weight", "loss_weights", "token_weight", "token_weights", "label_weight"),
+    *("label_weights", "sample_weight", "sample_weights", "sequence_weight", "sequence_weights"),
 )
 _BOUNDS = ("segment_ids", "document_ids", "doc_ids", "seq_idx", "sequence_lengths")
 # The same under names that datasets of rows that were packed before are read by.
@@ -168,6 +174,11 @@ def check_modalities(names: Iterable[str]) -> None:
             raise ValueError(
                 f"Samples carry {name!r}, which is not read, so that what it hides would be trained on. Give "
                 "labels, unshifted, with -100 where a token is not to be learned, in its place."
+            )
+        if name in _WEIGHTS:
+            raise ValueError(
+                f"Samples carry {name!r}, which is not read. Give weights under 'weights', one a token or "
+                "one a sequence; rename it, or drop it."
             )
         if name in _BOUNDS:
             raise ValueError(

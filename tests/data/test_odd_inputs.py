@@ -329,7 +329,10 @@ def test_what_unpacks_to_far_more_than_text_does_is_refused(
         read(str(tmp_path / "a.txt.gz"), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["loss_mask", "assistant_masks", "segment_ids", "shift_labels"])
+@pytest.mark.parametrize(
+    "name",
+    ["loss_mask", "assistant_masks", "segment_ids", "shift_labels", "mask", "loss_weights", "sample_weight"],
+)
 def test_masks_that_nobody_reads_are_refused_wherever_they_stand(tmp_path: Path, name: str) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     datasets = pytest.importorskip("datasets")
