@@ -45,7 +45,8 @@ def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
             f"{type(model).__name__} has {len(layers)} layers, {'an' if embedding else 'no'} embedding and "
             f"{len(last)} norms beside them. Set sequence_parallel=False."
         )
-    _keep_output(embedding, group)
+    for module in _embeddings(base, [embedding, last[0], *layers]):
+        _keep_output(module, group)
     for layer in layers:
         _check_layer(layer)
         for child in layer.children():
@@ -75,6 +76,27 @@ def _holder(model: nn.Module, layers: list[nn.Module]) -> nn.Module | None:
     return None
 
 
+def _embeddings(base: Any, known: list[nn.Module]) -> list[nn.Module]:
+    """Return the tables beside the layers whose rows are added up, those of tokens and of positions.
+
+    Raises:
+        ValueError: naming another module with weights, whose gradients would be those of a part of the slots.
+    """
+    inside = {id(part) for module in known for part in module.modules()}
+    found = [known[0]]
+    for name, child in base.named_children():
+        weighty = [part for part in child.modules() if any(True for _ in part.parameters(recurse=False))]
+        if all(id(part) in inside for part in weighty):
+            continue
+        if not isinstance(child, nn.Embedding):
+            raise ValueError(
+                f"sequence_parallel=True knows embeddings, layers and norms, but {type(base).__name__} holds "
+                f"{name}, a {type(child).__name__}. Set sequence_parallel=False."
+            )
+        found.append(child)
+    return found
+
+
 def _check_layer(layer: nn.Module) -> None:
     own = [name for name, _ in layer.named_parameters(recurse=False)]
     if own:
@@ -87,8 +109,8 @@ def _check_layer(layer: nn.Module) -> None:
 def _keep_output(module: Any, group: dist.ProcessGroup) -> None:
     forward = module.forward
 
-    def keeping_forward(ids: Tensor) -> Tensor:
-        out: Tensor = forward(ids)
+    def keeping_forward(*args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = forward(*args, **kwargs)
         check_slots(out.shape[1], group.size())
         return keep_own(out, group, dim=1)
 
@@ -129,29 +151,36 @@ def _gather_and_keep(module: nn.Module, group: dist.ProcessGroup) -> None:
     forward = module.forward
 
     def gathering_forward(*args: Any, **kwargs: Any) -> Any:
-        gathered = _Gathered(group)
-        out = forward(*map(gathered, args), **{name: gathered.named(name, v) for name, v in kwargs.items()})
-        return _keep(out, gathered.slots, group)
+        rows = _slots_of(module, args, kwargs)
+
+        def gathered(value: Any) -> Any:
+            return gather_same(value, group, dim=1) if _is_hidden(value) and value.shape[1] == rows else value
+
+        out = forward(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
+        return _keep(out, rows * group.size(), group)
 
     block: Any = module
     block.forward = gathering_forward
 
 
-class _Gathered:
-    """Gathers the hidden states among a block's arguments: the first 3-D float tensor."""
+def _slots_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return this rank's slots, those of a block's hidden states; other states it takes have as many.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.slots = 0
+    Raises:
+        ValueError: for a block whose input has another form, as that of a layer that flattens it.
+    """
+    named = (kwargs.get(name) for name in ("hidden_states", "x", "input"))
+    for value in (*args, *named):
+        if _is_hidden(value):
+            return int(value.shape[1])
+    raise ValueError(
+        f"sequence_parallel=True gathers hidden states [B, slots, H] for every block, and "
+        f"{type(module).__name__} was called without any. Set sequence_parallel=False."
+    )
 
-    def __call__(self, value: Any) -> Any:
-        if self.slots or not isinstance(value, Tensor) or value.ndim != 3 or not value.is_floating_point():
-            return value
-        self.slots = value.shape[1] * self.group.size()
-        return gather_same(value, self.group, dim=1)
 
-    def named(self, name: str, value: Any) -> Any:
-        return self(value) if name in ("hidden_states", "x", "input") else value
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 3 and value.is_floating_point()
 
 
 def _keep(out: Any, slots: int, group: dist.ProcessGroup) -> Any:

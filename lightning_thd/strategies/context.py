@@ -17,7 +17,7 @@ from lightning_thd.packing.sharing import Sharing
 from lightning_thd.parallel import mesh as axes
 from lightning_thd.parallel.agreement import check_agreement
 from lightning_thd.parallel.context.costs import CommCosts
-from lightning_thd.parallel.context.layout import Communication
+from lightning_thd.parallel.context.layout import Communication, end_job
 from lightning_thd.parallel.context.shared_step import (
     SharedStep,
     check_shared_agreement,
@@ -66,6 +66,11 @@ class ContextParallelMixin(Strategy):
     _degree_groups: dict[int, dist.ProcessGroup] | None = None
     _checked_stage: object = None
     _guarded: bool = False
+
+    def teardown(self) -> None:
+        """End what belongs to the job: shards that are still held refuse no other attention."""
+        super().teardown()
+        end_job()
 
     @property
     def sizes(self) -> AxisSizes:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.parallel.plan import model_plan
+from lightning_thd.parallel.sequence import apply_sequence_parallel
 from lightning_thd.parallel.tensor import apply_tensor_parallel
 from tests.models.families import FAMILIES
 from tests.ranks import run_ranks
@@ -24,6 +25,9 @@ OTHERS = [
     *("glm4", "olmoe", "olmo_hybrid", "opt", "stablelm", "bamba", "lfm2", "lfm3", "zamba2"),
     *("granitemoehybrid", "jamba", "nemotron_h", "kimi_linear", "mixtral", "smollm3", "granite"),
 ]
+
+# Sums of what they compute in fp32 come in another order when ranks divide the slots.
+FP32_INSIDE = ["recurrent_gemma", "nemotron_h"]
 
 
 def build(family: str) -> nn.Module:
@@ -45,14 +49,17 @@ def gradients(model: nn.Module) -> tuple[float, dict[str, Tensor]]:
     }
 
 
-def compare(families: list[str]) -> dict[str, tuple[float, float, int]]:
+def compare(families: list[str], sequence_parallel: bool) -> dict[str, tuple[float, float, int]]:
     """Return the errors of loss and gradients of every family, and how many weights were cut."""
+    mesh = init_device_mesh("cpu", (2,))
     warnings.filterwarnings("ignore")
     errors = {}
     for family in families:
         loss, wanted = gradients(build(family))
         model = build(family)
-        apply_tensor_parallel(model, model_plan(model, 2), init_device_mesh("cpu", (2,)))
+        apply_tensor_parallel(model, model_plan(model, 2), mesh)
+        if sequence_parallel:
+            apply_sequence_parallel(model, mesh.get_group())
         cut_loss, found = gradients(model)
         assert found.keys() == wanted.keys()
         scale = max(float(grad.norm()) for grad in wanted.values())
@@ -67,14 +74,20 @@ def compare(families: list[str]) -> dict[str, tuple[float, float, int]]:
 
 
 @pytest.mark.parametrize(
-    "families", [SHARP, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "rest"]
+    ("families", "sequence_parallel"),
+    [
+        (SHARP, False),
+        (["zamba2"], True),  # its blocks take the embedding beside the hidden states
+        pytest.param(OTHERS, False, marks=pytest.mark.slow),
+        pytest.param([name for name in [*SHARP, *OTHERS] if name != "opt"], True, marks=pytest.mark.slow),
+    ],
 )
-def test_gradients_equal_one_process(families: list[str]) -> None:
-    for errors in run_ranks(compare, 2, families):
+def test_gradients_equal_one_process(families: list[str], sequence_parallel: bool) -> None:
+    for errors in run_ranks(compare, 2, families, sequence_parallel):
         assert list(errors) == families
         for family, (loss, worst, cut) in errors.items():
             assert loss < 1e-12, family
-            assert worst < 1e-10, family
+            assert worst < (1e-6 if family in FP32_INSIDE and sequence_parallel else 1e-10), family
             assert cut > 4, family  # more than embedding and head
 
 
@@ -82,3 +95,21 @@ def test_gradients_equal_one_process(families: list[str]) -> None:
 def test_layers_that_cannot_be_cut_are_refused_before_the_first_step(family: str) -> None:
     with pytest.raises(ValueError, match="comes without a tensor-parallel plan for its layers, and none"):
         model_plan(build(family), 2)
+
+
+def refusal(family: str) -> str:
+    model, mesh = build(family), init_device_mesh("cpu", (2,))
+    apply_tensor_parallel(model, model_plan(model, 2), mesh)
+    try:
+        apply_sequence_parallel(model, mesh.get_group())
+        gradients(model)
+    except ValueError as err:
+        return str(err)
+    return ""
+
+
+def test_layers_that_flatten_hidden_states_are_refused() -> None:
+    for said in run_ranks(refusal, 2, "opt"):
+        assert (
+            "gathers hidden states [B, slots, H] for every block, and Linear was called" in said
+        )

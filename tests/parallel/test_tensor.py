@@ -131,6 +131,10 @@ def test_models_that_sequence_parallelism_does_not_know() -> None:
     with pytest.raises(ValueError, match="Net has 0 layers, no embedding and 0 norms.*sequence_parallel=F"):
         apply_sequence_parallel(Net(), group)
     model: Any = family_model("qwen3")
+    model.model.project_in = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="Qwen3Model holds project_in, a Linear. Set sequence_parallel=F"):
+        apply_sequence_parallel(model, group)
+    del model.model.project_in
     model.model.layers[0].scale = nn.Parameter(torch.ones(1))
     with pytest.raises(ValueError, match=r"Qwen3DecoderLayer holds \['scale'\] itself.*sequence_parallel=F"):
         apply_sequence_parallel(model, group)

@@ -16,6 +16,7 @@ from tests.strategies.jobs import (
     Job,
     Layout,
     data,
+    family_model,
     full_parameters,
     make_optimizer,
     make_trainer,
@@ -54,6 +55,34 @@ def test_validation_and_prediction(layout: Layout) -> None:
     assert sorted(found) == list(range(len(SAMPLES)))
     for i, wanted in enumerate(logits):
         torch.testing.assert_close(found[i], wanted, rtol=1e-9, atol=1e-9)
+
+
+class Keeps(Job):
+    """Holds on to its last batch, a shard, as a callback of a user's may."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.kept = batch
+
+
+def train_and_go_on(layout: Layout) -> tuple[float, float]:
+    """Train on shards, then run a model on a sequence of as many tokens as a shard has slots."""
+    module = Keeps()
+    make_trainer(layout).fit(module, data(Packs(1)))
+    ids = torch.arange(module.kept.input_ids.shape[0])[None] % 60
+    with torch.no_grad():
+        found, wanted = (model(input_ids=ids).logits for model in (Job().model, stock_model()))
+    return float((found - wanted).abs().max()), float(wanted.abs().max())
+
+
+def stock_model() -> Any:
+    model = family_model("qwen3")
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def test_a_shard_that_is_kept_refuses_nothing_once_its_job_has_ended() -> None:
+    for error, scale in run_ranks(train_and_go_on, 2, Layout(cp=2)):
+        assert error < 1e-12 * scale
 
 
 class Manual(Job):

@@ -87,6 +87,9 @@ class Tally:
     def add(self, case: Case, found: list[Outcome]) -> None:
         """Count one combination by what all its ranks found."""
         kinds = {outcome.kind for outcome in found}
+        if kinds == {"refused", "ended"} and case.where.pp > 1:
+            self.add_ended(case, [outcome for outcome in found if outcome.kind == "refused"], "")
+            return
         kind = kinds.pop() if len(kinds) == 1 else "ranks differ"
         self.outcomes[kind] += 1
         if kind == "refused":
@@ -141,9 +144,11 @@ def _together(cases: list[Case], tally: Tally) -> None:
         whole = next((i for i, case in enumerate(cases) if len(found[i]) < case.world), len(cases))
         for case, outcomes in zip(cases[:whole], found, strict=False):
             tally.add(case, outcomes)
-        if whole < len(cases):
-            tally.add_ended(cases[whole], found[whole], died)
-        cases = cases[whole + 1 :]
+        # a rank that found the others gone says nothing of its case: again on new ranks, but only once
+        again = whole < len(cases) and whole > 0 and all(x.kind == "ended" for x in found[whole])
+        if whole < len(cases) and not again:
+            tally.add_ended(cases[whole], [x for x in found[whole] if x.kind != "ended"], died)
+        cases = cases[whole + (not again) :]
 
 
 def main() -> None:

@@ -79,6 +79,9 @@ def test_ranks_that_end_are_wrong_unless_a_stage_refused() -> None:
     tally.add_ended(stages, [Outcome("crashed", "IndexError")], "died")
     assert tally.outcomes == {"refused by one stage": 1, "died or hung": 3}
     assert len(tally.wrong) == 3
+    tally.add(stages, [*refused, Outcome("ended")])
+    tally.add(ranks, [*refused, Outcome("ended")])
+    assert tally.outcomes == {"refused by one stage": 2, "died or hung": 3, "ranks differ": 1}
 
 
 def test_messages_that_no_test_meets_are_found(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ class ShardLayout:
         self.held = partition.held_lengths(self.padded_lengths, cp=cp, rank=rank, layout=layout)
         self.cu_seqlens = offsets_of(self.held, self.device)
         self.used = False  # whether any attention has asked for it
+        self.over = False  # whether the job that cut it has ended
         self.cache: dict[Any, Any] = {}
         _remember(self)
 
@@ -202,6 +203,12 @@ def layout_of(cu_seqlens: Tensor) -> ShardLayout | None:
     return layout
 
 
+def end_job() -> None:
+    """Let other attention run beside shards that are still held once the job that cut them has ended."""
+    for layout in list(_BY_OFFSETS.values()):
+        layout.over = True
+
+
 # Offsets of whole packs that run beside shards, by address: the value is what keeps that memory.
 _WHOLE: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
@@ -220,7 +227,7 @@ def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
     if cu_seqlens.data_ptr() in _WHOLE:
         return
     for layout in list(_BY_OFFSETS.values()):
-        if layout.local_slots == slots and layout.device == cu_seqlens.device:
+        if layout.local_slots == slots and layout.device == cu_seqlens.device and not layout.over:
             raise ValueError(
                 f"Attention over {slots} slots got cu_seqlens that are not those of the batch, while a batch "
                 f"is cut into shards of {slots} slots for {layout.cp} context-parallel ranks: keys of other "
