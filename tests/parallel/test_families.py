@@ -110,6 +110,4 @@ def refusal(family: str) -> str:
 
 def test_layers_that_flatten_hidden_states_are_refused() -> None:
     for said in run_ranks(refusal, 2, "opt"):
-        assert (
-            "gathers hidden states [B, slots, H] for every block, and Linear was called" in said
-        )
+        assert "gathers hidden states [B, slots, H] for every block, and Linear was called" in said

@@ -28,8 +28,9 @@ from tests.tiny import sequences
 
 STEPS, COUNT = 2, 40
 CASE_S, GRACE_S = 120.0, 20.0
-BOUND, BOUND_FP32 = 1e-9, 1e-3
+BOUND, BOUND_ROUTER, BOUND_FP32 = 1e-9, 1e-6, 1e-3
 # Norms, states or routers that compute in fp32 whatever the model's dtype.
+FP32_ROUTER = ("mixtral", "qwen3_moe")  # whose probabilities are fp32: 6e-8 where the last bit differs
 FP32_INSIDE = ("bamba", "mamba2", "zamba2", "qwen3_next", "gpt_oss", "gemma2", "lfm2", "deepseek_v3")
 REFUSALS = (ValueError, TypeError, NotImplementedError, MisconfigurationException)
 
@@ -173,7 +174,8 @@ def run_case(case: Case) -> Outcome:
         told = traceback.format_exc()
         return Outcome("ended" if "Connection closed by peer" in told else "crashed", told)
     error = largest_error(found, by_hand(case, used), part=case.where.pp > 1)
-    bound = BOUND_FP32 if case.family in FP32_INSIDE else BOUND
+    bound = BOUND_ROUTER if case.family in FP32_ROUTER else BOUND
+    bound = BOUND_FP32 if case.family in FP32_INSIDE else bound
     return Outcome("right" if error < bound else "wrong", f"error {error:.2e}", error)
 
 
