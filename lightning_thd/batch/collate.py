@@ -31,6 +31,7 @@ from lightning_thd.batch.samples import (
     refuse_bounds,
     refuse_ids,
     refuse_labels,
+    refuse_shifted,
     token_row,
 )
 from lightning_thd.batch.weights import pack_weights
@@ -69,6 +70,7 @@ def collate_fields(
         source = _lay_out(labels, starts, slots, dense, fill=IGNORE_INDEX)
         if ((source < 0) & (source != IGNORE_INDEX)).any():
             refuse_labels(labels)
+        refuse_shifted(zip(ids, labels, strict=True), "The samples")
     targets = _shift(source, starts, lengths, dense)
     loss_tokens = sum(lengths) - len(lengths)
     for i, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=True)):

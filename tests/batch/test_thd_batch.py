@@ -228,6 +228,12 @@ def test_unpack_wants_one_row_a_slot() -> None:
         ([{"input_ids": [1, 2], "token_type_ids": [1]}], {}, ValueError, "2 input_ids but 1 token_type_ids"),
         ([{"input_ids": [1], "position_ids": [0.5]}], {}, ValueError, "position_ids holds float64"),
         ([{"input_ids": [1]}], {"sequence_ids": [1, 2]}, ValueError, "1 samples but 2 sequence_ids"),
+        (
+            [{"input_ids": [5, 3, 8, 1, 9], "labels": [3, 8, 1, 9, 2]}] * 3,
+            {},
+            ValueError,
+            "The samples: the labels are the next tokens, as if they were shifted already",
+        ),
         ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], {}, ValueError, "not all ones.*from_padded"),
         ([{"input_ids": [1, 2], "labels": [1, -1]}], {}, ValueError, "Sample 0 has the label -1"),
         ([{"input_ids": [1], "next_label": 2.0}], {}, TypeError, "next_label is a float"),
