@@ -9,6 +9,7 @@ import torch
 
 from lightning_thd._checks import instance, real_number
 
+_LONGEST_S = 60
 # rows, inner, columns; the best of three, since no one shape is best on every device
 _GPU_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 4096, 16384))
 _CPU_SHAPES = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 1024))
@@ -33,10 +34,12 @@ def measure_flops(
         FLOP/s.
 
     Raises:
-        ValueError: when ``seconds`` is not positive.
+        ValueError: when ``seconds`` is not positive, or more than 60.
     """
     if real_number(seconds, "seconds", advice="Give each shape about 0.1.") <= 0:
         raise ValueError(f"seconds={seconds} leaves no time to measure in. Give each shape about 0.1.")
+    if seconds > _LONGEST_S:
+        raise ValueError(f"seconds={seconds}: wanted at most {_LONGEST_S} a shape. Give each about 0.1.")
     instance(dtype, "dtype", torch.dtype, advice="Pass torch.bfloat16 or the like.")
     if not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype}: peaks are of floating products. Pass torch.bfloat16 or the like.")

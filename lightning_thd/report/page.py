@@ -67,11 +67,19 @@ def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path
 
     Raises:
         ModuleNotFoundError: without matplotlib.
+        ValueError: for a folder.
     """
     instance(series, "series", dict, advice="Pass read_metrics(folder).")
-    path = Path(file)
+    path = _file(file, "report.png")
     figure = draw_page(series, theme)
     figure.savefig(path, dpi=120, facecolor=figure.get_facecolor())
+    return path
+
+
+def _file(given: str | Path, such_as: str) -> Path:
+    path = Path(given)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder. Pass the file to write, such as {path / such_as}.")
     return path
 
 
@@ -85,9 +93,12 @@ def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
 
     Returns:
         The file.
+
+    Raises:
+        ValueError: for a folder.
     """
     instance(series, "series", dict, advice="Pass read_metrics(folder).")
-    look, path = look_of(theme), Path(file)
+    look, path = look_of(theme), _file(file, "report.html")
     cards = "".join(
         f'<div class="card"><b>{html.escape(value)}</b><span>{html.escape(title)}</span></div>'
         for title, value in _headlines(series)

@@ -32,6 +32,8 @@ def test_measures_a_cpu(dtype: torch.dtype) -> None:
 def test_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match="seconds=0 leaves no time to measure in"):
         measure_flops("cpu", dtype=torch.float32, seconds=0)
+    with pytest.raises(ValueError, match="seconds=61: wanted at most 60 a shape. Give each about 0.1"):
+        measure_flops("cpu", dtype=torch.float32, seconds=61)
 
 
 def test_a_cpu_needs_no_waiting() -> None:
