@@ -60,7 +60,8 @@ class BatchMaker:
             for i, sample in zip(spans.index.tolist(), samples, strict=True):
                 self._name_row(collate, i, sample)
             raise
-        if self.vocab_size is not None and int(batch.input_ids.max()) >= self.vocab_size:
+        largest = max(int(batch.input_ids.max()), int(batch.targets.max()))
+        if self.vocab_size is not None and largest >= self.vocab_size:
             self._refuse(batch)
         return batch
 
@@ -88,12 +89,16 @@ class BatchMaker:
         return self.index.loss_weights(self.dataset, spans)
 
     def _refuse(self, batch: THDBatch) -> None:
-        for i, ids in zip(batch.sequence_ids, batch.unpack(batch.input_ids), strict=True):
-            if int(ids.max()) >= (self.vocab_size or 0):
-                raise ValueError(
-                    f"Sequence {i} has the token id {int(ids.max())}, but the model's vocabulary has "
-                    f"{self.vocab_size} entries. Use the tokenizer the model was made for."
-                )
+        for what, row, hint in (
+            ("token id", batch.input_ids, ""),
+            ("label", batch.targets, " In 16 bits without a sign -100 is 65436."),
+        ):
+            for i, ids in zip(batch.sequence_ids, batch.unpack(row), strict=True):
+                if int(ids.max()) >= (self.vocab_size or 0):
+                    raise ValueError(
+                        f"Sequence {i} has the {what} {int(ids.max())}, but the model's vocabulary has "
+                        f"{self.vocab_size} entries. Use the tokenizer the model was made for.{hint}"
+                    )
 
 
 class _Steps(TorchDataset[THDBatch | THDStep]):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_thd import THDDataModule
+from lightning_thd import THDBatch, THDDataModule
 
 datasets = pytest.importorskip("datasets")
 
@@ -47,7 +47,11 @@ class Subclass(datasets.Dataset):  # type: ignore[misc]
 def trained_on(source: Any, cache: Path, **kwargs: Any) -> list[list[int]]:
     data = THDDataModule(source, capacity=16, cache_dir=cache, **kwargs)
     data.setup("fit")
-    return sorted(row.tolist() for batch in data.train_dataloader() for row in batch.unpack(batch.input_ids))
+    rows: list[list[int]] = []
+    for batch in data.train_dataloader():
+        assert isinstance(batch, THDBatch)
+        rows += [row.tolist() for row in batch.unpack(batch.input_ids)]
+    return sorted(rows)
 
 
 def test_a_wrapper_that_hands_attributes_on_decides_its_samples(tmp_path: Path) -> None:
@@ -181,3 +185,43 @@ def test_labels_of_a_stream_are_counted_before_they_are_cut(tmp_path: Path) -> N
     rows = datasets.Dataset.from_list([{"input_ids": [1] * 30, "labels": [1] * 29}]).to_iterable_dataset()
     with pytest.raises(ValueError, match="has 30 input_ids but 29 labels"):
         trained_on(rows, tmp_path, oversize="truncate")
+
+
+def test_labels_past_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    labels = np.array([-100, 2, -100, 4]).astype(np.uint16)
+    rows = [{"input_ids": np.array([1, 2, 3, 4], np.uint16), "labels": labels}]
+    with pytest.raises(
+        ValueError, match="Sequence 0 has the label 65436, but the model's vocabulary has 100"
+    ):
+        trained_on(rows, tmp_path, vocab_size=100)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"position_ids": [0, 1, 0, 1]},
+        {"position_ids": [0, 1, 2]},
+        {"seq_lengths": [2, 2]},
+        {"cu_seqlens": [0, 2, 4]},
+        {"attention_mask": [1, 1, 0, 1]},
+        {"lengths": [1, 2], "attention_mask": [1, 1, 1, 1]},
+    ],
+)
+def test_rows_whose_keys_tell_of_other_sequences(tmp_path: Path, other: dict[str, Any]) -> None:
+    row = {"input_ids": [1, 2, 3, 4], "lengths": [1, 3], **other}
+    with pytest.raises(
+        ValueError, match=r"Row 0: \w+ tells of other sequences, or other tokens in them, than"
+    ):
+        trained_on([row], tmp_path)
+
+
+def test_rows_whose_keys_agree(tmp_path: Path) -> None:
+    row = {
+        "input_ids": [1, 2, 3, 4, 0],
+        "lengths": [1, 0, 3],
+        "seq_lengths": [1, 3],
+        "cu_seqlens": [0, 1, 4, 4],
+        "position_ids": [0, 0, 1, 2, 0],
+        "attention_mask": [1, 1, 1, 1, 0],
+    }
+    assert trained_on([row], tmp_path) == [[1], [2, 3, 4]]

@@ -6,6 +6,8 @@ A row is ``input_ids`` (and ``labels``) with one of these beside it, the first t
 - ``cu_seqlens``: offsets from 0, cumulative real lengths;
 - ``position_ids``: one a token, counting up from 0 in every sequence.
 
+Others that are there have to agree with it.
+
 ``cu_seqlens_padded``, offsets in the row, says where each sequence begins when there is padding between them.
 What is left at the end of a row is padding; so is what ``attention_mask`` calls 0 there.
 """
@@ -183,7 +185,34 @@ def boundaries(row: Mapping[str, Any], i: int = 0) -> tuple[IntArray, IntArray]:
             f"shortest {int(lengths.min())}. They must lie inside the row."
         )
     keep = lengths > 0
-    return start[keep], lengths[keep]
+    start, lengths = start[keep], lengths[keep]
+    _refuse_others(row, i, name, start, lengths)
+    return start, lengths
+
+
+def _refuse_others(row: Mapping[str, Any], i: int, name: str, start: IntArray, lengths: IntArray) -> None:
+    """Refuse a row whose other keys tell of other sequences, or of other tokens in them."""
+    counted = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    inside = np.repeat(start, lengths) + counted
+    found: dict[str, bool] = {}
+    for other in (*_LENGTHS, "cu_seqlens"):
+        if other != name and _is_row(row.get(other)):
+            values = _integers(row[other], other, i)
+            values = values if other in _LENGTHS else _steps(values, other, i)
+            found[other] = np.array_equal(values[values > 0], lengths)
+    positions, mask = (np.asarray(row.get(key, ())) for key in ("position_ids", "attention_mask"))
+    if name != "position_ids" and positions.ndim == 1 and positions.size:
+        found["position_ids"] = len(positions) > inside.max(initial=-1) and np.array_equal(
+            positions[inside], counted
+        )
+    if mask.ndim == 1 and mask.size:
+        real = np.flatnonzero(mask)
+        found["attention_mask"] = np.array_equal(real, np.sort(inside))
+    if wrong := [other for other, agrees in found.items() if not agrees]:
+        raise ValueError(
+            f"Row {i}: {wrong[0]} tells of other sequences, or other tokens in them, than {name}, by which "
+            f"it has {len(lengths)} of {lengths[:8].tolist()} tokens. Drop the one that is wrong."
+        )
 
 
 def _integers(values: Any, name: str, i: int) -> IntArray:
