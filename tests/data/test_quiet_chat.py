@@ -84,6 +84,13 @@ def test_markers_that_take_blanks_away(tags: str) -> None:
     assert mask.any()
 
 
+def test_markers_around_nothing() -> None:
+    template = MARKED.replace("<|{{ m.role }}|>", "tw{% generation %}{% endgeneration %}o<|{{ m.role }}|>")
+    tokenizer = make_tokenizer(template)
+    ids, mask = encode_chat(tokenizer, [USER, ANSWER])
+    assert tokenizer.decode(np.array(ids)[mask]) == "Hello to you<|end|>"
+
+
 def test_markers_that_change_what_is_written() -> None:
     template = (
         "{% set x = 1 %}{% generation %}{% set x = 2 %}{% endgeneration %}"

@@ -190,7 +190,8 @@ def _marked(
     mask = np.zeros(len(ids), bool)
     for start, stop in spans:
         # A tokenizer may have no token for a blank at the edge, so that it is not asked which one it is in.
-        if (inside := np.flatnonzero((edges[:, 0] < stop) & (edges[:, 1] > start))).size:
+        inside = np.flatnonzero((edges[:, 0] < stop) & (edges[:, 1] > start))
+        if inside.size and start < stop:
             mask[inside[0] : inside[-1] + 1] = True
     if skip:
         start, _ = _turn(tokenizer, messages, learned[0], text, tools)
