@@ -249,3 +249,55 @@ def test_a_loss_that_a_stage_does_not_have_is_not_a_number() -> None:
     assert first["losses"] == last["losses"]
     assert all(math.isnan(value) for value in first["peeked"])
     assert not any(math.isnan(value) for value in last["peeked"] + last["losses"])
+
+
+class ByName(Job):
+    """Groups weights by their names: the embedding's is the head's too."""
+
+    def __init__(self) -> None:
+        super().__init__("qwen3@4t")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        names = dict(self.model.named_parameters())
+        ends = [p for name, p in names.items() if "embed" in name]
+        rest = [p for name, p in names.items() if "embed" not in name]
+        return torch.optim.AdamW([{"params": ends, "lr": 1e-3}, {"params": rest}], lr=1e-2, eps=1e-5)
+
+
+class EachAlone(ByName):
+    """Gives every weight a group of its own, other ones on every stage."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [p], "weight_decay": 0.1 * ("embed" in name)}
+            for name, p in self.model.named_parameters()
+        ]
+        return torch.optim.AdamW(groups[::-1])
+
+
+def fit_by_name(layout: Layout) -> dict[str, Any]:
+    warnings.filterwarnings("ignore")
+    module = ByName()
+    make_trainer(layout, max_steps=2).fit(module, data(Sequences(8)))
+    refused = ""
+    if layout.pp > 1:
+        try:
+            make_trainer(layout, max_steps=2).fit(EachAlone(), data(Sequences(8)))
+        except ValueError as err:
+            refused = str(err)
+    return {"params": full_parameters(module.model), "refused": refused}
+
+
+def test_a_tied_head_is_in_the_group_of_its_embedding() -> None:
+    [wanted] = run_ranks(fit_by_name, 1, Layout())
+    seen = set()
+    for found in run_ranks(fit_by_name, 2, Layout(pp=2)):
+        assert re.search(
+            r"head share is in the optimizer's group \d+ on the first.* of the last stage has",
+            found["refused"],
+        )
+        for name, value in found["params"].items():
+            whole = name if name in wanted["params"] else "model.embed_tokens.weight"
+            assert torch.allclose(value, wanted["params"][whole], rtol=1e-10, atol=1e-12), name
+            seen.add(name)
+    assert "lm_head.weight" in seen

@@ -31,7 +31,7 @@ from lightning_thd.parallel.pipeline import Schedule, ScheduleName, expected_bub
 from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
 from lightning_thd.parallel.pipeline.stage import Stage
-from lightning_thd.parallel.pipeline.ties import copy_tied, sum_tied
+from lightning_thd.parallel.pipeline.ties import copy_tied, share_group, sum_tied
 from lightning_thd.strategies.checkpoints import (
     drop_unknown_options,
     is_folder,
@@ -327,6 +327,8 @@ class PipelineMixin(THDStrategyMixin):
                 f"{self._channel.rank}, whose layers are all frozen. Give it the frozen weights too, or a "
                 'list of groups, [{"params": [...]}], which may be empty on a stage.'
             ) from err
+        if self._stage is not None and self._stage.tied_names:
+            share_group(self._stage.tied, self.optimizers, self._stage.channel)
 
     @property
     def _head_name(self) -> Mapping[str, str]:
