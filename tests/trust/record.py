@@ -26,9 +26,10 @@ def record(name: str, rows: Mapping[str, object], file: Path = FILE) -> str:
     Returns:
         The section.
     """
+    command = re.sub(r" --\S+ /\S+", "", " ".join(sys.orig_argv[1:]))  # places on this machine say nothing
     about = (
         f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} CPU cores, Python {platform.python_version()}, "
-        f"torch {version('torch')}, lightning {version('lightning')}; `{' '.join(sys.orig_argv[1:])}`"
+        f"torch {version('torch')}, lightning {version('lightning')}; `{command}`"
     )
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     section = f"## {name}\n\n{about}\n\n| what | found |\n|---|---|\n{table}\n"

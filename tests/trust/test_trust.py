@@ -31,13 +31,15 @@ def test_a_leak_is_a_slope() -> None:
     assert drift(leaking)["open files more"] == 1
 
 
-def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
+def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "TRUST.md"
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "soak", "--minutes", "3", "--say", "/some/where"])
     record("soak", {"steps": 1}, file)
     record("chaos", {"kills": 4}, file)
     record("soak", {"steps": 2}, file)
     text = file.read_text()
     assert text.count("## soak") == 1
+    assert "`-m soak --minutes 3`" in text
     assert "| steps | 2 |" in text
     assert "| steps | 1 |" not in text
     assert "| kills | 4 |" in text
