@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import pickle
@@ -10,9 +11,12 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as L
 import numpy as np
@@ -32,6 +36,7 @@ BOUND, BOUND_ROUTER, BOUND_FP32 = 1e-9, 1e-6, 1e-3
 # Norms, states or routers that compute in fp32 whatever the model's dtype.
 FP32_ROUTER = ("mixtral", "qwen3_moe")  # whose probabilities are fp32: 6e-8 where the last bit differs
 FP32_INSIDE = ("bamba", "mamba2", "zamba2", "qwen3_next", "gpt_oss", "gemma2", "lfm2", "deepseek_v3")
+_LLAMA_NORMS = ("llama", "mistral", "phi3", "qwen3", "mixtral", "qwen3_moe")
 REFUSALS = (ValueError, TypeError, NotImplementedError, MisconfigurationException)
 
 
@@ -129,21 +134,45 @@ def run_cases(cases: list[Case], folder: str = "") -> list[Outcome]:
     transformers.logging.set_verbosity_error()
     for name in ("lightning.pytorch", "lightning.fabric", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    if not folder:
-        return [run_case(case) for case in cases]
-    outcomes = []
-    for number, case in enumerate(cases):
-        alarm = threading.Timer(CASE_S, os._exit, (4,))
-        alarm.daemon = True
-        alarm.start()
-        outcomes.append(run_case(case))
-        rank = dist.get_rank()
-        (Path(folder) / f"{number}-{rank}.tmp").write_bytes(pickle.dumps(outcomes[-1]))
-        (Path(folder) / f"{number}-{rank}.tmp").rename(Path(folder) / f"{number}-{rank}.found")
-        if outcomes[-1].kind in ("refused", "crashed"):
-            _wait_for_all(Path(folder), number, case.world)
-        alarm.cancel()
-    return outcomes
+    with norms_in_their_dtype():
+        if not folder:
+            return [run_case(case) for case in cases]
+        return [_timed_case(case, Path(folder), number) for number, case in enumerate(cases)]
+
+
+def _timed_case(case: Case, folder: Path, number: int) -> Outcome:
+    alarm = threading.Timer(CASE_S, os._exit, (4,))
+    alarm.daemon = True
+    alarm.start()
+    outcome, rank = run_case(case), dist.get_rank()
+    file = folder / f"{number}-{rank}.tmp"
+    file.write_bytes(pickle.dumps(outcome))
+    file.rename(folder / f"{number}-{rank}.found")
+    if outcome.kind in ("refused", "crashed"):
+        _wait_for_all(folder, number, case.world)
+    alarm.cancel()
+    return outcome
+
+
+@contextmanager
+def norms_in_their_dtype() -> Iterator[None]:
+    """Make RMS norms compute in their input's dtype, fp64 here, and not in fp32 whatever it is.
+
+    Sums in another order differ in fp64's last bit, and now and then that is one of fp32, 1e-8 of a weight.
+    """
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        normal: Tensor = self.weight * (hidden_states * torch.rsqrt(variance + self.variance_epsilon))
+        return normal
+
+    with ExitStack() as patches:
+        for family in _LLAMA_NORMS:
+            modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+            norm = next(kind for name, kind in vars(modeling).items() if name.endswith("RMSNorm"))
+            assert "variance_epsilon" in vars(norm(1))
+            patches.enter_context(mock.patch.object(norm, "forward", forward))
+        yield
 
 
 def found_by(folder: Path, number: int) -> list[Outcome]:
