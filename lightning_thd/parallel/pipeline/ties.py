@@ -79,6 +79,14 @@ def share_group(weight: nn.Parameter | None, optimizers: Sequence[Optimizer], ch
             optimizers[wanted[0]].param_groups[wanted[1]]["params"].append(weight)
 
 
+def share_freezing(weight: nn.Parameter | None, channel: Channel) -> None:
+    """Freeze both copies of a tied weight if one is frozen; all stages call it."""
+    found: list[Any] = [None] * channel.ranks
+    dist.all_gather_object(found, weight is None or weight.requires_grad, group=channel.down)
+    if weight is not None and not all(found):
+        weight.requires_grad_(False)
+
+
 def _place(weight: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> tuple[int, int] | None:
     for i, optimizer in enumerate(optimizers):
         for k, group in enumerate(optimizer.param_groups):

@@ -31,7 +31,7 @@ from lightning_thd.parallel.pipeline import Schedule, ScheduleName, expected_bub
 from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
 from lightning_thd.parallel.pipeline.stage import Stage
-from lightning_thd.parallel.pipeline.ties import copy_tied, share_group, sum_tied
+from lightning_thd.parallel.pipeline.ties import copy_tied, share_freezing, share_group, sum_tied
 from lightning_thd.strategies.checkpoints import (
     drop_unknown_options,
     is_folder,
@@ -176,6 +176,12 @@ class PipelineMixin(THDStrategyMixin):
         source = dist.get_global_rank(group, 0)
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), source, group=group)
+
+    def on_train_start(self) -> None:
+        """Agree on whether a tied weight is trained: hooks may have frozen it by a name of one stage."""
+        super().on_train_start()
+        if self._stage is not None and self._stage.tied_names:
+            share_freezing(self._stage.tied, self._stage.channel)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the first forward pass of a step; ``backward`` runs the others."""
