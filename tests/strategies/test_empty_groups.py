@@ -120,7 +120,6 @@ def refused(kind: type[Job], callback: L.Callback, folder: str) -> str:
     return "nothing was raised"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "callback", "message"),
     [
