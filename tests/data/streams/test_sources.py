@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import pickle
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,14 @@ def test_source(tmp_path: Path, kind: str) -> None:
     pairs = [pair for step in seen for pair in zip(step["ids"], step["tokens"], strict=True)]
     rows = {i: row for ids, tokens in pairs for i, row in zip(ids, tokens, strict=True)}
     assert [rows[i] for i in sorted(rows)] == ROWS
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SOURCES if kind != "generator"])
+def test_shards_reach_workers_that_are_spawned(tmp_path: Path, kind: str) -> None:
+    for shard in open_shards(SOURCES[kind](tmp_path), parts=1).shards:
+        sent = pickle.loads(pickle.dumps(shard))
+        for start in (0, 2):
+            assert list(map(str, sent.read(start))) == list(map(str, shard.read(start)))
 
 
 def test_data_modules_know_a_stream_by_itself(tmp_path: Path) -> None:

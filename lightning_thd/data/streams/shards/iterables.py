@@ -76,15 +76,12 @@ def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, An
                 "weight), ...})."
             )
             count = 1
-        return [
-            IterableShard(f"{kind} shard {i}", 1, _Part(source, i, count), lambda records, n: records.skip(n))
-            for i in range(count)
-        ]
+        return [IterableShard(f"{kind} shard {i}", 1, _Part(source, i, count), _skip) for i in range(count)]
     if isinstance(source, IterableDataset) and hasattr(source, "data_rank") and hasattr(source, "data_size"):
         return [IterableShard(f"{kind} part {i}", 1, _Rank(source, i, parts)) for i in range(parts)]
     if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not callable(source)):
         alone[kind] = source
-        return [IterableShard(kind, 1, _Once(source) if inspect.isgenerator(source) else lambda: source)]
+        return [IterableShard(kind, 1, _Once(source) if inspect.isgenerator(source) else _Itself(source))]
     if not callable(source):
         raise ValueError(
             f"{type(source).__name__} is no stream. Pass paths, an IterableDataset, or a function that "
@@ -139,6 +136,21 @@ class _Rank:
         own = copy.copy(self.dataset)
         own.data_rank, own.data_size = self.part, self.parts
         return own
+
+
+@dataclass(frozen=True, slots=True)
+class _Itself:
+    """What is iterated again and again, as a function that returns it and that reaches spawned workers."""
+
+    source: Any
+
+    def __call__(self) -> Any:
+        return self.source
+
+
+def _skip(records: Any, rows: int) -> Any:
+    """Pass over rows of a Hugging Face IterableDataset, without drawing them where it can."""
+    return records.skip(rows)
 
 
 class _Once:
