@@ -80,7 +80,10 @@ class GraphSet:
         failed = isinstance(found, Exception)
         agreed = all_agree(not failed, example.device) if together else not failed
         if isinstance(found, Exception):
-            raise found
+            try:
+                raise found
+            finally:
+                del found  # else this frame and the error keep each other, and with them the batch
         if not agreed:
             raise CaptureError("the capture failed on another rank, whose message says why.")
         self._captured[_context(example)] = found

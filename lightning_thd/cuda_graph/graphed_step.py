@@ -188,10 +188,13 @@ class GraphedStep:
             )
 
     def _give_up(self, error: CaptureError) -> None:
-        self.off = error
+        self.off = CaptureError(error.message, error.where)  # not its traceback, which keeps the batch alive
         self.close()
         if self.require:
-            raise error
+            try:
+                raise error
+            finally:
+                del error
         rank_zero_warn(
             f"CUDA graphs are off, training goes on eagerly. {error} "
             "lightning_thd.callbacks.cuda_graph.lint_capture(module, batch) lists everything of this kind."

@@ -139,6 +139,22 @@ def test_messages() -> None:
     run_ranks(look_ahead, 2)
 
 
+def test_shards_kept_by_a_cycle_alone_refuse_nothing() -> None:
+    q, k, v, _ = tensors(4, 2, 8)
+    shard = ShardLayout([8, 40, 16], cp=2, rank=0)
+    own, offsets = shard.own, shard.offsets()
+    made_anew = cu_seqlens_from_lengths([8, 24])
+
+    def attend() -> Tensor:
+        return varlen_attention(q[own], k[own], v[own], made_anew, made_anew, 24, 24)
+
+    with pytest.raises(ValueError, match="not those of the batch"):
+        attend()
+    shard.cache["itself"] = shard
+    del shard, offsets
+    assert attend().shape == (32, 4, 8)
+
+
 def volume(layout: str, communication: str, heads: int, kv_heads: int) -> tuple[int, int]:
     """Bytes this rank receives from others in forward and backward, by counting collectives."""
     counted = [0]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -222,6 +225,37 @@ def test_checkpointing_with_dropout_is_refused() -> None:
     step = GraphedStep(loss, module, buckets=BUCKETS, backend=RecordingBackend(), require=True)
     with pytest.raises(CaptureError, match="preserve_rng_state"):
         step(random_batch(0, count=3))
+
+
+@pytest.mark.parametrize("require", [True, False])
+def test_a_capture_that_failed_keeps_nothing_of_its_batch(require: bool) -> None:
+    def loss(module: nn.Module, batch: THDBatch) -> Tensor:
+        hidden = causal_lm_loss(module, batch)
+        kept.append(weakref.ref(hidden))
+        return hidden * hidden.item()  # what no graph can hold
+
+    kept: list[weakref.ref[Tensor]] = []
+    step = GraphedStep(
+        loss, tiny_llama(torch.float64), buckets=BUCKETS, backend=RecordingBackend(), require=require
+    )
+    batch = random_batch(0, count=3)
+    slots = weakref.ref(batch.input_ids)
+    gc.collect()
+    gc.disable()
+    try:
+        if require:
+            with contextlib.suppress(CaptureError):
+                step(batch)
+        else:
+            with pytest.warns(UserWarning, match="CUDA graphs are off"):
+                step(batch)
+        del batch
+        assert "test_graphed_step.py" in str(step.off)
+        assert kept
+        assert slots() is None
+        assert [each() for each in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
 
 
 def test_an_oversize_batch_is_never_truncated() -> None:

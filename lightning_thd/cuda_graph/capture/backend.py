@@ -144,6 +144,8 @@ class CudaBackend:
             if error is not raised:  # the end of the capture failed, too
                 self._recover(graph)
             raise (raised or error) from None
+        finally:
+            del raised  # else this frame and the error keep each other, and with them the batch
         return _CudaGraph(graph, self._marks, self._side()), result
 
     def mark(self) -> None:

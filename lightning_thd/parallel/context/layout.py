@@ -9,6 +9,7 @@ Legend: T slots in a pack, S sequences, N = T / cp slots of a shard.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -226,11 +227,22 @@ def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
     """
     if cu_seqlens.data_ptr() in _WHOLE:
         return
+    if _in_use_over(slots, cu_seqlens.device) is None:
+        return
+    gc.collect()  # a shard that is only kept by a cycle, as in an error's traceback, is in use no more
+    layout = _in_use_over(slots, cu_seqlens.device)
+    if layout is not None:
+        raise ValueError(
+            f"Attention over {slots} slots got cu_seqlens that are not those of the batch, while a batch is "
+            f"cut into shards of {slots} slots for {layout.cp} context-parallel ranks: keys of other ranks "
+            "would be left out. Pass batch.cu_seqlens_padded itself, or batch.hf_kwargs(), not offsets made "
+            "anew."
+        )
+
+
+def _in_use_over(slots: int, device: torch.device) -> ShardLayout | None:
+    """Return a layout of a running job whose shards have as many slots on the device, or None."""
     for layout in list(_BY_OFFSETS.values()):
-        if layout.local_slots == slots and layout.device == cu_seqlens.device and not layout.over:
-            raise ValueError(
-                f"Attention over {slots} slots got cu_seqlens that are not those of the batch, while a batch "
-                f"is cut into shards of {slots} slots for {layout.cp} context-parallel ranks: keys of other "
-                "ranks would be left out. Pass batch.cu_seqlens_padded itself, or batch.hf_kwargs(), not "
-                "offsets made anew."
-            )
+        if layout.local_slots == slots and layout.device == device and not layout.over:
+            return layout
+    return None
