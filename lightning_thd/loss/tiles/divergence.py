@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_thd.loss.tiles.gradient_sums import GradientSums, HeadGradients
 from lightning_thd.loss.tiles.logits import Head
 from lightning_thd.loss.tiles.nll import Stash
+from lightning_thd.loss.tiles.processor import exponential
 from lightning_thd.loss.tiles.softmax import MAX, SUM
 from lightning_thd.loss.tiles.vocab_parallel import merge_ranks, merge_statistics, sum_over_ranks
 
@@ -44,11 +45,11 @@ class Divergence:
 
     def terms(self, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Compute a tile's part of the divergence and of the sum that couples columns, ``[c]`` each."""
-        q = t.exp()
+        q = exponential(t, out=torch.empty_like(t))
         if self.kind == "kl":
             found = torch.where(q > 0, q * (t - s), 0.0).sum(1)
             return found, found
-        p = s.exp()
+        p = exponential(s, out=torch.empty_like(s))
         inner = torch.where(p > 0, p * self._slope(s, t), 0.0).sum(1)
         if self.kind == "reverse_kl":
             return inner, inner
@@ -62,9 +63,9 @@ class Divergence:
     def gradient(self, s: Tensor, t: Tensor, inner: Tensor) -> Tensor:
         """Return the gradient of a row's divergence in the student's logits, ``[c, v]``; destroys s."""
         if self.kind == "kl":
-            return s.exp_().sub_(t.exp())
+            return exponential(s, out=s).sub_(exponential(t, out=torch.empty_like(t)))
         g = self._slope(s, t)
-        p = s.exp_()
+        p = exponential(s, out=s)
         return torch.where(p > 0, p * (g - inner[:, None]), 0.0)
 
     def _mixture(self, s: Tensor, t: Tensor) -> Tensor:

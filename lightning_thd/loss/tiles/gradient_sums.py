@@ -79,6 +79,10 @@ class GradientSums:
     def add(self, dx: Tensor, rows: slice, columns: slice) -> None:
         """Add the contribution of a tile, whose raw products have the gradient ``dx`` ``[c, v]``."""
         head = self.head
+        if self.bias is not None:
+            self.bias[columns] += dx.sum(0)
+        if head.native:  # once for all products
+            dx = dx.to(head.compute)
         if self.hidden is not None:
             total = self._tile if self.rows_outside else self.hidden[rows]
             assert total is not None
@@ -86,8 +90,6 @@ class GradientSums:
         if self.weight is not None or self._wide_weight is not None:
             total = self._weight_tile(columns)
             accumulate(total, dx.t(), head.hidden_tile(rows), head.compute, first=rows.start == 0)
-        if self.bias is not None:
-            self.bias[columns] += dx.sum(0)
         if self.low is not None:
             x, w = head.low_rank_tile(rows, columns)
             accumulate(self.low[0][rows], dx, w, head.compute, first=False)

@@ -14,9 +14,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from lightning_thd.loss.tiles.processor import one_dnn_product
+
 # Gradients of logits are brought to at most this before they are rounded to fp16, which ends at 65,504 above
 # and 6e-8 below: no loss scale then overflows, and probabilities down to 1e-11 survive.
 _HALF_TOP = 8192.0
+# Numbers that are widened at a time: 256 KiB in fp32, a quarter of a core's second-level cache.
+_PIECE = 2**16
 
 
 def accumulator_dtype(*operands: Tensor | None) -> torch.dtype:
@@ -58,7 +62,8 @@ def operand(tile: Tensor, compute: torch.dtype, accumulator: torch.dtype) -> Ten
 def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     """Write ``a @ b.T``, ``[c, k]`` and ``[v, k]``, into ``out``, ``[c, v]`` in the accumulator's dtype."""
     if a.dtype == out.dtype:
-        return torch.mm(a, b.t(), out=out)
+        found = one_dnn_product(a, b.t())
+        return torch.mm(a, b.t(), out=out) if found is None else out.copy_(found)
     if a.is_cuda:
         return torch.mm(a, b.t(), out_dtype=out.dtype, out=out)
     # oneDNN sums in fp32 and rounds once: first the product, then what its rounding lost, 2^-17 together
@@ -82,12 +87,16 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
         compute: the dtype of the model's own products.
         first: ``total`` holds nothing yet and is overwritten.
     """
-    beta = 0 if first else 1
-    if compute == total.dtype:
-        total.addmm_(a.to(compute), b.to(compute), beta=beta)
-        return
-    if compute != torch.float16 and not a.is_cuda and not is_native(compute, a.device):
-        total.addmm_(a.to(compute).to(total.dtype), b.to(compute).to(total.dtype), beta=beta)
+    widened = compute != torch.float16 and not a.is_cuda and not is_native(compute, a.device)
+    if compute == total.dtype or widened:
+        a, b = a.to(compute).to(total.dtype), b.to(compute).to(total.dtype)
+        found = one_dnn_product(a, b)
+        if found is None:
+            torch.addmm(total, a, b, beta=0 if first else 1, out=total)  # in place, torch counts no FLOPs
+        elif first:
+            total.copy_(found)
+        else:
+            total.add_(found)
         return
     lift = (_HALF_TOP / a.abs().amax().clamp_min(1e-30)) if compute == torch.float16 else None
     part = _low((a if lift is None else a * lift).to(compute), b.to(compute), total.dtype)
@@ -96,7 +105,17 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
     if first:
         total.copy_(part)
     else:
+        _add(total, part)
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    """Add a narrow tile to a wide one; on a CPU in pieces, whose widened copies stay in the cache."""
+    if total.device.type != "cpu" or part.dtype == total.dtype:
         total.add_(part)
+        return
+    rows = max(1, _PIECE // max(1, part.shape[1]))
+    for start in range(0, total.shape[0], rows):
+        total[start : start + rows].add_(part[start : start + rows])
 
 
 def _low(a: Tensor, b: Tensor, accumulator: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_thd.loss.tiles.gradient_sums import GradientSums, HeadGradients
 from lightning_thd.loss.tiles.logit_map import LogitMap
 from lightning_thd.loss.tiles.logits import Head
+from lightning_thd.loss.tiles.processor import exponential
 
 # Exponents below this are zero in any dtype; sums of them times zero must not meet an infinity.
 LOWEST = -1e4
@@ -100,10 +101,10 @@ def update_statistics(
     shift = (stats[MAX] - base).clamp_min_(LOWEST)
     decay = shift.exp()
     if entropy:
-        torch.exp(z.sub_(base[:, None]).clamp_min_(LOWEST), out=e)
+        exponential(z.sub_(base[:, None]).clamp_min_(LOWEST), out=e)
         stats[WEIGHTED] = decay * (stats[WEIGHTED] + stats[SUM] * shift) + z.mul_(e).sum(1)
     else:
-        torch.sub(z, base[:, None], out=e).exp_()
+        exponential(torch.sub(z, base[:, None], out=e), out=e)
     stats[SUM] = decay * stats[SUM] + e.sum(1)
     stats[MAX] = largest
 
@@ -168,9 +169,9 @@ def logit_gradient(
     capped = logit_map.softcap is not None
     dz = torch.sub(z, lse[:, None], out=e) if capped else z.sub_(lse[:, None])
     if wanted.slope is None:
-        dz.exp_().mul_(direct)
+        exponential(dz, out=dz).mul_(direct)
     else:
-        p = dz.exp() if capped else torch.exp(dz, out=e)
+        p = exponential(dz, out=torch.empty_like(dz) if capped else e)
         dz.clamp_min_(LOWEST)  # p is 0 there
         dz.mul_((wanted.slope * factor)[:, None]).add_(direct).mul_(p)
     if wanted.flat is not None:
