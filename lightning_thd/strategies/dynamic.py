@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
@@ -115,6 +116,8 @@ def sharing_of(strategy: Any) -> Sharing:
             tp=strategy.sizes.tensor,
             sequence_parallel=strategy.sequence_parallel,
             exchange=exchange_costs(strategy.lightning_module, known, largest),
+            # DDP sums gradients once a step; what shards weights gathers them in every microbatch.
+            waits="step" if isinstance(strategy, DDPStrategy) else "microbatch",
         )
         check_ranks(sharing, strategy.sizes)
     except ValueError as err:

@@ -126,8 +126,11 @@ class THDStrategyMixin(ShardingMixin):
     def _forward(self, batch: THDBatch, rest: tuple[Any, ...], *, last: bool) -> Any:
         assert self._logs is not None
         before = self._logs.begin(batch)
-        with self._synchronised(last=last):
-            output = super().training_step(batch, *rest)
+        try:
+            with self._synchronised(last=last):
+                output = super().training_step(batch, *rest)
+        finally:
+            self._logs.close()
         refuse_unused_layout(batch)
         self._logs.end(before)
         return output

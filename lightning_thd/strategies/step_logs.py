@@ -22,6 +22,9 @@ class StepLogs:
     Values logged on_step are reduced over the microbatches of the step by their own ``reduce_fx`` (mean by
     default). That is exact for the loss, whose mean over microbatches and ranks is the step's: see
     ``THDBatch.loss_scale``. Values logged on_epoch are weighted by loss tokens, see ``weigh``.
+
+    What ``sync_dist=True`` reduces over ranks is reduced once, at the step's end, so that ranks wait for each
+    other there and not in every microbatch. A name that is logged for the first time is reduced at once.
     """
 
     def __init__(self, trainer: L.Trainer, *, microbatches: int, metrics: Sequence[Metric] = ()) -> None:
@@ -29,6 +32,8 @@ class StepLogs:
         self._objects = StepMetrics(metrics)
         self._objects.begin(self._logged_objects())
         self._logged: dict[str, list[Tensor]] = {}
+        several, known = microbatches > 1, self._metrics()
+        self._late = {key: metric for key, metric in known.items() if several and metric.meta.sync.should}
 
     def begin(self, batch: THDBatch) -> str | None:
         """Prepare Lightning's logging for a microbatch outside its call; return the hook it was in."""
@@ -37,6 +42,8 @@ class StepLogs:
             weigh(results, batch)
             for metric in self._metrics().values():
                 metric._forward_cache = None
+        for metric in self._late.values():
+            metric.meta.sync._fn = metric.meta.sync.no_op
         module = self._trainer.lightning_module
         before, module._current_fx_name = module._current_fx_name, _FX
         # Another hook may have logged since: without this, the first batch of an epoch starts its sums anew.
@@ -45,11 +52,17 @@ class StepLogs:
 
     def end(self, before: str | None) -> None:
         """Collect the values that the microbatch logged."""
+        self.close()
         self._trainer.lightning_module._current_fx_name = before
         for key, metric in self._metrics().items():
             if metric._forward_cache is not None:
                 self._logged.setdefault(key, []).append(metric._forward_cache)
         self._objects.end(self._logged_objects(), several=self._microbatches > 1)
+
+    def close(self) -> None:
+        """Let Lightning reduce over ranks again, also where a microbatch raised."""
+        for metric in self._late.values():
+            metric.meta.sync._generate_sync_fn()
 
     def finish(self) -> None:
         """Write the reduced values where Lightning reads the values of the step.
@@ -60,7 +73,8 @@ class StepLogs:
         for key, metric in self._metrics().items():
             values = self._logged.get(key)
             if values:
-                metric._forward_cache = _reduce(torch.stack(values), metric.meta)
+                reduced = _reduce(torch.stack(values), metric.meta)
+                metric._forward_cache = metric.meta.sync(reduced) if key in self._late else reduced
                 if not metric.meta.on_epoch:
                     metric.value = metric._forward_cache
         self._logged.clear()

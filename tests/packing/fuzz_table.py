@@ -61,7 +61,14 @@ TABLE = {
         StepPlan, lambda _: {name: getattr(PLAN, name) for name in StepPlan.__dataclass_fields__}
     ),
     "packing.sharing.Sharing": Entry(
-        Sharing, lambda _: {"max_degree": 4, "layout": "dual_chunk", "tp": 1, "sequence_parallel": False}
+        Sharing,
+        lambda _: {
+            "max_degree": 4,
+            "layout": "dual_chunk",
+            "tp": 1,
+            "sequence_parallel": False,
+            "waits": "step",
+        },
     ),
     "packing.sharing.check_tiling": Entry(check_tiling, lambda _: {"ranks": 4, "max_degree": 2}),
     "packing.sharing.share_out": Entry(share_out, _shared),

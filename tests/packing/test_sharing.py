@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_thd.alignment import Layout
 from lightning_thd.packing import Cost, Packs, Sequences
-from lightning_thd.packing.sharing import SharedBins, Sharing, share_out
+from lightning_thd.packing.sharing import SharedBins, Sharing, Waits, share_out
 from lightning_thd.packing.sharing.planner import SharedPlanner
 
 
@@ -36,13 +36,33 @@ def check_plan(plan: SharedBins, lengths: np.ndarray, capacity: int, ranks: int,
     ranks=st.sampled_from([4, 8, 12]),
     layout=st.sampled_from(["dual_chunk", "contiguous", "striped"]),
     exchange=st.sampled_from([None, (0.0, 0.0), (0.1, 3.0)]),
+    waits=st.sampled_from(["microbatch", "step"]),
 )
 def test_any_lengths(
-    lengths: list[int], ranks: int, layout: Layout, exchange: tuple[float, ...] | None
+    lengths: list[int], ranks: int, layout: Layout, exchange: tuple[float, ...] | None, waits: Waits
 ) -> None:
-    sharing = Sharing(max_degree=4, layout=layout, exchange=exchange)
+    sharing = Sharing(max_degree=4, layout=layout, exchange=exchange, waits=waits)
     plan = share_out(lengths, 26, ranks=ranks, sharing=sharing, cost=Cost(linear=1, quadratic=0.1))
     check_plan(plan, np.array(lengths), 26, ranks, sharing)
+    if waits == "step":
+        assert end_of_step(plan, ranks) == pytest.approx(work_of_ranks(plan, ranks).max())
+
+
+def work_of_ranks(plan: SharedBins, ranks: int) -> np.ndarray:
+    """Work of each rank, in all."""
+    work = np.zeros(ranks)
+    for degree, first, load in zip(plan.degree, plan.first, plan.load, strict=True):
+        work[first : first + degree] += load
+    return work
+
+
+def end_of_step(plan: SharedBins, ranks: int) -> float:
+    """When the last rank is done, if the ranks of a group begin together once the last of them is free."""
+    free = np.zeros(ranks)
+    for at in np.argsort(plan.microbatch, kind="stable"):
+        group = slice(plan.first[at], plan.first[at] + plan.degree[at])
+        free[group] = free[group].max() + plan.load[at]
+    return float(free.max())
 
 
 def draw(kind: str, count: int, seed: int) -> np.ndarray:
@@ -75,6 +95,37 @@ def test_ranks_wait_for_little(
         waits.append(slowest.sum() * ranks / (plan.load * plan.degree).sum())
     assert np.mean(waits) < most
     assert min(took) < 0.1  # seconds; a fifth of it on an idle machine
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "largest", "capacity", "count"),
+    [("chat", 8, 8, 4096, 512), ("long", 64, 32, 32_768, 1024), ("long", 512, 64, 8_192, 4096)],
+)
+def test_ranks_that_wait_at_the_end_alone(
+    kind: str, ranks: int, largest: int, capacity: int, count: int
+) -> None:
+    for seed in range(2):
+        lengths, cost = draw(kind, count, seed), Cost()
+        nested, even = (
+            share_out(lengths, capacity, ranks=ranks, sharing=sharing, cost=cost)
+            for sharing in (Sharing(max_degree=largest, waits="step"), Sharing(max_degree=largest))
+        )
+        check_plan(nested, lengths, capacity, ranks, Sharing(max_degree=largest))
+        work = work_of_ranks(nested, ranks)
+        assert end_of_step(nested, ranks) == pytest.approx(work.max())
+        assert work.max() / work.mean() < 1.03
+        # No sequence takes more ranks than a plan of even microbatches gives it, nor many more microbatches.
+        assert work.sum() <= work_of_ranks(even, ranks).sum() * 1.01
+        assert nested.num_microbatches <= even.num_microbatches + 1
+
+
+def test_the_imbalance_of_a_step_is_that_of_what_ranks_wait_for() -> None:
+    lengths = draw("long", 64, 0) // 300 + 1
+    for waits in get_args(Waits):
+        plans = planner(lengths, 400, sharing=Sharing(max_degree=4, waits=waits), global_batch=Sequences(64))
+        plan = plans.step(0, 0, 4)
+        slowest = plan.work.max(axis=0).sum() if waits == "microbatch" else plan.work.sum(axis=1).max()
+        assert plan.imbalance == pytest.approx(slowest * 4 / plan.work.sum())
 
 
 def test_short_sequences_stay_whole_and_long_ones_are_shared() -> None:

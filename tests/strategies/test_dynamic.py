@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,47 @@ def test_twenty_steps_of_mixed_lengths_equal_one_process(
     assert degrees == {1, 2, 4} or family == "lfm2"
     for rank in found:
         assert max(rank["slots"]) <= CAPACITY
+
+
+class Late(Watched):
+    """A job whose first rank sleeps once in its second step, and that keeps when that step's parts began."""
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        self.began: list[float] = getattr(self, "began", [])
+        if batch_idx == 1:
+            self.began.append(time.monotonic())
+        if dist.get_rank() == 0 and len(self.began) == 1:
+            time.sleep(2.0)
+        loss = super().training_step(batch, batch_idx)
+        self.log("train/rank", float(dist.get_rank()), sync_dist=True, on_epoch=True)
+        return loss
+
+
+def one_late_step(name: str) -> tuple[str, list[float], float]:
+    warnings.simplefilter("ignore")
+    rng = np.random.default_rng(0)
+    made = strategy(name)
+    made.max_context_parallel_size = 2
+    module = Late("qwen3", torch.float64)
+    trainer = make_trainer(
+        Layout(dp=2), "qwen3", strategy=made, max_steps=2, callbacks=[], enable_checkpointing=False
+    )
+    data = THDDataModule(
+        [{"input_ids": rng.integers(0, VOCAB, n)} for n in [10] * 16],
+        capacity=CAPACITY,
+        global_batch=Sequences(8),
+    )
+    trainer.fit(module, data)
+    return trainer.strategy.sharing.waits, module.began, float(trainer.callback_metrics["train/rank"])
+
+
+def test_ranks_wait_for_each_other_where_the_plan_says() -> None:
+    (waits, first, mean), (_, second, other_mean) = run_ranks(one_late_step, 2, "thd_ddp")
+    assert waits == "step"
+    assert len(first) == len(second) == 4
+    assert second[-1] < first[0] + 2.0 <= first[1]  # the other went on while the first slept
+    assert mean == other_mean == 0.5  # as it logs, and as the mean over ranks is taken, once a step
+    assert run_ranks(one_late_step, 2, "thd_model_parallel")[0][0] == "microbatch"
 
 
 def test_steps_of_packs_equal_one_process() -> None:

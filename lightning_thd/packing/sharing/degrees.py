@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from lightning_thd._checks import flags
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.packing.lengths import MOST_RANKS, check_choice, check_count
+
+Waits = Literal["microbatch", "step"]
 
 _EXCHANGE = 0.02  # of a token's work: keys of 8 heads of 128 in 32 layers of 7e9 weights at 100 GB/s
 
@@ -24,6 +26,8 @@ class Sharing:
         exchange: what a rank's exchange costs it for each of its slots, in tokens' worth of linear work: one
             number for groups of 2, one for groups of 4, and so on. None is 0.02 for each other rank of the
             group, whose keys it receives.
+        waits: until when all ranks wait for the slowest: the end of every microbatch, as in FSDP, whose ranks
+            gather weights together, or that of the step, as in DDP.
     """
 
     max_degree: int
@@ -31,6 +35,7 @@ class Sharing:
     tp: int = 1
     sequence_parallel: bool = False
     exchange: tuple[float, ...] | None = None
+    waits: Waits = "microbatch"
 
     def __post_init__(self) -> None:
         check_count(
@@ -43,6 +48,7 @@ class Sharing:
                 f"{1 << self.max_degree.bit_length()}."
             )
         check_choice("context_parallel_layout", self.layout, get_args(Layout))
+        check_choice("waits", self.waits, get_args(Waits))
         check_count("tensor_parallel_size", self.tp, "1 means not at all.")
         flags(sequence_parallel=self.sequence_parallel)
         wanted = len(self.degrees) - 1

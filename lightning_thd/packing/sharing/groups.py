@@ -2,7 +2,8 @@
 
 Every microbatch of a step tiles all ranks with groups of 1, 2, 4, ... neighbours. A group runs one pack, each
 rank its share of it. So each sequence gets the degree it needs, for its memory and for an even step, and
-all ranks run the same number of microbatches.
+all ranks run the same number of microbatches. Where ranks wait for each other in every microbatch, each is
+made even; where they do at the end of the step alone, what each rank runs in all is.
 
 Legend: R ranks, M microbatches of each, a seat is one rank in one microbatch.
 """
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from lightning_thd.packing.lengths import as_lengths, check_count, check_type
 from lightning_thd.packing.sharing.degrees import Sharing, check_tiling
+from lightning_thd.packing.sharing.nested import Nest
 from lightning_thd.packing.sharing.seats import Seats
 from lightning_thd.packing.sharing.tables import BoolArray, FloatArray, IntArray, Tables
 
@@ -27,6 +29,7 @@ from lightning_thd.packing.sharing.tables import BoolArray, FloatArray, IntArray
 # chats and long documents of benchmarks.dynamic_cp.
 _TRIES = ((0.7, 1.3), (0.7, math.inf))
 _WASTE = 1.3  # the same of a sequence that fills up the group of others
+_NEST_WASTE = 1.05  # the same where microbatches need not be even: slots are all that this saves
 _EVEN_ENOUGH = 1.03  # work waited for, of the least that any plan could: below it nothing else is tried
 _WORTH = 0.01  # of the work waited for: what another plan must save
 _FULL = 0.92  # of all slots: what is left lets work be spread evenly
@@ -70,7 +73,7 @@ def share_out(
         lengths: ints ``[S]``, tokens of each sequence.
         capacity: most slots of a rank in a microbatch.
         ranks: R; ``sharing.max_degree`` divides it.
-        sharing: how many ranks may share a sequence.
+        sharing: how many ranks may share a sequence, and until when they wait for each other.
         cost: work of sequences by their tokens.
 
     Returns:
@@ -88,6 +91,8 @@ def share_out(
     if not values.size:
         raise ValueError("lengths is empty: there is no sequence to share out. Pass the tokens of each.")
     tables = Tables.of(values, capacity, sharing, cost)
+    if sharing.waits == "step":
+        return _nested_plan(tables, ranks)
     needed = int(tables.slots[tables.least, np.arange(len(values))].sum())
     fewest = max(1, math.ceil(needed / (ranks * capacity * _FULL)))
     most = 2 * fewest + _MORE_MICROBATCHES
@@ -98,6 +103,28 @@ def share_out(
     raise ValueError(
         f"{len(values)} sequences fit no {most - 1} microbatches of {ranks} ranks with {capacity} slots "
         "each. Pass a cost that grows with the tokens, as Cost() does, or raise capacity."
+    )
+
+
+def _nested_plan(tables: Tables, ranks: int) -> SharedBins:
+    """Give each sequence the fewest ranks that keep it within an even share of the step's work."""
+    even = tables.even_time(ranks)
+    load = np.where(tables.possible, tables.load, np.inf)
+    within = load <= even
+    nest = Nest(tables, ranks)
+    chosen = np.where(within.any(axis=0), within.argmax(axis=0), load.argmin(axis=0))
+    nest.fill(nest.share(chosen, even, tables.worth(_NEST_WASTE)))
+    home, microbatch, first = np.array(nest.home), np.array(nest.microbatch), np.array(nest.first)
+    laid = np.lexsort((first, microbatch))
+    place = np.argsort(laid)
+    return SharedBins(
+        order=np.argsort(place[home], kind="stable"),
+        offsets=np.concatenate([[0], np.cumsum(np.bincount(place[home], minlength=len(laid)))]),
+        degree=np.array(tables.degrees)[np.array(nest.degree)[laid]],
+        first=first[laid],
+        microbatch=microbatch[laid],
+        load=np.array(nest.load)[laid],
+        num_microbatches=nest.count,
     )
 
 

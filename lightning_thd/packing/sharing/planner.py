@@ -16,7 +16,7 @@ from lightning_thd.packing.bins import regrouped
 from lightning_thd.packing.entries import Lengths
 from lightning_thd.packing.plan import Packs, Sequences, StepPlan
 from lightning_thd.packing.planner import PackPlanner
-from lightning_thd.packing.sharing import SharedBins, Sharing, check_tiling, share_out
+from lightning_thd.packing.sharing import SharedBins, Sharing, Waits, check_tiling, share_out
 
 IntArray = npt.NDArray[np.int64]
 
@@ -31,9 +31,18 @@ class SharedStepPlan(StepPlan):
     Attributes:
         degrees: int64 ``[dp, num_microbatches]``, ranks that share the microbatch; a group of c ranks begins
             at a multiple of c.
+        waits: until when all ranks wait for the slowest.
     """
 
     degrees: IntArray
+    waits: Waits = "microbatch"
+
+    @property
+    def imbalance(self) -> float:
+        """Return the slowest rank's work over an even share, by microbatch or by step: 1.0 is perfect."""
+        total, work = float(self.work.sum()), self.work
+        slowest = work.max(axis=0).sum() if self.waits == "microbatch" else work.sum(axis=1).max()
+        return float(slowest) * self.dp / total if total else 1.0
 
     def leads(self, rank: int) -> list[bool]:
         """Return for each microbatch of a rank whether it is the first rank of its group."""
@@ -108,7 +117,7 @@ class SharedPlanner(PackPlanner):
             offsets=offsets,
             work=bins.load[group],
         )
-        return SharedStepPlan(**counted, degrees=bins.degree[group])
+        return SharedStepPlan(**counted, degrees=bins.degree[group], waits=self.sharing.waits)
 
 
 def _group_of_seats(bins: SharedBins, dp: int) -> IntArray:
