@@ -52,6 +52,11 @@ class Asking(Plain):
         return super().forward(hidden)
 
 
+class Wanting(Plain):
+    def forward(self, hidden: Tensor, temperature: float) -> Tensor:
+        return super().forward(hidden) / temperature
+
+
 def scaled(model: Any) -> None:
     weight = model.lm_head.weight
     model.lm_head = Scaled(weight.shape[1], weight.shape[0], bias=False)
@@ -63,11 +68,18 @@ def patched(model: Any) -> None:
     model.lm_head.forward = lambda hidden: own(hidden) * 3.0
 
 
+def patched_to_want(model: Any) -> None:
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda hidden, scale: own(hidden) * scale
+
+
 def put(kind: type[Plain]) -> Callable[[Any], None]:
     return lambda model: setattr(model, "lm_head", kind(model.lm_head.weight))
 
 
-@pytest.mark.parametrize("change", [scaled, patched, put(Normalised), put(Dropping)])
+@pytest.mark.parametrize(
+    "change", [scaled, patched, patched_to_want, put(Normalised), put(Dropping), put(Wanting)]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_head_that_does_more_is_refused(change: Callable[[Any], None], dtype: torch.dtype) -> None:
     model, batch = tiny_llama(dtype), random_batch(1)

@@ -6,6 +6,7 @@ normalises its weight or scales its result would be left out without a word.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -45,11 +46,11 @@ class LinearHead:
         with torch.no_grad(), _disable_current_modes():  # which count or record the step's own operators
             try:
                 found = type(base).forward(base, probe) if given is None else given(probe)
-            except Exception:  # of what it wants beside hidden states nothing is known
+            except Exception:  # of a kernel for other devices, say
                 found = None
             bias = getattr(base, "bias", None)
             wanted = F.linear(probe.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
-            if found is None:
+            if found is None and not _more_than_hidden(forward, bound=given is not None):
                 self._known.append(forward)
                 return
             if isinstance(found, Tensor) and found.shape == wanted.shape:
@@ -66,6 +67,16 @@ class LinearHead:
             "which is what causal_lm_loss computes in its place. Use the model's own logits for this head, "
             "or put what it does to its weight into a parametrization (torch.nn.utils.parametrize)."
         )
+
+
+def _more_than_hidden(forward: Callable[..., Any], *, bound: bool) -> bool:
+    """Return whether a forward cannot be called without more than hidden states."""
+    wanted = [
+        each
+        for each in inspect.signature(forward).parameters.values()
+        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+    return len(wanted) > (1 if bound else 2)
 
 
 def _can_look(hidden: Tensor, weight: Tensor) -> bool:
