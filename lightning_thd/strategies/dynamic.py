@@ -23,6 +23,7 @@ from lightning_thd.parallel.context.layout import Communication, know_whole_pack
 from lightning_thd.parallel.context.shared_step import SharedStep
 from lightning_thd.parallel.mesh import AxisSizes
 from lightning_thd.stats import SeqStats
+from lightning_thd.strategies.hosts import gathers_once
 
 DYNAMIC = "dynamic"
 
@@ -116,8 +117,8 @@ def sharing_of(strategy: Any) -> Sharing:
             tp=strategy.sizes.tensor,
             sequence_parallel=strategy.sequence_parallel,
             exchange=exchange_costs(strategy.lightning_module, known, largest),
-            # DDP sums gradients once a step; what shards weights gathers them in every microbatch.
-            waits="step" if isinstance(strategy, DDPStrategy) else "microbatch",
+            # DDP sums gradients once a step; what shards weights gathers them in every microbatch, or once.
+            waits="step" if isinstance(strategy, DDPStrategy) or gathers_once(strategy) else "microbatch",
         )
         check_ranks(sharing, strategy.sizes)
     except ValueError as err:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from lightning_thd.parallel.mesh import AxisSizes, resolve_sizes
@@ -109,6 +110,34 @@ def local_gradients(strategy: Strategy) -> AbstractContextManager[Any] | None:
     if isinstance(strategy, ModelParallelStrategy) and model is not None:
         return _local_gradients([child for child in model.modules() if isinstance(child, FSDPModule)])
     return None
+
+
+@contextmanager
+def kept_weights(strategy: Strategy) -> Generator[None]:
+    """Keep what FSDP2 has gathered past a backward pass, where it is not freed after forward passes either.
+
+    A step of several microbatches then gathers weights once, and takes no more memory at its peak, which is
+    where a forward pass ends.
+    """
+    model: Any = getattr(strategy, "model", None)
+    kept: list[FSDPModule] = []
+    if gathers_once(strategy) and isinstance(model, nn.Module):
+        kept = [child for child in model.modules() if isinstance(child, FSDPModule)]
+    for module in kept:
+        module.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in kept:
+            module.set_reshard_after_backward(True, recurse=False)
+
+
+def gathers_once(strategy: Strategy) -> bool:
+    """Return whether the ranks of FSDP2 meet to gather weights in a step's first microbatch alone."""
+    return (
+        isinstance(strategy, ModelParallelStrategy)
+        and getattr(strategy, "reshard_after_forward", None) is False
+    )
 
 
 @contextmanager

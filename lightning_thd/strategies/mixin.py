@@ -8,7 +8,7 @@ scheduler step a ``THDStep``, however many microbatches it has.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import lightning.pytorch as L
@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.strategies.dynamic import log_traffic
 from lightning_thd.strategies.guards import refuse_static_graph, refuse_unused_layout
-from lightning_thd.strategies.hosts import refuse_host
+from lightning_thd.strategies.hosts import kept_weights, refuse_host
 from lightning_thd.strategies.modules.unfrozen import reduces_now
 from lightning_thd.strategies.sharding import ShardingMixin
 from lightning_thd.strategies.step_logs import StepLogs, weigh
@@ -135,9 +135,14 @@ class THDStrategyMixin(ShardingMixin):
         self._logs.end(before)
         return output
 
-    def _synchronised(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return a context without gradient synchronisation, unless this is the step's last microbatch."""
-        return contextlib.nullcontext() if last else self.block_backward_sync()
+    @contextlib.contextmanager
+    def _synchronised(self, *, last: bool) -> Generator[None]:
+        """Leave gradients unreduced, and weights gathered if they may be, but in the last microbatch."""
+        if last:
+            yield
+            return
+        with self.block_backward_sync(), kept_weights(self):
+            yield
 
     @property
     def _trainer(self) -> L.Trainer:

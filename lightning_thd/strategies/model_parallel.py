@@ -44,9 +44,10 @@ class THDModelParallelStrategy(PipelineMixin, ModelParallelStrategy):
             model's own plan.
         sequence_parallel: tensor-parallel ranks share the slots between blocks, which saves memory of norms
             and residuals for two more collectives a block.
-        reshard_after_forward: free a layer's gathered weights between its forward and backward pass; a
-            pipeline then gathers them for every microbatch, and else once a step. ``auto`` frees them, but
-            for pipelines whose gathered weights take no more than a quarter of a rank's memory.
+        reshard_after_forward: free a layer's gathered weights between its forward and backward pass, and
+            gather them again for every microbatch; with False they are gathered once a step and stay until
+            its end. ``auto`` frees them, but for pipelines whose gathered weights take no more than a quarter
+            of a rank's memory.
         save_distributed_checkpoint: every rank writes its part into a folder that any layout can load; else
             rank 0 writes one file of whole weights.
         asynchronous_checkpoints: write those folders in the background; a checkpoint takes its name when it

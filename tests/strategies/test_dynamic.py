@@ -192,17 +192,17 @@ class Late(Watched):
         self.began: list[float] = getattr(self, "began", [])
         if batch_idx == 1:
             self.began.append(time.monotonic())
+        loss = super().training_step(batch, batch_idx)
         if dist.get_rank() == 0 and len(self.began) == 1:
             time.sleep(2.0)
-        loss = super().training_step(batch, batch_idx)
         self.log("train/rank", float(dist.get_rank()), sync_dist=True, on_epoch=True)
         return loss
 
 
-def one_late_step(name: str) -> tuple[str, list[float], float]:
+def one_late_step(name: str, reshard: bool | None = None) -> tuple[str, list[float], float]:
     warnings.simplefilter("ignore")
     rng = np.random.default_rng(0)
-    made = strategy(name)
+    made = strategy(name, **({} if reshard is None else {"reshard_after_forward": reshard}))
     made.max_context_parallel_size = 2
     module = Late("qwen3", torch.float64)
     trainer = make_trainer(
@@ -224,6 +224,9 @@ def test_ranks_wait_for_each_other_where_the_plan_says() -> None:
     assert second[-1] < first[0] + 2.0 <= first[1]  # the other went on while the first slept
     assert mean == other_mean == 0.5  # as it logs, and as the mean over ranks is taken, once a step
     assert run_ranks(one_late_step, 2, "thd_model_parallel")[0][0] == "microbatch"
+    (waits, first, _), (_, second, _) = run_ranks(one_late_step, 2, "thd_model_parallel", False)
+    assert waits == "step"  # of weights that are gathered once
+    assert second[-1] < first[1]
 
 
 def test_steps_of_packs_equal_one_process() -> None:

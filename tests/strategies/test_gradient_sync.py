@@ -1,4 +1,4 @@
-"""Gradients are exchanged once a step, however many microbatches it has."""
+"""Gradients are exchanged once a step, however many microbatches it has, and weights too if they may."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
 from lightning_thd import Packs, Sequences
 from tests.ranks import run_ranks
-from tests.strategies.jobs import Job, Layout, data, make_trainer
+from tests.strategies.jobs import Job, Layout, data, full_parameters, make_trainer
+from tests.tiny import largest_error
 
 STEPS = 3
 
@@ -40,3 +42,32 @@ def test_fsdp2_reduces_once_a_step(step: Packs | Sequences) -> None:
     for calls, microbatches in run_ranks(count, 2, step):
         assert calls == STEPS * 3  # two layers, and the rest of the model
         assert microbatches >= 2 * STEPS
+
+
+def gather(kept: bool) -> tuple[int, int, dict[str, Tensor]]:
+    """Count the gathers of weights in three steps, and the microbatches; return the weights after them."""
+    calls = 0
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as users
+
+    original: Any = users.foreach_all_gather
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(users, "foreach_all_gather", counting)
+        module = Job()
+        layout = Layout(dp=2, options={"reshard_after_forward": not kept})
+        make_trainer(layout, max_steps=STEPS).fit(module, data(Sequences(24)))
+    return calls, module.microbatches, full_parameters(module.model)
+
+
+def test_fsdp2_gathers_once_a_step_what_it_does_not_free() -> None:
+    kept, freed = run_ranks(gather, 2, True), run_ranks(gather, 2, False)
+    for (calls, microbatches, weights), (more, _, wanted) in zip(kept, freed, strict=True):
+        assert microbatches >= 2 * STEPS
+        assert calls == STEPS * 3  # two layers, and the rest of the model
+        assert more > microbatches * 3
+        assert largest_error(weights, wanted) == 0.0
