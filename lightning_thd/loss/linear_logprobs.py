@@ -18,7 +18,9 @@ from torch import Tensor
 from lightning_thd.loss.checks import refuse_double_backward
 from lightning_thd.loss.prepare import Call, Operands, Settings, make_head, prepare
 from lightning_thd.loss.tiles.logit_map import LogitMap
+from lightning_thd.loss.tiles.logits import Head
 from lightning_thd.loss.tiles.products import without_autocast
+from lightning_thd.loss.tiles.rounded import may_round, rounded_statistics
 from lightning_thd.loss.tiles.softmax import (
     MAX,
     SUM,
@@ -235,13 +237,7 @@ class _LinearLogprobs(torch.autograd.Function):
         head = make_head((hidden, weight, bias, low_x, low_weight), targets, settings)
         top = Top(head, wanted.top_k)
         with without_autocast(hidden.device):
-            stats = softmax_statistics(
-                head,
-                targets,
-                entropy=wanted.entropy,
-                total=wanted.mean,
-                seen=top.update if wanted.top_k else None,
-            )
+            stats, exact = _statistics(head, targets, wanted, top)
             if settings.tp_group is not None:
                 stats, others = merge_statistics(stats, top.columns(), weight.shape[0], settings.tp_group)
                 top.merge(others)
@@ -249,13 +245,15 @@ class _LinearLogprobs(torch.autograd.Function):
         lse = stats[MAX] + log_sum
         # m and log(sum) apart: exact where the target is nearly certain
         logp = stats[TARGET] - stats[MAX] - log_sum
+        if exact is not None:  # the target is exact, the largest may be rounded
+            logp = logp.clamp_max_(0.0)
         spread = torch.zeros_like(lse)
         if wanted.entropy:
             spread = (log_sum - stats[WEIGHTED] / stats[SUM]).clamp_min_(0.0)
         centre = stats[TOTAL] / settings.vocabulary
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, low_x, low_weight, targets, lse, spread)
+        ctx.save_for_backward(hidden, weight, bias, low_x, low_weight, targets, lse, spread, exact)
         constant = [*([] if wanted.entropy else [spread]), *([] if wanted.mean else [centre])]
         ctx.mark_non_differentiable(*constant, top.logits, top.tokens)
         return logp, spread, lse, centre, top.logits, top.tokens
@@ -263,7 +261,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("fused_linear_logprobs")
-        *operands, targets, lse, entropy = ctx.saved_tensors
+        *operands, targets, lse, entropy, exact = ctx.saved_tensors
         hidden, _, bias, low_x, low_weight = operands
         settings: Settings = ctx.settings
         head = make_head(tuple(operands), targets, settings)
@@ -271,7 +269,12 @@ class _LinearLogprobs(torch.autograd.Function):
         needs = ctx.needs_input_grad
         with without_autocast(hidden.device):
             found = gradients(
-                head, targets, lse, wanted, needs=(needs[0], needs[1], needs[2], needs[3] or needs[4])
+                head,
+                targets,
+                lse,
+                wanted,
+                needs=(needs[0], needs[1], needs[2], needs[3] or needs[4]),
+                exact=exact,
             )
             d_hidden = None if found.hidden is None else found.hidden.to(hidden.dtype)
             d_low_x = None if found.low_rank[0] is None else found.low_rank[0].to(low_x.dtype)
@@ -280,6 +283,15 @@ class _LinearLogprobs(torch.autograd.Function):
         d_bias = None if found.bias is None else found.bias.to(bias.dtype)
         d_low_weight = None if found.low_rank[1] is None else found.low_rank[1].to(low_weight.dtype)
         return d_hidden, found.weight, d_bias, d_low_x, d_low_weight, None, None, None
+
+
+def _statistics(head: Head, targets: Tensor, wanted: _Wanted, top: Top) -> tuple[Tensor, Tensor | None]:
+    """Compute the statistics of every row, and which rows of each tile may not be rounded (None: all)."""
+    if may_round(head) and not wanted.top_k:
+        return rounded_statistics(head, targets, entropy=wanted.entropy, total=wanted.mean)
+    seen = top.update if wanted.top_k else None
+    stats = softmax_statistics(head, targets, entropy=wanted.entropy, total=wanted.mean, seen=seen)
+    return stats, None
 
 
 def _row_gradients(grads: tuple[Tensor | None, ...], entropy: Tensor, vocabulary: int) -> RowGradients:

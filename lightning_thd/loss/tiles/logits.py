@@ -54,26 +54,27 @@ class Head:
         """Iterate over tiles of the columns that exist, as slices."""
         return (slice(j, min(j + self.tile[1], self.columns)) for j in range(0, self.columns, self.tile[1]))
 
-    def scratch(self) -> Tensor:
-        """Allocate one flat buffer that holds a tile."""
+    def scratch(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Allocate one flat buffer that holds a tile, in the accumulator's dtype or another."""
         size = min(self.tile[0], self.hidden.shape[0]) * min(self.tile[1], self.columns)
-        return self.hidden.new_empty(size, dtype=self.accumulator)
+        return self.hidden.new_empty(size, dtype=dtype or self.accumulator)
 
-    def hidden_tile(self, rows: slice) -> Tensor:
+    def hidden_tile(self, rows: slice | Tensor) -> Tensor:
         """Return hidden states ``[c, H]``, zeros in ignored rows: a NaN times zero is a NaN."""
         return self._counted(self.hidden, rows)
 
-    def _counted(self, x: Tensor, rows: slice) -> Tensor:
+    def _counted(self, x: Tensor, rows: slice | Tensor) -> Tensor:
         return x[rows] if self.counts is None else torch.where(self.counts[rows, None], x[rows], 0.0)
 
     def weight_tile(self, columns: slice) -> Tensor:
         """Return rows of the weight ``[v, H]``, cast for a product."""
         return operand(self.weight[columns], self.compute, self.accumulator)
 
-    def logits(self, rows: slice, columns: slice, weight: Tensor, out: Tensor) -> Tensor:
+    def logits(self, rows: slice | Tensor, columns: slice, weight: Tensor, out: Tensor) -> Tensor:
         """Compute the mapped logits ``[c, v]`` of a tile in the front of the buffer ``out``."""
-        z = out[: (rows.stop - rows.start) * weight.shape[0]].view(-1, weight.shape[0])
-        product(operand(self.hidden_tile(rows), self.compute, self.accumulator), weight, out=z)
+        x = self.hidden_tile(rows)
+        z = out[: x.shape[0] * weight.shape[0]].view(-1, weight.shape[0])
+        product(operand(x, self.compute, self.accumulator), weight, out=z)
         return self.finish(z, rows, columns)
 
     @property
@@ -91,7 +92,26 @@ class Head:
             rounded_product(self.hidden_tile(rows).to(self.compute), weight, kept=kept, out=z), rows, columns
         )
 
-    def finish(self, z: Tensor, rows: slice, columns: slice) -> Tensor:
+    def wide_logits(self, rows: slice | Tensor, columns: slice, weight: Tensor, out: Tensor) -> Tensor:
+        """Compute logits as ``logits``, multiplied in the accumulator's dtype, whichever rows are beside."""
+        x, w = (part.to(self.compute).to(self.accumulator) for part in (self.hidden_tile(rows), weight))
+        z = product(x, w, out=out[: len(x) * len(w)].view(len(x), len(w)))
+        return self.finish(z, rows, columns)
+
+    def mixed_logits(
+        self, rows: slice, columns: slice, weight: Tensor, kept: Tensor, out: Tensor, exact: Tensor
+    ) -> Tensor:
+        """Compute logits as ``rounded_logits``, and exactly in rows with ``exact`` ``[R]`` True."""
+        chosen = exact[rows].nonzero().squeeze(1)
+        if 2 * len(chosen) > rows.stop - rows.start:
+            return self.wide_logits(rows, columns, weight, out)
+        z = self.rounded_logits(rows, columns, weight, kept, out)
+        if len(chosen):
+            wide = z.new_empty(len(chosen) * weight.shape[0])
+            z[chosen] = self.wide_logits(chosen + rows.start, columns, weight, wide)
+        return z
+
+    def finish(self, z: Tensor, rows: slice | Tensor, columns: slice) -> Tensor:
         """Turn a tile of raw products into mapped logits in place, ``[c, v]``."""
         if self.low_rank is not None:
             x, w = (
@@ -103,7 +123,7 @@ class Head:
             z.add_(self.bias[columns])
         return self.logit_map.apply_(z)
 
-    def low_rank_tile(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+    def low_rank_tile(self, rows: slice | Tensor, columns: slice) -> tuple[Tensor, Tensor]:
         """Return the LoRA's operands of a tile, ``[c, r]`` and ``[v, r]``."""
         assert self.low_rank is not None
         return self._counted(self.low_rank[0], rows), self.low_rank[1][columns]

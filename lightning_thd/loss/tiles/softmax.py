@@ -127,6 +127,7 @@ def gradients(
     wanted: RowGradients,
     *,
     needs: tuple[bool, bool, bool, bool],
+    exact: Tensor | None = None,
 ) -> HeadGradients:
     """Recompute the logits tile by tile and return the gradients of the operands.
 
@@ -136,14 +137,20 @@ def gradients(
         lse: ``[R]``, over the whole vocabulary.
         wanted: the gradients of the outputs.
         needs: whether hidden, weight, bias and the LoRA need theirs.
+        exact: bool ``[tiles, R]``, the rows of each tile of columns whose logits may not be rounded, as
+            ``rounded_statistics`` chose them; None for all.
     """
     sums = GradientSums(head, needs=needs, rows_outside=False)
     first, second = head.scratch(), head.scratch()
-    for columns in head.column_tiles():
+    narrow = None if exact is None else head.scratch(head.compute)
+    for i, columns in enumerate(head.column_tiles()):
         weight = head.weight_tile(columns)
         sums.open(columns)
         for rows in head.row_tiles():
-            z = head.logits(rows, columns, weight, first)
+            if exact is None or narrow is None:
+                z = head.logits(rows, columns, weight, first)
+            else:
+                z = head.mixed_logits(rows, columns, weight, narrow, first, exact[i])
             e = second[: z.numel()].view_as(z)
             local = targets[rows] - head.start - columns.start
             sums.add(logit_gradient(head.logit_map, z, e, local, lse[rows], wanted.at(rows)), rows, columns)
