@@ -25,7 +25,7 @@ def both(lengths: list[int], dtype: torch.dtype, spec: AttentionSpec, kv_heads: 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("length", "count"), [(1, 40), (16, 70), (37, 33), (128, 9), (1300, 2)])
+@pytest.mark.parametrize(("length", "count"), [(1, 40), (16, 70), (37, 33), (41, 20), (128, 9), (1300, 2)])
 def test_one_call_gives_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, length: int, count: int, dtype: torch.dtype, kv_heads: int
 ) -> None:

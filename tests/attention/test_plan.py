@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lightning_thd.attention.kernels import plan as plan_module
 from lightning_thd.attention.kernels.masks import hidden_pairs
 from lightning_thd.attention.kernels.plan import Plan, make_plan
+from lightning_thd.attention.kernels.rows import Rows, Spaced
 
 Pair = tuple[int, int]
 
@@ -17,24 +18,32 @@ def offsets(lengths: list[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(lengths, initial=0))
 
 
+def places(rows: Rows, tiles: Spaced) -> list[list[int | None]]:
+    """The packed row of every row of every tile; None for padding."""
+    found: list[int | None] = []
+    for start, real in zip(rows.starts, rows.lengths or (rows.length,) * len(rows.starts), strict=True):
+        found += [start + i if i < real else None for i in range(rows.length)]
+    starts = [tiles.start + b * tiles.step for b in range(tiles.count)]
+    assert min(starts) >= 0
+    return [found[start : start + tiles.length] for start in starts]
+
+
 def pairs_of(plan: Plan, left: int, right: int) -> list[Pair]:
-    """Every (query row, key row) that the calls look at and do not hide, padding left out."""
+    """Every (query row, key row) that the calls look at and do not hide, padded queries left out."""
     seen = []
     for piece in plan.pieces:
-        q0, k0 = (piece.q or (0,))[0], (piece.k or (0,))[0]
         for call in piece.calls:
             hidden = hidden_pairs(call.rows, call.keys, call.shift, left=left, right=right)
             if call.sees_all(left, right):
                 assert not hidden.any()
             if call.is_top_left(left, right):
                 assert hidden.tolist() == [[j > i for j in range(call.keys)] for i in range(call.rows)]
-            real = call.lengths or [None] * len(call.q_starts)
-            for q_start, k_start, length in zip(call.q_starts, call.k_starts, real, strict=True):
-                seen += [
-                    (q0 + q_start + i, k0 + k_start + j)
-                    for i, j in (~hidden).nonzero().tolist()
-                    if length is None or (i < length and j < length)
-                ]
+            visible = (~hidden).nonzero().tolist()
+            for queries, keys in zip(places(piece.q, call.q), places(piece.k, call.k), strict=True):
+                assert (len(queries), len(keys)) == (call.rows, call.keys)
+                met = [(queries[i], keys[j]) for i, j in visible if queries[i] is not None]
+                assert all(k is not None for _, k in met)  # no real query sees padding
+                seen += met
     return seen
 
 
@@ -49,16 +58,12 @@ def true_pairs(lengths_q: list[int], lengths_kv: list[int], left: int, right: in
     return pairs
 
 
-def key_rows(plan: Plan) -> list[int]:
-    rows: list[int] = []
-    for piece in plan.pieces:
-        k0 = (piece.k or (0,))[0]
-        for call in piece.calls:
-            for start, length in zip(
-                call.k_starts, call.lengths or [call.keys] * len(call.k_starts), strict=True
-            ):
-                rows += range(k0 + start, k0 + start + length)
-    return rows
+def rows_of(plan: Plan, side: str) -> list[int]:
+    """Every packed row of queries or keys that a tile has, padding left out, tile by tile."""
+    tiles = [
+        place for p in plan.pieces for c in p.calls for place in places(getattr(p, side), getattr(c, side))
+    ]
+    return [row for tile in tiles for row in tile if row is not None]
 
 
 lengths_lists = st.lists(st.integers(0, 40), min_size=1, max_size=6)
@@ -87,6 +92,7 @@ def test_calls_see_exactly_the_visible_pairs_once(
         patch.setattr(plan_module, "CALL_ROWS", 24)
         patch.setattr(plan_module, "COLUMN_ROWS", 12)
         patch.setattr(plan_module, "TILES", ((8, 4, 4), (1 << 62, 8, 8)))
+        patch.setattr(plan_module, "KEYS", 4)
         plan = make_plan.__wrapped__(
             offsets(lengths), offsets(lengths_kv), left=left, right=right, by_keys=by_keys, max_cells=cells
         )
@@ -98,29 +104,48 @@ def test_calls_see_exactly_the_visible_pairs_once(
     blank_k = [row for start, stop in plan.blank_k for row in range(start, stop)]
     assert sorted(blank_q) == sorted(set(range(sum(lengths))) - {i for i, _ in wanted})
     if by_keys:  # every key is written: by its tiles, or as a blank
-        assert sorted(blank_k + sorted(set(key_rows(plan)))) == list(range(sum(lengths_kv)))
+        assert sorted(blank_k + sorted(set(rows_of(plan, "k")))) == list(range(sum(lengths_kv)))
+    for piece in plan.pieces if by_keys else ():
+        if piece.once:
+            keys = rows_of(Plan((piece,), (), ()), "k")
+            assert len(keys) == len(set(keys))
+            first = piece.calls[0].q
+            assert (first.start, first.count * first.length) == (0, piece.q.total)
 
 
 @given(lengths=lengths_lists, window=sides)
 def test_a_forward_writes_every_query_once(lengths: list[int], window: Pair) -> None:
     cu = offsets(lengths)
-    rows: list[int] = []
-    for piece in make_plan(cu, cu, left=window[0], right=window[1]).pieces:
-        q0 = (piece.q or (0,))[0]
-        for call in piece.calls:
-            for start, length in zip(
-                call.q_starts, call.lengths or [call.rows] * len(call.q_starts), strict=True
-            ):
-                rows += range(q0 + start, q0 + start + length)
-    assert sorted(rows) == list(range(cu[-1]))
+    plan = make_plan(cu, cu, left=window[0], right=window[1])
+    assert sorted(rows_of(plan, "q")) == list(range(cu[-1]))
 
 
 def test_short_sequences_share_calls_and_padding_is_bounded() -> None:
     lengths = [n % 29 + 1 for n in range(512)]
     plan = make_plan(offsets(lengths), offsets(lengths), left=-1, right=0)
     assert len(plan.pieces) < 40
-    computed = sum(call.rows**2 * len(call.q_starts) for piece in plan.pieces for call in piece.calls)
+    computed = sum(piece.q.length**2 * len(piece.q.starts) for piece in plan.pieces)
     assert computed <= 1.25 * sum(n * n for n in lengths) + 1500 * len(plan.pieces)
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+def test_cutting_saves_arithmetic_of_short_causal_sequences_too(by_keys: bool) -> None:
+    cu = offsets([128, 96, 64] * 8)
+    plan = make_plan(cu, cu, left=-1, right=0, by_keys=by_keys)
+    computed = sum(c.q.count * c.rows * c.keys for piece in plan.pieces for c in piece.calls)
+    assert computed <= 0.76 * 8 * (128**2 + 96**2 + 64**2)
+
+
+def test_copied_keys_are_padded_to_whole_vectors() -> None:
+    """The kernel's forward takes 16 keys at a time and the rest one by one; padding is hidden from all."""
+    lengths = [58, 61, 59, 63, 60, 62]
+    cu = offsets(lengths)
+    (piece,) = make_plan(cu, cu, left=-1, right=0).pieces
+    assert (piece.q.length, piece.k.length) == (63, 64)
+    assert [(call.rows, call.keys) for call in piece.calls] == [(32, 32), (31, 64)]
+    assert sorted(pairs_of(make_plan(cu, cu, left=-1, right=0), -1, 0)) == sorted(
+        true_pairs(lengths, lengths, -1, 0)
+    )
 
 
 def test_cutting_halves_the_arithmetic_of_a_causal_sequence() -> None:
@@ -134,7 +159,7 @@ def test_windows_cost_what_they_see() -> None:
     cu = (0, 32768)
     for by_keys in (False, True):
         (piece,) = make_plan(cu, cu, left=1023, right=0, by_keys=by_keys).pieces
-        computed = sum(call.rows * call.keys * len(call.q_starts) for call in piece.calls)
+        computed = sum(call.rows * call.keys * call.q.count for call in piece.calls)
         assert computed <= 1.2 * 32768 * 1024
 
 
@@ -148,8 +173,10 @@ def test_masked_tiles_stay_small_however_long_the_keys() -> None:
     [
         ([16] * 9, None, (-1, 0), False, True),
         ([16] * 9, None, (-1, 0), True, True),
-        ([128] * 3, None, (-1, 0), True, True),
-        ([129] * 3, None, (-1, 0), False, False),  # better cut
+        ([40] * 3, None, (-1, 0), False, True),
+        ([41] * 3, None, (-1, 0), False, False),  # better cut, as many as fit together
+        ([128] * 3, None, (-1, 0), True, False),
+        ([129] * 3, None, (-1, 0), False, False),
         ([1300] * 2, None, (-1, 0), False, True),
         ([1300] * 2, None, (-1, 0), True, False),
         ([300] * 4, None, (-1, -1), True, True),
@@ -174,7 +201,7 @@ def test_equal_sequences_that_are_not_cut_are_one_call(
     plan = make_plan(q, kv, left=left, right=right, by_keys=by_keys)
     assert (plan.at_once is not None) == once
     if plan.at_once is not None:
-        alone = Plan((plan_module.Piece((plan.at_once,)),), (), ())
+        alone = Plan((plan.at_once,), (), ())
         assert sorted(pairs_of(alone, left, right)) == sorted(pairs_of(plan, left, right))
     assert make_plan(q, kv, left=left, right=right, by_keys=by_keys, max_cells=1 << 14).at_once is None
 
@@ -182,16 +209,24 @@ def test_equal_sequences_that_are_not_cut_are_one_call(
 def test_longer_sequences_share_calls_with_equal_neighbours_alone() -> None:
     lengths = [100, 100, 100, 90, 100, 20, 21, 60, 60, 60, 60, 60, 60, 60, 60, 60]
     plan = make_plan(offsets(lengths), offsets(lengths), left=-1, right=0, grouped=48)
-    calls = [piece.calls[0] for piece in plan.pieces]
-    assert [(call.rows, len(call.q_starts)) for call in calls] == [
-        (100, 3),
-        (90, 1),
-        (100, 1),
-        (60, 8),  # 512 rows at most
-        (60, 1),
-        (21, 2),
+    found = [(piece.q.length, len(piece.q.starts), piece.q.span is not None) for piece in plan.pieces]
+    assert found == [
+        (100, 3, True),
+        (90, 1, True),
+        (100, 1, True),
+        (60, 8, True),  # 512 rows at most
+        (60, 1, True),
+        (21, 2, False),  # padded, so copied
     ]
-    assert all(call.lengths is None for call in calls[:-1])  # read in place
     seen = pairs_of(plan, -1, 0)
     assert len(seen) == len(set(seen))
     assert set(seen) == true_pairs(lengths, lengths, -1, 0)
+
+
+def test_many_equal_neighbours_are_read_in_place_however_short() -> None:
+    lengths = [9] * 40 + [8, 9] * 3
+    plan = make_plan(offsets(lengths), offsets(lengths), left=-1, right=0)
+    assert [(piece.q.length, len(piece.q.starts), piece.q.span is not None) for piece in plan.pieces] == [
+        (9, 40, True),
+        (9, 6, False),
+    ]

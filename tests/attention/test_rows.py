@@ -3,63 +3,82 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_thd.attention.kernels import rows
+from lightning_thd.attention.kernels.rows import Rows, Spaced
 
 CASES = [
-    ((0,), 3, None),
-    ((2, 5, 8), 3, None),  # even and adjoining
-    ((0, 2, 4), 4, None),  # even and overlapping
-    ((1, 9, 4), 3, None),  # uneven
-    ((7, 4, 1), 2, None),  # even, backwards
-    ((0, 6, 9), 4, (4, 2, 3)),  # padded
+    Rows((0,), 3),
+    Rows((2, 5, 8), 3),  # side by side
+    Rows((1, 9, 4), 3),  # uneven
+    Rows((7, 4, 1), 2),  # even, backwards
+    Rows((0, 4, 8), 3),  # even, with gaps
+    Rows((0, 6, 9), 4, (4, 2, 3)),  # padded
 ]
 
 
-def contents(starts: tuple[int, ...], length: int, lengths: tuple[int, ...] | None) -> list[list[int]]:
-    real = lengths or [length] * len(starts)
-    return [[s + i if i < n else s for i in range(length)] for s, n in zip(starts, real, strict=True)]
+def contents(rows: Rows) -> list[list[int]]:
+    real = rows.lengths or [rows.length] * len(rows.starts)
+    return [
+        [s + i if i < n else s for i in range(rows.length)] for s, n in zip(rows.starts, real, strict=True)
+    ]
 
 
-@pytest.mark.parametrize(("starts", "length", "lengths"), CASES)
+def touched(rows: Rows) -> set[int]:
+    real = rows.lengths or [rows.length] * len(rows.starts)
+    return {s + i for s, n in zip(rows.starts, real, strict=True) for i in range(n)}
+
+
+@pytest.mark.parametrize("rows", CASES)
 @pytest.mark.parametrize("strided", [False, True])
-def test_take(starts: tuple[int, ...], length: int, lengths: tuple[int, ...] | None, strided: bool) -> None:
+def test_take(rows: Rows, strided: bool) -> None:
     x = torch.arange(24.0).view(12, 2)
     if strided:
         x = x.t().contiguous().t()
-    wanted = torch.stack([x[part] for part in contents(starts, length, lengths)])
-    assert torch.equal(rows.take(x, starts, length, lengths), wanted)
+    assert torch.equal(rows.take(x), torch.cat([x[part] for part in contents(rows)]))
+    assert rows.total == len(rows.take(x))
 
 
-@pytest.mark.parametrize(("starts", "length", "lengths"), [case for case in CASES if case[0] != (0, 2, 4)])
-def test_put_undoes_take_and_touches_nothing_else(
-    starts: tuple[int, ...], length: int, lengths: tuple[int, ...] | None
-) -> None:
+@pytest.mark.parametrize("rows", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_put_undoes_take_and_touches_nothing_else(rows: Rows, dtype: torch.dtype) -> None:
     x = torch.randn(12, 2, 3)
     y = torch.full_like(x, 7.0)
-    rows.put(y, rows.take(x, starts, length, lengths), starts, lengths)
-    touched = {s + i for s, n in zip(starts, lengths or [length] * 3, strict=False) for i in range(n)}
+    rows.put(y, rows.take(x).to(dtype))
     for row in range(12):
-        assert torch.equal(y[row], x[row] if row in touched else torch.full((2, 3), 7.0))
+        assert torch.equal(y[row], x[row] if row in touched(rows) else torch.full((2, 3), 7.0))
 
 
-@pytest.mark.parametrize(("starts", "length", "lengths"), [case for case in CASES if case[2] is None])
-def test_add_sums_overlaps(starts: tuple[int, ...], length: int, lengths: None) -> None:
-    part = torch.randn(len(starts), length, 2)
-    x = torch.zeros(12, 2)
-    rows.add(x, part, starts)
-    wanted = torch.zeros(12, 2)
-    for b, start in enumerate(starts):
-        for i in range(length):
-            wanted[start + i] += part[b, i]
+@pytest.mark.parametrize("rows", CASES)
+def test_runs_of_every_block_are_put_one_by_one(rows: Rows) -> None:
+    x = torch.randn(12, 2, 3)
+    y = torch.full_like(x, 7.0)
+    for start, length in ((0, 1), (1, rows.length - 1)):
+        tiles = Spaced(start, rows.length, len(rows.starts), length)
+        rows.put_tiles(y, tiles.view(rows.take(x)).clone(), tiles)
+    for row in range(12):
+        assert torch.equal(y[row], x[row] if row in touched(rows) else torch.full((2, 3), 7.0))
+
+
+@pytest.mark.parametrize(
+    "tiles", [Spaced(0, 4, 3, 4), Spaced(1, 2, 3, 5), Spaced(2, 1, 1, 4), Spaced(0, 3, 2, 2)]
+)
+def test_add_sums_overlaps(tiles: Spaced) -> None:
+    part = torch.randn(tiles.count, tiles.length, 2)
+    x, wanted = torch.zeros(12, 2), torch.zeros(12, 2)
+    tiles.add(x, part)
+    for b in range(tiles.count):
+        for i in range(tiles.length):
+            wanted[tiles.start + b * tiles.step + i] += part[b, i]
     torch.testing.assert_close(x, wanted)
 
 
 def test_fill_padding() -> None:
-    part = torch.zeros(2, 3, 1)
-    rows.fill_padding(part, (3, 1), 5.0)
-    assert part[..., 0].tolist() == [[0.0, 0.0, 0.0], [0.0, 5.0, 5.0]]
+    part = torch.zeros(6, 1)
+    Rows((0, 3), 3, (3, 1)).fill_padding(part, 5.0)
+    assert part[:, 0].tolist() == [0.0, 0.0, 0.0, 0.0, 5.0, 5.0]
 
 
-def test_a_view_where_the_spacing_is_even() -> None:
+def test_a_view_where_blocks_lie_side_by_side() -> None:
     x = torch.zeros(12, 2)
-    assert rows.take(x, (0, 4, 8), 4).data_ptr() == x.data_ptr()
+    assert Rows((0, 4, 8), 4).take(x) is x
+    assert Rows((4, 8), 4).take(x).data_ptr() == x[4:].data_ptr()
+    assert Spaced(4, 4, 2, 3).view(x).data_ptr() == x[4:].data_ptr()

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_thd.attention.kernels import flash_cpu, rows, tiled
+from lightning_thd.attention.kernels import flash_cpu, tiled
 from lightning_thd.attention.kernels.kernel import Offsets, Saved
 from lightning_thd.attention.kernels.masks import Masks
-from lightning_thd.attention.kernels.plan import GROUPED_ELEMENTS, SHORT, Plan, Tiles, make_plan
+from lightning_thd.attention.kernels.plan import GROUPED_ELEMENTS, SHORT, Piece, Plan, Tiles, make_plan
 from lightning_thd.attention.kernels.sinks import apply_sinks
 from lightning_thd.attention.spec import AttentionSpec
 
@@ -66,18 +66,7 @@ def forward(
         lse[start:stop] = -torch.inf
     kernel = _Kernel(spec, Masks(spec, lse.dtype), q.shape[2], v.shape[2])
     for piece in plan.pieces:
-        q_rows, k_rows = _slice(piece.q), _slice(piece.k)
-        by_k = [kernel.widen(x[k_rows]) if piece.k else x for x in (k, v)]
-        for call in piece.calls:
-            for heads, kv_heads in _head_slices(call, q, k, at_least=1):
-                q_part = rows.take(q[q_rows, heads], call.q_starts, call.rows, call.lengths)
-                k_part, v_part = (
-                    rows.take(x[:, kv_heads], call.k_starts, call.keys, call.lengths) for x in by_k
-                )
-                parts = kernel.forward(q_part, k_part, v_part, call)
-                rows.put(out[q_rows, heads], parts[0], call.q_starts, call.lengths)
-                rows.put(lse[q_rows, heads], parts[1], call.q_starts, call.lengths)
-                del q_part, k_part, v_part, parts  # before the next call makes its own: up to 8 MiB each
+        _piece_forward(piece, kernel, (q, k, v), (out, lse))
     return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
 
 
@@ -103,48 +92,45 @@ def backward(
     by_k = tuple(_dense_rows(x) for x in (k_THD, v_THE))
     if plan.at_once is not None and q_THD.shape[2] == v_THE.shape[2] and q_THD.dtype == lse.dtype:
         return _backward_at_once(plan.at_once, by_q, by_k, spec)
-    grads = tuple(x.new_empty(x.shape) for x in (q_THD, *by_k))
-    for grad, blanks in zip(grads, (plan.blank_q, plan.blank_k, plan.blank_k), strict=True):
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q_THD, *by_k))
+    for grad, blanks in ((dq, plan.blank_q), (dk, plan.blank_k), (dv, plan.blank_k)):
         for start, stop in blanks:
             grad[start:stop] = 0.0
     kernel = _Kernel(spec, Masks(spec, lse.dtype), q_THD.shape[2], v_THE.shape[2])
     for piece in plan.pieces:
-        if piece.q is None:
-            _piece_backward(piece.calls, kernel, by_q, by_k, grads, accumulate=False)
-            continue
-        q_rows, k_rows = _slice(piece.q), _slice(piece.k)
-        inputs = tuple(x[q_rows] for x in by_q), tuple(x[k_rows] for x in by_k)
-        own = tuple(grad[rows_] for grad, rows_ in zip(grads, (q_rows, k_rows, k_rows), strict=True))
-        precise = q_THD.dtype == lse.dtype
-        sums = tuple(x.zero_() if precise else torch.zeros_like(x, dtype=lse.dtype) for x in own)
-        _piece_backward(piece.calls, kernel, *inputs, sums, accumulate=True)
-        if not precise:
-            for grad, total in zip(own, sums, strict=True):
-                grad.copy_(total)
-    return grads[0], grads[1], grads[2]
+        for heads, kv_heads in _head_slices(piece.q.total, q_THD, k_THD, at_least=torch.get_num_threads()):
+            _piece_backward(
+                piece,
+                kernel,
+                [_heads(x, heads) for x in by_q],
+                [_heads(x, kv_heads) for x in by_k],
+                (_heads(dq, heads), _heads(dk, kv_heads), _heads(dv, kv_heads)),
+            )
+    return dq, dk, dv
 
 
 def _forward_at_once(
-    call: Tiles, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+    piece: Piece, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """Attend in sequences of equal length by one kernel call on views, without copying rows."""
-    q_BRHD = rows.take(q, call.q_starts, call.rows)
-    k_BKGD, v_BKGD = (rows.take(x, call.k_starts, call.keys) for x in (k, v))
+    (call,) = piece.calls
     causal = call.is_top_left(spec.left, spec.right)
-    out, lse = flash_cpu.forward(q_BRHD, k_BKGD, v_BKGD, causal=causal, mask=None, scale=spec.scale)
+    given = (call.q.view(q), call.k.view(k), call.k.view(v))
+    out, lse = flash_cpu.forward(*given, causal=causal, mask=None, scale=spec.scale)
     return out.flatten(0, 1).contiguous(), lse.flatten(0, 1).contiguous()
 
 
 def _backward_at_once(
-    call: Tiles, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...], spec: AttentionSpec
+    piece: Piece, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...], spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of ``_forward_at_once`` by one kernel call on views.
 
     Half precision goes the other way, a few sequences at a time: widened whole, it would leave the cache.
     So does the forward in fp16, which is widened too.
     """
-    grad, q, out, lse = (rows.take(x, call.q_starts, call.rows) for x in by_q)
-    k, v = (rows.take(x, call.k_starts, call.keys) for x in by_k)
+    (call,) = piece.calls
+    grad, q, out, lse = (call.q.view(x) for x in by_q)
+    k, v = (call.k.view(x) for x in by_k)
     causal = call.is_top_left(spec.left, spec.right)
     grads = flash_cpu.backward(grad, q, k, v, out, lse, causal=causal, mask=None, scale=spec.scale)
     dq, dk, dv = (x.flatten(0, 1).contiguous() for x in grads)
@@ -171,32 +157,62 @@ class CpuKernel:
         return backward(grad, *saved, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
 
 
-def _piece_backward(
-    calls: tuple[Tiles, ...],
-    kernel: _Kernel,
-    by_q: tuple[Tensor, ...],
-    by_k: tuple[Tensor, ...],
-    grads: tuple[Tensor, ...],
-    *,
-    accumulate: bool,
+def _piece_forward(
+    piece: Piece, kernel: _Kernel, inputs: tuple[Tensor, ...], results: tuple[Tensor, Tensor]
 ) -> None:
-    """Run the backward of kernel calls and write their gradients, adding where rows lie in several tiles."""
-    (_, q, _, _), (k, _) = by_q, by_k
-    for call in calls:
-        for heads, kv_heads in _head_slices(call, q, k, at_least=torch.get_num_threads()):
-            q_parts = [rows.take(x[:, heads], call.q_starts, call.rows, call.lengths) for x in by_q]
-            if call.lengths is not None:  # padded queries weigh nothing and pass nothing on
-                rows.fill_padding(q_parts[0], call.lengths, 0.0)
-                rows.fill_padding(q_parts[3], call.lengths, torch.inf)
-            k_parts = [rows.take(x[:, kv_heads], call.k_starts, call.keys, call.lengths) for x in by_k]
-            parts = kernel.backward(q_parts, k_parts, call)
-            of = ((heads, call.q_starts), (kv_heads, call.k_starts), (kv_heads, call.k_starts))
-            for grad, part, (which, starts) in zip(grads, parts, of, strict=True):
-                if accumulate:
-                    rows.add(grad[:, which], part, starts)
-                else:
-                    rows.put(grad[:, which], part, starts, call.lengths)
-            del q_parts, k_parts, parts, part  # before the next call makes its own: up to 8 MiB each
+    """Run the forward of a piece and write its rows of out and lse."""
+    q, k, v = piece.q.take(inputs[0]), *(kernel.widen(piece.k.take(x)) for x in inputs[1:])
+    for call in piece.calls:
+        for heads, kv_heads in _head_slices(call.q.count * call.rows, q, k, at_least=1):
+            k_part, v_part = (call.k.view(_heads(x, kv_heads)) for x in (k, v))
+            parts = kernel.forward(call.q.view(_heads(q, heads)), k_part, v_part, call)
+            for x, part in zip(results, parts, strict=True):
+                piece.q.put_tiles(_heads(x, heads), part, call.q)
+            del parts, part  # before the next call makes its own: up to 8 MiB each
+
+
+def _piece_backward(
+    piece: Piece, kernel: _Kernel, by_q: list[Tensor], by_k: list[Tensor], grads: tuple[Tensor, ...]
+) -> None:
+    """Run the backward of a piece and write its rows of dq, dk and dv.
+
+    Half precision is widened once for all tiles, and rows that lie in several are added up in fp32.
+    """
+    wide = by_q[3].dtype
+    by_q, by_k = [piece.q.take(x).to(wide) for x in by_q], [piece.k.take(x).to(wide) for x in by_k]
+    if piece.q.lengths is not None:  # padded queries weigh nothing and pass nothing on
+        piece.q.fill_padding(by_q[0], 0.0)
+        piece.q.fill_padding(by_q[3], torch.inf)
+    if piece.once:
+        _backward_once(piece, kernel, by_q, by_k, grads)
+        return
+    at = (piece.q, piece.k, piece.k)
+    sums = [x.new_zeros(rows.total, *x.shape[1:], dtype=wide) for x, rows in zip(grads, at, strict=True)]
+    for call in piece.calls:
+        parts = kernel.backward([call.q.view(x) for x in by_q], [call.k.view(x) for x in by_k], call)
+        for total, part, tiles in zip(sums, parts, (call.q, call.k, call.k), strict=True):
+            tiles.add(total, part)
+        del parts, part  # before the next call makes its own: up to 8 MiB each
+    for grad, total, rows in zip(grads, sums, at, strict=True):
+        rows.put(grad, total)
+
+
+def _backward_once(
+    piece: Piece, kernel: _Kernel, by_q: list[Tensor], by_k: list[Tensor], grads: tuple[Tensor, ...]
+) -> None:
+    """Run the backward of a piece where every key is in one tile, so that only dq adds up."""
+    dq = None
+    for call in piece.calls:
+        parts = kernel.backward([call.q.view(x) for x in by_q], [call.k.view(x) for x in by_k], call)
+        if dq is None:  # the first call has every query
+            dq = parts[0].flatten(0, 1)
+        else:
+            call.q.add(dq, parts[0])
+        for grad, part in zip(grads[1:], parts[1:], strict=True):
+            piece.k.put_tiles(grad, part, call.k)
+        del parts, part  # before the next call makes its own: up to 8 MiB each
+    assert dq is not None
+    piece.q.put(grads[0], dq)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,20 +266,25 @@ def _plan(cu_q: list[int], cu_kv: list[int], q: Tensor, spec: AttentionSpec, *, 
     )
 
 
-def _slice(rows_of_piece: tuple[int, int] | None) -> slice:
-    return slice(None) if rows_of_piece is None else slice(*rows_of_piece)
-
-
 def _dense_rows(x: Tensor) -> Tensor:
     """Return a copy where the last stride is not 1, which the kernels need; other strides may be anything."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _head_slices(call: Tiles, q: Tensor, k: Tensor, *, at_least: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of a call's heads, so that its results take little memory."""
+def _heads(x: Tensor, heads: slice | None) -> Tensor:
+    return x if heads is None else x[:, heads]
+
+
+def _head_slices(
+    rows_: int, q: Tensor, k: Tensor, *, at_least: int
+) -> Iterator[tuple[slice | None, slice | None]]:
+    """Yield slices of the heads of q and k, so that results for some rows take little memory; None is all."""
     kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
-    elements = len(call.q_starts) * call.rows * groups * q.shape[2]  # of one key-value head's queries
+    elements = rows_ * groups * q.shape[2]  # of one key-value head's queries
     step = max(1, _CALL_ELEMENTS // elements, -(-at_least // groups))
+    if step >= kv_heads:
+        yield None, None
+        return
     for start in range(0, kv_heads, step):
         stop = min(start + step, kv_heads)
         yield slice(start * groups, stop * groups), slice(start, stop)

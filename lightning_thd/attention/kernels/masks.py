@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from lightning_thd.attention.kernels.plan import Tiles
 from lightning_thd.attention.spec import AttentionSpec
+
+# Rows and keys of the causal mask that is kept: 256 KiB in fp32.
+_SMALL = 256
+
+
+@cache
+def _triangle(dtype: torch.dtype) -> Tensor:
+    return torch.full((_SMALL, _SMALL), -torch.inf, dtype=dtype, device="cpu").triu_(1)
 
 
 class Masks:
@@ -23,6 +33,9 @@ class Masks:
         left, right = self._spec.left, self._spec.right
         if tiles.sees_all(left, right):
             return None
+        last = tiles.shift + tiles.rows
+        if left < 0 and right == 0 and tiles.shift >= 0 and max(last, tiles.keys) <= _SMALL:
+            return _triangle(self._dtype)[tiles.shift : last, : tiles.keys]
         if left < 0 and right == 0 and tiles.shift == tiles.keys - tiles.rows:
             return self._ending_on_diagonal(tiles.rows, tiles.keys)
         key = (tiles.rows, tiles.keys, tiles.shift)

@@ -4,7 +4,8 @@ The flash kernel computes masked scores too: its causal flag skips keys 512 at a
 of 512 tokens costs as much as a bidirectional one. So sequences are cut. Forward: into rows of queries, each
 with all the keys it sees, so that nothing is merged. Backward: into columns of keys, each with all the
 queries that see it, which keeps causality in the kernel's top-left form without a mask and leaves only dq to
-add up. Sequences shorter than a call's overhead is worth are padded to a common length and share a call.
+add up. Short sequences are cut together: those of one length that lie side by side are read in place, others
+are padded to a common length and copied.
 """
 
 from __future__ import annotations
@@ -14,24 +15,27 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
-# Causal sequences up to SHORT tokens share calls: at 8 heads of 64 a call's overhead (about 30 us) equals the
+from lightning_thd.attention.kernels.rows import Rows, Spaced
+
+# Causal sequences up to SHORT tokens share calls: at 8 heads of 64 a call's overhead (about 20 us) equals the
 # arithmetic of 40 tokens. Padding within a call may add PADDING of the arithmetic, or FREE_PAIRS (the
 # overhead).
 SHORT = 128
 PADDING = 1.25
 FREE_PAIRS = 1500
 # Elements (rows x heads x head size) of a sequence up to which it shares a padded call with others of like
-# length: copying more than these takes longer than a call's overhead, so longer ones are read in place (two
-# cores of a Zen 4 server: 48 rows of 8 heads of 64).
-GROUPED_ELEMENTS = 48 * 8 * 64
+# length: copying more than these takes longer than a call's overhead, so longer ones are read in place.
+GROUPED_ELEMENTS = 72 * 8 * 64
 # Rows in one call of short sequences: with 8 heads of 64 in fp32, 1 MiB a tensor, so copies stay in cache.
 CALL_ROWS = 512
+# Keys that the kernel's forward takes at a time: AVX-512 has 16 fp32 values, and a rest costs an exp each.
+KEYS = 16
 # Causal sequences longer than this go forward whole: masks and low tiles cost more than the causal flag
 # wastes.
 WHOLE_FORWARD = 1280
 # (keys or queries in reach up to, tile height forward, tile width backward), measured on two cores of a Zen
 # 4 server.
-TILES = ((64, 32, 32), (256, 64, 64), (512, 128, 64), (1280, 128, 128), (1 << 62, 128, 256))
+TILES = ((96, 32, 32), (128, 32, 64), (256, 64, 64), (512, 128, 64), (1280, 128, 128), (1 << 62, 128, 256))
 # A column of a backward is cut into stretches of this many queries: 1 MiB of dq a head of 64 in fp32.
 COLUMN_ROWS = 4096
 # Masks stay below this many entries: 4 MiB in fp32.
@@ -43,20 +47,24 @@ class Tiles:
     """Equal tiles for one kernel call; in each, local query i stands at local key ``i + shift``.
 
     Attributes:
-        rows: queries of a tile.
-        keys: keys of a tile.
+        q: queries of every tile, counted from the piece's first.
+        k: keys of every tile, counted from the piece's first.
         shift: keys minus rows where the tile ends on the diagonal.
-        q_starts: first query row of every tile, counted from the piece's.
-        k_starts: first key row of every tile, counted from the piece's.
-        lengths: real rows of every tile where tiles are padded (triangles only), else None.
     """
 
-    rows: int
-    keys: int
+    q: Spaced
+    k: Spaced
     shift: int
-    q_starts: tuple[int, ...]
-    k_starts: tuple[int, ...]
-    lengths: tuple[int, ...] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Queries of a tile."""
+        return self.q.length
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return self.k.length
 
     def sees_all(self, left: int, right: int) -> bool:
         """Return whether every query sees every key."""
@@ -74,14 +82,16 @@ class Piece:
     """Kernel calls whose rows no other piece touches, so that it can run by itself.
 
     Attributes:
-        calls: the kernel calls. Within a cut sequence a row may lie in several: gradients add up.
-        q: query rows ``(first, one past the last)`` that a cut sequence's starts count from, else None.
-        k: key rows likewise.
+        q: the query rows that the calls count from.
+        k: the key rows likewise.
+        calls: the kernel calls. A row may lie in several of a backward: gradients add up.
+        once: every key is in exactly one tile, and the first call has every query.
     """
 
+    q: Rows
+    k: Rows
     calls: tuple[Tiles, ...]
-    q: tuple[int, int] | None = None
-    k: tuple[int, int] | None = None
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +105,7 @@ class Plan:
     pieces: tuple[Piece, ...]
     blank_q: tuple[tuple[int, int], ...]
     blank_k: tuple[tuple[int, int], ...]
-    at_once: Tiles | None = None
+    at_once: Piece | None = None
 
 
 @lru_cache(maxsize=32)
@@ -137,25 +147,31 @@ def make_plan(
         if rows == 0 or keys == 0:
             blank_k.append((k0, k1))
             continue
-        whole = Tiles(rows, keys, keys - rows, (q0,), (k0,))
+        whole = _tile(rows, keys, keys - rows)
         if max_cells is None and whole.is_top_left(left, right) and rows <= SHORT and q0 == k0:
             triangles.append((rows, q0))
         elif cutter.takes_whole(whole):
             singles[rows, keys, whole.shift].append((q0, k0))
         else:
             calls, seen = cutter.cut(rows, keys)
-            pieces.append(Piece(calls, (q0, q1), (k0, k1)))
+            once = by_keys and keys == rows <= COLUMN_ROWS and (left, right) == (-1, 0)
+            pieces.append(Piece(Rows((q0,), rows), Rows((k0,), keys), calls, once))
             blank_k += [(k0, k0 + seen[0]), (k0 + seen[1], k1)]
     plan = Plan(
-        (*pieces, *_equal_groups(singles, max_cells), *_triangles(triangles, grouped)),
+        (*pieces, *_equal_groups(singles, max_cells), *_triangles(triangles, grouped, cutter)),
         _nonempty(blank_q),
         _nonempty(blank_k),
     )
     whole_pack = not (pieces or plan.blank_q or plan.blank_k) and max_cells is None
-    return replace(plan, at_once=_one_call(cu_q, cu_kv)) if whole_pack else plan
+    uncut = all(len(piece.calls) == 1 for piece in plan.pieces)
+    return replace(plan, at_once=_one_call(cu_q, cu_kv)) if whole_pack and uncut else plan
 
 
-def _one_call(cu_q: tuple[int, ...], cu_kv: tuple[int, ...]) -> Tiles | None:
+def _tile(rows: int, keys: int, shift: int, *, step: int = 0, count: int = 1) -> Tiles:
+    return Tiles(Spaced(0, step or rows, count, rows), Spaced(0, step or keys, count, keys), shift)
+
+
+def _one_call(cu_q: tuple[int, ...], cu_kv: tuple[int, ...]) -> Piece | None:
     """Return a single kernel call for sequences of equal length; None where they differ or are empty."""
     count = len(cu_q) - 1
     rows, keys = cu_q[-1] // max(1, count), cu_kv[-1] // max(1, count)
@@ -164,7 +180,13 @@ def _one_call(cu_q: tuple[int, ...], cu_kv: tuple[int, ...]) -> Tiles | None:
     q_starts, k_starts = tuple(range(0, rows * count, rows)), tuple(range(0, keys * count, keys))
     if (*q_starts, rows * count) != cu_q or (*k_starts, keys * count) != cu_kv:
         return None
-    return Tiles(rows, keys, keys - rows, q_starts, k_starts)
+    return _block(q_starts, k_starts, rows, keys, keys - rows)
+
+
+def _block(q_starts: tuple[int, ...], k_starts: tuple[int, ...], rows: int, keys: int, shift: int) -> Piece:
+    """Return sequences of one shape as a piece of one call."""
+    tiles = _tile(rows, keys, shift, count=len(q_starts))
+    return Piece(Rows(q_starts, rows), Rows(k_starts, keys), (tiles,), once=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,28 +212,46 @@ class _Cutter:
 
     def cut(self, rows: int, keys: int) -> tuple[tuple[Tiles, ...], tuple[int, int]]:
         """Cut one sequence into tiles; return the calls and the range of keys that queries see."""
-        shapes = self._columns(rows, keys) if self.by_keys else self._rows(rows, keys)
         calls: list[Tiles] = []
-        for rows_of_tile, keys_of_tile, shift, q_start, k_start in shapes:
-            q_starts: tuple[int, ...] = (q_start,)
-            k_starts: tuple[int, ...] = (k_start,)
-            if calls and _may_extend(calls[-1], (rows_of_tile, keys_of_tile, shift)):
-                previous = calls.pop()
-                q_starts, k_starts = previous.q_starts + q_starts, previous.k_starts + k_starts
-            calls.append(Tiles(rows_of_tile, keys_of_tile, shift, q_starts, k_starts))
-        seen = min(call.k_starts[0] for call in calls), max(call.k_starts[-1] + call.keys for call in calls)
-        return tuple(calls), seen
+        for tile in self._columns(rows, keys) if self.by_keys else self._rows(rows, keys):
+            merged = _extend(calls[-1], tile) if calls else None
+            if merged is not None:
+                calls.pop()
+            calls.append(merged or tile)
+        low = min(call.k.start for call in calls)
+        return tuple(calls), (
+            low,
+            max(call.k.start + call.k.step * (call.k.count - 1) + call.keys for call in calls),
+        )
 
-    def _rows(self, rows: int, keys: int) -> list[tuple[int, int, int, int, int]]:
+    def cut_triangles(self, rows: int, keys: int, count: int) -> tuple[Tiles, ...]:
+        """Cut causal sequences of one length together; what would be a low last tile joins the one before.
+
+        Keys from ``rows`` on are padding, which no query sees; the last tile of a forward takes them in.
+        """
+        size = self._tile_size(rows, forward=not self.by_keys)
+        edges = [*range(0, rows, size), rows]
+        if len(edges) > 2 and rows - edges[-2] <= size // 4:
+            del edges[-2]
+        tiles = []
+        for start, stop in pairwise(edges):
+            q_stop, k_start = (rows, start) if self.by_keys else (stop, 0)
+            k_stop = keys if stop == rows else stop
+            q = Spaced(start, rows, count, q_stop - start)
+            tiles.append(Tiles(q, Spaced(k_start, keys, count, k_stop - k_start), start - k_start))
+        return tuple(tiles)
+
+    def _rows(self, rows: int, keys: int) -> list[Tiles]:
         shift, height, tiles = keys - rows, self._tile_size(keys, forward=True), []
         for start in range(0, rows, height):
             stop = min(start + height, rows)
             low = 0 if self.left < 0 else max(0, start + shift - self.left)
             high = keys if self.right < 0 else min(keys, stop + shift + self.right)
-            tiles.append((stop - start, high - low, start + shift - low, start, low))
+            q, k = Spaced(start, 1, 1, stop - start), Spaced(low, 1, 1, high - low)
+            tiles.append(Tiles(q, k, start + shift - low))
         return tiles
 
-    def _columns(self, rows: int, keys: int) -> list[tuple[int, int, int, int, int]]:
+    def _columns(self, rows: int, keys: int) -> list[Tiles]:
         shift, width, tiles = keys - rows, self._tile_size(rows, forward=False), []
         edges = list(range(max(0, shift), keys, width))  # a column that starts on the diagonal needs no mask
         edges = [*range(0, max(0, shift), width), *edges, keys]
@@ -220,7 +260,8 @@ class _Cutter:
             high = rows if self.left < 0 else min(rows, stop + self.left - shift)
             for first in range(low, high, COLUMN_ROWS):
                 last = min(first + COLUMN_ROWS, high)
-                tiles.append((last - first, stop - start, first + shift - start, first, start))
+                q, k = Spaced(first, 1, 1, last - first), Spaced(start, 1, 1, stop - start)
+                tiles.append(Tiles(q, k, first + shift - start))
         return tiles
 
     def _tile_size(self, across: int, *, forward: bool) -> int:
@@ -236,10 +277,19 @@ class _Cutter:
         return max(8, size)
 
 
-def _may_extend(group: Tiles, shape: tuple[int, int, int]) -> bool:
-    """Return whether a tile has its neighbours' shape and may share their kernel call."""
-    same = (group.rows, group.keys, group.shift) == shape
-    return same and (len(group.q_starts) + 1) * max(group.keys, group.rows) <= CALL_ROWS
+def _extend(group: Tiles, tile: Tiles) -> Tiles | None:
+    """Return the group with one more tile where it has the shape and spacing and the call is not full."""
+    same = (group.rows, group.keys, group.shift) == (tile.rows, tile.keys, tile.shift)
+    if not same or (group.q.count + 1) * max(group.keys, group.rows) > CALL_ROWS:
+        return None
+    count, steps = group.q.count, (tile.q.start - group.q.start, tile.k.start - group.k.start)
+    if min(steps) <= 0 or any(step % count for step in steps):
+        return None
+    q_step, k_step = (step // count for step in steps)
+    if count > 1 and (q_step, k_step) != (group.q.step, group.k.step):
+        return None
+    q = replace(group.q, step=q_step, count=count + 1)
+    return Tiles(q, replace(group.k, step=k_step, count=count + 1), group.shift)
 
 
 def _nonempty(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -255,27 +305,51 @@ def _equal_groups(
         count = max(1, min(CALL_ROWS // max(rows, keys), cells // (rows * keys)))
         for i in range(0, len(starts), count):
             q_starts, k_starts = zip(*starts[i : i + count], strict=True)
-            pieces.append(Piece((Tiles(rows, keys, shift, q_starts, k_starts),)))
+            pieces.append(_block(q_starts, k_starts, rows, keys, shift))
     return pieces
 
 
-def _triangles(triangles: list[tuple[int, int]], grouped: int) -> list[Piece]:
-    """Put the shorter causal tiles into padded calls, and longer ones into calls with equal neighbours."""
+def _triangles(triangles: list[tuple[int, int]], grouped: int, cutter: _Cutter) -> list[Piece]:
+    """Share calls among short causal sequences: in place where neighbours are equal, else padded copies."""
+    blocks: list[Rows] = []
+    others: list[tuple[int, int]] = []
+    for run in _runs(triangles):
+        length = run[0][0]
+        if length <= grouped and 2 * length * len(run) < CALL_ROWS:
+            others += run
+        else:
+            blocks.append(Rows(tuple(at for _, at in run), length))
     pieces = []
-    run: list[int] = []
-    rows = 0
-    for length, start in [*((n, at) for n, at in triangles if n > grouped), (0, 0)]:
-        if run and (length != rows or start != run[-1] + rows or (len(run) + 1) * rows > CALL_ROWS):
-            pieces.append(Piece((Tiles(rows, rows, 0, tuple(run), tuple(run)),)))
-            run = []
-        run.append(start)
-        rows = length
-    return pieces + _padded_groups([member for member in triangles if member[0] <= grouped])
+    for q in blocks + _padded_groups(others):
+        k = q if q.span is not None or cutter.by_keys else _whole_vectors(q)
+        calls = cutter.cut_triangles(q.length, k.length, len(q.starts))
+        pieces.append(Piece(q, k, calls, once=True))
+    return pieces
 
 
-def _padded_groups(triangles: list[tuple[int, int]]) -> list[Piece]:
+def _whole_vectors(rows: Rows) -> Rows:
+    """Pad copied keys so far that the kernel's forward, which takes a rest key by key, has none."""
+    length = -(-rows.length // KEYS) * KEYS
+    lengths = rows.lengths or (rows.length,) * len(rows.starts)
+    return rows if length == rows.length else Rows(rows.starts, length, lengths)
+
+
+def _runs(triangles: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Split causal sequences into runs of equal neighbours that fit a call."""
+    runs: list[list[tuple[int, int]]] = []
+    for length, start in triangles:
+        last = runs[-1] if runs else []
+        fits = (len(last) + 1) * length <= CALL_ROWS
+        if last and fits and last[-1] == (length, start - length):
+            last.append((length, start))
+        else:
+            runs.append([(length, start)])
+    return runs
+
+
+def _padded_groups(triangles: list[tuple[int, int]]) -> list[Rows]:
     """Group causal tiles of similar length into one padded call while that costs less than another call."""
-    pieces = []
+    blocks = []
     group: list[tuple[int, int]] = []
     spent = real = 0
     for length, start in [*sorted(triangles, reverse=True), (0, 0)]:
@@ -285,8 +359,7 @@ def _padded_groups(triangles: list[tuple[int, int]]) -> list[Piece]:
         if group and (length == 0 or full or spent > PADDING * real + FREE_PAIRS):
             group.sort(key=lambda member: member[1])
             lengths, starts = zip(*group, strict=True)
-            padded = None if min(lengths) == rows else lengths
-            pieces.append(Piece((Tiles(rows, rows, 0, starts, starts, padded),)))
+            blocks.append(Rows(starts, rows, None if min(lengths) == rows else lengths))
             group, spent, real = [], length * length, length * length
         group.append((length, start))
-    return pieces
+    return blocks

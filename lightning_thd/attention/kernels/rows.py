@@ -1,115 +1,131 @@
-"""Rows of a packed tensor <-> the [B, rows, ...] batch of one kernel call, as views where the spacing allows.
+"""Rows of a packed tensor <-> the rows one piece of work reads, as a view where they lie side by side.
 
-Legend: T slots, B tiles of a call.
+Legend: T slots, N rows of a piece, B tiles of a call, H heads.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Starts = tuple[int, ...]
-
-# Calls whose index arrays are kept: those of a pack or two; every layer asks again, forward and backward.
-_KEPT = 128
+_Flags = np.ndarray[tuple[int, int], np.dtype[np.bool_]]
 
 
-def take(x: Tensor, starts: Starts, length: int, lengths: Starts | None = None) -> Tensor:
-    """Return ``length`` rows from every start, as one batch.
+@dataclass(frozen=True)
+class Rows:
+    """Blocks of rows of a packed tensor, which a piece of work sees one after the other as its own N rows.
 
-    Args:
-        x: ``[T, ...]``.
-        starts: first row of every tile.
-        length: rows of a tile; tiles may overlap.
-        lengths: real rows of every tile; beyond them the tile's first row repeats. None where all are real.
-
-    Returns:
-        ``[B, length, ...]``, a view of x when the starts are evenly spaced. Do not write into it.
+    Attributes:
+        starts: first row of every block.
+        length: rows of a block.
+        lengths: real rows of every block; beyond them its first row repeats. None where all are real.
     """
-    step = _spacing(starts)
-    if lengths is None and step is not None:
-        return _window(x, starts[0], step, len(starts), length)
-    return x.index_select(0, _indices(starts, length, lengths)).view(len(starts), length, *x.shape[1:])
+
+    starts: tuple[int, ...]
+    length: int
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def total(self) -> int:
+        """N, padding included."""
+        return len(self.starts) * self.length
+
+    @cached_property
+    def span(self) -> tuple[int, int] | None:
+        """First row and one past the last where the blocks lie side by side, else None."""
+        adjoining = all(b - a == self.length for a, b in pairwise(self.starts))
+        if self.lengths is not None or not adjoining:
+            return None
+        return self.starts[0], self.starts[0] + self.total
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return rows of ``[T, ...]`` as ``[N, ...]``: a view where there is a span, else a copy."""
+        if self.span is None:
+            return x.index_select(0, self._indices)
+        start, stop = self.span
+        return x if (start, stop) == (0, x.shape[0]) else x[start:stop]
+
+    def put(self, x: Tensor, part: Tensor) -> None:
+        """Write ``[N, ...]`` to x ``[T, ...]``; padded rows are dropped."""
+        if self.span is not None:
+            x[slice(*self.span)].copy_(part)
+        else:
+            self.put_tiles(x, part.view(len(self.starts), self.length, *part.shape[1:]), self._blocks)
+
+    def put_tiles(self, x: Tensor, part: Tensor, tiles: Spaced) -> None:
+        """Write ``[B, length, ...]``, a run of every block, to x ``[T, ...]``; padded rows are dropped."""
+        if self.span is not None:
+            tiles.view(self.take(x)).copy_(part)
+            return
+        real, target = self._targets(tiles)
+        part = part.flatten(0, 1)
+        x.index_copy_(0, target, (part if real is None else part.index_select(0, real)).to(x.dtype))
+
+    def fill_padding(self, part: Tensor, value: float) -> None:
+        """Set the padded rows of ``[N, ...]`` to a value, in place."""
+        part.index_fill_(0, self._padded, value)
+
+    @cached_property
+    def _blocks(self) -> Spaced:
+        return Spaced(0, self.length, len(self.starts), self.length)
+
+    @cached_property
+    def _indices(self) -> Tensor:
+        grid = np.where(self._real, np.arange(self.length), 0) + np.array(self.starts)[:, None]
+        return torch.from_numpy(grid.ravel())
+
+    @cached_property
+    def _padded(self) -> Tensor:
+        return torch.from_numpy(np.flatnonzero(~self._real))
+
+    @cached_property
+    def _known_targets(self) -> dict[Spaced, tuple[Tensor | None, Tensor]]:
+        return {}
+
+    def _targets(self, tiles: Spaced) -> tuple[Tensor | None, Tensor]:
+        """Return which rows of the tiles are real, None for all, and where they lie in the packed tensor."""
+        if tiles not in self._known_targets:
+            inside = slice(tiles.start, tiles.start + tiles.length)
+            real = self._real[:, inside]
+            grid = np.array(self.starts)[:, None] + np.arange(self.length)[inside]
+            which = None if real.all() else torch.from_numpy(np.flatnonzero(real))
+            self._known_targets[tiles] = which, torch.from_numpy(grid[real])
+        return self._known_targets[tiles]
+
+    @cached_property
+    def _real(self) -> _Flags:
+        lengths = (self.length,) * len(self.starts) if self.lengths is None else self.lengths
+        real: _Flags = np.arange(self.length)[None, :] < np.array(lengths)[:, None]
+        return real
 
 
-def put(x: Tensor, part: Tensor, starts: Starts, lengths: Starts | None = None) -> None:
-    """Write the tiles of ``part`` ``[B, rows, ...]`` to x; tiles do not overlap, padded rows are dropped."""
-    step = _spacing(starts)
-    if lengths is None and step is not None:
-        _window(x, starts[0], step, len(starts), part.shape[1]).copy_(part)
-        return
-    part = part.flatten(0, 1)
-    if lengths is not None:
-        part = part.index_select(0, _real_rows(part.shape[0] // len(starts), lengths))
-    x.index_copy_(0, _indices_of_real(starts, part.shape[0] // len(starts), lengths), part)
+@dataclass(frozen=True, slots=True)
+class Spaced:
+    """Equal, evenly spaced runs of a piece's rows, one a tile; they may overlap."""
 
+    start: int
+    step: int
+    count: int
+    length: int
 
-def add(x: Tensor, part: Tensor, starts: Starts) -> None:
-    """Add the tiles of ``part`` ``[B, rows, ...]`` to x, in a fixed order where they overlap."""
-    step, length = _spacing(starts), part.shape[1]
-    if len(starts) == 1 or step is None:
-        for b, start in enumerate(starts):
-            x[start : start + length] += part[b]
-        return
-    for low in range(0, length, step):
-        width = min(step, length - low)
-        _window(x, starts[0] + low, step, len(starts), width).add_(part[:, low : low + width])
+    def view(self, x: Tensor) -> Tensor:
+        """Return the runs of ``[N, ...]`` as a view ``[B, length, ...]``, to read where they overlap."""
+        stride = x.stride()
+        return x.as_strided(
+            (self.count, self.length, *x.shape[1:]),
+            (self.step * stride[0], *stride),
+            x.storage_offset() + self.start * stride[0],
+        )
 
-
-def fill_padding(part: Tensor, lengths: Starts, value: float) -> None:
-    """Set the padded rows of ``part`` ``[B, rows, ...]`` to a value, in place."""
-    part.flatten(0, 1).index_fill_(0, _padded_rows(part.shape[1], lengths), value)
-
-
-def _window(x: Tensor, start: int, step: int, count: int, length: int) -> Tensor:
-    stride = x.stride(0)
-    return x.as_strided(
-        (count, length, *x.shape[1:]), (step * stride, *x.stride()), x.storage_offset() + start * stride
-    )
-
-
-def _spacing(starts: Starts) -> int | None:
-    """Return the distance between starts if all are equal and positive, else None; 1 for a single start."""
-    if len(starts) == 1:
-        return 1
-    step = starts[1] - starts[0]
-    even = step > 0 and all(b - a == step for a, b in pairwise(starts))
-    return step if even else None
-
-
-@lru_cache(maxsize=_KEPT)
-def _indices(starts: Starts, length: int, lengths: Starts | None) -> Tensor:
-    grid = np.arange(length)[None, :]
-    if lengths is not None:
-        grid = np.where(grid < np.array(lengths)[:, None], grid, 0)
-    return torch.from_numpy((np.array(starts)[:, None] + grid).ravel())
-
-
-@lru_cache(maxsize=_KEPT)
-def _indices_of_real(starts: Starts, length: int, lengths: Starts | None) -> Tensor:
-    if lengths is None:
-        return _indices(starts, length, None)
-    return torch.from_numpy(
-        np.concatenate([np.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
-    )
-
-
-@lru_cache(maxsize=_KEPT)
-def _real_rows(length: int, lengths: Starts) -> Tensor:
-    return torch.from_numpy(np.flatnonzero(_is_real(length, lengths)))
-
-
-@lru_cache(maxsize=_KEPT)
-def _padded_rows(length: int, lengths: Starts) -> Tensor:
-    return torch.from_numpy(np.flatnonzero(~_is_real(length, lengths)))
-
-
-def _is_real(length: int, lengths: Starts) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
-    real: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = (
-        np.arange(length)[None, :] < np.array(lengths)[:, None]
-    )
-    return real
+    def add(self, x: Tensor, part: Tensor) -> None:
+        """Add ``[B, length, ...]`` to the runs of x, in a fixed order where they overlap."""
+        step = self.length if self.count == 1 else self.step
+        for low in range(0, self.length, step):
+            width = min(step, self.length - low)
+            run = Spaced(self.start + low, self.step, self.count, width)
+            run.view(x).add_(part if width == self.length else part[:, low : low + width])
