@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,6 +21,8 @@ from lightning_thd.flops import Chunk, FlopsModel, SeqStats
 from lightning_thd.flops.rates import Work
 from lightning_thd.flops.terms import Layer, matmul, scores
 from lightning_thd.flops.vector import from_ints
+from lightning_thd.parallel.context.shared_step import part_of
+from lightning_thd.stats import Blocks, Window
 from tests.callbacks.fits import Clock, pack
 
 TERMS = (matmul("w", 50), scores(1, 5, 5, window=3), scores(1, 5, 5, window=Chunk(4)), scores(1, 2, 2))
@@ -113,6 +116,25 @@ def test_what_batches_tell() -> None:
     assert [microbatches(kind) for kind in padded] == [dense] * 3
     unknown: list[Any] = [None, [], {}, "text", torch.ones(3), torch.ones(2, 4), {"pixels": ids}]
     assert [microbatches(kind) for kind in unknown] == [[]] * 7
+
+
+@pytest.mark.parametrize("window", [1, 7, 40, 64, 65, 100, 10_000, Chunk(64), Blocks(16)])
+def test_windows_are_counted_right_whether_or_not_a_sequence_ends_them(window: Window) -> None:
+    model = FlopsModel(name="one", layers=(Layer(path="", terms=(scores(1, 5, 5, window=window),)),))
+    draw = np.random.default_rng(0)
+    batches = [tuple(draw.integers(0, 65, number).tolist()) for number in (0, 1, 2, 3, 50, 400) * 20]
+    batches += [(64,) * 8, (64,) * 511 + (65,), (1,) * 511 + (64,), (1,) * 511 + (9_999,), (65,), (0, 65, 0)]
+    table = count_table([(SeqStats.from_lengths(lengths), lengths) for lengths in batches], model)
+    for row, lengths in zip(table.tolist(), batches, strict=True):
+        assert from_ints(row, model) == SeqStats.from_lengths(lengths, windows=model.windows)
+
+
+def test_a_share_of_a_pack_is_counted_by_its_lengths() -> None:
+    model = FlopsModel(name="one", layers=(Layer(path="", terms=(scores(1, 5, 5, window=60),)),))
+    for lengths in ((100,), (100, 1), (1,) * 6):
+        whole = SeqStats.from_lengths(lengths, windows=model.windows)
+        (row,) = count_table([(part_of(SeqStats.from_lengths(lengths), 2, 0), lengths)], model).tolist()
+        assert row[-1] == whole.window_pairs[0][1]
 
 
 def test_other_windows_without_lengths_are_refused() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -19,10 +20,10 @@ from lightning_thd.callbacks.measuring.batches import Seen, microbatches
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.rates import Work, count
 from lightning_thd.flops.vector import COUNTS, from_ints, num_ints
-from lightning_thd.stats import IntArray, SeqStats, Window, window_pairs
+from lightning_thd.stats import Blocks, Chunk, IntArray, SeqStats, Window, window_pairs
 
 _BASE = attrgetter(*COUNTS)
-_GROUP = 16  # microbatches whose lengths are counted at once: arrays that stay in a cache
+_GROUP = 64  # microbatches whose lengths are counted at once: arrays that stay in a cache
 _BINS = 32  # steps whose imbalance is told apart; more in an interval are joined, to keep a gather short
 
 
@@ -188,7 +189,7 @@ def count_table(seen: list[Seen], model: FlopsModel | None) -> IntArray:
         return np.zeros((0, num_ints(model)), dtype=np.int64)
     columns = [np.array([_BASE(stats) for stats, _ in seen], dtype=np.int64)]
     if model is not None and model.windows:
-        columns.append(_window_columns(seen, model.windows))
+        columns.append(_window_columns(seen, model.windows, columns[0]))
     for edge in model.vision_windows if model is not None else ():
         areas = [dict(stats.vision_window_pairs).get(edge, 0) for stats, _ in seen]
         columns.append(np.array(areas, dtype=np.int64)[:, None])
@@ -214,7 +215,7 @@ def work_weights(model: FlopsModel | None, work: Work) -> npt.NDArray[np.float64
     return weights
 
 
-def _window_columns(seen: list[Seen], windows: tuple[Window, ...]) -> IntArray:
+def _window_columns(seen: list[Seen], windows: tuple[Window, ...], base: IntArray) -> IntArray:
     if all(stats.windows == windows for stats, _ in seen):
         return np.array([[pairs for _, pairs in stats.window_pairs] for stats, _ in seen], dtype=np.int64)
     if any(lengths is None for _, lengths in seen):
@@ -222,17 +223,51 @@ def _window_columns(seen: list[Seen], windows: tuple[Window, ...]) -> IntArray:
             f"A batch counts other windows than the model's {list(windows)} and carries no lengths. "
             "Give it lengths, or build its stats with windows=flops_model.windows."
         )
-    groups = [seen[start : start + _GROUP] for start in range(0, len(seen), _GROUP)]
-    return np.concatenate([_group_columns(group, windows) for group in groups])
+    within = _all_within(seen, windows, base)
+    tokens, squares = base[:, COUNTS.index("real_tokens")], base[:, COUNTS.index("sum_squares")]
+    found = np.repeat(((squares + tokens) // 2)[:, None], len(windows), axis=1)
+    for rows in np.array_split(np.flatnonzero(~within), range(_GROUP, len(seen), _GROUP)):
+        if len(rows):
+            found[rows] = _group_columns([seen[row] for row in rows], windows)
+    return found
+
+
+def _all_within(seen: list[Seen], windows: tuple[Window, ...], base: IntArray) -> npt.NDArray[np.bool_]:
+    """Return which microbatches cannot hold a sequence longer than the smallest window, ``[microbatches]``.
+
+    No number is further from the mean of n than sqrt(n - 1) of their standard deviations (Samuelson), so the
+    sums that were counted already tell it. A share of a pack, whose sums are parts, has fewer sequences than
+    lengths and is counted by these; a single sequence always is.
+    """
+    ends = [w.size if isinstance(w, Chunk) else w for w in windows if not isinstance(w, Blocks)]
+    if len(ends) < len(windows):
+        return np.zeros(len(seen), dtype=np.bool_)
+    size = float(min(ends))
+    own = ("sequences", "real_tokens", "sum_squares")
+    n, tokens, squares = (base[:, COUNTS.index(name)].astype(np.float64) for name in own)
+    whole = np.array([len(lengths or ()) for _, lengths in seen]) == n
+    room, deviation = (
+        size * n - tokens,
+        n * squares * (1.0 + 1e-9) - tokens * tokens,
+    )  # more than its rounding
+    bounded = (room >= 0) & (room * room > deviation * (n - 1.0))
+    found: npt.NDArray[np.bool_] = bounded & whole & (n > 1)
+    return found
 
 
 def _group_columns(seen: list[Seen], windows: tuple[Window, ...]) -> IntArray:
     all_lengths = [lengths or () for _, lengths in seen]
     # three times as fast as numpy's own ways from a tuple
-    packed = b"".join([struct.pack(f"{len(lengths)}q", *lengths) for lengths in all_lengths])
+    packed = b"".join([_packer(len(lengths))(*lengths) for lengths in all_lengths])
     flat = np.frombuffer(packed, dtype=np.int64)
     ends = np.cumsum([len(lengths) for lengths in all_lengths])
     return np.stack([window_pairs(flat, window, ends=ends) for window in windows], axis=1)
+
+
+@lru_cache(maxsize=4096)  # as many numbers of sequences; parsing the format takes as long as packing 200
+def _packer(number: int) -> Callable[..., bytes]:
+    """Return the function that packs a number of integers as int64."""
+    return struct.Struct(f"{number}q").pack
 
 
 def _binned(values: npt.NDArray[np.float64]) -> list[int]:
