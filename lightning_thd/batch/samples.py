@@ -73,7 +73,8 @@ def token_row(sample: Mapping[str, Any], key: str, i: int) -> NDArray[np.integer
         raise ValueError(
             f"Sample {i}: {key} is a masked array, whose mask would be lost. Give its compressed() values."
         )
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or value.dtype.itemsize == 8:
+    kind = (value.dtype.kind, value.dtype.itemsize) if isinstance(value, np.ndarray) else ("", 0)
+    if kind[0] not in ("i", "u") or kind == ("u", 8):  # uint64 may pass int64
         try:
             value = host_ints(value, key, ndim=None, advice="Give one row of integers.")
         except (TypeError, ValueError) as err:
