@@ -234,6 +234,19 @@ class THDLoader:
         )
 
     @property
+    def dataset(self) -> Any:
+        """Refuse to be taken apart, as loaders are that are to skip batches or be dealt out to processes.
+
+        Raises:
+            AttributeError: saying how a loader of packs goes on.
+        """
+        raise AttributeError(
+            "A THDLoader has no dataset to take batches of: it gives this rank's packs, and its state_dict() "
+            "is where it stands. To skip what was used, load that state, as accelerator.load_state and "
+            "fabric.load do."
+        )
+
+    @property
     def epoch(self) -> int:
         """Return the number of the epoch that is under way, or comes next."""
         return self._cursor.epoch

@@ -15,7 +15,7 @@ from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.context import share_packs
 from lightning_thd.integrations.evaluation import LossFn
-from lightning_thd.integrations.loop import Host, PackedLoop, as_loader
+from lightning_thd.integrations.loop import Host, PackedLoop, as_loader, listed
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.parallel.context.layout import Communication
 
@@ -55,8 +55,8 @@ def prepare_thd(
             a rank runs in a step of ``Packs``.
         model: built with ``attn_implementation="thd"``, not prepared yet.
         data: a ``THDDataModule``, or a loader that its ``train_steps`` returned.
-        optimizer: over the model's parameters.
-        scheduler: stepped once a step.
+        optimizer: over the model's parameters; several as a list, which ``loop.optimizer`` is then too.
+        scheduler: stepped once a step, whatever the number of processes; not one that Accelerate prepared.
         loss_fn: ``(model, batch) -> loss``, with ``batch.loss_scale`` in it.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
         log_every_n_steps: steps between two calls of ``accelerator.log``.
@@ -70,13 +70,17 @@ def prepare_thd(
         loop.optimizer.zero_grad()``.
 
     Raises:
-        ValueError: for Accelerate's own context or sequence parallelism, and data of another kind.
+        ValueError: for Accelerate's own context or sequence parallelism, and data of another kind. Later,
+            from ``loop.backward`` inside ``accelerator.accumulate()``, which would leave out steps.
+        TypeError: for what is no model, optimizer or scheduler.
     """
     require("accelerate", feature="prepare_thd")
     _refuse_parallelism(accelerator)
     instance(model, "model", nn.Module, advice="Pass the model itself.")
     if scheduler is not None and not callable(getattr(scheduler, "step", None)):
         raise TypeError(f"scheduler is {described(scheduler)}; wanted a learning-rate scheduler, or None.")
+    _refuse_fast_scheduler(accelerator, scheduler)
+    optimizers = listed(optimizer, "prepare_thd", "optimizer")
     rank, ranks, group = data_rank(accelerator)
     shared = share_packs(
         model,
@@ -89,12 +93,13 @@ def prepare_thd(
     )
     accumulate = accelerator.gradient_accumulation_steps
     loader = as_loader(data, model, shared, accumulate=accumulate)
-    prepared = accelerator.prepare(model, optimizer)
-    model, optimizer = prepared
+    model, *prepared = accelerator.prepare(model, *optimizers)
+    optimizer = prepared if isinstance(optimizer, list | tuple) else prepared[0]
     if scheduler is not None:
-        scheduler = _StepScheduler(scheduler, optimizer)
+        scheduler = _StepScheduler(scheduler, prepared)
 
     def backward(loss: Tensor) -> None:
+        _refuse_accumulate(accelerator)
         # Accelerate divides by its accumulation steps; a step's microbatches are weighed already.
         accelerator.backward(loss * accumulate)
 
@@ -126,12 +131,12 @@ def prepare_thd(
 class _StepScheduler:
     """Steps a scheduler once for every optimizer step taken, whatever the number of processes."""
 
-    def __init__(self, scheduler: Any, optimizer: Any) -> None:
-        self.scheduler, self._optimizer = scheduler, optimizer
+    def __init__(self, scheduler: Any, optimizers: list[Any]) -> None:
+        self.scheduler, self._optimizers = scheduler, optimizers
 
     def step(self, *args: Any) -> None:
         # A GradScaler that found an overflow skips the optimizer's step.
-        if not getattr(self._optimizer, "step_was_skipped", False):
+        if not any(getattr(each, "step_was_skipped", False) for each in self._optimizers):
             self.scheduler.step(*args)
 
     def get_last_lr(self) -> list[float]:
@@ -144,6 +149,28 @@ class _StepScheduler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(state)
+
+
+def _refuse_accumulate(accelerator: Any) -> None:
+    """Refuse ``accelerator.accumulate()`` around a whole step, of which it would skip all but every k-th."""
+    if not accelerator.sync_gradients:
+        raise ValueError(
+            "loop.backward() runs inside accelerator.accumulate(), but what the loader gives is a whole "
+            f"optimizer step: its {accelerator.gradient_accumulation_steps} packs a rank are accumulated "
+            "inside. Accelerate would skip optimizer steps and add up gradients of several. Leave "
+            "accumulate() out; gradient_accumulation_steps says how many packs a step has."
+        )
+
+
+def _refuse_fast_scheduler(accelerator: Any, scheduler: Any) -> None:
+    """Refuse a scheduler prepared by Accelerate, which steps once for every process."""
+    processes = accelerator.num_processes
+    steps_once = getattr(scheduler, "split_batches", True) or not getattr(scheduler, "step_with_optimizer", 1)
+    if processes > 1 and type(scheduler).__module__.startswith("accelerate.") and not steps_once:
+        raise ValueError(
+            f"scheduler was prepared by Accelerate, which steps it {processes} times an optimizer step, once "
+            "for every process. Give prepare_thd the scheduler itself, reckoned in optimizer steps."
+        )
 
 
 def _refuse_parallelism(accelerator: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -54,7 +55,8 @@ def mean_loss(
         cut: keeps this rank's part of a batch, whose loss has the value of the whole one.
 
     Returns:
-        ``(2.5, 40)`` for losses that add up to 100 over 40 tokens; ``(0.0, 0)`` without any.
+        ``(2.5, 40)`` for losses that add up to 100 over 40 tokens; ``(nan, 0)`` without any, for 0 would pass
+        for the best loss there is.
     """
     total = torch.zeros(3, dtype=torch.float64)
     with evaluating(model):
@@ -69,4 +71,4 @@ def mean_loss(
     if dist.is_initialized():
         total = total.to(communication_device(group, device))
         dist.all_reduce(total, group=group)
-    return float(total[0] / total[1]) if total[1] else 0.0, int(total[2])
+    return float(total[0] / total[1]) if total[1] else math.nan, int(total[2])

@@ -16,7 +16,7 @@ from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.context import share_packs
 from lightning_thd.integrations.evaluation import LossFn
-from lightning_thd.integrations.loop import Host, PackedLoop, as_loader
+from lightning_thd.integrations.loop import Host, PackedLoop, as_loader, listed
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.parallel.context.layout import Communication
 
@@ -52,8 +52,9 @@ def prepare_fabric(
             by its ``parallelize_fn``.
         model: built with ``attn_implementation="thd"``, not set up yet, or what ``fabric.setup_module`` gave.
         data: a ``THDDataModule``, or a loader that its ``train_steps`` returned.
-        optimizer: over the model's parameters, set up or not; or a function from the prepared model to one,
-            for strategies that replace parameters.
+        optimizer: over the model's parameters, set up or not; several as a list, which ``loop.optimizer`` is
+            then too; or a function from the prepared model to one or a list, for strategies that replace
+            parameters.
         accumulate: packs a rank runs in a step of ``Packs``; 1 with ``Sequences(n)``.
         loss_fn: ``(model, batch) -> loss``, with ``batch.loss_scale`` in it.
         peak: dense FLOP/s of a device, for MFU: see ``THDThroughputMonitor``.
@@ -68,7 +69,7 @@ def prepare_fabric(
         "loop": loop}`` with ``fabric.save`` and give the same to ``fabric.load`` to resume.
 
     Raises:
-        TypeError: for what is no Fabric.
+        TypeError: for what is no Fabric, model or optimizer.
         ValueError: for data of another kind, an optimizer of parameters that were replaced, and a strategy
             that runs steps or cuts batches by itself.
     """
@@ -125,13 +126,17 @@ def data_rank(fabric: Fabric) -> tuple[int, int, Any]:
 
 def _set_up(fabric: Fabric, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
     prepared: nn.Module = model if isinstance(model, _FabricModule) else fabric.setup_module(model)
-    made = optimizer if hasattr(optimizer, "param_groups") else optimizer(prepared)
+    calls = callable(optimizer) and not hasattr(optimizer, "param_groups")
+    made = optimizer(prepared) if calls else optimizer
+    several = listed(made, "prepare_fabric", "optimizer")
     trained = {id(parameter) for parameter in prepared.parameters()}
-    lost = [p for group in made.param_groups for p in group["params"] if id(p) not in trained]
+    groups = [group for each in several for group in each.param_groups]
+    lost = [p for group in groups for p in group["params"] if id(p) not in trained]
     if lost:
         raise ValueError(
             f"The optimizer holds {len(lost)} parameters that are not the prepared model's: "
             f"{type(fabric.strategy).__name__} has replaced them. Give a function that makes the optimizer "
             "of the prepared model, prepare_fabric(fabric, model, data, lambda m: AdamW(m.parameters()))."
         )
-    return prepared, made if isinstance(made, _FabricOptimizer) else fabric.setup_optimizers(made)
+    ready = [x if isinstance(x, _FabricOptimizer) else fabric.setup_optimizers(x) for x in several]
+    return prepared, ready if isinstance(made, list | tuple) else ready[0]

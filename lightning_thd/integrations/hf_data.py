@@ -11,10 +11,24 @@ from torch.utils.data import DataLoader
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.samples import PER_TOKEN, check_attention_mask
+from lightning_thd.data import THDDataModule
 from lightning_thd.data.store.measure import MapDataset
 
 # Columns that are packed, or that are looked at for what they say.
 _LOOKED_AT = frozenset(("input_ids", "labels", "attention_mask", "position_ids", *PER_TOKEN))
+# Arguments of THDDataModule that packed_trainer gives it: where a user says them.
+_GIVEN_ELSEWHERE = {
+    "train": "train_dataset=",
+    "val": "eval_dataset=",
+    "test": "trainer.evaluate(dataset)",
+    "predict": "trainer.predict(dataset)",
+    "capacity": "capacity= of packed_trainer",
+    "num_workers": "TrainingArguments(dataloader_num_workers=...)",
+    "prefetch_factor": "TrainingArguments(dataloader_prefetch_factor=...)",
+    "pin_memory": "TrainingArguments(dataloader_pin_memory=...)",
+}
+# Those that say how rows are read. The others plan training steps; an evaluation keeps every sequence whole.
+_OF_READING = frozenset({"cache_dir", "empty", "engine", "max_errors", "on_error", "vocab_size"})
 _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 where a token is to be learned
 
 
@@ -36,6 +50,31 @@ def packed_dataset(dataset: Any, taken: frozenset[str] = frozenset()) -> MapData
             "Pass a map-style dataset."
         )
     return cast("MapDataset", WithLabels(dataset, taken))
+
+
+def check_data_kwargs(given: Mapping[str, Any] | None) -> None:
+    """Refuse ``data_kwargs`` that THDDataModule does not take, or that packed_trainer gives it itself.
+
+    Raises:
+        TypeError: naming the argument.
+    """
+    known = inspect.signature(THDDataModule).parameters
+    for name in given or ():
+        if name in _GIVEN_ELSEWHERE:
+            raise TypeError(
+                f"data_kwargs has {name!r}, which packed_trainer gives to THDDataModule by itself. Say it as "
+                f"{_GIVEN_ELSEWHERE[name]}."
+            )
+        if name not in known:
+            raise TypeError(
+                f"data_kwargs has {name!r}, which is no argument of THDDataModule. It takes "
+                f"{', '.join(sorted(known.keys() - _GIVEN_ELSEWHERE.keys()))}."
+            )
+
+
+def evaluation_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of ``data_kwargs`` that an evaluation set is read with too."""
+    return {name: value for name, value in given.items() if name in _OF_READING}
 
 
 def arguments_of(model: Any) -> frozenset[str]:

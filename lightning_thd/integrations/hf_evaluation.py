@@ -1,23 +1,162 @@
-"""Packs of an evaluation set -> the arrays a Trainer hands to ``compute_metrics``: a padded row a sequence.
+"""An evaluation set of a Trainer -> its packs, their mean loss, and a padded row a sequence for metrics.
 
 S sequences, N tokens of the longest, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch
+from lightning_thd.data import THDDataModule
+from lightning_thd.integrations.evaluation import LossFn, mean_loss
+from lightning_thd.integrations.hf_data import arguments_of, evaluation_kwargs, keyed_loader, packed_dataset
+from lightning_thd.precision.convert import in_low_precision
 
 _PAD = -100  # what Trainer pads predictions and labels with
 
 Preprocess = Callable[[Any, Tensor], Any]
+
+
+class EvaluationMixin:
+    """Runs a Trainer's evaluation and prediction on packs; part of what ``packed_trainer`` makes."""
+
+    args: Any
+    model: nn.Module
+    optimizer: Any
+    accelerator: Any
+    eval_dataset: Any
+    state: Any
+    control: Any
+    callback_handler: Any
+    compute_metrics: Any
+    preprocess_logits_for_metrics: Preprocess | None
+    is_in_train: bool
+    _capacity: int
+    _data_kwargs: dict[str, Any]
+    _loss: LossFn
+    _pins: bool
+    _watches: bool
+    _paused: Callable[[], AbstractContextManager[None]]
+    _token_metrics: Callable[[str], dict[str, float]]
+    _sum_over_ranks: Callable[[int], int]
+    _evaluated: tuple[str, int] | None = None  # what the metrics just made are called, and their packs
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return a loader of this rank's evaluation packs, which hold every sequence once."""
+        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        data = THDDataModule(
+            val=packed_dataset(dataset, arguments_of(self.model)),
+            capacity=self._capacity,
+            num_workers=self.args.dataloader_num_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            **evaluation_kwargs(self._data_kwargs),
+        )
+        data.attach(rank=self.args.process_index, ranks=self.args.world_size, model=self.model)
+        data.setup("validate")
+        return keyed_loader(data.val_dataloader(), pin_memory=self._pins)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Return a loader of this rank's packs of a test set."""
+        return self.get_eval_dataloader(test_dataset)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Predict as the base class does, with a rate of packs."""
+        output = super().predict(*args, **kwargs)  # type: ignore[misc]
+        self._count_packs(output.metrics)
+        return output
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Run an evaluation set on packs, for ``evaluate()`` and ``predict()``.
+
+        Returns:
+            Trainer's ``EvalLoopOutput``: predictions and labels with a row a sequence, in the order of the
+            dataset; the mean loss over all loss tokens; what ``compute_metrics`` makes of the rows.
+        """
+        transformers: Any = require("transformers", feature="packed_trainer")
+        if prediction_loss_only is None:
+            prediction_loss_only = self.args.prediction_loss_only
+        preprocess = self.preprocess_logits_for_metrics
+        rows = Rows(preprocess, inputs="inputs" in (self.args.include_for_metrics or ()))
+        sequences = 0
+
+        def seen(batch: THDBatch) -> None:
+            nonlocal sequences
+            sequences += len(batch.lengths)
+            if not prediction_loss_only:
+                rows.add(self.model, batch)
+
+        with self._paused():
+            self._prepare_for_evaluation()
+            self.callback_handler.eval_dataloader = dataloader
+            packs, device = self._packs_told_of(dataloader), torch.device(self.args.device)
+            loss_fn = in_low_precision(self._loss, self.model)
+            loss, tokens = mean_loss(loss_fn, self.model, packs, device=device, seen=seen)
+        predictions, labels, ids = (None, None, None) if prediction_loss_only else rows.gather()
+        metrics: dict[str, Any] = {}
+        if self.compute_metrics is not None and predictions is not None:
+            found = transformers.EvalPrediction(predictions=predictions, label_ids=labels, inputs=ids)
+            metrics = self.compute_metrics(found)
+        if self._watches:
+            metrics |= self._token_metrics("eval")
+        metrics = {**metrics, "loss": loss, "loss_tokens": float(tokens)}
+        self._evaluated = metric_key_prefix, len(dataloader)
+        return transformers.trainer_utils.EvalLoopOutput(
+            predictions=predictions,
+            label_ids=labels,
+            metrics={
+                key if key.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{key}": value
+                for key, value in transformers.trainer_utils.denumpify_detensorize(metrics).items()
+            },
+            num_samples=self._sum_over_ranks(sequences),
+        )
+
+    def _packs_told_of(self, dataloader: DataLoader[Any]) -> Iterator[THDBatch]:
+        """Yield the packs of a loader and tell the callbacks of each when it has run."""
+        for inputs in dataloader:
+            yield inputs["batch"]
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+
+    def _prepare_for_evaluation(self) -> None:
+        """Put an untrained model into the dtype and autocast of Trainer's own evaluation.
+
+        An optimizer with weights of its own for evaluation (schedule-free ones) puts them into the model, as
+        under Trainer, whose next training step takes them out.
+        """
+        model = self.model
+        if len(self.accelerator._models) == 0:
+            self.accelerator.prepare_model(model, evaluation_mode=True)
+        if not self.is_in_train:
+            dtypes = {torch.float16: self.args.fp16_full_eval, torch.bfloat16: self.args.bf16_full_eval}
+            for dtype in [dtype for dtype, wanted in dtypes.items() if wanted]:
+                model.to(dtype=dtype, device=self.args.device)
+        if callable(evaluate := getattr(self.optimizer, "eval", None)):
+            evaluate()
+
+    def _count_packs(self, metrics: dict[str, float]) -> None:
+        """Correct the rate of steps: Trainer divides rows by a batch size that packs do not have."""
+        prefix, packs = self._evaluated or ("", 0)
+        if (rate := f"{prefix}_steps_per_second") in metrics:
+            metrics[rate] = round(packs / metrics[f"{prefix}_runtime"], 3)
+            self._evaluated = None
 
 
 class Rows:

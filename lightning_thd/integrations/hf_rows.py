@@ -8,9 +8,10 @@ Legend: B rows, N columns, T real tokens of the batch.
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -95,21 +96,30 @@ def pack_rows(model: Any) -> None:
     """
     if getattr(model, "_thd_packs_rows", False):
         return
-    before = model.config._attn_implementation
+    others = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     model._thd_packs_rows = True
-    padded: Callable[..., Any] = model.forward
+    model._thd_other_attention = "eager" if others == NAME else others
+    model._thd_padded_forward = model.forward
+    signature = inspect.signature(model.forward)
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _forward_rows(self, *args, **kwargs)
+
+    forward.__signature__ = signature.replace(  # type: ignore[attr-defined]  # which generation reads
+        parameters=[itself, *signature.parameters.values()]
+    )
+    model.forward = MethodType(forward, model)  # bound, so that a copy's forward is the copy's
+
+
+def _forward_rows(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a model's call for log-probabilities or classes as a pack, and any other as it was."""
     classifies = "ForSequenceClassification" in type(model).__name__
-    others = "eager" if before == NAME else before
-
-    @functools.wraps(padded)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("fused_lm_head") or (classifies and kwargs.get("attention_mask") is not None):
-            return _run(model, padded, kwargs)
-        with _attention(model, others):
-            return padded(*args, **kwargs)
-
-    model.forward = forward
+    if kwargs.get("fused_lm_head") or (classifies and kwargs.get("attention_mask") is not None):
+        return _run(model, model._thd_padded_forward, kwargs)
+    with _attention(model, model._thd_other_attention):
+        return model._thd_padded_forward(*args, **kwargs)
 
 
 def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""A stream of packs -> the dataset that Hugging Face's Trainer iterates, its position in checkpoints."""
+"""A checkpoint of Hugging Face's Trainer -> the same packs again: a stream's position, a plan's settings."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.streams import Stream, StreamLoader, is_stream
 from lightning_thd.integrations.hf_data import with_labels
 
-_FILE = "thd_stream.pt"  # in a checkpoint's folder
+_FILE, _PLAN = "thd_stream.pt", "thd_plan.pt"  # in a checkpoint's folder
 
 
 def is_streamed(dataset: object) -> bool:
@@ -49,28 +51,39 @@ def _with_listed_labels(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class StreamsMixin:
-    """Trains a Hugging Face Trainer on a stream, whose position its checkpoints keep."""
+    """Keeps in a Trainer's checkpoints what decides its next packs, and checks it when it resumes."""
 
     args: Any
     state: Any
     train_dataset: Any
     _packs: StreamedPacks | None = None
-    _resumed: str | None = None  # the checkpoint that a stream goes on from
+    _planner: Any = None
+    _resumed: str | None = None  # the checkpoint that training goes on from
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as the base class does; a stream resumes where its checkpoint left it, without skipping."""
-        streamed = is_streamed(self.train_dataset)
-        if not streamed or not resume_from_checkpoint or self.args.ignore_data_skip:
+        if not resume_from_checkpoint or self.args.ignore_data_skip:
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         from transformers.trainer_utils import get_last_checkpoint
 
         last = resume_from_checkpoint is True
         self._resumed = get_last_checkpoint(self.args.output_dir) if last else str(resume_from_checkpoint)
-        self.args.ignore_data_skip = True  # Trainer would read, and throw away, what was used
+        # Trainer would read, and throw away, what was used of a stream
+        self.args.ignore_data_skip = is_streamed(self.train_dataset)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.args.ignore_data_skip, self._resumed = False, None
+
+    def _planned(self, loader: THDLoader) -> None:
+        """Remember the plan of training, and check that a checkpoint's was the same.
+
+        Raises:
+            ValueError: where the data or a setting has changed since.
+        """
+        self._planner = loader.planner
+        if self._resumed is not None:
+            check_plan(self._resumed, loader.planner)
 
     def _streamed(self, loader: StreamLoader) -> StreamedPacks:
         """Return the dataset that Trainer iterates, at the position of its checkpoint."""
@@ -85,9 +98,44 @@ class StreamsMixin:
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(model, trial, *args, **kwargs)  # type: ignore[misc]
-        if self._packs is not None and self.args.should_save:
-            folder = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
-            self._packs.save(f"{folder}/checkpoint-{self.state.global_step}")
+        if not self.args.should_save:
+            return
+        folder = self._get_output_dir(trial=trial)  # type: ignore[attr-defined]
+        folder = f"{folder}/checkpoint-{self.state.global_step}"
+        if self._packs is not None:
+            self._packs.save(folder)
+        elif self._planner is not None:
+            epoch, step = divmod(self.state.global_step, self._planner.num_steps(0))
+            _write(Path(folder) / _PLAN, self._planner.state(epoch, step))
+
+
+def check_plan(folder: str, planner: Any) -> None:
+    """Refuse to resume a plan from a checkpoint of other data or settings, whose steps held other sequences.
+
+    Raises:
+        ValueError: naming what has changed.
+    """
+    path = Path(folder) / _PLAN
+    if not path.is_file():
+        rank_zero_warn(
+            f"The checkpoint {folder} has no {_PLAN}: whether its steps held the sequences that are planned "
+            "now cannot be checked. Resume with the data, capacity and accumulation it was written with."
+        )
+        return
+    try:
+        planner.resume(torch.load(path, weights_only=True))
+    except ValueError as err:
+        raise ValueError(
+            f"{folder}: {err} TrainingArguments(ignore_data_skip=True) takes its weights and begins the "
+            "epoch anew."
+        ) from None
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    """Write a state into a checkpoint's folder, atomically."""
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
 
 
 class StreamedPacks:
@@ -114,10 +162,7 @@ class StreamedPacks:
 
     def save(self, folder: str | Path) -> None:
         """Write the stream's position into a checkpoint's folder, atomically."""
-        path = Path(folder) / _FILE
-        partial = path.with_suffix(".partial")
-        torch.save(self.loader.state_dict(), partial)
-        os.replace(partial, path)
+        _write(Path(folder) / _FILE, self.loader.state_dict())
 
     def load(self, folder: str | Path) -> None:
         """Restore the stream's position from a checkpoint's folder.

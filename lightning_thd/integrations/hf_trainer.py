@@ -20,9 +20,13 @@ from lightning_thd.callbacks.measuring.models import find_model
 from lightning_thd.callbacks.measuring.stage import Setting, Stage
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.streams import StreamLoader
-from lightning_thd.integrations.evaluation import mean_loss
-from lightning_thd.integrations.hf_data import arguments_of, keyed_loader, packed_dataset
-from lightning_thd.integrations.hf_evaluation import Rows
+from lightning_thd.integrations.hf_data import (
+    arguments_of,
+    check_data_kwargs,
+    keyed_loader,
+    packed_dataset,
+)
+from lightning_thd.integrations.hf_evaluation import EvaluationMixin
 from lightning_thd.integrations.hf_losses import TokenMeter, dft_loss
 from lightning_thd.integrations.hf_options import refuse_devices, refuse_options, refuse_trainer
 from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
@@ -66,7 +70,7 @@ def packed_trainer(trainer_class: type | None = None) -> type:
     return type(f"Packed{base.__name__}", (_PackedTrainerMixin, base), {"__doc__": base.__doc__})
 
 
-class _PackedTrainerMixin(StreamsMixin):
+class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
     loss_is_scaled_for_ga = False  # Trainer divides by the accumulation steps, as loss_scale expects
     args: Any
     model: nn.Module
@@ -95,12 +99,12 @@ class _PackedTrainerMixin(StreamsMixin):
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if given is not None:
             refuse_options(given)  # before the base class warns about them or acts on them
+        check_data_kwargs(data_kwargs)
         super().__init__(*args, **kwargs)
-        self._transformers: Any = require("transformers", feature="packed_trainer")
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})
         self._stage = Stage("train", "training", time.perf_counter)
         self._setting: Setting | None = None
-        self._trained_sequences, self._trained_tokens, self._evaluated_packs = 0, 0, 0
+        self._trained_sequences, self._trained_tokens = 0, 0
         self._tokens = TokenMeter()
         self._refuse_settings()
 
@@ -124,6 +128,7 @@ class _PackedTrainerMixin(StreamsMixin):
             streamed_dataset(given, type(self)) if is_streamed(given) else packed_dataset(given, taken),
             capacity=self._capacity,
             num_workers=self.args.dataloader_num_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
             **{"seed": seed, **self._data_kwargs},
         )
         data.attach(
@@ -136,25 +141,8 @@ class _PackedTrainerMixin(StreamsMixin):
         loader = data.train_dataloader()
         if isinstance(loader, StreamLoader):
             return cast("DataLoader[Any]", self._streamed(loader))
+        self._planned(loader)
         return keyed_loader(loader, pin_memory=self._pins)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Return a loader of this rank's evaluation packs, which hold every sequence once."""
-        dataset = eval_dataset if eval_dataset is not None else self.eval_dataset  # type: ignore[attr-defined]
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]  # type: ignore[attr-defined]
-        data = THDDataModule(
-            val=packed_dataset(dataset, arguments_of(self.model)),
-            capacity=self._capacity,
-            num_workers=self.args.dataloader_num_workers,
-        )
-        data.attach(rank=self.args.process_index, ranks=self.args.world_size, model=self.model)
-        data.setup("validate")
-        return keyed_loader(data.val_dataloader(), pin_memory=self._pins)
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
-        """Return a loader of this rank's packs of a test set."""
-        return self.get_eval_dataloader(test_dataset)
 
     def compute_loss(
         self,
@@ -163,7 +151,17 @@ class _PackedTrainerMixin(StreamsMixin):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Tensor:
-        """Return the pack's share of the step's mean loss."""
+        """Return the pack's share of the step's mean loss.
+
+        Raises:
+            ValueError: for ``return_outputs``: a pack's loss needs no logits, so there are none to return.
+        """
+        if return_outputs:
+            raise ValueError(
+                "compute_loss(return_outputs=True) wants logits, which packed_trainer never makes for the "
+                "loss. Call it without, and model(**inputs['batch'].hf_kwargs()) where logits are needed; "
+                "compute_metrics gets those of every sequence."
+            )
         ranks = dist.group.WORLD if self.args.world_size > 1 else None
         loss_fn = in_low_precision(self._loss, model, group=ranks)
         return loss_fn(model, inputs["batch"].to(self.args.device))
@@ -215,9 +213,7 @@ class _PackedTrainerMixin(StreamsMixin):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add throughput, MFU and packing to the Trainer's own logs."""
-        rates = [key for key in logs if key.endswith("_steps_per_second") and not key.startswith("train_")]
-        for key in rates:  # Trainer divides rows by a batch size that packs do not have
-            logs[key] = round(self._evaluated_packs / logs[key.replace("_steps_per_second", "_runtime")], 3)
+        self._count_packs(logs)
         if "loss" in logs and self._setting is not None:
             ours = self._stage.close(self._setting)  # reporters put "train/" before every key themselves
             logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}
@@ -226,67 +222,6 @@ class _PackedTrainerMixin(StreamsMixin):
                 theirs["train"]["num_tokens"] = [self._sum_over_ranks(self._trained_tokens)]
                 theirs["train"].update({key: [value] for key, value in self._token_metrics("train").items()})
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
-
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader[Any],
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: Any = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """Run an evaluation set on packs, for ``evaluate()`` and ``predict()``.
-
-        Returns:
-            Trainer's ``EvalLoopOutput``: predictions and labels with a row a sequence, in the order of the
-            dataset; the mean loss over all loss tokens; what ``compute_metrics`` makes of the rows.
-        """
-        if prediction_loss_only is None:
-            prediction_loss_only = self.args.prediction_loss_only
-        preprocess = self.preprocess_logits_for_metrics  # type: ignore[attr-defined]
-        rows = Rows(preprocess, inputs="inputs" in (self.args.include_for_metrics or ()))
-        sequences = 0
-
-        def seen(batch: THDBatch) -> None:
-            nonlocal sequences
-            sequences += len(batch.lengths)
-            if not prediction_loss_only:
-                rows.add(self.model, batch)
-
-        with self._paused():
-            self._prepare_for_evaluation()
-            packs = (inputs["batch"] for inputs in dataloader)
-            device = torch.device(self.args.device)
-            loss_fn = in_low_precision(self._loss, self.model)
-            loss, tokens = mean_loss(loss_fn, self.model, packs, device=device, seen=seen)
-        predictions, labels, ids = (None, None, None) if prediction_loss_only else rows.gather()
-        metrics: dict[str, Any] = {}
-        if self.compute_metrics is not None and predictions is not None:  # type: ignore[attr-defined]
-            found = self._transformers.EvalPrediction(predictions=predictions, label_ids=labels, inputs=ids)
-            metrics = self.compute_metrics(found)  # type: ignore[attr-defined]
-        if self._watches:
-            metrics |= self._token_metrics("eval")
-        metrics = {**metrics, "loss": loss, "loss_tokens": float(tokens)}
-        self._evaluated_packs = len(dataloader)
-        return self._transformers.trainer_utils.EvalLoopOutput(
-            predictions=predictions,
-            label_ids=labels,
-            metrics={
-                key if key.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{key}": value
-                for key, value in self._transformers.trainer_utils.denumpify_detensorize(metrics).items()
-            },
-            num_samples=self._sum_over_ranks(sequences),
-        )
-
-    def _prepare_for_evaluation(self) -> None:
-        """Put an untrained model into the dtype and autocast of Trainer's own evaluation."""
-        model = self.model
-        if len(self.accelerator._models) == 0:
-            self.accelerator.prepare_model(model, evaluation_mode=True)
-        if not self.is_in_train:  # type: ignore[attr-defined]
-            dtypes = {torch.float16: self.args.fp16_full_eval, torch.bfloat16: self.args.bf16_full_eval}
-            for dtype in [dtype for dtype, wanted in dtypes.items() if wanted]:
-                model.to(dtype=dtype, device=self.args.device)
 
     def _sum_over_ranks(self, count: int) -> int:
         total = torch.tensor(count, device=self.args.device)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._checks import whole_number
+from lightning_thd._checks import described, instance, whole_number
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.measuring.models import find_model
 from lightning_thd.callbacks.measuring.stage import Setting, Stage
@@ -65,7 +65,7 @@ class PackedLoop:
     Attributes:
         model: prepared by the host.
         loader: ``THDStep`` after ``THDStep``; its position is saved and restored with the host's state.
-        optimizer: prepared by the host.
+        optimizer: prepared by the host; a list where several were given.
         scheduler: prepared by the host, or None.
         global_step: steps run so far.
         latest: the metrics of the last interval.
@@ -122,7 +122,13 @@ class PackedLoop:
         Returns:
             fp32 ``[]``, this rank's share of the step's loss: its mean over the data-parallel ranks is the
             sum over all loss tokens of the step divided by their number. Detached.
+
+        Raises:
+            TypeError: for what is no step of the loader.
         """
+        instance(
+            step, "step", THDStep, advice="Pass what loop.loader gives; THDStep([batch]) holds one pack."
+        )
         self._stage.resume(self._setting)
         step = step.to(self._host.device)
         loss = sum_over_packs(step, self._host.no_sync, self.model, lambda batch: self._run(batch, len(step)))
@@ -238,6 +244,22 @@ class PackedLoop:
             if self._graphed is not None:
                 self.latest |= self._graphed.stats.metrics()
             self._host.log(self.latest, self.global_step)
+
+
+def listed(optimizer: Any, who: str, name: str) -> list[Any]:
+    """Return one optimizer or several as a list.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in given:
+        if not hasattr(each, "param_groups"):
+            raise TypeError(
+                f"{who} got {described(each)} as {name}; wanted a torch.optim.Optimizer over the model's "
+                "parameters, or a list of such."
+            )
+    return given
 
 
 def as_loader(data: object, model: nn.Module, shared: Shared, *, accumulate: int) -> THDLoader | StreamLoader:

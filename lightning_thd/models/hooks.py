@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import nn
 
+from lightning_thd.models.inputs.adapters import refuse_row_adapters
 from lightning_thd.models.inputs.arguments import (
     PACK_KWARGS,
     REAL,
@@ -131,6 +132,7 @@ def enter(
     kwargs = {name: value for name, value in kwargs.items() if name != REAL}  # ours alone
     if pack is not None:
         refuse_class(model)
+        refuse_row_adapters(model)
         refuse_mask_and_cache(model, kwargs)
         refuse_plain_positions(model, kwargs)
         _refuse_wrong_layers(model)

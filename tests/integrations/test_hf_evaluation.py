@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lightning_thd.integrations import packed_trainer
 from tests.ranks import run_ranks
@@ -145,3 +145,85 @@ def test_the_best_model_is_found_by_a_metric_and_totals_are_of_all_ranks(tmp_pat
     assert len(first["history"]) == 4
     assert first["seen"] == first["tokens"] + second["tokens"]
     assert first["rate"] == pytest.approx(first["sequences"] + second["sequences"], rel=0.01)
+
+
+class Watching(TrainerCallback):
+    """Counts the packs it is told of and keeps the loader it is shown."""
+
+    packs = 0
+    shown: Any = None
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        self.packs += 1
+
+    def on_evaluate(self, *args: Any, eval_dataloader: Any = None, **kwargs: Any) -> None:
+        self.shown = eval_dataloader
+
+
+class TwoWeights(torch.optim.SGD):
+    """Has weights of its own for evaluation, as schedule-free optimizers do: here, moved by one."""
+
+    moved = 0.0
+
+    def eval(self) -> None:
+        self._move(1.0)
+
+    def train(self) -> None:
+        self._move(0.0)
+
+    @torch.no_grad()
+    def _move(self, to: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(to - self.moved)
+        self.moved = to
+
+
+def test_callbacks_and_optimizers_are_told_of_an_evaluation(tmp_path: Path) -> None:
+    model = tiny_llama()
+    optimizer, watching = TwoWeights(model.parameters(), lr=0.0), Watching()
+    trainer = packed_trainer()(
+        model=model,
+        args=arguments(str(tmp_path), max_steps=1),
+        train_dataset=SAMPLES,
+        eval_dataset=SAMPLES,
+        optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)),
+        callbacks=[watching],
+        capacity=CAPACITY,
+        peak=1e9,
+    )
+    trainer.train()
+    assert optimizer.moved == 0.0
+    loss = trainer.evaluate()["eval_loss"]
+    assert optimizer.moved == 1.0
+    with torch.no_grad():
+        results = [nll(trainer.model, sample) for sample in SAMPLES]
+    assert loss == pytest.approx(float(sum(t for t, _ in results) / sum(n for _, n in results)), rel=1e-12)
+    assert watching.packs == len(watching.shown) > 1
+
+
+def test_rates_of_steps_are_those_of_packs_whatever_they_are_called(tmp_path: Path) -> None:
+    trainer = packed_trainer()(model=tiny_llama(), args=arguments(str(tmp_path)), capacity=CAPACITY)
+    packs = len(trainer.get_eval_dataloader(SAMPLES))
+    for name, metrics in (
+        ("train", trainer.evaluate(SAMPLES, metric_key_prefix="train")),
+        ("test", trainer.predict(SAMPLES).metrics),
+    ):
+        steps = metrics[f"{name}_steps_per_second"] / metrics[f"{name}_samples_per_second"] * len(SAMPLES)
+        assert steps == pytest.approx(packs, rel=0.01)
+
+
+def test_a_set_without_loss_tokens_has_no_loss(tmp_path: Path) -> None:
+    trainer = packed_trainer()(model=tiny_llama(), args=arguments(str(tmp_path)), capacity=CAPACITY)
+    found = trainer.evaluate([{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}])
+    assert np.isnan(found["eval_loss"])
+    assert found["eval_loss_tokens"] == 0
+
+
+def test_an_evaluation_set_is_read_as_data_kwargs_say(tmp_path: Path) -> None:
+    rows = [*SAMPLES, {"input_ids": [], "labels": []}]
+    given = {"model": tiny_llama(), "args": arguments(str(tmp_path)), "capacity": CAPACITY}
+    with pytest.raises(ValueError, match="empty='drop'"):
+        packed_trainer()(**given).evaluate(rows)
+    dropped = packed_trainer()(**given, data_kwargs={"empty": "drop"}).evaluate(rows)
+    assert dropped["eval_loss"] == packed_trainer()(**given).evaluate(SAMPLES)["eval_loss"]

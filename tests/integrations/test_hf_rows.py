@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from pathlib import Path
@@ -245,6 +246,13 @@ def test_other_calls_of_a_packed_model_see_padded_rows() -> None:
             for model in (packing, plain)
         ]
     assert torch.equal(*made)
+    # A copy, as callbacks that average weights make, is a model of its own.
+    copied, batch = copy.deepcopy(packing), {"input_ids": ids, "attention_mask": mask}
+    with torch.no_grad():
+        before = plain(**batch).logits[mask.bool()]
+        packing.get_output_embeddings().weight.zero_()
+        assert torch.equal(copied(**batch).logits[mask.bool()], before)
+        assert not packing(**batch).logits[mask.bool()].any()
     checkpoint_activations(packing)
     with pytest.raises(ValueError, match="for something else than log-probabilities, with gradients"):
         packing(input_ids=ids)

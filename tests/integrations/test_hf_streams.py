@@ -133,3 +133,33 @@ def test_a_checkpoint_without_a_stream_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="has no thd_stream.pt: it was not written by packed_trainer"):
         StreamedPacks(None, lambda: None).load(tmp_path)  # type: ignore[arg-type]
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "capacity": {"capacity": 96},
+    "lengths": {"train_dataset": sequences(20)},
+    "seed": {"data_seed": 7},
+    "global_batch": {"gradient_accumulation_steps": 2},
+}
+
+
+def planned(out: Path, **changes: Any) -> Any:
+    given: dict[str, Any] = {"train_dataset": sequences(30), "capacity": 48}
+    given |= {name: changes.pop(name) for name in list(changes) if name in given}
+    options: dict[str, Any] = {"max_steps": 3, "save_steps": 2, "report_to": [], "use_cpu": True, **changes}
+    args = TrainingArguments(output_dir=str(out), disable_tqdm=True, **options)
+    return packed_trainer()(model=tiny_llama(), args=args, peak=1e9, **given)
+
+
+def test_a_plan_is_resumed_with_the_data_and_settings_it_was_made_of(tmp_path: Path) -> None:
+    planned(tmp_path).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    for name, change in CHANGES.items():
+        with pytest.raises(ValueError, match=rf"checkpoint-2: The state was saved with other .*{name} was"):
+            planned(tmp_path / "again", **change).train(str(checkpoint))
+    freely = planned(tmp_path / "again", capacity=96, ignore_data_skip=True)
+    assert freely.train(str(checkpoint)).global_step == 3
+    assert planned(tmp_path / "again").train(str(checkpoint)).global_step == 3
+    (checkpoint / "thd_plan.pt").unlink()
+    with pytest.warns(UserWarning, match="has no thd_plan.pt: whether its steps held the sequences"):
+        planned(tmp_path / "again").train(str(checkpoint))

@@ -312,3 +312,87 @@ def test_parts_that_were_frozen_in_evaluation_mode_stay_in_it() -> None:
         assert held.training
         assert Counts.calls == 2
         Counts.calls = 0
+
+
+def _several_optimizers(host: str) -> dict[str, Any]:
+    """Train three steps with two optimizers, which share the parameters, or with one of all of them."""
+    found = {}
+    for parts in (1, 2):
+        model = tiny_llama()
+        parameters = list(model.parameters())
+        halves = [parameters] if parts == 1 else [parameters[:5], parameters[5:]]
+        optimizers: Any = [torch.optim.SGD(half, lr=0.5, momentum=0.9) for half in halves]
+        optimizer = optimizers if parts == 2 else optimizers[0]
+        data = THDDataModule(sequences(40, labels=True), capacity=48)
+        if host == "accelerate":
+            loop = prepare_thd(accelerate.Accelerator(cpu=True), model, data, optimizer, peak=1e9)
+        else:
+            loop = prepare_fabric(L.Fabric(accelerator="cpu", devices=1), model, data, optimizer, peak=1e9)
+        given = loop.optimizer if parts == 2 else [loop.optimizer]
+        assert len(given) == parts
+        for _, step in zip(range(3), loop.loader, strict=False):
+            loop.backward(step)
+            for each in given:
+                each.step()
+                each.zero_grad()
+        found[parts] = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"error": largest_error(found[2], found[1]), "moved": largest_error(found[1], _fresh())}
+
+
+def _fresh() -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in tiny_llama().named_parameters()}
+
+
+@pytest.mark.parametrize("host", ["accelerate", "fabric"])
+def test_several_optimizers_step_like_one(host: str) -> None:
+    [found] = run_ranks(_several_optimizers, 1, host)
+    assert found["error"] == 0.0
+    assert found["moved"] > 1e-3
+
+
+def _misused(kind: str) -> str:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = tiny_llama()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler: Any = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    data = THDDataModule(sequences(40), capacity=48)
+    if kind == "scheduler":
+        scheduler = accelerator.prepare(scheduler)
+    try:
+        if kind == "optimizer":
+            prepare_thd(accelerator, model, data, None, peak=1e9)
+        elif kind == "names":
+            optimizer = [optimizer, "adam"]
+            prepare_fabric(L.Fabric(accelerator="cpu", devices=1), model, data, optimizer, peak=1e9)
+        loop = prepare_thd(accelerator, model, data, optimizer, scheduler, peak=1e9)
+        step = next(iter(loop.loader))
+        if kind == "accumulate":
+            with accelerator.accumulate(loop.model):
+                loop.backward(step)
+        elif kind == "batch":
+            loop.backward(step.microbatches[0])  # type: ignore[arg-type]
+        elif kind == "skip":
+            accelerator.skip_first_batches(loop.loader, 2)
+    except (ValueError, TypeError, AttributeError) as err:
+        return f"{type(err).__name__}: {err}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "ranks"),
+    [
+        ("accumulate", "ValueError: loop.backward() runs inside accelerator.accumulate(), but what the", 1),
+        ("batch", "TypeError: step is a THDBatch", 1),
+        ("skip", "AttributeError: A THDLoader has no dataset to take batches of", 1),
+        ("optimizer", "TypeError: prepare_thd got None as optimizer; wanted a torch.optim.Opt", 1),
+        ("names", "TypeError: prepare_fabric got a str, 'adam' as optimizer; wanted a torch", 1),
+        ("scheduler", "ValueError: scheduler was prepared by Accelerate, which steps it 2 times", 2),
+        ("scheduler", "", 1),
+    ],
+)
+def test_what_would_skip_steps_or_hurry_the_learning_rate_is_refused(
+    kind: str, message: str, ranks: int
+) -> None:
+    for found in run_ranks(_misused, ranks, kind):
+        assert found.startswith(message)
+        assert bool(found) == bool(message)

@@ -77,3 +77,32 @@ def test_ranks_that_cannot_share_packs() -> None:
             ValueError, match="=2 with a model in FP8, whose packs are aligned for one rank. Use"
         ):
             share_packs(model, ranks=4, **how)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_workers": 2}, r"data_kwargs has 'num_workers', .* TrainingArguments\(dataloader_num_workers="),
+        ({"val": []}, "data_kwargs has 'val', which packed_trainer gives .* Say it as eval_dataset="),
+        (
+            {"nonsense": 1},
+            "data_kwargs has 'nonsense', which is no argument of THDDataModule. It takes",
+        ),
+    ],
+)
+def test_data_kwargs_that_would_be_ignored_or_clash(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(TypeError, match=message):
+        packed_trainer()(
+            model=tiny_llama(), args=args, train_dataset=sequences(4), capacity=64, data_kwargs=given
+        )
+
+
+def test_outputs_of_a_loss_without_logits(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer = packed_trainer()(model=tiny_llama(), args=args, train_dataset=sequences(4), capacity=64)
+    (inputs, *_) = trainer.get_train_dataloader()
+    with pytest.raises(ValueError, match=r"compute_loss\(return_outputs=True\) wants logits, which packed"):
+        trainer.compute_loss(trainer.model, inputs, return_outputs=True)

@@ -92,11 +92,19 @@ class HeadCall:
 
         Returns:
             ``{"values": [n], "value_1": ..., "aux_loss": []}``: one value a call of the head.
+
+        Raises:
+            ValueError: for a wrapper that goes past the model's forward, and so past its replacement.
         """
         for _ in range(2):
             current = job()
             outputs = self._run(model, current)
-            assert current.seen is not None
+            if current.seen is None:
+                raise ValueError(
+                    f"{type(model).__name__} never called {type(self.inner).__name__}.forward as it is now: "
+                    "it holds a forward from before, as PEFT's adaption prompts do. Use another adapter or "
+                    "wrapper for packs, or compute the loss from the model's own logits."
+                )
             if current.seen.agrees(self.logit_map):
                 break
             self.logit_map = current.seen

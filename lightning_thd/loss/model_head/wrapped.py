@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_thd.loss.dtensors import is_dtensor, local_hidden, plain, vocabulary_group
 from lightning_thd.loss.prepare import Call
 from lightning_thd.loss.tiles.logit_map import LogitMap
+from lightning_thd.models.inputs.adapters import refuse_losing_adapters
 
 
 def language_model(model: nn.Module) -> Any:
@@ -25,6 +26,7 @@ def language_model(model: nn.Module) -> Any:
         if hasattr(inner, "_orig_mod"):
             inner = inner._orig_mod
         elif hasattr(inner, "get_base_model"):
+            refuse_losing_adapters(inner)
             inner = inner.get_base_model()
         elif not hasattr(inner, "get_output_embeddings") and isinstance(
             getattr(inner, "module", None), nn.Module
@@ -179,8 +181,9 @@ def _low_rank(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
     """Compute the inner product of active LoRA adapters and return it with their outer weights."""
     if not hasattr(head, "lora_A"):
         raise ValueError(
-            f"The model's head is wrapped in a {type(head).__name__}; causal_lm_loss follows LoRA and "
-            "modules_to_save. Leave lm_head out of target_modules, or use the model's own logits."
+            f"The model's head is wrapped in {type(head).__module__}.{type(head).__name__}; causal_lm_loss "
+            "follows LoRA and modules_to_save. Leave lm_head out of target_modules, or use the model's own "
+            "logits."
         )
     if head.disable_adapters and head.merged:
         head.unmerge()

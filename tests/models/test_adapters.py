@@ -1,0 +1,100 @@
+"""Adapters of PEFT on packs: those of single tokens are exact, others are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_thd import THDBatch, causal_lm_loss
+from tests.tiny import nll, sequences, tiny_llama
+
+peft = pytest.importorskip("peft")
+# What PEFT makes transformers say.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+SAMPLES = [sample for sample in sequences(7, labels=True, seed=3) if len(sample["input_ids"]) > 1]
+INVOCATION = [int(SAMPLES[0]["input_ids"][2])]
+RANKS = {"target_modules": ["q_proj"], "total_step": 10, "tinit": 1, "tfinal": 2}
+
+EXACT: dict[str, dict[str, Any]] = {
+    "LoraConfig": {"target_modules": ["q_proj", "lm_head", "embed_tokens"], "init_lora_weights": False},
+    "IA3Config": {
+        "target_modules": ["k_proj", "v_proj", "down_proj"],
+        "feedforward_modules": ["down_proj"],
+        "init_ia3_weights": False,
+    },
+    "AdaLoraConfig": {**RANKS, "orth_reg_weight": 0.0},
+}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "LoraConfig",
+        {"target_modules": ["q_proj"], "alora_invocation_tokens": INVOCATION},
+        "The adapter 'default' is an activated LoRA: it begins at the last of its invocation tokens",
+    ),
+    (
+        "PromptTuningConfig",
+        {"num_virtual_tokens": 4},
+        r"The adapter 'default' \(PROMPT_TUNING\) puts virtual tokens before every row",
+    ),
+    ("PrefixTuningConfig", {"num_virtual_tokens": 4}, r"\(PREFIX_TUNING\) puts virtual tokens before every"),
+    (
+        "AdaLoraConfig",
+        RANKS,
+        r"\(ADALORA\) adds a penalty to the loss .* \(orth_reg_weight=0.5\).* Set orth_reg_weight=0.0",
+    ),
+    (
+        "AdaptionPromptConfig",
+        {"adapter_len": 4, "adapter_layers": 1},
+        r"PeftModelForCausalLM never called LlamaForCausalLM.forward as it is now: .* adaption prompts",
+    ),
+    (
+        "LoKrConfig",
+        {"target_modules": ["lm_head"]},
+        r"head is wrapped in peft.tuners.lokr.layer.Linear; causal_lm_loss follows LoRA",
+    ),
+]
+
+
+def adapted(kind: str, options: dict[str, Any]) -> nn.Module:
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
+    model: nn.Module = peft.get_peft_model(tiny_llama(), config).double()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return model
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_adapters_of_single_tokens_are_exact(kind: str) -> None:
+    model = adapted(kind, EXACT[kind])
+    results = [nll(model, sample) for sample in SAMPLES]
+    wanted = torch.stack([total for total, _ in results]).sum() / sum(count for _, count in results)
+    expected = gradients(model, wanted)
+    loss = causal_lm_loss(model, THDBatch.collate(SAMPLES))
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-12)
+    found = gradients(model, loss)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), REFUSED)
+def test_adapters_that_look_at_rows_are_refused(kind: str, options: dict[str, Any], message: str) -> None:
+    model = adapted(kind, options)
+    with pytest.raises(ValueError, match=message):
+        causal_lm_loss(model, THDBatch.collate(SAMPLES))
+
+
+def test_an_activated_lora_is_refused_in_a_plain_call_too() -> None:
+    model = adapted(*REFUSED[0][:2])
+    with pytest.raises(ValueError, match="is an activated LoRA"):
+        model(**THDBatch.collate(SAMPLES).hf_kwargs())
