@@ -6,8 +6,9 @@ reading them from a device would wait for it.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,7 +95,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         )
 
 
-def checked_offsets(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> list[int]:
+def checked_offsets(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tuple[int, ...]:
     """Read offsets on the CPU as ints and check that they cover every row.
 
     Args:
@@ -103,7 +104,7 @@ def checked_offsets(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) 
         max_seqlen: what the caller says the longest sequence is.
         side: "q" or "kv", for the message.
     """
-    offsets: list[int] = cu_seqlens.tolist()
+    offsets, longest, fall = read_offsets(cu_seqlens)
     name = f"cu_seqlens_{side}"
     if offsets[0] != 0 or offsets[-1] != total:
         raise ValueError(
@@ -111,16 +112,31 @@ def checked_offsets(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) 
             f"{'q' if side == 'q' else 'k and v'}. GPU kernels leave rows outside every sequence unwritten "
             "and gradients turn NaN: give padding at the end a sequence of its own."
         )
-    lengths = [stop - start for start, stop in pairwise(offsets)]
-    if min(lengths) < 0:
-        i = lengths.index(min(lengths))
+    if fall is not None:
         raise ValueError(
-            f"{name} falls from {offsets[i]} to {offsets[i + 1]} at sequence {i}; offsets never decrease. "
-            "Build them with lightning_thd.seqlens.cu_seqlens_from_lengths."
+            f"{name} falls from {offsets[fall]} to {offsets[fall + 1]} at sequence {fall}; offsets never "
+            "decrease. Build them with lightning_thd.seqlens.cu_seqlens_from_lengths."
         )
-    if max(lengths) > max_seqlen:
+    if longest > max_seqlen:
         raise ValueError(
-            f"max_seqlen_{side}={max_seqlen} but {name} has a sequence of {max(lengths)}: GPU kernels would "
-            f"leave its end out. Pass max_seqlen_{side}={max(lengths)} or more."
+            f"max_seqlen_{side}={max_seqlen} but {name} has a sequence of {longest}: GPU kernels would "
+            f"leave its end out. Pass max_seqlen_{side}={longest} or more."
         )
     return offsets
+
+
+def read_offsets(cu_seqlens: Tensor) -> tuple[tuple[int, ...], int, int | None]:
+    """Return offsets on the CPU as ints, the longest sequence, and where the offsets fall most, if they do.
+
+    What was read is kept by its bytes, so that the layers of a step after the first pay for a copy alone.
+    """
+    array = cu_seqlens.numpy()
+    return _parse(array.tobytes(), array.dtype.str)
+
+
+@lru_cache(maxsize=32)
+def _parse(raw: bytes, dtype: str) -> tuple[tuple[int, ...], int, int | None]:
+    offsets = np.frombuffer(raw, dtype)
+    lengths = np.diff(offsets)
+    lowest = int(lengths.argmin())
+    return tuple(offsets.tolist()), int(lengths.max()), lowest if lengths[lowest] < 0 else None

@@ -72,6 +72,7 @@ def small_limits() -> Iterator[None]:
         patch.setattr(plan_module, "COLUMN_ROWS", 12)
         patch.setattr(plan_module, "TILES", ((8, 4, 4), (1 << 62, 8, 8)))
         patch.setattr(plan_module, "KEYS", 4)
+        patch.setattr(plan_module, "CALL_PRODUCTS", 1)
         patch.setattr(cpu, "_CALL_ELEMENTS", 200)
         patch.setattr(cpu, "_SCORES", 256)
         patch.setattr(cpu, "GROUPED_ELEMENTS", 64)  # with many heads, sequences of 3 to 6 go alone

@@ -93,6 +93,7 @@ def test_calls_see_exactly_the_visible_pairs_once(
         patch.setattr(plan_module, "COLUMN_ROWS", 12)
         patch.setattr(plan_module, "TILES", ((8, 4, 4), (1 << 62, 8, 8)))
         patch.setattr(plan_module, "KEYS", 4)
+        patch.setattr(plan_module, "CALL_PRODUCTS", 1)
         plan = make_plan.__wrapped__(
             offsets(lengths), offsets(lengths_kv), left=left, right=right, by_keys=by_keys, max_cells=cells
         )

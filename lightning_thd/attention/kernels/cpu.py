@@ -9,7 +9,7 @@ empty sequence; the calls of ``plan`` never ask it for anything else. Softcap ru
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +33,8 @@ def forward(
     q_THD: Tensor,
     k_THD: Tensor,
     v_THE: Tensor,
-    cu_q: list[int],
-    cu_kv: list[int],
+    cu_q: Sequence[int],
+    cu_kv: Sequence[int],
     *,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
@@ -77,8 +77,8 @@ def backward(
     v_THE: Tensor,
     out: Tensor,
     lse: Tensor,
-    cu_q: list[int],
-    cu_kv: list[int],
+    cu_q: Sequence[int],
+    cu_kv: Sequence[int],
     *,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,14 +187,19 @@ def _piece_backward(
         _backward_once(piece, kernel, by_q, by_k, grads)
         return
     at = (piece.q, piece.k, piece.k)
-    sums = [x.new_zeros(rows.total, *x.shape[1:], dtype=wide) for x, rows in zip(grads, at, strict=True)]
+    own = [rows.span is not None and x.dtype == wide for x, rows in zip(grads, at, strict=True)]
+    sums = [
+        rows.take(x).zero_() if mine else x.new_zeros(rows.total, *x.shape[1:], dtype=wide)
+        for x, rows, mine in zip(grads, at, own, strict=True)
+    ]
     for call in piece.calls:
         parts = kernel.backward([call.q.view(x) for x in by_q], [call.k.view(x) for x in by_k], call)
         for total, part, tiles in zip(sums, parts, (call.q, call.k, call.k), strict=True):
             tiles.add(total, part)
         del parts, part  # before the next call makes its own: up to 8 MiB each
-    for grad, total, rows in zip(grads, sums, at, strict=True):
-        rows.put(grad, total)
+    for grad, total, rows, mine in zip(grads, sums, at, own, strict=True):
+        if not mine:
+            rows.put(grad, total)
 
 
 def _backward_once(
@@ -251,7 +256,9 @@ class _Kernel:
         return x if missing == 0 or self.spec.softcap else pad(x, (0, missing))
 
 
-def _plan(cu_q: list[int], cu_kv: list[int], q: Tensor, spec: AttentionSpec, *, by_keys: bool) -> Plan:
+def _plan(
+    cu_q: Sequence[int], cu_kv: Sequence[int], q: Tensor, spec: AttentionSpec, *, by_keys: bool
+) -> Plan:
     num_heads = q.shape[1]
     # a call of one sequence feeds as many threads as there are heads
     alone = torch.get_num_threads() <= num_heads
@@ -263,6 +270,7 @@ def _plan(cu_q: list[int], cu_kv: list[int], q: Tensor, spec: AttentionSpec, *, 
         by_keys=by_keys,
         max_cells=max(1, _SCORES // num_heads) if spec.softcap else None,
         grouped=min(SHORT, GROUPED_ELEMENTS // (num_heads * q.shape[2])) if alone else SHORT,
+        width=num_heads * q.shape[2],
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_thd.attention.checks import checked_offsets
+from lightning_thd.attention.checks import checked_offsets, read_offsets
 from lightning_thd.attention.kernels import cpu
 from lightning_thd.attention.kernels.sinks import sinks_gradient
 from lightning_thd.attention.spec import AttentionSpec
@@ -74,7 +74,8 @@ def _backward_op(
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     spec = AttentionSpec(left=left, right=right, scale=scale, softcap=softcap)
-    return cpu.backward(grad_out, q, k, v, out, lse, cu_seqlens_q.tolist(), cu_seqlens_kv.tolist(), spec=spec)
+    cu_q, cu_kv = read_offsets(cu_seqlens_q)[0], read_offsets(cu_seqlens_kv)[0]
+    return cpu.backward(grad_out, q, k, v, out, lse, cu_q, cu_kv, spec=spec)
 
 
 @_backward_op.register_fake

@@ -28,6 +28,9 @@ FREE_PAIRS = 1500
 GROUPED_ELEMENTS = 72 * 8 * 64
 # Rows in one call of short sequences: with 8 heads of 64 in fp32, 1 MiB a tensor, so copies stay in cache.
 CALL_ROWS = 512
+# What a call costs beside its arithmetic, in rows x keys x heads x head size: 25 us forward, 45 us backward,
+# where a score of a head of 64 takes 4.5 and 9 ns (a core of a Zen 4 server).
+CALL_PRODUCTS = 350_000
 # Keys that the kernel's forward takes at a time: AVX-512 has 16 fp32 values, and a rest costs an exp each.
 KEYS = 16
 # Causal sequences longer than this go forward whole: masks and low tiles cost more than the causal flag
@@ -118,6 +121,7 @@ def make_plan(
     by_keys: bool = False,
     max_cells: int | None = None,
     grouped: int = SHORT,
+    width: int = 512,
 ) -> Plan:
     """Cut the sequences of a pack into kernel calls; every layer of a step gets the same plan from the cache.
 
@@ -129,6 +133,7 @@ def make_plan(
         by_keys: cut into columns of keys (a backward) instead of rows of queries (a forward).
         max_cells: rows x keys of any call, for a path that holds its scores; None for the flash kernel.
         grouped: rows up to which short sequences share padded calls; longer ones only with equal neighbours.
+        width: query heads x head size, which tells what a call's arithmetic takes beside its overhead.
 
     Returns:
         The plan. ``((0, 3, 5), (0, 3, 5), left=-1, right=0)`` is one call of two triangles padded to 3 rows.
@@ -138,7 +143,7 @@ def make_plan(
     pieces: list[Piece] = []
     blank_q: list[tuple[int, int]] = []
     blank_k: list[tuple[int, int]] = []
-    cutter = _Cutter(left, right, by_keys, max_cells)
+    cutter = _Cutter(left, right, by_keys, max_cells, width)
     for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:], strict=False):
         blind = cutter.blind_rows(q1 - q0, k1 - k0)
         blank_q.append((q0, q0 + blind))
@@ -162,6 +167,9 @@ def make_plan(
         _nonempty(blank_q),
         _nonempty(blank_k),
     )
+    for piece in plan.pieces:
+        piece.q.prepare(call.q for call in piece.calls)
+        piece.k.prepare(call.k for call in piece.calls if by_keys)
     whole_pack = not (pieces or plan.blank_q or plan.blank_k) and max_cells is None
     uncut = all(len(piece.calls) == 1 for piece in plan.pieces)
     return replace(plan, at_once=_one_call(cu_q, cu_kv)) if whole_pack and uncut else plan
@@ -195,6 +203,7 @@ class _Cutter:
     right: int
     by_keys: bool
     max_cells: int | None
+    width: int
 
     def blind_rows(self, rows: int, keys: int) -> int:
         """Count the first queries that see no key: all without keys, or those too far before the first."""
@@ -229,10 +238,7 @@ class _Cutter:
 
         Keys from ``rows`` on are padding, which no query sees; the last tile of a forward takes them in.
         """
-        size = self._tile_size(rows, forward=not self.by_keys)
-        edges = [*range(0, rows, size), rows]
-        if len(edges) > 2 and rows - edges[-2] <= size // 4:
-            del edges[-2]
+        edges = self._cheapest_edges(rows, count)
         tiles = []
         for start, stop in pairwise(edges):
             q_stop, k_start = (rows, start) if self.by_keys else (stop, 0)
@@ -240,6 +246,23 @@ class _Cutter:
             q = Spaced(start, rows, count, q_stop - start)
             tiles.append(Tiles(q, Spaced(k_start, keys, count, k_stop - k_start), start - k_start))
         return tuple(tiles)
+
+    def _cheapest_edges(self, rows: int, count: int) -> list[int]:
+        """Cut one short sequence where that saves more arithmetic than the further calls take."""
+        options = [[0, rows]]
+        for size in (height if not self.by_keys else width for _, height, width in TILES):
+            edges = [*range(0, rows, size), rows]
+            if len(edges) > 2 and rows - edges[-2] <= size // 4:
+                del edges[-2]
+            options.append(edges)
+
+        def cost(edges: list[int]) -> int:
+            cells = sum(
+                (stop - start) * (rows - start if self.by_keys else stop) for start, stop in pairwise(edges)
+            )
+            return cells * count * self.width + (len(edges) - 1) * CALL_PRODUCTS
+
+        return min(options, key=cost)
 
     def _rows(self, rows: int, keys: int) -> list[Tiles]:
         shift, height, tiles = keys - rows, self._tile_size(keys, forward=True), []

@@ -5,6 +5,7 @@ Legend: T slots, N rows of a piece, B tiles of a call, H heads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -69,6 +70,13 @@ class Rows:
     def fill_padding(self, part: Tensor, value: float) -> None:
         """Set the padded rows of ``[N, ...]`` to a value, in place."""
         part.index_fill_(0, self._padded, value)
+
+    def prepare(self, tiles: Iterable[Spaced]) -> None:
+        """Make all index tensors at once: small and lasting, between large ones they would split the heap."""
+        if self.span is None:
+            _ = self._indices, self._padded
+            for each in (*tiles, self._blocks):
+                self._targets(each)
 
     @cached_property
     def _blocks(self) -> Spaced:
