@@ -122,6 +122,8 @@ GOALS = (
     ("ours, compiled, bf16", "padded, fp32", 5.0),
     ("ours, fp32", "flattened, fp32", 5.0),
     ("ours, bf16", "flattened, bf16", 5.0),
+    ("ours, compiled, fp32", "flattened, fp32", 5.0),
+    ("ours, compiled, bf16", "flattened, bf16", 5.0),
     ("ours, compiled, fp32", "ours, fp32", 1.0),
     ("ours, compiled, bf16", "ours, bf16", 1.0),
 )
