@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,15 @@ except ImportError:
             raise NotImplementedError
 
     BaseNode.__module__ = "torchdata.nodes.base_node"
+
+
+def wait_for_readers() -> None:
+    """Wait until the readers of loaders that are gone have noticed it."""
+    gc.collect()  # of other tests of this process too
+    for thread in threading.enumerate():
+        if thread.name == "thd-stream":
+            thread.join(10.0)
+            assert not thread.is_alive()
 
 
 class Numbers(BaseNode):  # type: ignore[misc, valid-type]
@@ -99,7 +108,21 @@ class Resumable(IterableDataset):
         self._at = state["at"]
 
 
-@pytest.mark.parametrize("kind", [Numbers, Stateless, Resumable])
+class Continuing(Resumable):
+    """One that goes on where it was left, however that was."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._at < 300:
+            self._at += 1
+            type(self).made += 1
+            yield {"input_ids": np.full((self._at - 1) % 7 + 2, (self._at - 1) % 50)}
+        self._at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self._at}
+
+
+@pytest.mark.parametrize("kind", [Numbers, Stateless, Resumable, Continuing])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.filterwarnings("ignore:The stream is a generator", "ignore:.*forking the process")
 def test_a_source_with_a_state_goes_on_without_what_it_gave(kind: Any, workers: int) -> None:
@@ -109,16 +132,76 @@ def test_a_source_with_a_state_goes_on_without_what_it_gave(kind: Any, workers: 
     assert counted([(whole, None)]) == dict.fromkeys(range(300), 2)
     for cut in (1, 11, 18):
         first, state, _ = run(kind(), steps=cut, epochs=2, **kwargs)
-        gc.collect()  # of other tests of this process too
-        for thread in threading.enumerate():  # the first run's reader counts until it notices its end
-            if thread.name == "thd-stream":
-                thread.join(10.0)
-                assert not thread.is_alive()
+        wait_for_readers()
         kind.made = 0
         rest, *_ = run(kind(), state=state, steps=1, **kwargs)
         assert first + rest == whole[: cut + 1]
         if kind is not Stateless and not workers:
             assert kind.made < 160  # not those before the last state, and each that was pending twice
+
+
+@pytest.mark.filterwarnings("ignore:The stream is a generator")
+@pytest.mark.parametrize("steps", [1, 2, 12])
+def test_a_source_that_was_left_is_begun_anew(steps: int) -> None:
+    source, kwargs = Continuing(), {"n": 20, "window": 30}
+    whole, *_ = run(Continuing(), epochs=2, **kwargs)
+    _, state, _ = run(Continuing(), steps=17, epochs=2, **kwargs)  # in the second pass, from which some wait
+    for _ in range(2):  # the same object again: first as it came, then where it was left
+        rest, *_ = run(source, state=state, steps=steps, **kwargs)
+        assert rest == whole[17 : 17 + steps]
+        wait_for_readers()
+    begun, *_ = run(source, steps=5, **kwargs)
+    assert begun == whole[:5]
+
+
+def records() -> Iterator[dict[str, Any]]:
+    return ({"input_ids": np.full(i % 7 + 2, i % 50)} for i in range(300))
+
+
+class Drawn:
+    """An iterator of a class of its own."""
+
+    def __init__(self) -> None:
+        self._records = records()
+
+    def __iter__(self) -> Drawn:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self._records)
+
+
+class Reset(Drawn):
+    """One that begins anew whenever it is iterated."""
+
+    def __iter__(self) -> Reset:
+        self._records = records()
+        return self
+
+
+def one_object(made: Iterator[Any]) -> Callable[[], Iterator[Any]]:
+    return lambda: made
+
+
+@pytest.mark.filterwarnings("ignore:The stream is a generator")
+@pytest.mark.parametrize(
+    "make",
+    [records, lambda: map(dict, records()), Drawn, Reset, lambda: records, lambda: one_object(Drawn())],
+)
+def test_an_iterator_is_not_read_twice(make: Callable[[], Any]) -> None:
+    kwargs: dict[str, Any] = {"n": 20, "window": 30}
+    whole, state, _ = run(make(), steps=7, **kwargs)
+    again = type(make()).__name__ == "Reset" or make() is records
+    for how in ({"state": state, "steps": 2}, {"epochs": 2}):
+        if again:
+            rest, *_ = run(make(), **kwargs, **how)
+            assert len(rest) == (2 if "state" in how else 30)
+            assert "state" in how or rest[:7] == whole
+        else:
+            with pytest.raises(
+                ValueError, match="object can be read one time, and it was. Pass the function"
+            ):
+                run(make(), **kwargs, **how)
 
 
 def test_a_node_that_repeats_warns_only_where_it_has_no_state(recwarn: Any) -> None:

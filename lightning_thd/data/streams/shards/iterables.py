@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -13,7 +13,13 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import IterableDataset
 
-from lightning_thd.data.streams.shards.adapters import has_state, is_mosaic, mosaic_shards, read_with_state
+from lightning_thd.data.streams.shards.adapters import (
+    Beginning,
+    has_state,
+    is_mosaic,
+    mosaic_shards,
+    read_with_state,
+)
 from lightning_thd.data.streams.shards.base import Mark, Rows, Shard
 
 # Steps of a Hugging Face IterableDataset that it applies to each shard alone when it is split.
@@ -38,6 +44,8 @@ class IterableShard:
     size: int
     begin: Callable[[], Iterable[Any]]
     skip: Callable[[Any, int], Iterable[Any]] | None = None
+    beginning: Beginning | None = field(default=None, compare=False, repr=False)
+    drawn: list[Any] = field(default_factory=list, compare=False, repr=False)
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
         """Yield the records from row ``start`` on, starting anew or at a saved state."""
@@ -45,11 +53,24 @@ class IterableShard:
         if start and self.skip is not None:
             for row, record in enumerate(self.skip(records, start), start):
                 yield row, record, None
-        elif has_state(records):
-            yield from read_with_state(records, start, mark)
+        elif has_state(records) and self.skip is None:
+            yield from read_with_state(records, start, mark, self.beginning or Beginning.of(records))
         else:
+            self._refuse_a_second_time(records)
             for row, record in islice(enumerate(records), start, None):
                 yield row, record, None
+
+    def _refuse_a_second_time(self, records: Any) -> None:
+        """Refuse an iterator that was read before: it would go on where it was left, under the first rows."""
+        if not is_iterator(records):
+            return
+        began = inspect.isgenerator(records) and inspect.getgeneratorstate(records) != inspect.GEN_CREATED
+        if began or any(records is each for each in self.drawn):
+            raise ValueError(
+                f"A {type(records).__name__} object can be read one time, and it was. Pass the function that "
+                "makes it in its place: THDDataModule(train=make_records, ...)."
+            )
+        self.drawn[:] = [records]
 
 
 def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, Any]) -> Sequence[Shard]:
@@ -81,7 +102,10 @@ def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, An
         return [IterableShard(f"{kind} part {i}", 1, _Rank(source, i, parts)) for i in range(parts)]
     if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not callable(source)):
         alone[kind] = source
-        return [IterableShard(kind, 1, _Once(source) if inspect.isgenerator(source) else _Itself(source))]
+        if has_state(source):
+            beginning = Beginning.of(source)  # goes with it into worker processes
+            return [IterableShard(kind, 1, _Itself(source), beginning=beginning)]
+        return [IterableShard(kind, 1, _Itself(source))]
     if not callable(source):
         raise ValueError(
             f"{type(source).__name__} is no stream. Pass paths, an IterableDataset, or a function that "
@@ -153,20 +177,15 @@ def _skip(records: Any, rows: int) -> Any:
     return records.skip(rows)
 
 
-class _Once:
-    """A generator object, which can be read only once."""
+def is_iterator(source: object) -> bool:
+    """Return whether a source goes on where it was left whenever it is iterated: a generator, or a map."""
+    if not hasattr(source, "__next__"):
+        return False
+    code = getattr(getattr(type(source), "__iter__", None), "__code__", None)
+    return code is None or code.co_code == _SELF  # the __iter__ of others may set them back
 
-    def __init__(self, generator: Generator[Any, Any, Any]) -> None:
-        self._generator: Generator[Any, Any, Any] | None = generator
 
-    def __call__(self) -> Iterator[Any]:
-        generator, self._generator = self._generator, None
-        if generator is None or inspect.getgeneratorstate(generator) != inspect.GEN_CREATED:
-            raise ValueError(
-                "A generator object can be read one time, and it was. Pass the function that makes it in its "
-                "place: THDDataModule(train=make_records, ...)."
-            )
-        return generator
+_SELF = (lambda self: self).__code__.co_code
 
 
 def _positional(function: Callable[..., Any]) -> list[str]:
