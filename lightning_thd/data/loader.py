@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data import Dataset as TorchDataset
 
@@ -257,6 +258,7 @@ class THDLoader:
     def __iter__(self) -> Iterator[THDBatch | THDStep]:
         # A generator starts at the first next(), which Lightning calls after set_epoch.
         cursor = self._cursor
+        self._tell_of_repeats()
         cursor.limit = self._limit() if self._limit is not None else None
         self._handed_out = cursor.start
         batches = iter(self._loader)
@@ -270,6 +272,19 @@ class THDLoader:
             yield batch
         cursor.epoch, cursor.start = cursor.epoch + 1, 0
         self._handed_out = 0
+
+    def _tell_of_repeats(self) -> None:
+        """Warn that an iteration which was broken off begins again, unless it only looked at one batch.
+
+        Lightning ends epochs early by itself, and begins the next one.
+        """
+        again = self._handed_out - self._cursor.start
+        if self._consumed is None and not self._cursor.fixed_order and again > 1:
+            rank_zero_warn(
+                f"A loader of {len(self)} batches is iterated anew after {again} of epoch {self.epoch}, and "
+                "gives them again. To go on with the rest, keep one iterator over it, or call "
+                "loader.load_state_dict(loader.state_dict()) before; to begin the next epoch, finish this."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in whole steps, the same on every rank and for every number of ranks."""

@@ -101,7 +101,7 @@ def prepare_thd(
     def backward(loss: Tensor) -> None:
         _refuse_accumulate(accelerator)
         # Accelerate divides by its accumulation steps; a step's microbatches are weighed already.
-        accelerator.backward(loss * accumulate)
+        accelerator.backward(loss * accelerator.gradient_accumulation_steps)
 
     host = Host(
         backward=backward,

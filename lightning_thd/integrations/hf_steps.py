@@ -50,8 +50,8 @@ def sum_over_packs(
     return torch.stack(losses).sum()
 
 
-def check_global_batch(global_batch: Packs | Sequences | None, accumulate: int) -> None:
-    """Refuse gradient accumulation with ``Sequences(n)``, one step of which is whole already.
+def check_global_batch(global_batch: Packs | Sequences | None, accumulate: int, optimizer: str) -> None:
+    """Refuse accumulation with ``Sequences(n)``, whose steps are whole, and optimizers that step in backward.
 
     Raises:
         ValueError: saying which of the Trainer's options to use.
@@ -60,4 +60,9 @@ def check_global_batch(global_batch: Packs | Sequences | None, accumulate: int) 
         raise ValueError(
             f"global_batch={global_batch} with gradient_accumulation_steps={accumulate}: a step of n "
             "sequences has as many microbatches as it needs. Set gradient_accumulation_steps=1."
+        )
+    if isinstance(global_batch, Sequences) and ("layerwise" in optimizer or "lomo" in optimizer):
+        raise ValueError(
+            f"global_batch={global_batch} with optim={optimizer!r}, which steps in every backward pass: "
+            "once a microbatch here, not once a step. Use another optimizer, or global_batch=Packs(n)."
         )

@@ -300,4 +300,8 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
                 "SFTConfig(loss_type='dft') with a mixture of experts: its balancing loss is not added to "
                 "the DFT loss of packs. Set router_aux_loss_coef=0.0, or loss_type='nll'."
             )
-        check_global_batch(self._data_kwargs.get("global_batch"), self.args.gradient_accumulation_steps)
+        check_global_batch(
+            self._data_kwargs.get("global_batch"),
+            self.args.gradient_accumulation_steps,
+            str(getattr(self.args.optim, "value", self.args.optim)),
+        )

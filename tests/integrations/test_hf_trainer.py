@@ -173,6 +173,9 @@ def refuse(kind: str, out: str) -> str:
             make_trainer(out, 1, data_collator=lambda rows: rows)
         elif kind == "sequences":
             make_trainer(out, 3, data_kwargs={"global_batch": Sequences(4)})
+        elif kind == "layerwise":
+            optim = {"optim": "lomo"}
+            make_trainer(out, 1, data_kwargs={"global_batch": Sequences(4)}, arguments=optim)
         elif kind == "iterable":
             trainer = make_trainer(out, 1)
             trainer.train_dataset = 3.5
@@ -197,6 +200,7 @@ def refuse(kind: str, out: str) -> str:
     [
         ("collator", "would pad or stack what is packed"),
         ("sequences", "with gradient_accumulation_steps=3: a step of n sequences has"),
+        ("layerwise", "with optim='lomo', which steps in every backward pass: once a microbatch here"),
         ("iterable", "has no length, so its sequences cannot be planned"),
         ("nothing", "has no dataset to pack. Pass train_dataset"),
         ("mesh", "packed_trainer runs data parallel, but the accelerator has ParallelismConfig"),

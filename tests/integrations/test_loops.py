@@ -396,3 +396,34 @@ def test_what_would_skip_steps_or_hurry_the_learning_rate_is_refused(
     for found in run_ranks(_misused, ranks, kind):
         assert found.startswith(message)
         assert bool(found) == bool(message)
+
+
+def _accumulation_changed(later: int) -> dict[str, torch.Tensor]:
+    accelerator, loop = make_loop("accelerate", Packs(2), 2)
+    accelerator.gradient_accumulation_steps = later
+    loop.backward(next(iter(loop.loader)))
+    return {name: p.grad for name, p in loop.model.named_parameters()}
+
+
+def test_gradients_do_not_follow_an_accumulation_that_is_changed_later() -> None:
+    [found] = run_ranks(_accumulation_changed, 1, 5)
+    [wanted] = run_ranks(_accumulation_changed, 1, 2)
+    assert largest_error(found, wanted) < 1e-12
+    assert max(float(gradient.norm()) for gradient in wanted.values()) > 1e-3
+
+
+def test_a_loop_that_breaks_off_is_told_that_steps_come_again() -> None:
+    data = make_data(Packs(1))
+    data.setup("fit")
+    loader = data.train_steps()
+    first = [step.microbatches[0].sequence_ids for _, step in zip(range(3), loader, strict=False)]
+    with pytest.warns(
+        UserWarning, match=r"batches is iterated anew after 3 of epoch 0, and gives them again"
+    ):
+        again = next(iter(loader)).microbatches[0].sequence_ids
+    assert again == first[0]
+    assert next(iter(loader)).microbatches[0].sequence_ids == first[0]  # a look at one batch says nothing
+    for _ in zip(range(2), loader, strict=False):
+        pass
+    loader.load_state_dict(loader.state_dict())
+    assert next(iter(loader)).microbatches[0].sequence_ids == first[2]

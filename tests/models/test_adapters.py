@@ -52,7 +52,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "LoKrConfig",
         {"target_modules": ["lm_head"]},
-        r"head is wrapped in peft.tuners.lokr.layer.Linear; causal_lm_loss follows LoRA",
+        r"head is wrapped in a peft.tuners.lokr.layer.Linear; causal_lm_loss follows LoRA",
     ),
 ]
 

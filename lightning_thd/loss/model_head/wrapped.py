@@ -180,10 +180,11 @@ def _active_copy(head: Any) -> nn.Module:
 def _low_rank(head: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
     """Compute the inner product of active LoRA adapters and return it with their outer weights."""
     if not hasattr(head, "lora_A"):
+        kind, place = type(head).__name__, type(head).__module__
+        kind = f"{place}.{kind}" if place.startswith("peft.") else kind  # where many are called Linear
         raise ValueError(
-            f"The model's head is wrapped in {type(head).__module__}.{type(head).__name__}; causal_lm_loss "
-            "follows LoRA and modules_to_save. Leave lm_head out of target_modules, or use the model's own "
-            "logits."
+            f"The model's head is wrapped in a {kind}; causal_lm_loss follows LoRA and modules_to_save. "
+            "Leave lm_head out of target_modules, or use the model's own logits."
         )
     if head.disable_adapters and head.merged:
         head.unmerge()
