@@ -268,3 +268,19 @@ def test_memory_is_that_of_inputs_and_outputs(lengths: list[int], options: dict,
 @pytest.mark.slow
 def test_the_memory_probe_sees_two_copies() -> None:
     assert memory([64] * 512, {}, "copy") > 1.4
+
+
+@pytest.mark.parametrize("lengths", [[58, 61, 59, 63, 60, 62], [64] * 6, [100, 127, 90], [9] * 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_crosses_into_a_neighbour_not_even_nan(lengths: list[int], dtype: torch.dtype) -> None:
+    """A hidden score has weight 0, and 0 times NaN is NaN: tiles hold no row of another sequence at all."""
+    tensors = [torch.randn(sum(lengths), 8, 32).to(dtype) for _ in range(4)]
+    sick = [x.clone() for x in tensors]
+    for x in sick:
+        x[lengths[0] : lengths[0] + lengths[1]] = torch.nan
+    healthy = torch.ones(sum(lengths), dtype=torch.bool)
+    healthy[lengths[0] : lengths[0] + lengths[1]] = False
+    found, wanted = (run(*x[:3], lengths, lengths, x[3]) for x in (sick, tensors))
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a[healthy], b[healthy])
+    assert found[0][~healthy].isnan().any()
