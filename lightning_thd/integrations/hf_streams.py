@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -76,14 +77,19 @@ class StreamsMixin:
             self.args.ignore_data_skip, self._resumed = False, None
 
     def _planned(self, loader: THDLoader) -> None:
-        """Remember the plan of training, and check that a checkpoint's was the same.
+        """Remember the plan of training; on resuming, check a checkpoint's and begin in its epoch.
 
         Raises:
             ValueError: where the data or a setting has changed since.
         """
         self._planner = loader.planner
-        if self._resumed is not None:
-            check_plan(self._resumed, loader.planner)
+        if self._resumed is None:
+            return
+        check_plan(self._resumed, loader.planner)
+        trained = Path(self._resumed) / "trainer_state.json"
+        if trained.is_file():  # Trainers before 5.23 tell the epoch to no loader whose batches they skip
+            steps = json.loads(trained.read_text(encoding="utf-8"))["global_step"]
+            loader.batch_sampler.sampler.set_epoch(steps // loader.planner.num_steps(0))
 
     def _streamed(self, loader: StreamLoader) -> StreamedPacks:
         """Return the dataset that Trainer iterates, at the position of its checkpoint."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import skip_first_batches
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
@@ -163,3 +164,17 @@ def test_a_plan_is_resumed_with_the_data_and_settings_it_was_made_of(tmp_path: P
     (checkpoint / "thd_plan.pt").unlink()
     with pytest.warns(UserWarning, match="has no thd_plan.pt: whether its steps held the sequences"):
         planned(tmp_path / "again").train(str(checkpoint))
+
+
+def test_resuming_begins_in_the_epoch_of_the_checkpoint_whoever_says_so(tmp_path: Path) -> None:
+    trainer = planned(tmp_path, max_steps=12, save_steps=10)
+    trainer.train()
+    again = planned(tmp_path, max_steps=12)
+    again._resumed = str(tmp_path / "checkpoint-10")
+    loader = again.get_train_dataloader()
+    epoch, used = divmod(10, len(loader))
+    assert epoch >= 1
+    # As Trainers before 5.23 do, which never tell such a loader the epoch.
+    (first, *_) = skip_first_batches(loader, used)
+    plan = again._planner.step(epoch, used, 1).indices_by_rank()[0][0]
+    assert list(first["batch"].sequence_ids) == plan.tolist()
