@@ -44,12 +44,19 @@ class EvaluationMixin:
     _capacity: int
     _data_kwargs: dict[str, Any]
     _loss: LossFn
-    _pins: bool
-    _watches: bool
     _paused: Callable[[], AbstractContextManager[None]]
     _token_metrics: Callable[[str], dict[str, float]]
     _sum_over_ranks: Callable[[int], int]
     _evaluated: tuple[str, int] | None = None  # what the metrics just made are called, and their packs
+
+    @property
+    def _watches(self) -> bool:
+        """Return whether to log entropy and token accuracy, as TRL does and transformers does not."""
+        return hasattr(self, "_metrics")
+
+    @property
+    def _pins(self) -> bool:
+        return bool(self.args.dataloader_pin_memory) and torch.device(self.args.device).type == "cuda"
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return a loader of this rank's evaluation packs, which hold every sequence once."""

@@ -177,11 +177,6 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         self._tokens.add("train" if model.training else "eval", stats)
         return loss
 
-    @property
-    def _watches(self) -> bool:
-        """Return whether to log entropy and token accuracy, as TRL does and transformers does not."""
-        return hasattr(self, "_metrics")
-
     def _token_metrics(self, mode: str) -> dict[str, float]:
         """Return entropy and accuracy of the loss tokens since they were last asked for; a collective."""
         sums = self._tokens.take(mode, torch.device(self.args.device))
@@ -272,10 +267,6 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
                 ranks=self.args.world_size,
             )
         return self._setting
-
-    @property
-    def _pins(self) -> bool:
-        return bool(self.args.dataloader_pin_memory) and torch.device(self.args.device).type == "cuda"
 
     @property
     def precision(self) -> str:
