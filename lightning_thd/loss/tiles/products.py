@@ -21,6 +21,8 @@ from lightning_thd.loss.tiles.processor import one_dnn_product
 _HALF_TOP = 8192.0
 # Numbers that are widened at a time: 256 KiB in fp32, a quarter of a core's second-level cache.
 _PIECE = 2**16
+# Numbers of a gradient that are made at a time: 4 MiB in fp32 beside it.
+_SUMMED = 2**20
 
 
 def accumulator_dtype(*operands: Tensor | None) -> torch.dtype:
@@ -90,13 +92,16 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
     widened = compute != torch.float16 and not a.is_cuda and not is_native(compute, a.device)
     if compute == total.dtype or widened:
         a, b = a.to(compute).to(total.dtype), b.to(compute).to(total.dtype)
-        found = one_dnn_product(a, b)
-        if found is None:
-            torch.addmm(total, a, b, beta=0 if first else 1, out=total)  # in place, torch counts no FLOPs
-        elif first:
-            total.copy_(found)
-        else:
-            total.add_(found)
+        rows = _SUMMED // max(1, b.shape[1]) if a.device.type == "cpu" else a.shape[0]
+        for start in range(0, a.shape[0], max(1, rows)):  # oneDNN's product is a tensor of its own
+            stop = start + max(1, rows)
+            part, found = total[start:stop], one_dnn_product(a[start:stop], b)
+            if found is None:  # not in place, where torch counts no FLOPs
+                torch.addmm(part, a[start:stop], b, beta=0 if first else 1, out=part)
+            elif first:
+                part.copy_(found)
+            else:
+                part.add_(found)
         return
     lift = (_HALF_TOP / a.abs().amax().clamp_min(1e-30)) if compute == torch.float16 else None
     part = _low((a if lift is None else a * lift).to(compute), b.to(compute), total.dtype)
