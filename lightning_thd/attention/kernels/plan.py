@@ -28,8 +28,8 @@ FREE_PAIRS = 1500
 GROUPED_ELEMENTS = 72 * 8 * 64
 # Rows in one call of short sequences: with 8 heads of 64 in fp32, 1 MiB a tensor, so copies stay in cache.
 CALL_ROWS = 512
-# What a call costs beside its arithmetic, in rows x keys x heads x head size: 25 us forward, 45 us backward,
-# where a score of a head of 64 takes 4.5 and 9 ns (a core of a Zen 4 server).
+# What a forward call costs beside its arithmetic, in rows x keys x heads x head size: 25 us, where a score of
+# a head of 64 takes 4.5 ns (a core of a Zen 4 server).
 CALL_PRODUCTS = 350_000
 # Keys that the kernel's forward takes at a time: AVX-512 has 16 fp32 values, and a rest costs an exp each.
 KEYS = 16
@@ -234,32 +234,30 @@ class _Cutter:
         )
 
     def cut_triangles(self, rows: int, keys: int, count: int) -> tuple[Tiles, ...]:
-        """Cut causal sequences of one length together; what would be a low last tile joins the one before.
+        """Cut causal sequences of one length together; a backward's tiles would cost more than they save.
 
         Keys from ``rows`` on are padding, which no query sees; the last tile of a forward takes them in.
         """
-        edges = self._cheapest_edges(rows, count)
         tiles = []
-        for start, stop in pairwise(edges):
-            q_stop, k_start = (rows, start) if self.by_keys else (stop, 0)
-            k_stop = keys if stop == rows else stop
-            q = Spaced(start, rows, count, q_stop - start)
-            tiles.append(Tiles(q, Spaced(k_start, keys, count, k_stop - k_start), start - k_start))
+        for start, stop in pairwise([0, rows] if self.by_keys else self._cheapest_edges(rows, count)):
+            q = Spaced(start, rows, count, stop - start)
+            tiles.append(Tiles(q, Spaced(0, keys, count, keys if stop == rows else stop), start))
         return tuple(tiles)
 
     def _cheapest_edges(self, rows: int, count: int) -> list[int]:
-        """Cut one short sequence where that saves more arithmetic than the further calls take."""
+        """Cut one short sequence where that saves more arithmetic than the further calls take.
+
+        What would be a low last tile joins the one before.
+        """
         options = [[0, rows]]
-        for size in (height if not self.by_keys else width for _, height, width in TILES):
-            edges = [*range(0, rows, size), rows]
-            if len(edges) > 2 and rows - edges[-2] <= size // 4:
+        for _, height, _ in TILES:
+            edges = [*range(0, rows, height), rows]
+            if len(edges) > 2 and rows - edges[-2] <= height // 4:
                 del edges[-2]
             options.append(edges)
 
         def cost(edges: list[int]) -> int:
-            cells = sum(
-                (stop - start) * (rows - start if self.by_keys else stop) for start, stop in pairwise(edges)
-            )
+            cells = sum((stop - start) * stop for start, stop in pairwise(edges))
             return cells * count * self.width + (len(edges) - 1) * CALL_PRODUCTS
 
         return min(options, key=cost)
