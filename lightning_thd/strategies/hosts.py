@@ -108,7 +108,7 @@ def local_gradients(strategy: Strategy) -> AbstractContextManager[Any] | None:
         context: AbstractContextManager[Any] = model.no_sync()
         return context
     if isinstance(strategy, ModelParallelStrategy) and model is not None:
-        return _local_gradients([child for child in model.modules() if isinstance(child, FSDPModule)])
+        return _without("set_requires_gradient_sync", model)
     return None
 
 
@@ -120,16 +120,11 @@ def kept_weights(strategy: Strategy) -> Generator[None]:
     where a forward pass ends.
     """
     model: Any = getattr(strategy, "model", None)
-    kept: list[FSDPModule] = []
     if gathers_once(strategy) and isinstance(model, nn.Module):
-        kept = [child for child in model.modules() if isinstance(child, FSDPModule)]
-    for module in kept:
-        module.set_reshard_after_backward(False, recurse=False)
-    try:
+        with _without("set_reshard_after_backward", model):
+            yield
+    else:
         yield
-    finally:
-        for module in kept:
-            module.set_reshard_after_backward(True, recurse=False)
 
 
 def gathers_once(strategy: Strategy) -> bool:
@@ -141,12 +136,13 @@ def gathers_once(strategy: Strategy) -> bool:
 
 
 @contextmanager
-def _local_gradients(sharded: list[FSDPModule]) -> Generator[None]:
-    """Keep FSDP2 from reducing gradients inside this context."""
+def _without(setting: str, model: nn.Module) -> Generator[None]:
+    """Switch a setting of FSDP2's modules off inside this context."""
+    sharded = [child for child in model.modules() if isinstance(child, FSDPModule)]
     for module in sharded:
-        module.set_requires_gradient_sync(False, recurse=False)
+        getattr(module, setting)(False, recurse=False)
     try:
         yield
     finally:
         for module in sharded:
-            module.set_requires_gradient_sync(True, recurse=False)
+            getattr(module, setting)(True, recurse=False)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as users
 
 from lightning_thd import Packs, Sequences
 from tests.ranks import run_ranks
@@ -17,39 +17,10 @@ from tests.tiny import largest_error
 STEPS = 3
 
 
-def count(step: Packs | Sequences) -> tuple[int, int]:
-    """Count the reduce-scatters of gradients in three steps, and the microbatches."""
+def count(name: str, step: Packs | Sequences, **options: Any) -> tuple[int, int, dict[str, Tensor]]:
+    """Count the calls of a collective of FSDP2 in three steps, and the microbatches; return the weights."""
     calls = 0
-    kept: Any = collectives.foreach_reduce
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as users
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return kept(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(users, "foreach_reduce", counting)
-        accumulate = step.n // dist.get_world_size() if isinstance(step, Packs) else 1
-        module = Job()
-        trainer = make_trainer(Layout(dp=2), max_steps=STEPS, accumulate_grad_batches=accumulate)
-        trainer.fit(module, data(step))
-    return calls, module.microbatches
-
-
-@pytest.mark.parametrize("step", [Sequences(24), Packs(6)], ids=["sequences", "packs"])
-def test_fsdp2_reduces_once_a_step(step: Packs | Sequences) -> None:
-    for calls, microbatches in run_ranks(count, 2, step):
-        assert calls == STEPS * 3  # two layers, and the rest of the model
-        assert microbatches >= 2 * STEPS
-
-
-def gather(kept: bool) -> tuple[int, int, dict[str, Tensor]]:
-    """Count the gathers of weights in three steps, and the microbatches; return the weights after them."""
-    calls = 0
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as users
-
-    original: Any = users.foreach_all_gather
+    original: Any = getattr(users, name)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -57,11 +28,23 @@ def gather(kept: bool) -> tuple[int, int, dict[str, Tensor]]:
         return original(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(users, "foreach_all_gather", counting)
-        module = Job()
-        layout = Layout(dp=2, options={"reshard_after_forward": not kept})
-        make_trainer(layout, max_steps=STEPS).fit(module, data(Sequences(24)))
+        patch.setattr(users, name, counting)
+        accumulate = step.n // dist.get_world_size() if isinstance(step, Packs) else 1
+        module, layout = Job(), Layout(dp=2, options=options)
+        trainer = make_trainer(layout, max_steps=STEPS, accumulate_grad_batches=accumulate)
+        trainer.fit(module, data(step))
     return calls, module.microbatches, full_parameters(module.model)
+
+
+@pytest.mark.parametrize("step", [Sequences(24), Packs(6)], ids=["sequences", "packs"])
+def test_fsdp2_reduces_once_a_step(step: Packs | Sequences) -> None:
+    for calls, microbatches, _ in run_ranks(count, 2, "foreach_reduce", step):
+        assert calls == STEPS * 3  # two layers, and the rest of the model
+        assert microbatches >= 2 * STEPS
+
+
+def gather(kept: bool) -> tuple[int, int, dict[str, Tensor]]:
+    return count("foreach_all_gather", Sequences(24), reshard_after_forward=not kept)
 
 
 def test_fsdp2_gathers_once_a_step_what_it_does_not_free() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -171,6 +172,13 @@ class Drawn:
         return next(self._records)
 
 
+class Counted(Drawn):
+    """One that reaches other processes, as it stands."""
+
+    def __init__(self) -> None:
+        self._records: Any = iter(list(records()))
+
+
 class Reset(Drawn):
     """One that begins anew whenever it is iterated."""
 
@@ -202,6 +210,17 @@ def test_an_iterator_is_not_read_twice(make: Callable[[], Any]) -> None:
                 ValueError, match="object can be read one time, and it was. Pass the function"
             ):
                 run(make(), **kwargs, **how)
+
+
+def test_a_shard_that_was_read_reaches_spawned_workers() -> None:
+    (shard,) = open_shards(records, parts=1).shards
+    next(shard.read(0))
+    again = pickle.loads(pickle.dumps(shard))
+    assert next(again.read(0))[0] == 0  # a generator of its own
+    (shard,) = open_shards(Counted(), parts=1).shards
+    next(shard.read(0))
+    with pytest.raises(ValueError, match="can be read one time, and it was"):
+        next(pickle.loads(pickle.dumps(shard)).read(0))
 
 
 def test_a_node_that_repeats_warns_only_where_it_has_no_state(recwarn: Any) -> None:

@@ -138,7 +138,7 @@ class Beginning:
         left, self._left = self._left, True
         if left:
             first = next(records, _NONE)
-            if first is not _NONE and _content(first) == self._first:
+            if first is not _NONE and (self._state is None or _content(first) == self._first):
                 return chain([first], records)
             if self._state is not None:
                 source.load_state_dict(_copied(self._state))

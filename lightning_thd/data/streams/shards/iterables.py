@@ -32,6 +32,16 @@ _ACROSS = {
 }
 
 
+class _Drawn:
+    """The iterator that a shard read last; one that a function made stays in its process."""
+
+    def __init__(self, records: Any = None, *, travels: bool) -> None:
+        self.records, self._travels = records, travels
+
+    def __reduce__(self) -> Any:
+        return partial(_Drawn, travels=self._travels), (self.records if self._travels else None,)
+
+
 @dataclass(frozen=True, slots=True)
 class IterableShard:
     """A shard whose records come from calling a function that returns an iterator.
@@ -45,7 +55,7 @@ class IterableShard:
     begin: Callable[[], Iterable[Any]]
     skip: Callable[[Any, int], Iterable[Any]] | None = None
     beginning: Beginning | None = field(default=None, compare=False, repr=False)
-    drawn: list[Any] = field(default_factory=list, compare=False, repr=False)
+    drawn: _Drawn = field(default_factory=lambda: _Drawn(travels=False), compare=False, repr=False)
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
         """Yield the records from row ``start`` on, starting anew or at a saved state."""
@@ -65,12 +75,12 @@ class IterableShard:
         if not is_iterator(records):
             return
         began = inspect.isgenerator(records) and inspect.getgeneratorstate(records) != inspect.GEN_CREATED
-        if began or any(records is each for each in self.drawn):
+        if began or records is self.drawn.records:
             raise ValueError(
                 f"A {type(records).__name__} object can be read one time, and it was. Pass the function that "
                 "makes it in its place: THDDataModule(train=make_records, ...)."
             )
-        self.drawn[:] = [records]
+        self.drawn.records = records
 
 
 def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, Any]) -> Sequence[Shard]:
@@ -105,7 +115,7 @@ def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, An
         if has_state(source):
             beginning = Beginning.of(source)  # goes with it into worker processes
             return [IterableShard(kind, 1, _Itself(source), beginning=beginning)]
-        return [IterableShard(kind, 1, _Itself(source))]
+        return [IterableShard(kind, 1, _Itself(source), drawn=_Drawn(travels=True))]
     if not callable(source):
         raise ValueError(
             f"{type(source).__name__} is no stream. Pass paths, an IterableDataset, or a function that "
