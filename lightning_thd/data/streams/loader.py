@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -212,13 +213,14 @@ class StreamLoader:
         if not self._peers.reads:
             made: Made | None = self._peers.receive()
             return made
-        if self._ahead is None:
-            self._begin()
-        assert self._ahead is not None
         try:
+            if self._ahead is None:
+                self._begin()
+            assert self._ahead is not None
             made = self._ahead.take()
         except Exception as err:
-            self._peers.send(err)
+            with suppress(RuntimeError):  # a rank that is gone hides no error
+                self._peers.send(err)
             raise
         self._peers.send(made)
         return made

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from lightning_thd import Packs, THDDataModule
 from lightning_thd.data.read.text import ByteTokenizer
 from lightning_thd.data.streams import Stream, StreamPolicies, stream_loader
+from lightning_thd.data.streams.ranks import wire
+from lightning_thd.data.streams.ranks.peers import Peers
 from lightning_thd.data.trainer_link import Host
 from tests.data.streams.jobs import check_content, counted, describe, module, read_shards, run, write_shards
 from tests.ranks import RankError, run_ranks
@@ -101,11 +103,11 @@ def breaking(part: int, parts: int) -> Iterator[dict[str, Any]]:
         yield {"input_ids": np.arange(5)}
 
 
-def survivor() -> str:
+def survivor(source: Any = dying, timeout_s: float = 10) -> str:
     """Let rank 1 die while it reads; return what rank 0 is told."""
     started = time.monotonic()
     try:
-        run(dying, n=8, window=8, timeout_s=10)
+        run(source, n=8, window=8, timeout_s=timeout_s)
     except RuntimeError as err:
         assert time.monotonic() - started < 30
         if dist.get_rank() == 0:
@@ -118,6 +120,33 @@ def test_a_rank_that_dies_does_not_leave_the_others_waiting() -> None:
     with pytest.raises(RankError, match=r"ranks \[1\] died|survivor was told: Rank 0 of 2 .* timeout_s=10"):
         run_ranks(survivor, 2, timeout_s=60)
     assert time.monotonic() - started < 60
+
+
+def dies_before_the_group() -> str:
+    """Let rank 1 die before the ranks that read have connected, as a fast reader's death may."""
+    if dist.get_rank() == 1:
+        wire.host_group = lambda members, timeout_s: os._exit(3)
+    return survivor(timeout_s=3)
+
+
+def test_a_rank_that_dies_before_the_ranks_have_connected() -> None:
+    with pytest.raises(RankError, match=r"ranks \[1\] died|survivor was told: Rank 0 of 2 .* timeout_s=3"):
+        run_ranks(dies_before_the_group, 2, timeout_s=60)
+
+
+def fails_to_begin() -> str:
+    """Let the rank that reads fail before its first step; return what a rank is told."""
+    loader = module(dying, n=8, window=8).train_steps()
+    loader._peers = Peers([0], [0, 1], dist.get_rank(), timeout_s=30)
+    if dist.get_rank() == 0:
+        loader._begin = lambda: (_ for _ in ()).throw(ValueError("cache_dir holds none"))
+    with pytest.raises(ValueError, match="cache_dir") as told:
+        next(iter(loader))
+    return str(told.value)
+
+
+def test_a_reader_that_cannot_begin_tells_the_ranks_it_reads_for() -> None:
+    assert run_ranks(fails_to_begin, 2, timeout_s=60) == ["cache_dir holds none"] * 2
 
 
 def broken(_: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_thd.data.streams.ranks.wire import host_group
+from lightning_thd.data.streams.ranks.wire import host_group, waiting
 
 _HEADER = 8  # bytes: length of the message, little-endian
 
@@ -36,7 +36,11 @@ class Peers:
         self.readers, self._own, self.told = readers, own, told or []
         self.reads = own[0] == rank
         self._timeout_s = timeout_s
-        self._group: Any = host_group(own, timeout_s) if len(own) > 1 else None
+        self._who = f"Rank {rank}, one of {own} that train on the same packs,"
+        self._group: Any = None
+        if len(own) > 1:
+            with waiting(self._who, timeout_s):
+                self._group = host_group(own, timeout_s)
         self._buffer = torch.zeros(1 << 16, dtype=torch.uint8)
 
     @classmethod
@@ -76,10 +80,11 @@ class Peers:
         )
         room = len(self._buffer)
         self._buffer[: min(room, len(message))] = message[:room]
-        dist.broadcast(self._buffer, self._own[0], group=self._group)
-        if len(message) > room:
-            dist.broadcast(message, self._own[0], group=self._group)
-            self._buffer = torch.zeros_like(message)
+        with waiting(self._who, self._timeout_s):
+            dist.broadcast(self._buffer, self._own[0], group=self._group)
+            if len(message) > room:
+                dist.broadcast(message, self._own[0], group=self._group)
+                self._buffer = torch.zeros_like(message)
 
     def receive(self) -> Any:
         """Receive the reader's step: one broadcast, and a second for a message larger than all before."""

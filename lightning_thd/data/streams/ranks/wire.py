@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +31,8 @@ class Wire:
         self.gathered_bytes = self.exchanged_bytes = 0
         self._group: Any = None
         if ranks > 1:
-            self._group = host_group(members, timeout_s)
+            with self._waiting():
+                self._group = host_group(members, timeout_s)
 
     def gather(self, message: Bytes) -> list[Bytes]:
         """Return the messages of all ranks, which have one length."""
@@ -66,14 +69,28 @@ class Wire:
         return np.split(found.numpy(), np.cumsum(sizes)[:-1])
 
     def _call(self, collective: Any, *args: Any, **kwargs: Any) -> None:
-        try:
+        with self._waiting():
             collective(*args, group=self._group, **kwargs)
-        except RuntimeError as err:
-            raise RuntimeError(
-                f"Rank {self.rank} of {self.ranks} that read the stream waited for the others in vain: one "
-                f"ended, or gave nothing for timeout_s={self._timeout_s:g} seconds. Look for the first error "
-                f"in the logs of the others; raise timeout_s where shards are slow. ({err})"
-            ) from err
+
+    def _waiting(self) -> Any:
+        return waiting(f"Rank {self.rank} of {self.ranks} that read the stream", self._timeout_s)
+
+
+@contextmanager
+def waiting(who: str, timeout_s: float) -> Iterator[None]:
+    """Say of a failed collective who waited for ranks that are gone.
+
+    Raises:
+        RuntimeError: when the collective fails: gloo's own words name a socket, not what to look for.
+    """
+    try:
+        yield
+    except RuntimeError as err:
+        raise RuntimeError(
+            f"{who} waited for the others in vain: one ended, or gave nothing for timeout_s={timeout_s:g} "
+            f"seconds. Look for the first error in the logs of the others; raise timeout_s where shards are "
+            f"slow. ({err})"
+        ) from err
 
 
 def host_group(members: list[int], timeout_s: float) -> Any:
