@@ -27,6 +27,8 @@ _PRELOAD = [
     "accelerate",
 ]
 
+_LAST_WORDS_S = 1.0  # after the first error, until the other ranks are killed
+
 
 class RankError(AssertionError):
     """A rank raised, died, or did not finish in time."""
@@ -112,21 +114,29 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: object, timeout_s:
 
 def _collect(ranks: list[Any], results: mp.Queue[tuple[int, bool, Any]], deadline: float) -> list[Any]:
     collected: dict[int, Any] = {}
-    while len(collected) < len(ranks):
+    errors: dict[int, str] = {}
+    until = deadline
+    while len(collected) + len(errors) < len(ranks):
         try:
-            rank, ok, value = results.get(timeout=0.5)
+            rank, ok, value = results.get(timeout=0.1)
         except queue.Empty:
-            dead = [r for r, p in enumerate(ranks) if p.exitcode not in (None, 0) and r not in collected]
-            if dead:
-                codes = [ranks[r].exitcode for r in dead]
-                raise RankError(f"ranks {dead} died with exit codes {codes}") from None
-            if time.monotonic() > deadline:
-                missing = [r for r in range(len(ranks)) if r not in collected]
-                raise RankError(f"ranks {missing} gave no result in time") from None
-            continue
-        if not ok:
-            raise RankError(f"rank {rank} failed:\n{value}")
-        collected[rank] = pickle.loads(value)
+            for rank, process in enumerate(ranks):
+                if process.exitcode not in (None, 0) and rank not in collected:
+                    errors.setdefault(rank, f"ranks [{rank}] died with exit codes [{process.exitcode}]")
+            if time.monotonic() > until:
+                break
+        else:
+            if ok:
+                collected[rank] = pickle.loads(value)
+            else:
+                errors[rank] = f"rank {rank} failed:\n{value}"
+        if errors:  # what a rank says whose neighbour is gone may come before the cause
+            until = min(until, time.monotonic() + _LAST_WORDS_S)
+    if not errors and len(collected) < len(ranks):
+        missing = [rank for rank in range(len(ranks)) if rank not in collected]
+        raise RankError(f"ranks {missing} gave no result in time")
+    if errors:
+        raise RankError("\n".join(error for _, error in sorted(errors.items())))
     return [collected[rank] for rank in range(len(ranks))]
 
 
