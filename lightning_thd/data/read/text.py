@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import hashlib
 import json
@@ -86,8 +87,9 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
                 raise ValueError(f"{place}: {err}") from err
 
 
-# Fields of syntax nodes that hold statements, or what holds statements.
+# Fields of statements that hold statements, or what holds statements.
 _BLOCKS = frozenset({"body", "orelse", "finalbody", "handlers", "cases"})
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def text_of(record: Record, text_key: str) -> str:
@@ -188,11 +190,16 @@ def definitions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDe
     nodes = deque([tree])
     while nodes:
         node = nodes.popleft()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, _DEFINITIONS):
             yield node
-        for name in node._fields:
-            if name in _BLOCKS and isinstance(block := getattr(node, name), list):
-                nodes.extend(block)
+        for name in _blocks(type(node)):
+            nodes.extend(getattr(node, name))
+
+
+@functools.cache
+def _blocks(kind: type[ast.AST]) -> tuple[str, ...]:
+    """Return the fields of a kind of statement that hold statements."""
+    return tuple(name for name in kind._fields if name in _BLOCKS)
 
 
 class StdlibText(TokenStore):
@@ -203,6 +210,9 @@ class StdlibText(TokenStore):
     """
 
     def __init__(self, *, max_bytes: int | None = 2048) -> None:
-        tokenize = ByteTokenizer()
-        store = TokenStore.from_rows(tokenize(text) for text in stdlib_documents(max_bytes=max_bytes))
-        super().__init__(store.tokens, store.offsets)
+        texts = [text.encode() for text in stdlib_documents(max_bytes=max_bytes)]
+        offsets = np.zeros(len(texts) + 1, np.int64)
+        np.cumsum([len(text) + 1 for text in texts], out=offsets[1:])
+        tokens = np.frombuffer(b"\0".join([*texts, b""]), np.uint8).astype(np.uint16)
+        tokens[offsets[1:] - 1] = ByteTokenizer.eos_token_id
+        super().__init__(tokens, offsets)

@@ -25,7 +25,8 @@ from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 _ROW_COUNTER = re.compile(r"\w*(Learned|Sinusoidal)PositionalEmbedding")
-_FROM_TOKENS = re.compile(r"create_position_ids_from_input_ids\(\s*input_ids,\s*self\.padding_idx")
+_FROM_TOKENS_NAME = "create_position_ids_from_input_ids"
+_FROM_TOKENS = re.compile(rf"{_FROM_TOKENS_NAME}\(\s*input_ids,\s*self\.padding_idx")
 
 
 def adopt_position_tables(model_class: type) -> None:
@@ -40,7 +41,7 @@ def adopt_position_tables(model_class: type) -> None:
             if cls.__module__ != base.__module__ or hasattr(cls.forward, "_thd_positions"):
                 continue
             names = _parameters(cls)
-            if "position_ids" in names and _FROM_TOKENS.search(inspect.getsource(cls.forward)):
+            if "position_ids" in names and _skips_padding(cls.forward):
                 cls.forward = _from_padding_index(cls.forward, names)
             elif not told and _ROW_COUNTER.fullmatch(cls.__name__) and len(names) > 1:
                 cls.forward = _from_sequence_starts(cls.forward)
@@ -49,6 +50,11 @@ def adopt_position_tables(model_class: type) -> None:
 def counts_in_sequences(module: nn.Module) -> bool:
     """Return whether a position embedding restarts in every sequence of a pack."""
     return hasattr(type(module).forward, "_thd_positions")
+
+
+def _skips_padding(forward: Callable[..., Any]) -> bool:
+    called = inspect.unwrap(forward).__code__.co_names  # known at once, where source has to be read
+    return _FROM_TOKENS_NAME in called and bool(_FROM_TOKENS.search(inspect.getsource(forward)))
 
 
 def _parameters(cls: Any) -> list[str]:
