@@ -18,7 +18,8 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.(.+)$")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.(.+)$")
 # projections outside the layers that are counted on their own
 _OWN = re.compile(
-    r"(?:^|\.)(per_layer_model_projection|altup_projections|altup_unembed_projections|hc_head)\."
+    r"(?:^|\.)(per_layer_model_projection|altup_projections|altup_unembed_projections|hc_head|"
+    r"project_in|project_out)\."
 )
 _TWICE = ("modality_router",)  # AltUp routes before and after a layer
 _PLAIN_MATRICES = ("fn", "hc_fn")  # of hyper-connections: parameters without a module

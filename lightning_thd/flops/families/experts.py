@@ -6,7 +6,7 @@ from lightning_thd.flops.families import parts
 from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.terms import Term
 
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -42,7 +42,9 @@ def moe(sizes: Sizes, index: int, *, gated: bool) -> list[Term]:
         return parts.mlp(hidden, shared, gated=gated, name="shared")
     return parts.experts(
         hidden,
-        sizes.size("moe_intermediate_size", default=sizes.inner),
+        sizes.inner
+        if sizes.model_type == "hunyuan_v1_moe"
+        else sizes.size("moe_intermediate_size", default=sizes.inner),
         num_experts=num_experts,
         top_k=active_experts(sizes, index),
         gated=gated,
@@ -78,7 +80,7 @@ def shared_size(sizes: Sizes) -> int:
     if size := sizes.optional(*names):
         return size
     count = sizes.optional("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
-    return count * sizes.optional("moe_intermediate_size")
+    return count * (sizes.optional("moe_intermediate_size") or sizes.inner)
 
 
 _SHARED_GATE = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")

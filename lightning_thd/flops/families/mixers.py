@@ -14,12 +14,16 @@ _ATTENTION = (
 )
 
 
+# families whose window is off until use_sliding_window says otherwise
+_WINDOW_ASKED = ("qwen2", "qwen3", "smollm3")
+
+
 def mixer(sizes: Sizes, index: int) -> list[Term]:
     """Return the terms by which layer ``index`` mixes its tokens."""
     if sizes.model_type == "falcon_h1":  # both in every layer, side by side
         return [*_mamba2(sizes), *_attention(sizes, index)]
     kinds = sizes.get("layers_block_type", "layer_types")
-    kind = kinds[index] if kinds else "full_attention"
+    kind = kinds[index] if kinds else "mamba" if sizes.model_type in _SCANS_ONLY else "full_attention"
     if sizes.model_type == "zamba2":
         return _mamba2(sizes)
     if kind in _ATTENTION:
@@ -42,7 +46,7 @@ def window_of(sizes: Sizes, index: int) -> Window | None:
             return Chunk(sizes.size("attention_chunk_size"))
         windowed = kinds[index] == "sliding_attention"
     else:
-        windowed = sizes.get("use_sliding_window", default=True)
+        windowed = sizes.get("use_sliding_window", default=not sizes.model_type.startswith(_WINDOW_ASKED))
     size = sizes.get("sliding_window")
     return size if windowed and isinstance(size, int) and size > 0 else None
 
@@ -139,6 +143,7 @@ def _kimi_delta(sizes: Sizes) -> list[Term]:
     )
 
 
+_SCANS_ONLY = ("mamba", "mamba2", "falcon_mamba")
 _LINEAR = {
     "kimi_linear": _kimi_delta,
     **dict.fromkeys(("bamba", "granitemoehybrid", "nemotron_h", "mamba2"), _mamba2),

@@ -16,6 +16,7 @@ from lightning_thd.flops.families.compressed import deepseek_v4
 from lightning_thd.flops.families.experts import expert_layers, moe
 from lightning_thd.flops.families.gemma import gemma3n, gemma4
 from lightning_thd.flops.families.mixers import mixer
+from lightning_thd.flops.families.saved import completed
 from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.families.vision import tower
 from lightning_thd.flops.terms import Layer, Term, matmul
@@ -36,9 +37,10 @@ def read_config(
     Raises:
         ValueError: for a family that is not known, or a config that lacks a size.
     """
-    sizes = Sizes(config)
-    if sizes.model_type in _REGISTERED:
-        return sizes.model_type, tuple(_REGISTERED[sizes.model_type](config)), 4
+    if Sizes(config).model_type in _REGISTERED:
+        name = Sizes(config).model_type
+        return name, tuple(_REGISTERED[name](config)), 4
+    sizes = Sizes(completed(config, _FAMILIES))
     text = sizes.sub("text_config") or sizes
     read = _FAMILIES.get(text.model_type) or _FAMILIES.get(sizes.model_type)
     if read is None:
@@ -77,7 +79,7 @@ _REGISTERED: dict[str, Callable[[Any], Sequence[Layer]]] = {}
 def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
     """Return embedding, decoder layers (a mixer, then an MLP or experts), and logits."""
     sparse = expert_layers(sizes)
-    layers = [_embedding(sizes)]
+    layers = [_embedding(sizes), *_between_widths(sizes, "project_in")]
     for index in range(sizes.num_layers):
         feed_forward = (
             moe(sizes, index, gated=gated)
@@ -88,7 +90,7 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
         if _something_follows(sizes):
             terms = tuple(replace(term, last=False) for term in terms)
         layers.append(Layer(path=f"layers.{index}", terms=terms))
-    return [*layers, _logits(sizes)]
+    return [*layers, *_between_widths(sizes, "project_out"), _logits(sizes)]
 
 
 def _something_follows(sizes: Sizes) -> bool:
@@ -179,13 +181,21 @@ def _dense_inner(sizes: Sizes) -> int:
     return inner
 
 
+def _between_widths(sizes: Sizes, path: str) -> list[Layer]:
+    """Return the projection between an embedding of another width and the layers (OPT-350m), if any."""
+    if sizes.token_width == sizes.hidden:
+        return []
+    terms = (matmul(path, sizes.token_width * sizes.hidden),)
+    return [Layer(path=path, terms=terms, recomputable=False)]
+
+
 def _embedding(sizes: Sizes) -> Layer:
-    term = matmul("embedding", sizes.size("vocab_size") * sizes.hidden, kind="embedding")
+    term = matmul("embedding", sizes.size("vocab_size") * sizes.token_width, kind="embedding")
     return Layer(path="embed_tokens", terms=(term,), recomputable=False)
 
 
 def _logits(sizes: Sizes) -> Layer:
-    term = matmul("logits", sizes.size("vocab_size") * sizes.hidden, kind="logits")
+    term = matmul("logits", sizes.size("vocab_size") * sizes.token_width, kind="logits")
     return Layer(path="lm_head", terms=(term,), recomputable=False)
 
 

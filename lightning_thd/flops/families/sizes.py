@@ -56,6 +56,11 @@ class Sizes:
         return self.size("hidden_size", "n_embd", "d_model")
 
     @property
+    def token_width(self) -> int:
+        """Return the width of the embedding and of the head's input."""
+        return self.size("word_embed_proj_dim", default=self.hidden)
+
+    @property
     def num_layers(self) -> int:
         """Return the number of decoder layers."""
         named = self.get("layers_block_type")
