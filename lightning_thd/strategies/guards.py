@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS
 
 from lightning_thd.parallel.mesh import TENSOR, AxisSizes
 from lightning_thd.parallel.shard import THDShard
@@ -147,6 +148,25 @@ def refuse_static_graph(model: object) -> None:
             "static_graph=True with a step of several microbatches: DDP then wants every backward pass "
             "synchronised, but gradients are exchanged in the last one alone. Leave static_graph out."
         )
+
+
+def refuse_lbfgs(optimizers: list[Any], sizes: AxisSizes) -> None:
+    """Refuse torch's LBFGS where ranks hold other weights: it decides by products over all of them.
+
+    Over data- and context-parallel ranks it is exact.
+
+    Raises:
+        MisconfigurationException: saying which sizes it runs with.
+    """
+    if sizes.tensor * sizes.pipeline == 1:
+        return
+    for optimizer in optimizers:
+        if isinstance(getattr(optimizer, "optimizer", optimizer), LBFGS):
+            raise MisconfigurationException(
+                f"LBFGS with tensor_parallel_size={sizes.tensor} and pipeline_parallel_size={sizes.pipeline}: "
+                "it runs training_step again until products over all weights are small, and each rank would "
+                "take those of its own. Set both sizes to 1, or use an optimizer that steps once, as AdamW."
+            )
 
 
 def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:

@@ -52,6 +52,7 @@ from lightning_thd.strategies.dynamic import DYNAMIC
 from lightning_thd.strategies.guards import (
     refuse_anomaly_detection,
     refuse_compiled_module,
+    refuse_lbfgs,
     refuse_partial_sharding,
 )
 from lightning_thd.strategies.hosts import cuts_weights, local_gradients
@@ -107,6 +108,7 @@ class ShardingMixin(ContextParallelMixin):
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            refuse_lbfgs(self.optimizers, self.sizes)
             self._no_foreach_over_meshes()
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin

@@ -172,10 +172,16 @@ class Beside(Job):
         return causal_lm_loss(self.model, batch) + self.gate.weight.sum()
 
 
+class SecondOrder(Job):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.model.parameters())
+
+
 def refuse(kind: str) -> str:
     warnings.filterwarnings("ignore")
     layout, options = Layout(pp=2), {}
-    module: L.LightningModule = Beside() if kind == "beside" else Job("qwen3@4")
+    made = {"beside": Beside, "second order": lambda: SecondOrder("qwen3@4")}
+    module: L.LightningModule = made.get(kind, lambda: Job("qwen3@4"))()
     if kind == "averaged":
         options["callbacks"] = [EMAWeightAveraging()]
     try:
@@ -207,6 +213,7 @@ def test_refusals() -> None:
         "beside": r"Beside trains \['gate.weight', 'gate.bias'\] beside the Qwen3ForCausalLM",
         "averaged": "EMAWeightAveraging averages a copy of the whole model",
         "accumulated": "accumulate_grad_batches=2, but a pipeline runs all microbatches of a step",
+        "second order": "LBFGS with tensor_parallel_size=1 and pipeline_parallel_size=2: it runs training_step",
         "other sizes": "cut for pipeline_parallel_size=2 with stages_per_rank=1 by an earlier Trainer",
     }
     for rank in run_ranks(refuse_all, 2, list(wanted)):

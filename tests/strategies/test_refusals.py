@@ -24,6 +24,7 @@ from lightning_thd.parallel.mesh import AxisSizes, resolve_sizes
 from lightning_thd.strategies import THDDDPStrategy, THDModelParallelStrategy, THDSingleDeviceStrategy
 from lightning_thd.strategies.guards import (
     refuse_anomaly_detection,
+    refuse_lbfgs,
     refuse_second_context_parallelism,
     refuse_static_graph,
 )
@@ -128,6 +129,14 @@ def test_anomalies_of_cut_gradients_are_refused() -> None:
     refuse_anomaly_detection(trainer, AxisSizes(data=2))
     with pytest.raises(MisconfigurationException, match="detect_anomaly=True with tensor_parallel_size=2"):
         refuse_anomaly_detection(trainer, AxisSizes(tensor=2))
+
+
+def test_an_optimizer_that_decides_by_all_weights() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    refuse_lbfgs([torch.optim.LBFGS(weights)], AxisSizes(data=2, context=2))
+    refuse_lbfgs([torch.optim.AdamW(weights)], AxisSizes(tensor=2))
+    with pytest.raises(MisconfigurationException, match="LBFGS with tensor_parallel_size=2 .*Set both sizes"):
+        refuse_lbfgs([torch.optim.LBFGS(weights)], AxisSizes(tensor=2))
 
 
 class NotThd(Job):
