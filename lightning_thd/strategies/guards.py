@@ -163,7 +163,7 @@ def refuse_lbfgs(optimizers: list[Any], sizes: AxisSizes) -> None:
     for optimizer in optimizers:
         if isinstance(getattr(optimizer, "optimizer", optimizer), LBFGS):
             raise MisconfigurationException(
-                f"LBFGS with tensor_parallel_size={sizes.tensor} and pipeline_parallel_size={sizes.pipeline}: "
+                f"LBFGS with tensor_parallel_size={sizes.tensor}, pipeline_parallel_size={sizes.pipeline}: "
                 "it runs training_step again until products over all weights are small, and each rank would "
                 "take those of its own. Set both sizes to 1, or use an optimizer that steps once, as AdamW."
             )

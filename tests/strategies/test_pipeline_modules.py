@@ -213,7 +213,7 @@ def test_refusals() -> None:
         "beside": r"Beside trains \['gate.weight', 'gate.bias'\] beside the Qwen3ForCausalLM",
         "averaged": "EMAWeightAveraging averages a copy of the whole model",
         "accumulated": "accumulate_grad_batches=2, but a pipeline runs all microbatches of a step",
-        "second order": "LBFGS with tensor_parallel_size=1 and pipeline_parallel_size=2: it runs training_step",
+        "second order": "LBFGS with tensor_parallel_size=1, pipeline_parallel_size=2: it runs training",
         "other sizes": "cut for pipeline_parallel_size=2 with stages_per_rank=1 by an earlier Trainer",
     }
     for rank in run_ranks(refuse_all, 2, list(wanted)):

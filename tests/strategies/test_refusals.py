@@ -135,7 +135,7 @@ def test_an_optimizer_that_decides_by_all_weights() -> None:
     weights = [torch.nn.Parameter(torch.ones(2))]
     refuse_lbfgs([torch.optim.LBFGS(weights)], AxisSizes(data=2, context=2))
     refuse_lbfgs([torch.optim.AdamW(weights)], AxisSizes(tensor=2))
-    with pytest.raises(MisconfigurationException, match="LBFGS with tensor_parallel_size=2 .*Set both sizes"):
+    with pytest.raises(MisconfigurationException, match="LBFGS with tensor_parallel_size=2, .*Set both"):
         refuse_lbfgs([torch.optim.LBFGS(weights)], AxisSizes(tensor=2))
 
 
