@@ -170,7 +170,13 @@ def check_modalities(names: Iterable[str]) -> None:
     """Raise for keys of inputs that cannot be packed, such as audio, and of masks that would be left out."""
     if isinstance(names, Mapping):
         names = [name for name, value in names.items() if value is not None]
+    names = list(names)
     for name in names:
+        if name in _MASKS and "labels" in names:
+            raise ValueError(
+                f"Samples carry {name!r} beside labels, and labels alone say what is learned. Put -100 "
+                f"into them where it hides a token, if they lack it, and drop {name!r}."
+            )
         if name in _MASKS:
             raise ValueError(
                 f"Samples carry {name!r}, which is not read, so that what it hides would be trained on. Give "

@@ -18,6 +18,13 @@ MARKED = (
     "{% else %}{{ m.content }}<|end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+# Calls of tools as Qwen 2.5 writes them, who takes arguments to be a dict.
+CALLING = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}{% set call = call.function or call %}"
+    '{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}'
+    "{% endfor %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 # Reasoning is written in the last turn alone, as some families do.
 UNSTABLE = (
     "{% for m in messages %}<|{{ m.role }}|>\n{% if loop.last and m.role == 'assistant' %}<think>{% endif %}"

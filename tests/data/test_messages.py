@@ -16,7 +16,7 @@ from lightning_thd.data import ByteTokenizer
 from lightning_thd.data.read.columns import as_rows
 from lightning_thd.data.read.long import json_spans, values
 from lightning_thd.data.read.sources import open_source
-from tests.data.chats import MARKED, PLAIN, TALKS, make_tokenizer
+from tests.data.chats import CALLING, MARKED, PLAIN, TALKS, make_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 ALPACA = {"instruction": "a", "output": "b"}
@@ -94,7 +94,9 @@ def test_a_call_of_a_tool_has_no_content(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]}
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"messages": [USER, call, ANSWER]}))
-    assert len(open_source(file, tokenizer=make_tokenizer(PLAIN))) == 1
+    assert len(open_source(file, tokenizer=make_tokenizer(CALLING))) == 1
+    with pytest.raises(ValueError, match=f"leaves out the call of '{CALL['name']}' in message 1, so that an"):
+        open_source(file, tokenizer=make_tokenizer(PLAIN))
 
 
 def test_a_template_that_marks_nothing(tmp_path: Path) -> None:

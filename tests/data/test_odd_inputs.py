@@ -347,6 +347,14 @@ def test_masks_that_nobody_reads_are_refused_wherever_they_stand(tmp_path: Path,
         list(THDDataModule(streamed, capacity=64, global_batch=Packs(1)).train_steps())
 
 
+def test_a_mask_beside_labels_says_that_labels_count(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, -100, 3], "assistant_masks": [1, 1, 1]}]
+    with pytest.raises(
+        ValueError, match="beside labels, and labels alone say what is learned. Put -100 into"
+    ):
+        read(rows, tmp_path)
+
+
 def test_labels_of_minus_one_are_found_when_the_data_is_prepared(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [3, 4], "labels": [-1, 4]}]

@@ -8,25 +8,65 @@ prefix-stable: what it wrote of a turn does not change when more turns follow. W
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_thd.data.read.conversations import LEARNED
+from lightning_thd.data.read.conversations import LEARNED, calls_read, other_calls
 
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-_CALLS = ("tool_calls", "function_call")  # what many templates write in the place of a message's content
 Message = dict[str, Any]
 Spans = list[tuple[int, int]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """A tokenizer's chat template, and what it is given beside the messages."""
+
+    tokenizer: Any
+    tools: list[Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, messages: Sequence[Message], *, prompt: bool = False, template: str | None = None) -> str:
+        """Render messages, and with ``prompt`` what asks for an answer; raise ValueError where it cannot."""
+        other = {} if template is None else {"chat_template": template}
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                messages,
+                tools=self.tools,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **other,
+                **self.options,
+            )
+        except Exception as err:  # templates refuse orders of roles in their own words, in jinja's exceptions
+            raise ValueError(
+                f"the chat template refuses the roles {[m['role'] for m in messages]} ({err}). Mend the "
+                "conversation, or the template."
+            ) from err
+        return text
+
+
 def encode_chat(
-    tokenizer: Any, messages: Sequence[Message], *, tools: list[Any] | None = None, skip: int = 0
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    tools: list[Any] | None = None,
+    skip: int = 0,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], NDArray[np.bool_]]:
     """Encode a conversation of ``role`` and ``content``; the first ``skip`` messages are a prompt.
+
+    Args:
+        tokenizer: of Hugging Face, with a chat template.
+        messages: the conversation.
+        tools: what the assistant may call, for the template.
+        skip: messages at its start that are a prompt.
+        options: what else the template is given, ``{"enable_thinking": False}`` for example.
 
     Returns:
         The ids ``[n]``, and bool ``[n]``, True where the assistant speaks: from the first token of its answer
@@ -35,10 +75,10 @@ def encode_chat(
     Raises:
         ValueError: for a tokenizer without a template, messages that are none, a conversation without an
             assistant, a template whose assistant's part cannot be told apart, and one that leaves a message
-            out.
+            or a call of a tool out.
     """
     _check(tokenizer, messages, skip)
-    messages = list(messages)
+    writer = _Writer(tokenizer, tools, options or {})
     template = str(tokenizer.get_chat_template(tools=tools))
     marked = _GENERATION.search(template) is not None
     if marked and not getattr(tokenizer, "is_fast", False):
@@ -46,12 +86,12 @@ def encode_chat(
             f"the template marks {{% generation %}}, which only a fast tokenizer can follow, and "
             f"{type(tokenizer).__name__} is none. Take the markers out, or use the fast one."
         )
-    text = _render(tokenizer, messages, tools)
-    _refuse_unwritten(tokenizer, messages, text, tools)
+    messages, text = _written(writer, list(messages))
+    _refuse_unwritten(writer, messages, text)
     if marked:
-        return _marked(tokenizer, messages, text, template, tools, skip)
+        return _marked(writer, messages, text, template, skip)
     answers = _answers(messages, skip)
-    bounds = [_turn(tokenizer, messages, i, text, tools) for i in answers]
+    bounds = [_turn(writer, messages, i, text) for i in answers]
     ids, cuts = _cut(tokenizer, text, sorted({edge for bound in bounds for edge in bound}))
     mask = np.zeros(len(ids), bool)
     eos = getattr(tokenizer, "eos_token", None)
@@ -60,6 +100,13 @@ def encode_chat(
         said = str(messages[i]).count(eos) if eos else 0  # which is no end of the turn
         mask[first : _end_of_turn(ids, first, last, tokenizer.eos_token_id, said)] = True
     return ids, mask
+
+
+def _written(writer: _Writer, messages: list[Message]) -> tuple[list[Message], str]:
+    """Render a conversation, arguments of calls that are JSON read first where it would be quoted twice."""
+    text = writer.write(messages)
+    read = [calls_read(message, text) for message in messages]
+    return (messages, text) if read == messages else (read, writer.write(read))
 
 
 def _check(tokenizer: Any, messages: object, skip: int) -> None:
@@ -137,8 +184,8 @@ def _is_learned(message: Message) -> bool:
     return all(message.get(name) in (None, 1) for name in LEARNED)
 
 
-def _refuse_unwritten(tokenizer: Any, messages: list[Message], text: str, tools: list[Any] | None) -> None:
-    """Refuse a message that the template leaves out, or whose list of parts it writes as it stands."""
+def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> None:
+    """Refuse a message or call that the template leaves out, or parts that it writes as they stand."""
     for i, message in enumerate(messages):
         content = message.get("content")
         parts = content if isinstance(content, list) else []
@@ -150,14 +197,19 @@ def _refuse_unwritten(tokenizer: Any, messages: list[Message], text: str, tools:
                 f"the chat template writes the content of message {i} as Python does, {str(content)!r:.60}: "
                 "it takes strings alone. Give the content as one string, or mend the template."
             )
+        calls = list(other_calls(message))
+        for name, changed in calls:
+            if _writes_alike(writer, messages, i, changed, text):
+                raise ValueError(
+                    f"the chat template leaves out the call of {name!r:.40} in message {i}, so that an "
+                    "answer without it would be learned. Take a template that writes tool_calls, or "
+                    "put the call into the message's content."
+                )
         said = [part["text"] for part in parts] if parts else [content]
-        if all(not isinstance(words, str) or words.strip() in text for words in said) or any(
-            message.get(name) for name in _CALLS
-        ):
+        if calls or all(not isinstance(words, str) or words.strip() in text for words in said):
             continue
         more = [{**part, "text": f"{part['text']} x"} for part in parts] or f"{content} x"
-        changed = [*messages[:i], {**message, "content": more}, *messages[i + 1 :]]
-        if _render(tokenizer, changed, tools) == text:
+        if _writes_alike(writer, messages, i, {**message, "content": more}, text):
             raise ValueError(
                 f"the chat template leaves out message {i} of the role {message['role']!r}, which says "
                 f"{said[0]!r:.40}. Give it a role that the template knows, and the content as the template "
@@ -165,15 +217,18 @@ def _refuse_unwritten(tokenizer: Any, messages: list[Message], text: str, tools:
             )
 
 
+def _writes_alike(writer: _Writer, messages: list[Message], i: int, changed: Message, text: str) -> bool:
+    """Return whether the conversation is written the same with another message in place i."""
+    try:
+        return writer.write([*messages[:i], changed, *messages[i + 1 :]]) == text
+    except ValueError:  # the template looks at it
+        return False
+
+
 def _marked(
-    tokenizer: Any,
-    messages: list[Message],
-    text: str,
-    template: str,
-    tools: list[Any] | None,
-    skip: int,
+    writer: _Writer, messages: list[Message], text: str, template: str, skip: int
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    spans = _generated(tokenizer, messages, text, template, tools)
+    tokenizer, spans = writer.tokenizer, _generated(writer, messages, text, template)
     said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     learned = _answers(messages, skip)
     if learned != [i for i in said if i >= skip]:
@@ -194,7 +249,7 @@ def _marked(
         if inside.size and start < stop:
             mask[inside[0] : inside[-1] + 1] = True
     if skip:
-        start, _ = _turn(tokenizer, messages, learned[0], text, tools)
+        start, _ = _turn(writer, messages, learned[0], text)
         mask[: _cut(tokenizer, text, [start])[1][start]] = False
     if not mask.any():
         raise ValueError(
@@ -204,9 +259,7 @@ def _marked(
     return ids, mask
 
 
-def _generated(
-    tokenizer: Any, messages: list[Message], text: str, template: str, tools: list[Any] | None
-) -> Spans:
+def _generated(writer: _Writer, messages: list[Message], text: str, template: str) -> Spans:
     """Return the first and last character of every part of ``text`` that the template marks."""
     unused = (sign for sign in map(chr, range(0xE000, 0xF8FF)) if sign not in text and sign not in template)
     begin, end = next(unused), next(unused)
@@ -215,7 +268,7 @@ def _generated(
         before, ends, after = tag.groups()
         return f"{{%{before} if true %}}{end if ends else begin}{{% endif {after}%}}"
 
-    signed = _render(tokenizer, messages, tools, template=_GENERATION.sub(sign, template))
+    signed = writer.write(messages, template=_GENERATION.sub(sign, template))
     spans: Spans = []
     plain, at = "", 0
     for part in re.split(f"([{begin}{end}])", signed):
@@ -233,55 +286,34 @@ def _generated(
     return spans
 
 
-def _render(
-    tokenizer: Any,
-    messages: list[Message],
-    tools: list[Any] | None,
-    *,
-    prompt: bool = False,
-    template: str | None = None,
-) -> str:
-    other = {} if template is None else {"chat_template": template}
-    try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **other
-        )
-    except Exception as err:  # templates refuse orders of roles in their own words, in jinja's exceptions
-        raise ValueError(
-            f"the chat template refuses the roles {[m['role'] for m in messages]} ({err}). Mend the "
-            "conversation, or the template."
-        ) from err
-    return text
-
-
-def _turn(
-    tokenizer: Any, messages: list[Message], i: int, text: str, tools: list[Any] | None
-) -> tuple[int, int]:
+def _turn(writer: _Writer, messages: list[Message], i: int, text: str) -> tuple[int, int]:
     """Return the first and last character of what the assistant says in message ``i`` of ``text``."""
-    after = _render(tokenizer, messages[: i + 1], tools)
-    before = (
-        _render(tokenizer, messages[:i], tools, prompt=True)
-        if i
-        else _before_first(tokenizer, messages, after)
-    )
-    if not after.startswith(before) or not text.startswith(after):
+    after = writer.write(messages[: i + 1])
+    before = writer.write(messages[:i], prompt=True) if i else _before_first(writer, messages, after)
+    if not text.startswith(after):
         raise ValueError(
             f"the chat template writes the turns up to message {i} otherwise when more follow, so what the "
             "assistant says cannot be told apart (templates that drop earlier reasoning do so). Put "
             "{% generation %} and {% endgeneration %} around it in tokenizer.chat_template, or give one "
             "conversation for every answer."
         )
+    if not after.startswith(before):
+        raise ValueError(
+            f"the chat template asks for message {i} with {before[-24:]!r} and begins the answer otherwise, "
+            "so what the assistant says cannot be told apart (templates that open a thought do so). Put "
+            "{% generation %} and {% endgeneration %} around it in tokenizer.chat_template."
+        )
     return len(before), len(after)
 
 
-def _before_first(tokenizer: Any, messages: list[Message], after: str) -> str:
+def _before_first(writer: _Writer, messages: list[Message], after: str) -> str:
     """Return what a template writes before what the first message says, which may be a prompt of its own.
 
     Nothing can be rendered before the first message: the header is what a template asks an answer with.
     """
-    asked = [{"role": "user", "content": "x"}]
+    asked, alone = [{"role": "user", "content": "x"}], _Writer(writer.tokenizer, None, writer.options)
     try:
-        header = _render(tokenizer, asked, None, prompt=True).removeprefix(_render(tokenizer, asked, None))
+        header = alone.write(asked, prompt=True).removeprefix(alone.write(asked))
     except ValueError:
         header = ""
     content = messages[0].get("content")

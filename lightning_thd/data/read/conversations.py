@@ -6,7 +6,9 @@ Forms: ``messages`` (role and content), ShareGPT (``conversations`` of from and 
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+import json
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_thd.data.read.decode import Bad, parse_json
 
@@ -28,6 +30,12 @@ _ROLES = {
     "system": "system",
 }
 _CALLS = ("function_call", "tool_call")
+# What transformers itself gives a template, or asks it for.
+_TAKEN = (
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
 # Keys by which data says that a message is not learned: of OpenAI, Axolotl and ms-swift.
 LEARNED = ("weight", "train", "training", "loss")
 
@@ -56,20 +64,104 @@ def describe(kind: Kind, text_key: str) -> str:
     return f"{how}. To read them otherwise pass records=, one of {', '.join(others)}"
 
 
-def messages_of(record: dict[str, Any], kind: Kind) -> tuple[list[Message], list[Any] | None, int]:
-    """Return a conversation's messages, its tools, and how many messages at its start are prompt.
+class Conversation(NamedTuple):
+    """What a record says.
+
+    Attributes:
+        messages: of ``role`` and ``content``.
+        tools: that the assistant may call.
+        skip: how many messages at its start are prompt.
+        options: what else the chat template is given, ``chat_template_kwargs`` of the record.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None
+    skip: int
+    options: dict[str, Any]
+
+
+def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
+    """Read a record as a conversation.
 
     Raises:
         ValueError: for what is no conversation of the kind.
     """
-    tools = _tools(record.get("tools"))
+    tools, options = _tools(record.get("tools")), _options(record.get("chat_template_kwargs"))
     if kind == "alpaca":
-        return _alpaca(record), tools, 0
+        return Conversation(_alpaca(record), tools, 0, options)
     if kind == "sharegpt":
-        return _sharegpt(record), tools, 0
+        return Conversation(_sharegpt(record), tools, 0, options)
     if kind == "prompt":
-        return [*record["prompt"], *record["completion"]], tools, len(record["prompt"])
-    return record["messages"], tools, 0
+        asked = _turns(record["prompt"])
+        return Conversation([*asked, *_turns(record["completion"])], tools, len(asked), options)
+    return Conversation(_turns(record["messages"]), tools, 0, options)
+
+
+def _turns(messages: Any) -> Any:
+    """Return messages with those of from and value read, too."""
+    if not isinstance(messages, list | tuple):
+        return messages
+    return [_turn(m) if isinstance(m, dict) and "from" in m and "role" not in m else m for m in messages]
+
+
+def _options(value: Any) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ValueError(
+            f"chat_template_kwargs is a {type(value).__name__}; wanted {{name: value}}, what the chat "
+            "template reads beside the messages. Mend or remove it."
+        )
+    if taken := sorted(set(value) & set(_TAKEN)):
+        raise ValueError(
+            f"chat_template_kwargs holds {', '.join(taken)}, which is no variable of a chat template. Give "
+            "tools beside the messages, and another template as tokenizer.chat_template."
+        )
+    return value
+
+
+def calls_read(message: Message, text: str) -> Message:
+    """Read arguments of a message's calls that are JSON where a template quoted them once more in ``text``.
+
+    transformers asks for a dict there; records in OpenAI's form have a string.
+
+    Returns:
+        The message, or a copy: arguments that are the string ``{"a": 1}`` become that dict.
+    """
+    changed = dict(message)
+    for key, place, call in _called(message):
+        given = call.get("arguments")
+        if not isinstance(given, str) or json.dumps(given, ensure_ascii=False) not in text:
+            continue
+        if isinstance(found := parse_json(given), dict):
+            changed = _with_call(changed, key, place, {**call, "arguments": found})
+    return changed
+
+
+def other_calls(message: Message) -> Iterator[tuple[str, Message]]:
+    """Yield each call of a tool in a message: its name, and the message with another name in that place."""
+    for key, place, call in _called(message):
+        if isinstance(name := call.get("name"), str):
+            yield name, _with_call(message, key, place, {**call, "name": f"{name}x"})
+
+
+def _called(message: Message) -> Iterator[tuple[str, int | None, dict[str, Any]]]:
+    """Yield the calls of a message: key, place in its list, and what holds name and arguments."""
+    single, several = message.get("function_call"), message.get("tool_calls")
+    if isinstance(single, dict):
+        yield "function_call", None, single
+    for place, call in enumerate(several if isinstance(several, list | tuple) else ()):
+        if isinstance(call, dict):
+            inner = call.get("function")
+            yield "tool_calls", place, inner if isinstance(inner, dict) else call
+
+
+def _with_call(message: Message, key: str, place: int | None, call: dict[str, Any]) -> Message:
+    if place is None:
+        return {**message, key: call}
+    calls = list(message[key])
+    calls[place] = {**calls[place], "function": call} if "function" in calls[place] else call
+    return {**message, key: calls}
 
 
 def alpaca_prompt(record: dict[str, Any]) -> str:

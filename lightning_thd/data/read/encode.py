@@ -225,8 +225,10 @@ class Encoder:
             return self._completed(record["prompt"], record["completion"])
         if self.kind == "alpaca" and not getattr(self.tokenizer, "chat_template", None):
             return self._completed(f"{alpaca_prompt(record)}\n\n", record["output"])
-        messages, tools, skip = messages_of(record, self.kind)
-        return encode_chat(self.tokenizer, messages, tools=tools, skip=skip)
+        said = messages_of(record, self.kind)
+        return encode_chat(
+            self.tokenizer, said.messages, tools=said.tools, skip=said.skip, options=said.options
+        )
 
     def _completed(self, prompt: object, completion: object) -> tuple[Ids, NDArray[np.bool_]]:
         if not isinstance(prompt, str) or not isinstance(completion, str):

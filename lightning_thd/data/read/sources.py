@@ -30,7 +30,9 @@ from lightning_thd.packing.lengths import check_choice, check_count, check_type
 Source = MapDataset | Dataset | str | Path | list[str | Path]  # type: ignore[type-arg]  # jsonargparse wants it bare
 Packed = Literal["auto", "sequences", "packs", "off"]
 
-_READER = 3  # of records: 1 replaced what is no UTF-8, 2 learned what the user says in some templates
+# Of records: 1 replaced what is no UTF-8, 2 learned what the user says in some templates, 3 left out calls of
+# tools and chat_template_kwargs.
+_READER = 4
 _SHOW_FROM = 2  # chunks: a bar for less is noise
 
 

@@ -1,0 +1,140 @@
+"""Calls of tools, templates' own variables, and what a template makes of them: exact, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
+
+from lightning_thd.data.read.chat import encode_chat
+from lightning_thd.data.read.sources import open_source
+from tests.data.chats import CALLING, MARKED, PLAIN, make_tokenizer
+
+USER = {"role": "user", "content": "What colour?"}
+ANSWER = {"role": "assistant", "content": "It is blue."}
+RESULT = {"role": "system", "content": "blue"}
+
+
+def call(arguments: Any, name: str = "colour") -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls: dict[str, Any], content: str | None = "") -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls)}
+
+
+def learned(template: str, messages: list[Any], **kwargs: Any) -> str:
+    tokenizer = make_tokenizer(template)
+    ids, mask = encode_chat(tokenizer, messages, **kwargs)
+    return str(tokenizer.decode(np.array(ids)[mask]))
+
+
+@pytest.mark.parametrize(
+    "template", [PLAIN, MARKED, CALLING.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")]
+)
+@pytest.mark.parametrize(
+    "called",
+    [
+        calling(call({"of": "sky"}), call({"of": "sea"}, "depth")),
+        calling(call({"of": "sky"}), {"name": "depth", "arguments": {}}, content=None),
+    ],
+)
+def test_a_call_that_the_template_leaves_out(template: str, called: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="leaves out the call of '(colour|depth)' in message 1, so that an"):
+        learned(template, [USER, called, RESULT, ANSWER])
+
+
+def test_the_old_form_of_a_call_is_looked_for_too() -> None:
+    called = {"role": "assistant", "content": "", "function_call": {"name": "colour", "arguments": "{}"}}
+    with pytest.raises(ValueError, match="leaves out the call of 'colour' in message 1"):
+        learned(CALLING, [USER, called])
+
+
+def test_a_template_that_looks_names_up_is_no_template_that_leaves_them_out() -> None:
+    looks = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.function.name not in ['colour'] %}"
+    )
+    looks += "{{ raise_exception('unknown') }}{% endif %}{% endfor %}{% endfor %}"
+    assert learned(looks + PLAIN, [USER, calling(call({}), content="colour()")]) == "colour()<|end|>"
+
+
+@pytest.mark.parametrize("arguments", ['{"of": "sky", "n": 1}', '{"of":"\u00e9t\u00e9"}', "{}"])
+def test_arguments_in_a_string_are_not_quoted_twice(arguments: str) -> None:
+    """A model would learn to call with a string of JSON, where its tools are given an object."""
+    read = json.loads(arguments)
+    asked = [USER, calling(call(arguments)), RESULT, ANSWER]
+    exact = [USER, calling(call(read)), RESULT, ANSWER]
+    assert learned(CALLING, asked) == learned(CALLING, exact)
+    assert json.dumps(read, ensure_ascii=False) in learned(CALLING, asked)
+    assert asked[1]["tool_calls"][0]["function"]["arguments"] == arguments  # the record is left as it was
+
+
+def test_arguments_stay_as_they_are_where_a_template_takes_strings() -> None:
+    takes_strings = CALLING.replace("call.arguments | tojson", "call.arguments")
+    assert learned(takes_strings, [USER, calling(call('{"of":"sky"}'))]) == (
+        '{"name": "colour", "arguments": {"of":"sky"}}<|end|>'
+    )
+    assert '"arguments": "of the sky"' in learned(CALLING, [USER, calling(call("of the sky"))])
+
+
+THINKS = PLAIN.replace(
+    "<|assistant|>\n", "<|assistant|>\n{% if enable_thinking %}<think>{% endif %}"
+).replace(
+    "{{ m.content }}",
+    "{% if enable_thinking and m.role == 'assistant' %}<think>hm</think>{% endif %}{{ m.content }}",
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"enable_thinking": True}, "hm</think>It is blue.<|end|>"),
+        ({"enable_thinking": False}, "It is blue.<|end|>"),
+        (None, "It is blue.<|end|>"),
+    ],
+)
+@pytest.mark.parametrize("form", ["messages", "prompt", "conversations"])
+def test_variables_of_the_template_beside_a_conversation(
+    tmp_path: Path, form: str, options: dict[str, Any] | None, wanted: str
+) -> None:
+    turns = [{"from": "human", "value": "What colour?"}, {"from": "gpt", "value": "It is blue."}]
+    record: dict[str, Any] = {
+        "messages": {"messages": [USER, ANSWER]},
+        "prompt": {"prompt": turns[:1], "completion": turns[1:]},  # of from and value there, too
+        "conversations": {"conversations": turns},
+    }[form]
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({**record, "chat_template_kwargs": options}))
+    tokenizer = make_tokenizer(THINKS)
+    labels = open_source(file, tokenizer=tokenizer, cache_dir=tmp_path)[0]["labels"]
+    assert tokenizer.decode(labels[labels >= 0]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("thinking", "chat_template_kwargs is a str; wanted {name: value}"),
+        ({"tools": [], "tokenize": True}, "chat_template_kwargs holds tokenize, tools, which is no variable"),
+    ],
+)
+def test_variables_that_are_none(tmp_path: Path, options: Any, message: str) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": [USER, ANSWER], "chat_template_kwargs": options}))
+    with pytest.raises(ValueError, match=message):
+        open_source(file, tokenizer=make_tokenizer(PLAIN), cache_dir=tmp_path)
+
+
+def test_a_template_that_opens_a_thought_of_its_own() -> None:
+    opens = PLAIN.replace(
+        "%}<|assistant|>\n{% endif %}", "%}<|assistant|>\n<think>{% endif %}"
+    )  # of the prompt alone
+    with pytest.raises(
+        ValueError, match=r"asks for message 1 with '.*<think>' and begins the answer otherwise"
+    ):
+        learned(opens, [USER, ANSWER])
