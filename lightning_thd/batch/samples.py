@@ -209,6 +209,16 @@ def refuse_bounds(names: Iterable[str], i: int) -> None:
         )
 
 
+def refuse_restart(sample: Mapping[str, Any], advice: str) -> None:
+    """Raise for position_ids that begin again inside a sample, whose sequences would see each other."""
+    positions = np.asarray(sample.get("position_ids", ()))
+    if positions.ndim == 1 and (positions[1:] == 0).any():
+        raise ValueError(
+            "its position_ids start anew inside it, as in a row of several sequences, which would see each "
+            f"other. {advice}"
+        )
+
+
 def joined_extras(samples: Sequence[Mapping[str, Any]], name: str) -> Tensor:
     """Concatenate a further model input of all samples that have it, along its first axis."""
     parts = [_extra_tensor(sample[name], name, i) for i, sample in enumerate(samples) if name in sample]

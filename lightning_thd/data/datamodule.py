@@ -365,6 +365,7 @@ class THDDataModule(L.LightningDataModule):
             pad_to=self._plans.pad_to,
             vocab_size=vocab_size,
             windows=link.model_windows(host.model),
+            one_each=self._opener.packed != "off",
         )
         return THDLoader(
             planner,

@@ -19,7 +19,7 @@ from lightning_thd.data.mixing import MixedRows
 from lightning_thd.data.plans_ahead import Planner, PlansAhead
 from lightning_thd.data.shared import make_shared_step
 from lightning_thd.data.store.index import SequenceIndex
-from lightning_thd.data.store.measure import MapDataset
+from lightning_thd.data.store.measure import MapDataset, refuse_second_sequence
 from lightning_thd.packing import Spans
 from lightning_thd.packing.sharing.planner import SharedPlanner, SharedStepPlan
 from lightning_thd.stats import Window
@@ -40,6 +40,7 @@ class BatchMaker:
     pad_to: int | None = None
     vocab_size: int | None = None
     windows: tuple[Window, ...] = ()
+    one_each: bool = False  # refuse rows whose position_ids tell of several sequences
 
     def batch(
         self, spans: Spans, *, loss_scale: float | None = None, sequence_scale: float | None = None
@@ -68,7 +69,10 @@ class BatchMaker:
 
     def _sample(self, i: int, start: int, stop: int, continued: bool) -> dict[str, Any]:
         try:
-            return self.index.sample(self.dataset, i, start, stop, continued)
+            sample = self.index.sample(self.dataset, i, start, stop, continued)
+            if self.one_each and "position_ids" in sample:
+                refuse_second_sequence(sample, i)
+            return sample
         except ValueError as err:
             if not isinstance(self.dataset, MixedRows):
                 raise

@@ -113,6 +113,7 @@ def open_set(name: str, source: Source, opener: Opener, *, empty: Empty) -> Data
         progress=len(opened.dataset) > _BAR_FROM and opener.progress,
         key=opened.key,
         cache_dir=opener.cache_dir,
+        one_each=opener.packed != "off",
     )
     return DataSet(
         name=name,

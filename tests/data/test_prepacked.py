@@ -153,6 +153,25 @@ def test_bad_rows_are_refused(row: dict[str, Any], message: str) -> None:
         open_packed([row])
 
 
+class Counted(list[dict[str, Any]]):
+    """Rows whose lengths are known, so that none is read before it is trained on."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(row["input_ids"]) for row in self]
+
+
+@pytest.mark.parametrize("kind", [list, Counted])
+def test_a_row_of_several_sequences_behind_one_of_one(kind: type[list[dict[str, Any]]]) -> None:
+    single, double = {"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3, 4], "position_ids": [0, 1, 0, 1]}
+    with pytest.raises(ValueError, match=r"Sequence 1 is bad: its position_ids start anew.*packed='off'"):
+        batches_of(THDDataModule(kind([single, double]), capacity=16))
+    with pytest.raises(ValueError, match=r"Row 1 carries none of lengths.* and row 0 does.*packed='off'"):
+        batches_of(THDDataModule(kind([double, single]), capacity=16))
+    [batch] = batches_of(THDDataModule(kind([single, double]), capacity=16, packed="off"))
+    assert sorted(batch.position_ids.tolist()) == [0, 0, 0, 1, 1, 1, 2]
+
+
 def test_rows_without_boundaries_are_refused_when_asked_for() -> None:
     with pytest.raises(ValueError, match=r"Rows have the keys \['input_ids'\], of which none tells"):
         Opener(packed="sequences").open([{"input_ids": [1]}])

@@ -170,6 +170,11 @@ def boundaries(row: Mapping[str, Any], i: int = 0) -> tuple[IntArray, IntArray]:
     """
     slots = len(row["input_ids"])
     name = next((name for name in (*_LENGTHS, "cu_seqlens") if _is_row(row.get(name))), "position_ids")
+    if row.get(name) is None:
+        raise ValueError(
+            f"Row {i} carries none of lengths, seq_lengths, cu_seqlens and position_ids, and row 0 does. "
+            "Give one of them to every row, or set packed='off'."
+        )
     if name == "position_ids":
         start, lengths = _from_positions(row, i, slots)
     else:

@@ -199,6 +199,7 @@ def build_index(
     progress: bool = False,
     key: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
+    one_each: bool = False,
 ) -> SequenceIndex:
     """Count the tokens and loss tokens of every sequence, and find rows that cannot be trained on.
 
@@ -213,6 +214,7 @@ def build_index(
         progress: show a progress bar when the dataset has to be read.
         key: what the content of the dataset is known by; what was read is kept under it and memory-mapped.
         cache_dir: where that is kept.
+        one_each: refuse rows whose position_ids tell of several sequences.
 
     Raises:
         TypeError: for samples that are none.
@@ -225,7 +227,7 @@ def build_index(
         counted = cached_arrays(
             "index",
             None if key is None else {**key, "sequences": len(dataset), "on_error": on_error},
-            lambda: read_rows(dataset, on_error, num_workers, progress),
+            lambda: read_rows(dataset, on_error, num_workers, progress, one_each=one_each),
             version=_VERSION,
             cache_dir=cache_dir,
         )

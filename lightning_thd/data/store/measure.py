@@ -13,7 +13,7 @@ from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
 from lightning_thd.batch import IGNORE_INDEX, check_modalities
-from lightning_thd.batch.samples import WEIGHT_KEYS
+from lightning_thd.batch.samples import WEIGHT_KEYS, refuse_restart
 from lightning_thd.batch.weights import whole_weight
 from lightning_thd.data.store.columns import why_bad
 
@@ -59,8 +59,8 @@ def as_sentence(why: str) -> str:
 
 
 class _Measured(TorchDataset[tuple[float, ...]]):
-    def __init__(self, dataset: MapDataset, on_error: OnError) -> None:
-        self._dataset, self._on_error = dataset, on_error
+    def __init__(self, dataset: MapDataset, on_error: OnError, one_each: bool) -> None:
+        self._dataset, self._on_error, self._one_each = dataset, on_error, one_each
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -83,6 +83,8 @@ class _Measured(TorchDataset[tuple[float, ...]]):
             check_modalities(sample)
         if why := why_bad(sample):
             raise ValueError(f"Sequence {i} {as_sentence(why)} {ADVICE}")
+        if self._one_each:
+            refuse_second_sequence(sample, i)
         ids = np.asarray(sample["input_ids"])
         length, largest = len(ids), int(ids.max()) if len(ids) else -1
         loss_tokens = max(0, length - 1)
@@ -93,16 +95,35 @@ class _Measured(TorchDataset[tuple[float, ...]]):
         return length, loss_tokens, media, *whole_weight(dict(sample), i), True, largest, False
 
 
+def refuse_second_sequence(sample: Mapping[str, Any], i: int) -> None:
+    """Raise for a row of several sequences among rows of one, which the first row is."""
+    try:
+        refuse_restart(
+            sample,
+            "Row 0 has no position_ids, so rows are taken for one sequence each: give position_ids to all "
+            "or to none, or set packed='off' to train on them as they are.",
+        )
+    except ValueError as err:
+        raise ValueError(f"Sequence {i} is bad: {err}") from None
+
+
 def read_rows(
-    dataset: MapDataset, on_error: OnError, num_workers: int, progress: bool
+    dataset: MapDataset, on_error: OnError, num_workers: int, progress: bool, *, one_each: bool = False
 ) -> dict[str, NDArray[Any]]:
     """Read every row of a dataset once and return the arrays of a ``SequenceIndex``.
+
+    Args:
+        dataset: gives rows.
+        on_error: whether a bad row is an error, or is counted as one.
+        num_workers: processes that read.
+        progress: show a progress bar.
+        one_each: refuse rows whose position_ids tell of several sequences.
 
     Raises:
         TypeError: for a row that is no sample.
         ValueError: with ``on_error="raise"``, for a row that cannot be trained on.
     """
-    measured = _Measured(dataset, on_error)
+    measured = _Measured(dataset, on_error, one_each)
     loader = DataLoader(
         measured,
         batch_size=256,

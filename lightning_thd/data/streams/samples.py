@@ -18,6 +18,7 @@ from lightning_thd.batch.samples import (
     per_token_row,
     position_row,
     refuse_bounds,
+    refuse_restart,
     refuse_shifted,
     token_row,
 )
@@ -204,12 +205,7 @@ class Sampler:
 def _refuse_lost(sample: dict[str, Any], extras: dict[str, Any], row: int) -> None:
     """Refuse what says more of a sequence, or of several in one record, and would be left out."""
     refuse_bounds([name for name, value in sample.items() if value is not None], row)
-    positions = np.asarray(sample.get("position_ids", ()))
-    if positions.ndim == 1 and positions[:1].tolist() == [0] and (positions[1:] == 0).any():
-        raise ValueError(
-            "its position_ids start anew inside it, as in a row of several sequences, which would see each "
-            "other. Give the sequences one by one."
-        )
+    refuse_restart(sample, "Give the sequences one by one.")
     left = [name for name in _UNREAD if sample.get(name) is not None and name not in extras]
     if left:
         raise ValueError(
