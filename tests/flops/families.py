@@ -406,11 +406,11 @@ def vision_config(family: str) -> Any:
     return CONFIG_MAPPING[family](text_config=text, vision_config=tower)
 
 
-def small_config(family: str) -> Any:
+def small_config(family: str, **changes: Any) -> Any:
     """A config of ``family`` whose sizes differ enough that no two terms can be confused."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    settings = {k: v for k, v in {**_BASE, **FAMILIES[family]}.items() if v is not None}
+    settings = {k: v for k, v in {**_BASE, **FAMILIES[family], **changes}.items() if v is not None}
     return CONFIG_MAPPING[family](**settings)
 
 

@@ -65,6 +65,25 @@ def test_every_family_that_is_known_is_tested() -> None:
     assert len(FAMILIES) >= len(_ALWAYS) >= 20
 
 
+# switches of single families that add projections or change their sizes
+_SWITCHED: list[tuple[str, dict[str, Any]]] = [
+    ("opt", {"word_embed_proj_dim": 48}),
+    ("gpt_bigcode", {"multi_query": False}),
+    ("zamba2", {"use_shared_attention_adapter": True}),
+    ("cohere2_moe", {"num_shared_experts": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "switched"), _SWITCHED)
+def test_projections_behind_a_switch_equal_torchs_counter(family: str, switched: dict[str, Any]) -> None:
+    plain, config = small_config(family), small_config(family, **switched)
+    names = forward_by_name(FlopsModel.from_config(config), TOTAL)
+    ours = sum(names[name] for name in names if name not in (*_SCANS, "experts_up", "experts_down"))
+    by_op = counted(meta_model(config), TOTAL)
+    assert ours == by_op["mm"] + by_op["addmm"]
+    assert names != forward_by_name(FlopsModel.from_config(plain), TOTAL)
+
+
 @pytest.mark.parametrize("family", marked(FAMILIES))
 def test_projections_and_logits_equal_torchs_counter(family: str) -> None:
     config = small_config(family)

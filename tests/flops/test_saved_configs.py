@@ -123,13 +123,3 @@ def test_frozen_projections_of_another_width_equal_torchs_counter() -> None:
         model = FlopsModel.from_config(config, causal="full").for_module(module)
         ours = model.training_flops(SeqStats.from_lengths([32]))
         assert ours.linear + ours.logits == by_op["mm"] + by_op["addmm"], frozen
-
-
-def test_shared_experts_without_a_size_of_their_own_have_the_dense_one() -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    sizes = {**_SIZES, **_HEADS, "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 512}
-    none, two = (
-        flops_of(CONFIG_MAPPING["cohere2_moe"](**sizes, num_shared_experts=count)) for count in (0, 2)
-    )
-    assert two.linear - none.linear == 6 * sum(LENGTHS) * 8 * 3 * 64 * 2 * 96

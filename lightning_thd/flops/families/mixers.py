@@ -95,8 +95,8 @@ def _kv_heads(sizes: Sizes) -> int:
         if sizes.get("new_decoder_architecture"):
             return sizes.size("num_kv_heads")
         return 1 if sizes.get("multi_query") else sizes.heads
-    if sizes.model_type == "gpt_bigcode" and sizes.get("multi_query"):
-        return 1
+    if sizes.model_type == "gpt_bigcode":  # its class may have counted the heads before they were set
+        return 1 if sizes.get("multi_query", default=True) else sizes.heads
     return sizes.kv_heads
 
 

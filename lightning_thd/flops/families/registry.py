@@ -137,6 +137,10 @@ def _zamba2(sizes: Sizes) -> list[Layer]:
             shared = parts.attention(hidden, sizes.heads, sizes.kv_heads, head_dim, input_size=2 * hidden)
             adapter = matmul("mlp_adapter", hidden * rank + rank * 2 * inner)
             joint = matmul("joint", hidden * hidden)
+            if sizes.get(
+                "use_shared_attention_adapter"
+            ):  # of q, k and v, from twice the hidden size to itself
+                shared.append(matmul("qkv_adapter", 3 * 2 * 2 * hidden * rank))
             terms = (*shared, *parts.mlp(hidden, inner, last=False), adapter, joint, *terms)
         layers.append(Layer(path=f"layers.{index}", terms=terms))
     return [_embedding(sizes), *layers, _logits(sizes)]
