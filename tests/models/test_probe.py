@@ -176,6 +176,61 @@ def test_a_result_that_depends_on_the_pack_without_a_leak_is_found() -> None:
     assert caught.value.report.leak == 0
 
 
+class Gated(Own):
+    """A model that leaks through a projection, which may be zero as many are when training begins."""
+
+    def __init__(self, leak: str | None = None) -> None:
+        super().__init__(leak)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, batch: THDBatch) -> Tensor:
+        x: Tensor = self.embed(batch.input_ids)
+        return x + self.out(self.after(x))
+
+
+def test_weights_of_zero_hide_no_leak_and_are_zero_again() -> None:
+    for leak in ("shift", None):
+        model = Gated(leak)
+        for weight in model.out.parameters():
+            nn.init.zeros_(weight)
+        assert check_packing(model, vocab_size=32, raise_on_leak=False).ok == (leak is None)
+        assert not any(weight.any() for weight in model.out.parameters())
+
+
+def test_a_head_of_zero_is_checked_and_a_constant_of_zero_is_refused() -> None:
+    model: Any = build("llama", "thd")
+    nn.init.zeros_(model.lm_head.weight)
+    assert check_packing(model).ok
+    assert not model.lm_head.weight.any()
+    with pytest.raises(ValueError, match="Own gives logits that are all zero, so that no leak could be seen"):
+        check_packing(Own(), vocab_size=32, forward=lambda model, batch: model(batch) * 0.0)
+
+
+class Averaging(Own):
+    """A model whose batch norm mixes the sequences of a pack while it trains, and not in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+        self.unused = nn.BatchNorm1d(16)
+
+    def forward(self, batch: THDBatch) -> Tensor:
+        return self.norm(super().forward(batch))
+
+
+def test_a_batch_norm_that_trains_is_a_leak_and_a_frozen_one_is_not() -> None:
+    model = Averaging()
+    with pytest.raises(
+        PackingLeakError, match=r"batch norms, which average .*; the first .* is norm\."
+    ) as caught:
+        check_packing(model, vocab_size=32)
+    assert caught.value.report.batch_norms == ("norm",)
+    assert "averages in training        norm" in str(caught.value.report)
+    assert model.norm.num_batches_tracked == 0
+    model.norm.eval()
+    assert check_packing(model, vocab_size=32).ok
+
+
 def test_nan_is_not_taken_for_agreement() -> None:
     report = check_packing(Own(nan=True), vocab_size=32, grad=False, raise_on_leak=False)
     assert not report.ok

@@ -32,6 +32,7 @@ from lightning_thd.models.probe.inputs import (
 from lightning_thd.models.probe.report import PackingLeakError, PackingReport
 from lightning_thd.models.probe.stock import is_stock, lengths_to_reach, logits_alone
 from lightning_thd.models.probe.trace import first_leaking_module
+from lightning_thd.models.probe.visible import BatchNorms, no_zero_weights
 
 # Relative to the largest logit. A leak is judged between two runs of the same shapes, so only the order of
 # sums in expert kernels remains; packed against alone differs by the rounding of the dtype over the depth of
@@ -70,7 +71,9 @@ def check_packing(
 ) -> PackingReport:
     """Check whether any sequence of a pack sees another one in a model.
 
-    The model is put in ``eval()`` meanwhile; parameters and their gradients stay as they are. It takes about
+    The model is put in ``eval()`` meanwhile; parameters and their gradients stay as they are, and those that
+    are zero throughout hold small noise until it is done, since a layer whose output is multiplied by zero
+    shows nothing. Batch norms that would average over the pack in training count as a leak. It takes about
     three forwards a sequence of ``sum(lengths)`` tokens, and two backwards with ``grad``.
 
     Args:
@@ -94,7 +97,7 @@ def check_packing(
 
     Raises:
         PackingLeakError: naming the first module that leaks.
-        ValueError: for fewer than two lengths, or an unknown vocabulary.
+        ValueError: for fewer than two lengths, an unknown vocabulary, or logits that are all zero.
     """
     instance(model, "model", nn.Module, advice="Pass the model itself.")
     lengths = host_ints(lengths, "lengths", advice="Pass at least two lengths.").tolist()
@@ -106,8 +109,11 @@ def check_packing(
         lengths = (*lengths, *beyond)
     batch = random_pack(model, vocab_size, lengths, seed)
     run = forward or default_forward(model)
-    with undisturbed(model):
-        probe = _Probe(model, run, batch, grad=grad)
+    norms = BatchNorms(model)
+    with undisturbed(model), no_zero_weights(model):
+        with norms.watched():
+            probe = _Probe(model, run, batch, grad=grad)
+        probe.batch_norms = tuple(norms.ran)
         if thorough:
             probe.skipped += [f"sequences beyond {limit}: pass lengths=" for limit in far]
             probe.compare_with_stock()
@@ -136,6 +142,7 @@ class _Probe:
         self.reference_error: float | None = None
         self.causality_leak: float | None = None
         self.pad_error: float | None = None
+        self.batch_norms: tuple[str, ...] = ()
         self.skipped: list[str] = []
         self._measure()
 
@@ -169,6 +176,11 @@ class _Probe:
             inputs = self.inputs
             self.dtype = whole.dtype
             scale = whole.detach().abs().max().item()
+            if scale == 0:
+                raise ValueError(
+                    f"{type(self.model).__name__} gives logits that are all zero, so that no leak could be "
+                    "seen. Pass a forward= that returns what the model computes."
+                )
             for index in range(len(self.batch.lengths)):
                 self._perturb(index, whole.detach(), scale)
                 self._compare(index, whole, inputs, scale)
@@ -196,7 +208,7 @@ class _Probe:
         (packed_grad,) = torch.autograd.grad((whole[own] * weights).sum(), inputs, retain_graph=not last)
         (alone_grad,) = torch.autograd.grad((alone * weights).sum(), self.inputs)
         packed_grad, alone_grad = packed_grad.flatten(0, -2), alone_grad.flatten(0, -2)
-        largest = alone_grad.abs().max().item()
+        largest = max(alone_grad.abs().max().item(), torch.finfo(alone_grad.dtype).tiny)
         error = (packed_grad[own] - alone_grad).abs().max().item() / largest
         packed_grad[own] = 0
         leak = packed_grad.abs().max().item() / largest
@@ -304,6 +316,7 @@ class _Probe:
             reference_error=self.reference_error,
             causality_leak=self.causality_leak,
             pad_error=self.pad_error,
+            batch_norms=self.batch_norms,
             skipped=tuple(self.skipped),
             module=module,
         )
@@ -311,6 +324,8 @@ class _Probe:
     def culprit(self, report: PackingReport) -> str | None:
         """Return the first module at which the two runs that should agree differ, or None."""
         with torch.no_grad():
+            if self.batch_norms and report.same and not report.leaks:
+                return self.batch_norms[0]
             if report.leak > report.leak_tolerance:
                 own = slots_of(self.batch, self.leaking)
                 others = torch.ones(self.batch.input_ids.shape[-1], dtype=torch.bool)

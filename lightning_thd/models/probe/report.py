@@ -29,6 +29,7 @@ class PackingReport:
             model is not causal or that is not known.
         pad_error: largest difference that a trailing pad makes to the gradient of a parameter; None when not
             asked for.
+        batch_norms: names of the batch norms that would average over a pack in training.
         skipped: what was not looked at, and why.
         module: first module whose inputs are clean and whose outputs are not; None when all is well.
     """
@@ -46,6 +47,7 @@ class PackingReport:
     reference_error: float | None = None
     causality_leak: float | None = None
     pad_error: float | None = None
+    batch_norms: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     module: str | None = None
 
@@ -63,7 +65,8 @@ class PackingReport:
     @property
     def ok(self) -> bool:
         """Return whether the pack passes every check."""
-        return self.same and not self.leaks and self.matches_stock and self.causal and self.pads_are_inert
+        agrees = self.same and not self.leaks and self.matches_stock
+        return agrees and self.causal and self.pads_are_inert and not self.batch_norms
 
     @property
     def matches_stock(self) -> bool:
@@ -103,6 +106,7 @@ class PackingReport:
         ):
             if value is not None:
                 lines.append(f"  {name} {value:.1e} (allowed {allowed:.0e})")
+        lines += [f"  averages in training        {name}, a batch norm" for name in self.batch_norms]
         lines += [f"  not looked at               {what}" for what in self.skipped]
         lines.append(f"  first wrong module          {self.module or 'none'}")
         return "\n".join(lines)
@@ -121,6 +125,8 @@ class PackingLeakError(RuntimeError):
             what = "lets sequences of a pack see each other"
         elif not report.same:
             what = "differs between packed and alone"
+        elif report.batch_norms:
+            what = "has batch norms, which average over all sequences of a pack in training"
         elif not report.causal:
             what = "lets tokens of a sequence see later ones"
         elif not report.matches_stock:
