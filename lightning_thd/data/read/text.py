@@ -192,14 +192,14 @@ def definitions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDe
         node = nodes.popleft()
         if isinstance(node, _DEFINITIONS):
             yield node
-        for name in _blocks(type(node)):
+        for name in _blocks(type(node).__name__):
             nodes.extend(getattr(node, name))
 
 
 @functools.cache
-def _blocks(kind: type[ast.AST]) -> tuple[str, ...]:
-    """Return the fields of a kind of statement that hold statements."""
-    return tuple(name for name in kind._fields if name in _BLOCKS)
+def _blocks(kind: str) -> tuple[str, ...]:
+    """Return the fields that hold statements, of a kind of syntax node by its name."""
+    return tuple(name for name in getattr(ast, kind)._fields if name in _BLOCKS)
 
 
 class StdlibText(TokenStore):
