@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lightning_thd._checks import instance, whole_number
 
@@ -92,6 +93,21 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise ValueError(
             f"sinks is {sinks.dtype} {list(sinks.shape)} on {sinks.device}; want one float for each of the "
             f"{q.shape[1]} query heads, on {q.device}."
+        )
+
+
+def refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Refuse forward-mode differentiation, which finds no tangent in a custom operator and takes it for 0.
+
+    Raises:
+        NotImplementedError: inside ``torch.func.jvp`` or ``forward_ad.dual_level``, for a dual tensor.
+    """
+    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "Attention on packs has no forward-mode derivative (torch.func.jvp). Use the backward pass, or "
+            "padded rows with attn_implementation='eager'."
         )
 
 

@@ -10,7 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from lightning_thd.attention.checks import check_sinks, check_tensors, host_int
+from lightning_thd.attention.checks import check_sinks, check_tensors, host_int, refuse_forward_mode
 from lightning_thd.attention.context_parallel import context_parallel_attention
 from lightning_thd.attention.kernels import flash, kernel, te, torch_varlen
 from lightning_thd.attention.kernels.cpu import CpuKernel
@@ -138,6 +138,7 @@ def run(
         return attended
     if name != "cpu":
         return kernel.attend(flash.KERNELS[int(name[-1])], q, k, v, at, spec, sinks)
+    refuse_forward_mode(q, k, v, sinks)
     out: Tensor
     out, _ = varlen_attention_cpu(
         q,

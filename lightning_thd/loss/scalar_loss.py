@@ -61,7 +61,8 @@ class _ScalarLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *_, job = ctx.rest
         refuse_double_backward(job.name)
-        operands, targets = ctx.saved_tensors[:5], ctx.saved_tensors[5]
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint gives them a single time
+        operands, targets = saved[:5], saved[5]
         # Handed out once, to be scaled in place; a second backward through a retained graph makes them again.
         found, ctx.found = ctx.found, None
         if found is None:

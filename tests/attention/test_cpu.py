@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lightning_thd.attention import varlen_attention
 from lightning_thd.attention.kernels import cpu, flash_cpu
@@ -183,6 +184,22 @@ def test_bitwise_reproducible() -> None:
             torch.equal(a, b)
             for a, b in zip(first, run(q, k, v, lengths, lengths, grad, **options), strict=True)
         )
+
+
+def test_a_forward_mode_derivative_is_refused_where_it_would_be_zero() -> None:
+    """A custom operator without a formula gives no tangent, and torch takes that for 0."""
+    q, k, v = (torch.randn(6, 2, 4, dtype=torch.float64) for _ in range(3))
+    cu = torch.tensor([0, 2, 6], dtype=torch.int32)
+
+    def attend(q: Tensor) -> Tensor:
+        return varlen_attention(q, k, v, cu, cu, 4, 4)
+
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative \(torch.func.jvp\)"):
+        torch.func.jvp(attend, (q,), (q,))
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="Use the backward pass, or padded rows"):
+            varlen_attention(q, k, forward_ad.make_dual(v, v), cu, cu, 4, 4)
+        assert torch.equal(attend(q), attend(q.clone()))  # beside others that have one
 
 
 def test_a_second_derivative_is_refused() -> None:

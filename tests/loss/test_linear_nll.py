@@ -7,8 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from lightning_thd.loss import fused_linear_cross_entropy, static_shapes
+from lightning_thd.loss import (
+    fused_linear_cross_entropy,
+    fused_linear_distillation,
+    fused_linear_logprobs,
+    static_shapes,
+)
 from tests.loss.oracles import Case, relative, wide
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -89,6 +95,33 @@ def test_a_retained_graph_can_be_used_again() -> None:
     for a, b, c in zip(kept, first, second, strict=True):
         assert torch.equal(a, b)  # what was handed out is the caller's
         torch.testing.assert_close(a * 2.5, c)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "logprobs", "distillation"])
+def test_a_loss_inside_a_checkpoint_has_the_same_gradients(name: str) -> None:
+    """torch.utils.checkpoint hands a function's saved tensors out a single time."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(9, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
+    targets = torch.randint(0, 11, (9,))
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        if name == "cross_entropy":
+            return fused_linear_cross_entropy(hidden, weight, targets)
+        if name == "logprobs":
+            return sum(x.sum() for x in fused_linear_logprobs(hidden, weight, targets) if x is not None)
+        teacher = {"teacher_hidden": hidden.detach(), "teacher_weight": 2 * weight.detach()}
+        return fused_linear_distillation(hidden, weight, targets, **teacher)
+
+    found = []
+    for reentrant in (None, False, True):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        if reentrant is None:
+            loss(*leaves).backward()
+        else:
+            checkpoint(loss, *leaves, use_reentrant=reentrant).backward()
+        found.append([leaf.grad for leaf in leaves])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 def test_double_backward_is_refused() -> None:
