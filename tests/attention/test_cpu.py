@@ -186,6 +186,7 @@ def test_bitwise_reproducible() -> None:
         )
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
 def test_a_forward_mode_derivative_is_refused_where_it_would_be_zero() -> None:
     """A custom operator without a formula gives no tangent, and torch takes that for 0."""
     q, k, v = (torch.randn(6, 2, 4, dtype=torch.float64) for _ in range(3))
