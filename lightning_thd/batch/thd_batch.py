@@ -321,6 +321,14 @@ class THDBatch(Immutable):
         )
         raise TypeError(f"A THDBatch is no dict and no list, so batch[{key!r}] is nothing: {advice}.")
 
+    def keys(self) -> NoReturn:
+        """Raise TypeError, saying what to use instead of ``model(**batch)``.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("A THDBatch is no dict: write model(**batch.hf_kwargs()) in place of model(**batch).")
+
     def __iter__(self) -> Iterator[Tensor]:
         # Lightning takes the rows of the first tensor it finds as the batch size of self.log. 1 / loss_scale
         # is the weight that makes its epoch mean of causal_lm_loss the exact mean over all loss tokens.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from lightning_thd._checks import described
+from lightning_thd._checks import described, instance
 from lightning_thd.batch.epoch_weight import weighing_rows
 from lightning_thd.batch.immutable import Immutable
 from lightning_thd.batch.thd_batch import THDBatch
 from lightning_thd.stats import SeqStats
+
+_OF_BATCH = frozenset(THDBatch.__slots__) | {"loss_tokens", "hf_kwargs", "unpack", "replace"}
 
 
 class THDStep(Immutable):
@@ -46,6 +49,15 @@ class THDStep(Immutable):
         first, *rest = (batch.stats for batch in self.microbatches)
         return sum(rest, start=first)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise AttributeError, saying where a pack's attribute is found; called for what a step has not.
+
+        Raises:
+            AttributeError: always.
+        """
+        where = f"; each of its microbatches has: step.microbatches[0].{name}" if name in _OF_BATCH else ""
+        raise AttributeError(f"A THDStep has no {name!r}{where}.")
+
     def __len__(self) -> int:
         return len(self.microbatches)
 
@@ -56,3 +68,19 @@ class THDStep(Immutable):
 
     def __repr__(self) -> str:
         return f"THDStep({len(self)} microbatches, {self.stats.real_tokens} real tokens)"
+
+
+def check_batch(batch: object) -> None:
+    """Refuse what is no ``THDBatch``.
+
+    Raises:
+        TypeError: saying what to pass; of a ``THDStep`` where its microbatches are run one by one.
+    """
+    if isinstance(batch, THDStep):
+        raise TypeError(
+            f"batch is a THDStep of {len(batch)} microbatches; wanted one THDBatch. strategy='thd', "
+            "'thd_ddp' and 'thd_model_parallel' hand training_step one at a time where the step is the whole "
+            "batch, not inside a dict and not through a dataloader_iter. In a loop of your own run each of "
+            "step.microbatches, and take the mean of their losses."
+        )
+    instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MethodType
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_thd._checks import flags, whole_number
+from lightning_thd._checks import flags
 from lightning_thd.alignment import Alignment
+from lightning_thd.data import planning, sets
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
 from lightning_thd.data.mixing import planned_sources
-from lightning_thd.data.planning import PlanSettings, announce, counts_of, keep_long_rows, make_planner
 from lightning_thd.data.plans_ahead import Planner
+from lightning_thd.data.progress import Progress
 from lightning_thd.data.read.conversations import Records
 from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
 from lightning_thd.data.read.tokenize import Engine
-from lightning_thd.data.sets import DataSet, is_mixture, named_sources, open_mixture, open_set, weighted
 from lightning_thd.data.source_log import SourceLog
 from lightning_thd.data.store.index import Empty
 from lightning_thd.data.store.measure import OnError
@@ -117,6 +116,9 @@ class THDDataModule(L.LightningDataModule):
             ``global_batch``.
     """
 
+    capacity = planning.Setting[int]()
+    global_batch = planning.Setting[Packs | Sequences | None]()
+
     def __init__(
         self,
         train: Source | Stream | None = None,
@@ -151,9 +153,7 @@ class THDDataModule(L.LightningDataModule):
         engine: Engine = "local",
     ) -> None:
         super().__init__()
-        capacity = whole_number(capacity, "capacity", least=None, advice="Pass the tokens of a pack: 8_192.")
-        self.capacity, self.global_batch = capacity, global_batch
-        self._plans = PlanSettings(
+        self._plans = planning.PlanSettings(
             capacity=capacity,
             global_batch=global_batch,
             oversize=oversize,
@@ -186,13 +186,16 @@ class THDDataModule(L.LightningDataModule):
         self._stream = as_stream(train, on_error, max_errors, mixing)
         evaluated = {"val": val, "test": test, "predict": predict}
         refuse_streams(evaluated)
-        self._sources = named_sources({"train": None if self._stream is not None else train, **evaluated})
-        for stage, source in evaluated.items():
-            if source is None:  # a loader that is there makes Lightning ask for its step
-                hook = f"{stage}_dataloader"
-                setattr(self, hook, MethodType(getattr(L.LightningDataModule, hook), self))
+        self._sources = sets.named_sources(
+            {"train": None if self._stream is not None else train, **evaluated}
+        )
+        # A loader that is there makes Lightning ask for its step; a hook hides that of the module.
+        unused = [f"{stage}_dataloader" for stage, source in evaluated.items() if source is None]
+        if not (isinstance(self._stream, StreamMixture) or sets.is_mixture(train)):
+            unused.append("on_before_batch_transfer")
+        link.hide_hooks(self, THDDataModule, unused)
         self._attached = link.Host()
-        self._sets: dict[str, DataSet] = {}
+        self._sets: dict[str, sets.DataSet] = {}
         self._source_log: SourceLog | None = None  # of a mixture
         self._planners: dict[tuple[object, ...], Planner] = {}
 
@@ -233,13 +236,15 @@ class THDDataModule(L.LightningDataModule):
         return self._attached if self.trainer is None else link.host_of(self.trainer)
 
     @property
-    def _progress(self) -> link.Progress | None:
-        return None if self.trainer is None else link.Progress(self.trainer)
+    def _progress(self) -> Progress | None:
+        return None if self.trainer is None else Progress(self.trainer)
 
     def prepare_data(self) -> None:
         """Tokenise, count and cache what can be cached; Lightning calls this on one process a node."""
         for name, source in self._sources.items():
-            parts = [weighted(*item)[0] for item in source.items()] if is_mixture(source) else [source]
+            parts = (
+                [sets.weighted(*item)[0] for item in source.items()] if sets.is_mixture(source) else [source]
+            )
             if all(is_known(part) for part in parts):
                 self._open(name)
 
@@ -256,22 +261,20 @@ class THDDataModule(L.LightningDataModule):
         if name not in self._sets:
             opener = replace(self._opener, progress=self._host.is_first)
             source = self._sources[name]
-            mixed = name == "train" and is_mixture(source)
-            self._sets[name] = (open_mixture if mixed else open_set)(name, source, opener, empty=self.empty)
+            mixed = name == "train" and sets.is_mixture(source)
+            self._sets[name] = (sets.open_mixture if mixed else sets.open_set)(
+                name, source, opener, empty=self.empty
+            )
 
     @property
     def set_names(self) -> dict[str, tuple[str, ...]]:
         """Return the names of the sets of each stage that has several, in the order of its loaders."""
-        stages = dict.fromkeys(name.partition("/")[0] for name in self._sources if "/" in name)
-        return {
-            stage: tuple(name.partition("/")[2] for name in self._sources if name.startswith(f"{stage}/"))
-            for stage in stages
-        }
+        return sets.names_by_stage(self._sources)
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
         """Return for every set how many sequences were skipped, dropped, cut or split, and tokens lost."""
-        return {name: counts_of(data, self._planner(name)) for name, data in self._sets.items()}
+        return {name: planning.counts_of(data, self._planner(name)) for name, data in self._sets.items()}
 
     def train_dataloader(self) -> THDLoader | StreamLoader:
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
@@ -304,7 +307,7 @@ class THDDataModule(L.LightningDataModule):
         trainer = self.trainer if self.trainer is not None and self.trainer.training else None
         if trainer is not None and self._source_log is not None:
             self._source_log.begin(trainer, batch, self._host.ranks)
-        return batch
+        return link.hook_of_module(self.trainer, batch, dataloader_idx)
 
     def teardown(self, stage: str) -> None:
         """Log the last steps of a mixture at the end of a fit."""
@@ -338,8 +341,7 @@ class THDDataModule(L.LightningDataModule):
             policies,
             self._host,
             kind=kind,
-            consumed=None if self._progress is None else self._progress.total,
-            on_load=None if self._progress is None else self._progress.match,
+            **({} if self._progress is None else self._progress.stream_hooks()),
         )
 
     def _evaluation(self, stage: str) -> THDLoader | list[THDLoader]:
@@ -348,7 +350,7 @@ class THDDataModule(L.LightningDataModule):
         return loaders if several else loaders[0]
 
     def _loader(
-        self, name: str, *, kind: Kind, fixed_order: bool, progress: link.Progress | None = None
+        self, name: str, *, kind: Kind, fixed_order: bool, progress: Progress | None = None
     ) -> THDLoader:
         if name not in self._sets:
             raise MisconfigurationException(
@@ -359,7 +361,7 @@ class THDDataModule(L.LightningDataModule):
         vocab_size = self.vocab_size or link.vocab_size(host.model)
         data.index.check_vocabulary(vocab_size, name)
         maker = BatchMaker(
-            dataset=keep_long_rows(data.dataset, planner),
+            dataset=planning.keep_long_rows(data.dataset, planner),
             index=data.index,
             align=host.alignment,
             pad_to=self._plans.pad_to,
@@ -385,15 +387,15 @@ class THDDataModule(L.LightningDataModule):
         """Return the planner of a set, made at first use, when ``configure_model`` has built the model."""
         # The same data module may serve Trainers of other ranks or accumulation, one after the other.
         host = self._host
-        key = (name, self._plans.step(host), host.ranks, host.alignment, host.sharing)
+        key = (name, self.capacity, self._plans.step(host), host.ranks, host.alignment, host.sharing)
         if key not in self._planners:
             self._planners = {other: plan for other, plan in self._planners.items() if other[0] != name}
-            self._planners[key] = make_planner(
+            self._planners[key] = planning.make_planner(
                 self._sets[name],
                 self._plans,
                 host,
                 training=name == "train",
                 cache_dir=self._opener.cache_dir,
             )
-            announce(self._sets[name], self._planners[key], host)
+            planning.announce(self._sets[name], self._planners[key], host)
         return self._planners[key]

@@ -201,6 +201,7 @@ class THDLoader:
         limit: most batches the trainer takes of an epoch; asked when an epoch begins.
         on_epoch: told the batches of an epoch when it begins; those of a mixture differ.
         on_load: told the batch of the epoch at which a restored loader goes on.
+        check: called before each batch; raises where the trainer no longer fits the plan.
         num_workers, prefetch_factor, pin_memory: as in ``torch.utils.data.DataLoader``.
     """
 
@@ -218,6 +219,7 @@ class THDLoader:
         limit: Callable[[], int | None] | None = None,
         on_load: Callable[[int], None] | None = None,
         on_epoch: Callable[[int], None] | None = None,
+        check: Callable[[], None] | None = None,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
@@ -225,7 +227,7 @@ class THDLoader:
         self._cursor = _Cursor(planner.num_steps, per_step, fixed_order, on_epoch)
         self.batch_sampler = _EpochTarget(self._cursor)
         self.planner, self.per_step = planner, per_step
-        self._consumed, self._limit, self._on_load = consumed, limit, on_load
+        self._consumed, self._limit, self._on_load, self._check = consumed, limit, on_load, check
         self._handed_out = 0
         self.waited_s = 0.0  # spent so far on reading and collating, or on waiting for workers that do
         self._loader: DataLoader[THDBatch | THDStep] = DataLoader(
@@ -272,6 +274,8 @@ class THDLoader:
             self.waited_s += time.perf_counter() - began
             if batch is None:
                 break
+            if self._check is not None:
+                self._check()
             self._handed_out += 1
             yield batch
         cursor.epoch, cursor.start = cursor.epoch + 1, 0

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset
 
+from lightning_thd._checks import whole_number
 from lightning_thd.data.plans_ahead import Planner
 from lightning_thd.data.sets import DataSet
 from lightning_thd.data.store.arrays import cached_arrays
@@ -29,6 +30,8 @@ from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
 from lightning_thd.packing.planner import Tail
 from lightning_thd.packing.sharing import Sharing
 from lightning_thd.packing.sharing.planner import SharedPlanner
+
+T = TypeVar("T")
 
 _VERSION = 1
 # What decides the packs of a window; the rest of a planner's settings may change under the same counts.
@@ -54,6 +57,10 @@ class PlanSettings:
     mixing: Mixing | None = None
 
     def __post_init__(self) -> None:
+        capacity = whole_number(
+            self.capacity, "capacity", least=None, advice="Pass the tokens of a pack: 8_192."
+        )
+        object.__setattr__(self, "capacity", capacity)
         if self.global_batch is not None and not isinstance(self.global_batch, Packs | Sequences):
             raise TypeError(
                 f"global_batch is a {type(self.global_batch).__name__}. Pass Packs(n), Sequences(n) or None."
@@ -73,6 +80,19 @@ class PlanSettings:
         """Return what one optimizer step takes: by default one pack a rank (or largest group) a batch."""
         groups = host.ranks if host.sharing is None else max(1, host.ranks // host.sharing.max_degree)
         return self.global_batch or Packs(groups * host.accumulate)
+
+
+class Setting(Generic[T]):
+    """A data module's attribute in its ``PlanSettings``; what is set holds for the loaders made after."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: Any, owner: type | None = None) -> T:
+        return cast("T", self if module is None else getattr(module._plans, self._name))
+
+    def __set__(self, module: Any, value: T) -> None:
+        module._plans = replace(module._plans, **{self._name: value})
 
 
 def make_planner(

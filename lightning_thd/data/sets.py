@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,3 +133,12 @@ def named_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
         elif source is not None:
             named[stage] = source
     return named
+
+
+def names_by_stage(sources: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return the names of each stage's several sets: of ``val/a`` and ``val/b``, a and b of val."""
+    found: dict[str, tuple[str, ...]] = {}
+    for stage, _, name in (source.partition("/") for source in sources):
+        if name:
+            found[stage] = (*found.get(stage, ()), name)
+    return found

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, cast
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_thd.alignment import Alignment
@@ -143,6 +145,27 @@ def model_windows(module: nn.Module | None) -> tuple[Window, ...]:
         return ()
 
 
+def hide_hooks(module: L.LightningDataModule, own: type, hooks: Iterable[str]) -> None:
+    """Make Lightning take hooks of a data module for absent, except those that a subclass has written.
+
+    Args:
+        module: that Lightning will ask.
+        own: class whose hooks are to be hidden.
+        hooks: their names.
+    """
+    for hook in hooks:
+        if getattr(type(module), hook) is getattr(own, hook):
+            setattr(module, hook, MethodType(getattr(L.LightningDataModule, hook), module))
+
+
+def hook_of_module(trainer: L.Trainer | None, batch: Any, dataloader_idx: int) -> Any:
+    """Run a module's own ``on_before_batch_transfer``, which Lightning leaves to the data module."""
+    module = None if trainer is None else trainer.lightning_module
+    if module is None or not is_overridden("on_before_batch_transfer", module):
+        return batch
+    return module.on_before_batch_transfer(batch, dataloader_idx)
+
+
 def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> None:
     """Refuse a Trainer whose ranks and accumulation contradict ``global_batch``.
 
@@ -214,62 +237,3 @@ def check_packs(step: Packs | Sequences | None, *, ranks: int, accumulate: int) 
             f"global_batch={step} decides by itself how many microbatches a step has, but "
             f"accumulate_grad_batches={accumulate}. Set gradient accumulation to 1."
         )
-
-
-class Progress:
-    """A Trainer's position in its epoch, for a loader that saves where it stands."""
-
-    def __init__(self, trainer: L.Trainer) -> None:
-        self._trainer = trainer
-
-    def hooks(self, *, resizes: bool) -> dict[str, Callable[..., Any]]:
-        """Return the functions by which a ``THDLoader`` follows the Trainer, by its arguments' names."""
-        told: dict[str, Any] = {"consumed": self.consumed, "limit": self.limit, "on_load": self.match}
-        return {**told, "on_epoch": self.resize} if resizes else told
-
-    def consumed(self) -> int:
-        """Return how many batches of this epoch the Trainer has finished."""
-        # `processed` counts a batch once its update is done and before on_train_batch_end, where checkpoints
-        # are written; a batch that raised is not counted and comes again.
-        return int(self._batches.current.processed)
-
-    def total(self) -> int:
-        """Return how many batches of all epochs and fits the Trainer has finished."""
-        return int(self._batches.total.processed)
-
-    def limit(self) -> int | None:
-        """Return the most batches that the Trainer takes of an epoch."""
-        batches = self._trainer.num_training_batches
-        return int(batches) if batches != float("inf") else None
-
-    def resize(self, batches: int) -> None:
-        """Set the Trainer's number of batches for this epoch: a mixture's epochs differ by a few."""
-        trainer = self._trainer
-        limited = trainer.limit_train_batches
-        if isinstance(limited, int) and not isinstance(limited, bool):
-            batches = min(batches, limited)
-        elif limited is not None:
-            batches = int(batches * limited)
-        loop = trainer.fit_loop
-        if loop.max_batches == batches or getattr(trainer, "overfit_batches", 0) > 0:
-            return
-        loop.max_batches = batches
-        combined = loop._combined_loader
-        if combined is not None:
-            combined.limits = batches  # set once by Lightning, before the first epoch
-        if isinstance(trainer.val_check_interval, float):
-            trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
-
-    def match(self, start: int) -> None:
-        """Set Lightning's batch counter to the loader's position, after a change of ranks or mid-step."""
-        progress = self._batches
-        shift = start - progress.current.processed
-        if shift:
-            for counter in (progress.current, progress.total):
-                for name in ("ready", "started", "processed", "completed"):
-                    setattr(counter, name, max(0, getattr(counter, name) + shift))
-            progress.current.ready = progress.current.started = start
-
-    @property
-    def _batches(self) -> Any:
-        return self._trainer.fit_loop.epoch_loop.batch_progress

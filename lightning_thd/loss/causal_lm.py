@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_thd._checks import flags, instance, real_number, whole_number
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.thd_step import check_batch
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
 from lightning_thd.loss.model_head.head_call import HeadCall, Job
@@ -245,7 +246,7 @@ def causal_lm_logprobs(
     """
     LogitMap(temperature=temperature)  # checked before the model runs
     instance(model, "model", nn.Module, advice="Pass the model itself.")
-    instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")
+    check_batch(batch)
     instance(entropy, "entropy", bool, advice="Pass True or False.")
     whole_number(top_k, "top_k", advice="0 keeps no tokens.")
     wide = 3 + 2 * top_k if entropy else 2 + 2 * top_k

@@ -11,8 +11,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_thd._checks import instance
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
+from lightning_thd.batch.thd_step import check_batch
 from lightning_thd.loss.checks import check_tensors
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
@@ -38,7 +38,7 @@ def loss_weights(
         TypeError: for another batch.
         ValueError: for what does not fit the batch.
     """
-    instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")
+    check_batch(batch)
     if not isinstance(reduction, str) or reduction not in get_args(Reduction):
         raise ValueError(f"reduction is {reduction!r}, wanted 'tokens' or 'sequences'.")
     check_tensors(**{"weights": weights} if weights is not None else {})

@@ -18,8 +18,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._checks import instance
 from lightning_thd.batch import THDBatch
+from lightning_thd.batch.thd_step import check_batch
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
 
@@ -66,7 +66,7 @@ class Pack:
     @classmethod
     def from_batch(cls, batch: THDBatch) -> Pack:
         """Build a pack from a batch, with all lengths on the host, so that no device is ever read."""
-        instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")
+        check_batch(batch)
         padded = batch.lengths != batch.padded_lengths[: len(batch.lengths)]
         return cls(
             cu_seqlens_q=batch.cu_seqlens_padded,

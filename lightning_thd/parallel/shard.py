@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_thd._checks import described, instance
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.thd_step import check_batch
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.costs import CommCosts
 from lightning_thd.parallel.context.layout import Communication, ShardLayout, offsets_of
@@ -135,7 +136,7 @@ def shard_batch(
         TypeError: for another batch or group.
         ValueError: when lengths do not divide, or the batch holds what cannot be cut (images).
     """
-    instance(batch, "batch", THDBatch, advice="Pass THDBatch.collate(samples).")
+    check_batch(batch)
     known = cp is not None and rank is not None
     if not (known and group is None) and not (hasattr(group, "size") and hasattr(group, "rank")):
         raise TypeError(f"group is {described(group)}; wanted a process group, or cp= and rank=.")

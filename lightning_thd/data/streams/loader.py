@@ -61,7 +61,9 @@ class StreamLoader:
         reopen: takes the stream apart anew where a checkpoint says in how many parts.
         steps_per_epoch: steps of an epoch; None ends it with the shards.
         consumed: number of batches the trainer is done with, ever; what was handed out if absent.
-        on_load: told the batch of the epoch at which a restored loader goes on.
+        on_load: told the batch of the epoch at which a restored loader goes on, except at an epoch's end.
+        begins: whether the trainer has begun an epoch of which it has asked for no batch.
+        check: called before each batch; raises where the trainer no longer fits the steps.
         pin_memory: page-lock batches.
         planned: makes the steps of epochs whose lengths are known: index, epoch and data rank -> steps.
     """
@@ -81,6 +83,8 @@ class StreamLoader:
         steps_per_epoch: int | None = None,
         consumed: Callable[[], int] | None = None,
         on_load: Callable[[int], None] | None = None,
+        begins: Callable[[], bool] | None = None,
+        check: Callable[[], None] | None = None,
         pin_memory: bool = False,
         planned: Callable[[LengthIndex, int, int], PlannedSteps] | None = None,
     ) -> None:
@@ -89,7 +93,8 @@ class StreamLoader:
         self._settings, self._rank, self._kind = settings, rank, kind
         self._parts, self._replays, self._steps_per_epoch = parts, replays, steps_per_epoch
         self._reopen = reopen
-        self._consumed, self._on_load, self._pin = consumed, on_load, pin_memory
+        self._consumed, self._on_load, self._begins, self._check = consumed, on_load, begins, check
+        self._pin = pin_memory
         dp = settings.scheduling.dp
         self.per_step = settings.scheduling.step.n // dp if kind == "pack" else 1
         alone = alone or {}
@@ -111,7 +116,8 @@ class StreamLoader:
         self._states: deque[tuple[int, dict[str, Any]]] = deque()  # steps handed out -> what to save
         self._tokens: deque[IntArray] = deque(maxlen=_REMEMBERED)  # of each source, step after step
         self._latest: dict[str, Any] | None = None  # of the stream, after the last step handed out
-        self._base: dict[str, Any] = {"epoch": 0, "step": 0, "stream": None}
+        self._ended = False  # the position is the end of an epoch, not the beginning of the next
+        self._base: dict[str, Any] = self._position()
         self._same = False
         self._engine: Engine | PlannedEngine | None = None
         self._ahead: Ahead | None = None
@@ -156,9 +162,9 @@ class StreamLoader:
         number, handed = self._start, 0
         self._running, self._handed_out = self.epoch, 0
         self._begun_at = self._consumed() if self._consumed is not None else 0
+        self._ended = ends = False
         self._base = self._position()
         self._states.clear()
-        ends = False
         while not ends:
             made = self._again.popleft() if self._again else self._next()
             if made is None:
@@ -170,17 +176,20 @@ class StreamLoader:
             number, handed = number + 1, handed + 1
             ends = number == self._steps_per_epoch or (self._steps_per_epoch is None and made.last)
             self._latest = made.state
+            self._ended = ends
             self.epoch, self._start = (self._running + 1, 0) if ends else (self._running, number)
             self._states.append((handed, self._position()))
             step = made.step.pin_memory() if self._pin else made.step
             if ends:
                 self._turn_to_plans()
             for batch in [step] if self._kind == "step" else step.microbatches:
+                if self._check is not None:
+                    self._check()
                 self._handed_out += 1
                 yield batch
 
     def _position(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "step": self._start, "stream": self._latest}
+        return {"epoch": self.epoch, "step": self._start, "stream": self._latest, "ended": self._ended}
 
     def _done(self) -> int:
         """Return how many whole steps of this iteration the Trainer has finished."""
@@ -274,7 +283,9 @@ class StreamLoader:
         while len(self._states) > 1 and self._states[1][0] <= done:
             self._states.popleft()  # nobody asks for earlier steps again
         found = [state for handed, state in self._states if handed == done]
-        return {**(found[0] if found else self._base), **self._identity()}
+        state = {**(found[0] if found else self._base), **self._identity()}
+        begins = self._begins is not None and self._begins()
+        return {**state, "ended": False} if begins else state
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -317,11 +328,12 @@ class StreamLoader:
         self._latest, self._same = state["stream"], state["plan"] == self._plan_key()
         self._running = self.epoch = int(state["epoch"])
         self._start = int(state["step"])
+        self._ended = bool(state.get("ended", not self._start))
         self._handed_out = self._begun_at = 0
         for kept in (self._states, self._given, self._again, self._tokens):
             kept.clear()
         self._base = self._position()
-        if self._on_load is not None and self._start:
+        if self._on_load is not None and not self._ended:
             self._on_load(self._start * self.per_step)
         if self._consumed is not None:
             self._begun_at = self._consumed()

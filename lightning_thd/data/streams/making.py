@@ -77,6 +77,8 @@ def stream_loader(
     parts: int | None = None,
     consumed: Callable[[], int] | None = None,
     on_load: Callable[[int], None] | None = None,
+    begins: Callable[[], bool] | None = None,
+    check: Callable[[], None] | None = None,
 ) -> StreamLoader:
     """Build the stream loader of one rank; a collective of the job.
 
@@ -88,6 +90,8 @@ def stream_loader(
         parts: parts of sources that can be asked for any number; by default the data-parallel ranks.
         consumed: batches that the Trainer is done with, ever.
         on_load: told where a restored loader goes on.
+        begins: whether the Trainer has begun an epoch of which it has asked for no batch.
+        check: called before each batch; raises where the Trainer no longer fits the steps.
 
     Raises:
         ValueError: for a source that is no stream, and policies that a stream cannot keep.
@@ -98,7 +102,8 @@ def stream_loader(
     choice(kind, "kind", "pack", "step")
     if parts is not None:
         whole_number(parts, "parts", least=1, advice="It is the number of parts of the sources.")
-    for name, told in (("consumed", consumed), ("on_load", on_load)):
+    hooks = {"consumed": consumed, "on_load": on_load, "begins": begins, "check": check}
+    for name, told in hooks.items():
         if told is not None and not callable(told):
             raise TypeError(f"{name} is {described(told)}; wanted a function, or None.")
     if host.sharing is not None:
@@ -132,6 +137,8 @@ def stream_loader(
         steps_per_epoch=stream.steps_per_epoch,
         consumed=consumed,
         on_load=on_load,
+        begins=begins,
+        check=check,
         pin_memory=host.on_gpu if policies.pin_memory is None else policies.pin_memory,
         planned=partial(_planned, policies=policies, host=host, settings=settings),
     )

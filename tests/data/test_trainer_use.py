@@ -1,0 +1,167 @@
+"""What a user does with a Trainer around the data module: hooks, subclasses, settings, odd checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
+from lightning_thd.batch import THDStep
+from tests.data.test_datamodule import CAPACITY, make_trainer
+from tests.tiny import TinyModule, largest_error, sequences
+
+SAMPLES = sequences(40)
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(SAMPLES)
+
+
+def weights(module: TinyModule) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in module.model.named_parameters()}
+
+
+class SavesAt(L.Callback):
+    """Saves a checkpoint when a hook is called for the n-th time."""
+
+    def __init__(self, hook: str, call: int, path: Path) -> None:
+        self._left, self._path = call, path
+        setattr(self, hook, self._save)
+
+    def _save(self, trainer: L.Trainer, *args: Any) -> None:
+        self._left -= 1
+        if not self._left:
+            trainer.save_checkpoint(self._path)
+
+
+@pytest.mark.filterwarnings("ignore:The stream is a generator")  # which gives the same rows again here
+@pytest.mark.parametrize(
+    ("train", "step", "hook", "call", "left"),
+    [
+        # Lightning still counts the batches of the epoch before there
+        (SAMPLES, Packs(2), "on_train_epoch_start", 2, 2),
+        (SAMPLES, Sequences(7), "on_train_epoch_start", 3, 1),
+        (Rows(), Packs(2), "on_train_epoch_start", 2, 2),
+        # inside the first step of an epoch
+        (Rows(), Packs(2), "on_train_batch_start", 2, 3),
+        # an epoch's last validation is no beginning of the next
+        (Rows(), Packs(2), "on_validation_end", 1, 2),
+    ],
+)
+def test_a_checkpoint_of_any_hook_goes_on_with_what_is_left(
+    train: Any, step: Packs | Sequences, hook: str, call: int, left: int, tmp_path: Path
+) -> None:
+    def run(module: TinyModule, *callbacks: L.Callback, ckpt_path: Path | None = None) -> int:
+        trainer = make_trainer(
+            max_epochs=3,
+            strategy="thd",
+            accumulate_grad_batches=2 if isinstance(step, Packs) else 1,
+            callbacks=list(callbacks),
+            num_sanity_val_steps=0,
+        )
+        data = THDDataModule(train, capacity=CAPACITY, global_batch=step, val=SAMPLES[:4])
+        trainer.fit(module, data, ckpt_path=ckpt_path)
+        return trainer.global_step
+
+    whole, resumed = TinyModule(), TinyModule()
+    steps = run(whole, SavesAt(hook, call, tmp_path / "at.ckpt"))
+    assert run(resumed, ckpt_path=tmp_path / "at.ckpt") == steps
+    assert resumed.seen == whole.seen[len(whole.seen) - len(resumed.seen) :]
+    assert sum(map(len, resumed.seen)) == 40 * left
+    assert largest_error(weights(resumed), weights(whole)) < 1e-12
+
+
+@pytest.mark.parametrize("step", [None, Sequences(7)])
+def test_accumulation_changed_while_it_trains_is_refused(step: Sequences | None) -> None:
+    class Changes(L.Callback):
+        def on_train_epoch_start(self, trainer: L.Trainer, *args: Any) -> None:
+            trainer.accumulate_grad_batches = 1 + trainer.current_epoch
+
+    trainer = make_trainer(max_epochs=2, strategy="thd", callbacks=[Changes()])
+    with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches is 2, but was 1 when the"):
+        trainer.fit(TinyModule(), THDDataModule(SAMPLES, capacity=CAPACITY, global_batch=step))
+    streamed = make_trainer(max_epochs=2, strategy="thd", callbacks=[Changes()])
+    with pytest.raises(MisconfigurationException, match=r"accumulate_grad_batches is 2, but was 1 when the"):
+        streamed.fit(TinyModule(), THDDataModule(Rows(), capacity=CAPACITY, global_batch=step))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_hooks_of_the_users_module_run(mixed: bool) -> None:
+    class Doubles(TinyModule):
+        """Learns twice the loss, by way of its batches."""
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch.replace(loss_scale=2 * batch.loss_scale)
+
+    def first_loss(module: TinyModule) -> float:
+        train: Any = {"a": (SAMPLES, 1.0)} if mixed else SAMPLES
+        make_trainer(max_steps=1).fit(module, THDDataModule(train, capacity=CAPACITY))
+        return module.outputs[0]
+
+    with pytest.warns(UserWarning, match="on_before_batch_transfer"):  # Lightning's own
+        found = first_loss(Doubles())
+    assert found == pytest.approx(2 * first_loss(TinyModule()), rel=1e-12)
+
+
+def test_a_subclass_brings_loaders_and_hooks_of_its_own() -> None:
+    class Own(THDDataModule):
+        def val_dataloader(self) -> Any:
+            return DataLoader(torch.arange(3))
+
+        predict_dataloader = val_dataloader
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            moved.append(type(batch))
+            return batch
+
+    class Looks(TinyModule):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            validated.append(int(batch))
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return int(batch)
+
+    moved: list[type] = []
+    validated: list[int] = []
+    data = Own(SAMPLES, capacity=CAPACITY)
+    make_trainer(max_steps=2, val_check_interval=2, num_sanity_val_steps=0).fit(Looks(), data)
+    assert validated == [0, 1, 2]
+    assert moved[:2] == [THDBatch, THDBatch]
+    assert make_trainer().predict(Looks(), data) == [0, 1, 2]
+
+
+def test_capacity_and_step_hold_for_the_loaders_made_after_they_were_set() -> None:
+    data = THDDataModule(SAMPLES, capacity=CAPACITY)
+    data.setup("fit")
+    small = list(data.train_dataloader())
+    data.capacity = 3 * CAPACITY
+    large = list(data.train_dataloader())
+    assert max(batch.stats.slots for batch in small) <= CAPACITY < max(batch.stats.slots for batch in large)
+    assert len(large) < len(small)
+    data.global_batch = Sequences(7)
+    assert [sum(map(len, step.microbatches)) for step in data.train_dataloader()] == [7, 7, 7, 7, 7, 5]
+    with pytest.raises(TypeError, match="capacity is a str"):
+        data.capacity = "8k"  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="global_batch is a int"):
+        data.global_batch = 4  # type: ignore[assignment]
+
+
+def test_what_a_step_is_not_says_where_it_is_found() -> None:
+    batch = THDBatch.collate(SAMPLES[:2])
+    step = THDStep([batch])
+    with pytest.raises(AttributeError, match=r"no 'input_ids'; each .*: step.microbatches\[0\].input_ids"):
+        _ = step.input_ids
+    with pytest.raises(AttributeError, match=r"A THDStep has no 'weather'\.$"):
+        _ = step.weather
+    with pytest.raises(TypeError, match=r"batch is a THDStep of 1 microbatches; wanted one THDBatch"):
+        causal_lm_loss(TinyModule().model, step)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"write model\(\*\*batch.hf_kwargs\(\)\)"):
+        TinyModule().model(**batch)
