@@ -1,8 +1,9 @@
-"""Numbers in any form a user passes (int, list, array, tensor) -> host integers, or an error that helps."""
+"""What a user passes -> host integers (from int, list, array, tensor), a path, or an error that helps."""
 
 from __future__ import annotations
 
 from collections.abc import Sized
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,8 @@ def _as_array(values: Any, name: str, advice: str) -> npt.NDArray[Any]:
         array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError, OverflowError) as err:  # rows of several lengths, say
         raise ValueError(f"{name} is no array of integers ({err}). {advice}") from err
+    if array.dtype.kind == "O" and all(isinstance(value, int) for value in array.flat):
+        raise ValueError(f"{name} holds {max(array.flat, key=abs)}, past int64 ({INT64_MAX}). {advice}")
     if array.dtype.kind == "O" or (array.ndim == 0 and not isinstance(values, np.ndarray)):
         raise TypeError(f"{name} is {described(values)}; wanted a list, array or tensor of ints. {advice}")
     return array
@@ -159,3 +162,11 @@ def choice(value: Any, name: str, *wanted: str) -> None:
     """
     if not isinstance(value, str) or value not in wanted:
         raise ValueError(f"{name} is {described(value)}; wanted one of {', '.join(wanted)}.")
+
+
+def refuse_missing(name: str, advice: str) -> None:
+    """Raise ValueError for what can only be a path, not a model's name on a hub, and is not there."""
+    path = Path(name)
+    is_path = path.is_absolute() or name.startswith(".") or name.count("/") > 1 or path.suffix == ".json"
+    if is_path and not path.exists():
+        raise ValueError(f"{name} does not exist. {advice}")

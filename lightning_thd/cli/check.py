@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
+from lightning_thd.cli.arguments import whole
 from lightning_thd.models.probe import check_packing
 
 
@@ -26,7 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", help="a config.json, a folder with one, or a model's name")
     parser.add_argument("--attention", default="thd", help="attn_implementation to look at (default: thd)")
-    parser.add_argument("--layers", type=int, help="build this many layers of a config in place of all")
+    parser.add_argument("--layers", type=whole(1), help="build this many layers of a config in place of all")
     parser.add_argument("--weights", action="store_true", help="load the model's weights too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -40,6 +42,8 @@ def main(arguments: Sequence[str]) -> None:
         model = load_model(given.model, given.attention, layers=given.layers, weights=given.weights)
     except (OSError, ValueError) as err:
         parser.error(str(err))
+    except (RuntimeError, LookupError, TypeError, ZeroDivisionError) as err:  # of the model's own code
+        parser.error(f"{given.model} cannot be built: {type(err).__name__}: {err}. Look at its sizes.")
     report = check_packing(model, raise_on_leak=False)
     if given.json:
         values = asdict(report) if is_dataclass(report) else {"report": str(report)}
@@ -54,8 +58,10 @@ def load_model(name: str, attention: str, *, layers: int | None = None, weights:
     """Build a causal language model from a config, perhaps of fewer layers, or load it with its weights.
 
     Raises:
-        ValueError: for ``layers`` together with ``weights``.
+        ValueError: for ``layers`` together with ``weights``, or beyond those of the config; for a path that
+            is not there.
     """
+    refuse_missing(name, "Pass a config.json, a folder with one, or a model's name.")
     require("transformers", feature="lightning-thd check")
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -67,6 +73,11 @@ def load_model(name: str, attention: str, *, layers: int | None = None, weights:
     config = AutoConfig.from_pretrained(path)
     if layers is not None:
         text = config.get_text_config()
+        if layers > text.num_hidden_layers:
+            raise ValueError(
+                f"--layers {layers}, but {name} has {text.num_hidden_layers}. Pass at most as many, or leave "
+                "it out to build all."
+            )
         text.num_hidden_layers = layers
         if getattr(text, "layer_types", None):
             text.layer_types = text.layer_types[:layers]

@@ -10,7 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
+from lightning_thd.cli.arguments import whole
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.peaks import peak_flops
 from lightning_thd.report.terminal import Table, show_table
@@ -46,8 +48,9 @@ def load_config(path: str) -> Any:
     """Load a config from a ``config.json``, a folder that holds one, or a name transformers can resolve.
 
     Raises:
-        ValueError: for a file that is no JSON object with a ``model_type``.
+        ValueError: for a path that is not there, and a file that is no JSON object with a ``model_type``.
     """
+    refuse_missing(path, "Pass a config.json, a folder with one, or a model's name.")
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.exists():
         auto = require("transformers", feature=f"flops {path}, which is no file here,").AutoConfig
@@ -69,13 +72,13 @@ def make_parser() -> argparse.ArgumentParser:
         epilog='example: lightning-thd flops config.json --lengths 512 1024 --device "NVIDIA H200"',
     )
     parser.add_argument("config", help="config.json, a folder with one, or a model name")
-    parser.add_argument("--lengths", type=int, nargs="+", required=True, help="tokens of every sequence")
+    parser.add_argument("--lengths", type=whole(0), nargs="+", required=True, help="tokens of every sequence")
     parser.add_argument("--causal", choices=("half", "exact", "full"), default="half")
     parser.add_argument("--recompute", choices=("none", "full", "early_stop", "selective"), default="none")
     parser.add_argument("--embedding", action="store_true", help="count the embedding as a matmul")
     parser.add_argument("--router", action="store_true", help="count the routers of experts")
     parser.add_argument("--device", help="device name: adds the least time these FLOPs take on it")
-    parser.add_argument("--dtype", default="bf16", help="bf16, fp16, tf32, fp32, fp8 or fp4, with --device")
+    parser.add_argument("--dtype", help="bf16 (the default), fp16, tf32, fp32, fp8 or fp4, with --device")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -85,7 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser()
     given = parser.parse_args(arguments)
     try:
-        peak = peak_flops(given.device, given.dtype) if given.device else None
+        if given.dtype is not None and given.device is None:
+            raise ValueError(f"--dtype {given.dtype} is of the peak of --device. Pass --device too.")
+        dtype = given.dtype or "bf16"
+        peak = None if given.device is None else peak_flops(given.device, dtype)
         model = FlopsModel.from_config(
             load_config(given.config),
             causal=given.causal,
@@ -94,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             recompute=given.recompute,
         )
         flops = model.training_flops(SeqStats.from_lengths(given.lengths, windows=model.windows))
-    except (ValueError, OSError, ModuleNotFoundError) as err:
+    except (ValueError, TypeError, OSError, ModuleNotFoundError) as err:
         parser.error(str(err))
     least_ms = flops.hardware / peak * 1e3 if peak is not None else None
     if given.json:
@@ -104,5 +110,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show_table(breakdown_table(model, given.lengths))
     if peak is not None:
         sys.stdout.write(f"At {peak / 1e12:g} TFLOP/s: {least_ms:.3f} ms at the least.\n")
-    elif given.device:
-        sys.stdout.write(f"No peak is known for {given.device!r} in {given.dtype}.\n")
+    elif given.device is not None:
+        sys.stdout.write(f"No peak is known for {given.device!r} in {dtype}.\n")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from lightning_thd.cli.arguments import positive, whole
 from lightning_thd.cuda_graph.choice.costs import GraphCosts, IntArray, lengths_from_quantiles
 from lightning_thd.cuda_graph.choice.plan import GraphPlan, needed_sequences, plan_graphs
 from lightning_thd.cuda_graph.choice.sampling import longest_sequence, sample_layouts
@@ -24,24 +25,25 @@ def graph_plan(arguments: Sequence[str]) -> GraphPlan:
     if (given.data is None) == (given.quantiles is None):
         parser.error("give either a data set or --quantiles P50 P90 P99 MAX")
     defaults = GraphCosts()
+    eager = 1.0 if given.eager_ms is None else given.eager_ms
     costs = GraphCosts(
-        eager=given.eager_ms or defaults.eager,
-        graph=defaults.graph * (given.eager_ms or 1.0) if given.graph_ms is None else given.graph_ms,
-        per_sequence=defaults.per_sequence * (given.eager_ms or 1.0)
+        eager=defaults.eager * eager,
+        graph=defaults.graph * eager if given.graph_ms is None else given.graph_ms,
+        per_sequence=defaults.per_sequence * eager
         if given.per_sequence_us is None
         else given.per_sequence_us / 1000,
     )
-    if given.quantiles is not None:
-        p50, p90, p99, largest = given.quantiles
-        needs: IntArray = lengths_from_quantiles({0.5: p50, 0.9: p90, 0.99: p99}, largest)
-        slots, max_seqlen = given.capacity, given.capacity
-    else:
-        try:
+    try:
+        if given.quantiles is not None:
+            p50, p90, p99, largest = given.quantiles
+            needs: IntArray = lengths_from_quantiles({0.5: p50, 0.9: p90, 0.99: p99}, largest)
+            slots, max_seqlen = given.capacity, given.capacity
+        else:
             needs, slots, max_seqlen = _from_data(
                 given.data, given.capacity, text_key=given.text_key, tokenizer=given.tokenizer
             )
-        except (ValueError, OSError, ModuleNotFoundError) as err:
-            parser.error(str(err))
+    except (ValueError, OSError, ModuleNotFoundError) as err:
+        parser.error(str(err))
     return plan_graphs(
         needs, slots=slots, max_seqlen=max_seqlen, costs=costs, given=given.max_sequences or ()
     )
@@ -77,17 +79,17 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="example: lightning-thd graph-plan texts.jsonl --capacity 8192",
     )
     parser.add_argument("data", nargs="?", help="what THDDataModule takes: .jsonl, .parquet, text, a folder")
-    parser.add_argument("--capacity", type=int, default=8192, help="slots of a pack")
+    parser.add_argument("--capacity", type=whole(1), default=8192, help="slots of a pack")
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument("--quantiles", type=int, nargs=4, metavar=("P50", "P90", "P99", "MAX"))
     parser.add_argument(
-        "--max-sequences", type=int, nargs="+", metavar="N", help="buckets of your own, to be judged"
+        "--max-sequences", type=whole(1), nargs="+", metavar="N", help="buckets of your own, to be judged"
     )
-    parser.add_argument("--eager-ms", type=float, help="a measured eager step")
-    parser.add_argument("--graph-ms", type=float, help="a measured replay, less its sequences' share")
+    parser.add_argument("--eager-ms", type=positive, help="a measured eager step")
+    parser.add_argument("--graph-ms", type=positive, help="a measured replay, less its sequences' share")
     parser.add_argument(
-        "--per-sequence-us", type=float, help="what a sequence of the bucket adds to a replay"
+        "--per-sequence-us", type=positive, help="what a sequence of the bucket adds to a replay"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

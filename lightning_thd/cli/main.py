@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from lightning_thd import __version__
 from lightning_thd._imports import require
 
 # command -> its module, imported when it runs, and what it does
@@ -38,7 +39,8 @@ def _help() -> str:
     return (
         "usage: lightning-thd COMMAND [arguments]\n\n"
         "Training; every constructor argument is an option, or from YAML (--config):\n"
-        f"{training}\n\nTools:\n{tools}\n\n`lightning-thd COMMAND --help` tells more."
+        f"{training}\n\nTools:\n{tools}\n\n"
+        "`lightning-thd COMMAND --help` tells more; --version, which release this is."
     )
 
 
@@ -51,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         print(_help())
+    elif given == ["--version"]:
+        print(f"lightning-thd {__version__}")
     elif given[0] in TOOLS:
         _tool(given[0], given[1:])
     elif given[0] in TRAINING:

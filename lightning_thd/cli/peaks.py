@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser()
     given = parser.parse_args(arguments)
     rows: Sequence[Peak] = PEAKS
-    if given.device:
+    if given.device is not None:
         row = find_peak(given.device)
         if row is None:
             parser.error(

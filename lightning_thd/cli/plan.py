@@ -7,11 +7,11 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
+from lightning_thd.cli.arguments import picture, share, whole
 from lightning_thd.cli.flops import load_config
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
@@ -21,6 +21,7 @@ from lightning_thd.packing import Packs, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.report.terminal import Table, show_table
 
+_MFU = 0.4
 # What the counts of a set are called in the table; others stand under their own names.
 _LOST = {
     "dropped": "longer sequences, dropped",
@@ -39,7 +40,7 @@ class Expected:
         packs: of the steps that were looked at; what follows is of them.
         sequences: in those packs, pieces of split documents counted each.
         tokens: of them.
-    lengths: shortest, median and longest sequence in them.
+        lengths: shortest, median and longest sequence in them.
         fill: real tokens over slots.
         padded_fill: the same of batches padded to their longest, as many sequences each.
         imbalance: slowest rank's work over the mean, in mean over steps.
@@ -79,11 +80,14 @@ class Expected:
 
 def main(arguments: Sequence[str]) -> None:
     """Print what to expect of training on a data set; with ``--plot``, draw it too."""
-    given = make_parser().parse_args(list(arguments))
+    parser = make_parser()
+    given = parser.parse_args(list(arguments))
+    if given.theme is not None and given.plot is None:
+        parser.error(f"--theme {given.theme} is of the drawing. Pass --plot too.")
     try:
         expected, packs = plan_data(given)
     except (ValueError, OSError, ModuleNotFoundError) as err:
-        make_parser().error(str(err))
+        parser.error(str(err))
     if given.json:
         sys.stdout.write(json.dumps(asdict(expected)) + "\n")
     else:
@@ -91,7 +95,7 @@ def main(arguments: Sequence[str]) -> None:
     if given.plot:
         from lightning_thd.report.packs import draw_packs
 
-        draw_packs(packs[:16], given.capacity, theme=given.theme).savefig(given.plot, dpi=120)
+        draw_packs(packs[:16], given.capacity, theme=given.theme or "light").savefig(given.plot, dpi=120)
         if not given.json:
             sys.stdout.write(f"Picture: {given.plot}\n")
 
@@ -104,15 +108,15 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
             "Arrow files."
         )
     model = None if given.model is None else FlopsModel.from_config(load_config(given.model))
-    peak = _peak(given.device, model)
-    step = Sequences(given.sequences) if given.sequences else Packs(given.dp)
+    peak = _peak(given.device, given.mfu, model)
+    step = Packs(given.dp) if given.sequences is None else Sequences(given.sequences)
     data = THDDataModule(
         given.data,
         capacity=given.capacity,
         global_batch=step,
         oversize=given.oversize,
         text_key=given.text_key,
-        tokenizer=_tokenizer(given.tokenizer),
+        tokenizer=given.tokenizer,
     )
     data.attach(ranks=given.dp)
     data.prepare_data()
@@ -141,7 +145,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
         fill=tokens / slots if slots else 0.0,
         padded_fill=_padded_fill(packs),
         imbalance=float(np.mean(imbalance)) if imbalance else 1.0,
-        tokens_per_s=None if model is None or peak is None else _speed(packs, model, given.mfu * peak),
+        tokens_per_s=None if model is None or peak is None else _speed(packs, model, peak),
         lost=dict(data.counts["train"]),
     ), packs
 
@@ -166,9 +170,11 @@ def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
     return sum(flat) / slots if slots else 0.0
 
 
-def _peak(device: str | None, model: FlopsModel | None) -> float | None:
-    """Return the dense bf16 FLOP/s of the device whose speed was asked for."""
+def _peak(device: str | None, mfu: float | None, model: FlopsModel | None) -> float | None:
+    """Return the bf16 FLOP/s to expect of the device whose speed was asked for."""
     if device is None:
+        if mfu is not None:
+            raise ValueError(f"--mfu {mfu:g} asks for a speed, which is a device's. Pass --device too.")
         return None
     if model is None:
         raise ValueError(
@@ -179,21 +185,13 @@ def _peak(device: str | None, model: FlopsModel | None) -> float | None:
         raise ValueError(
             f"No peak FLOP/s is known for {device!r}. `lightning-thd peaks` lists those that are."
         )
-    return peak
+    return peak * (_MFU if mfu is None else mfu)
 
 
 def _speed(packs: Sequence[Sequence[int]], model: FlopsModel, flops_per_s: float) -> float:
     lengths = [length for pack in packs for length in pack]
     flops = model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows)).model
     return flops_per_s * sum(lengths) / flops
-
-
-def _tokenizer(name: str | None) -> Any:
-    if name is None:
-        return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(name)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -204,10 +202,10 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="example: lightning-thd plan texts.jsonl --capacity 8192 --dp 8 --plot packs.png",
     )
     parser.add_argument("data", help="JSONL, text, Parquet or Arrow file, or a folder of text")
-    parser.add_argument("--capacity", type=int, required=True, help="most slots of a pack")
-    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks (default: 1)")
-    parser.add_argument("--sequences", type=int, help="sequences to a step, global_batch=Sequences(n)")
-    parser.add_argument("--steps", type=int, default=50, help="steps to look at (default: 50)")
+    parser.add_argument("--capacity", type=whole(1), required=True, help="most slots of a pack")
+    parser.add_argument("--dp", type=whole(1), default=1, help="data-parallel ranks (default: 1)")
+    parser.add_argument("--sequences", type=whole(1), help="sequences to a step, global_batch=Sequences(n)")
+    parser.add_argument("--steps", type=whole(1), default=50, help="steps to look at (default: 50)")
     parser.add_argument(
         "--oversize",
         default="split",
@@ -220,8 +218,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
     parser.add_argument("--model", help="a config.json, for FLOPs and speed")
     parser.add_argument("--device", help="a device of `lightning-thd peaks`, for the speed to expect")
-    parser.add_argument("--mfu", type=float, default=0.4, help="MFU assumed for it (default: 0.4)")
-    parser.add_argument("--plot", type=Path, help="draw the first packs into this file")
-    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="colours of the drawing")
+    parser.add_argument("--mfu", type=share, help=f"MFU assumed for it (default: {_MFU})")
+    parser.add_argument("--plot", type=picture, help="draw the first packs into this file")
+    parser.add_argument("--theme", choices=("light", "dark"), help="colours of the drawing (light)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

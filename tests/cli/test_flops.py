@@ -66,11 +66,3 @@ def test_a_bad_file_is_an_error_of_the_command(
     import re
 
     assert re.search(message, error)
-
-
-def test_negative_lengths_are_an_error_of_the_command(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main([str(config), "--lengths", "8", "-3"])
-    assert "lengths holds -3" in capsys.readouterr().err

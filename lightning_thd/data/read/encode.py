@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
 from lightning_thd.batch import check_modalities
 from lightning_thd.data.read.chat import encode_chat
@@ -45,7 +46,12 @@ _NO_IMAGES = (
 
 
 def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
-    """Open a Hugging Face tokenizer by its name or path; None stands for UTF-8 bytes."""
+    """Open a Hugging Face tokenizer by its name or path; None stands for UTF-8 bytes.
+
+    Raises:
+        TypeError: for what is no tokenizer.
+        ValueError: for a path that is not there.
+    """
     if tokenizer is None:
         return ByteTokenizer()
     if not isinstance(tokenizer, str) and not callable(tokenizer):
@@ -54,6 +60,7 @@ def load_tokenizer(tokenizer: Tokenizer | str | None) -> Tokenizer:
             "Face tokenizer or its name, or None for UTF-8 bytes."
         )
     if isinstance(tokenizer, str):
+        refuse_missing(tokenizer, "Pass a folder that save_pretrained() wrote, or a tokenizer's name.")
         transformers = require("transformers", feature=f"tokenizer={tokenizer!r}")
         return cast("Tokenizer", transformers.AutoTokenizer.from_pretrained(tokenizer))
     return tokenizer

@@ -1,0 +1,66 @@
+"""Text of the command line -> numbers in their bounds and paths that can be written, or a line of advice."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+PICTURES = (".png", ".svg", ".pdf", ".jpg", ".webp")
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Return a type of argparse for whole numbers from ``least`` on: ``whole(1)("8")`` is 8."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number}; wanted at least {least}")
+        return number
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """Parse a finite number above 0.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}; wanted a number above 0")
+    return number
+
+
+def share(text: str) -> float:
+    """Parse a number above 0 and at most 1.
+
+    Raises:
+        ArgumentTypeError: for anything else.
+    """
+    number = positive(text)
+    if number > 1:
+        raise argparse.ArgumentTypeError(f"{text}; wanted a share, above 0 and at most 1")
+    return number
+
+
+def picture(text: str) -> Path:
+    """Return the path of a picture that can be written, looked at before the work for it is done.
+
+    Raises:
+        ArgumentTypeError: for a suffix that is no picture's, and a folder that is not there.
+    """
+    path = Path(text)
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no picture; wanted one of {', '.join(PICTURES)}")
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: no file can be written there; is its folder there?")
+    return path
