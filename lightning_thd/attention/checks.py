@@ -7,6 +7,7 @@ reading them from a device would wait for it.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,7 +105,8 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
     """
     if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
         return
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    tangent_of: Any = forward_ad.unpack_dual
+    if any(x is not None and tangent_of(x).tangent is not None for x in tensors):
         raise NotImplementedError(
             "Attention on packs has no forward-mode derivative (torch.func.jvp). Use the backward pass, or "
             "padded rows with attn_implementation='eager'."

@@ -26,7 +26,7 @@ class Progress:
         }
         return {**told, "on_epoch": self.resize} if resizes else told
 
-    def stream_hooks(self) -> dict[str, Callable[..., Any]]:
+    def stream_hooks(self) -> dict[str, Any]:
         """Return the functions by which a ``StreamLoader`` follows the Trainer, by its arguments' names."""
         return {
             "consumed": self.total,
@@ -43,7 +43,7 @@ class Progress:
 
     def begins_epoch(self) -> bool:
         """Return whether the Trainer is in ``on_train_epoch_start``, or a checkpoint was written there."""
-        epochs = self._trainer.fit_loop.epoch_progress.total
+        epochs: Any = self._trainer.fit_loop.epoch_progress.total
         return bool(epochs.started < epochs.ready)
 
     def refuse_other_accumulation(self) -> None:

@@ -48,7 +48,7 @@ class BatchNorms:
     """Batch norms of a model that average over their input in training, and those of them that ran."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {
+        self._names: dict[nn.Module, str] = {
             module: name
             for name, module in model.named_modules()
             if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
