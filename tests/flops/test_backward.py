@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from lightning_thd.flops import FlopsModel, SeqStats
+from lightning_thd.flops.backward.weights import decoder_prefix
 from tests.flops.families import counted, meta_model, small_config, vision_config
 
 TOTAL = 32
@@ -158,6 +159,36 @@ def test_checkpointing_recomputes_no_layer_below_the_first_trained_one() -> None
     CHANGES["last_layers"](model)
     checkpoint(model)
     assert ours(model, "llama")[0] == torchs(model)
+
+
+def test_a_dropout_behind_the_last_product_makes_checkpointing_run_it_again() -> None:
+    model = meta_model(small_config("biogpt")).train()
+    assert model.config.hidden_dropout_prob > 0
+    checkpoint(model)
+    assert ours(model, "biogpt")[0] == torchs(model)
+
+
+@pytest.mark.parametrize("key", ["model.layers.", "model.layers.2.", "model.layers.1.self_attn.qkv"])
+def test_layers_of_a_tower_beside_the_decoder_are_not_taken_for_its_own(key: str) -> None:
+    """Phi-4 multimodal keeps its image tower's layers among the embeddings."""
+    model = meta_model(small_config("phi4_multimodal"))
+    train_only(model, [key])
+    assert ours(model, "phi4_multimodal")[0] == torchs(model)
+
+
+@pytest.mark.parametrize(
+    ("names", "prefix"),
+    [
+        (["layers.0.mlp"], ""),
+        (["_orig_mod.model.layers.0.mlp", "_orig_mod.model.audio.encoder.layers.0.mlp"], "model"),
+        (["audio_tower.layers.0.fc1", "audio_tower.layers.1.fc1", "language_model.model.layers.0.mlp"],
+         "language_model.model"),
+        (["mtp.layers.0.mlp", "model.layers.0.mlp", "model.layers.1.mlp"], "model"),
+        (["head"], ""),
+    ],
+)  # fmt: skip
+def test_the_decoder_is_known_by_its_name_its_depth_and_its_layers(names: list[str], prefix: str) -> None:
+    assert decoder_prefix(names) == prefix
 
 
 def test_lora_with_reentrant_checkpointing_runs_the_backward_through_every_layer() -> None:

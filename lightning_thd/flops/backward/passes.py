@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 
-from lightning_thd.flops.backward.weights import Weight, layer_path, weights_by_layer
+from lightning_thd.flops.backward.weights import Weight, decoder_prefix, layer_path, weights_by_layer
 from lightning_thd.flops.families.experts import active_share
 from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.terms import Basis, Layer, Recompute, Term, matmul
@@ -54,6 +54,7 @@ def checkpointing(module: nn.Module) -> tuple[Recompute, set[str]]:
     """
     functions: list[Any] = []
     layers = set()
+    decoder = decoder_prefix(name for name, _ in module.named_modules())
     for name, child in module.named_modules():
         function: Any = None
         if getattr(child, "gradient_checkpointing", False):
@@ -62,7 +63,7 @@ def checkpointing(module: nn.Module) -> tuple[Recompute, set[str]]:
             function = child
         if function is not None:
             functions.append(function)
-            if path := layer_path(name):
+            if path := layer_path(name, decoder):
                 layers.add(path)
     if not functions:
         return "none", layers

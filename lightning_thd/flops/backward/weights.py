@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 _WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.(.+)$")
 _VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.(.+)$")
+_TEXT = re.compile(r"(?:^|\.)(language_model|text_model)(?:\.|$)")
 # projections outside the layers that are counted on their own
 _OWN = re.compile(
     r"(?:^|\.)(per_layer_model_projection|altup_projections|altup_unembed_projections|hc_head|"
@@ -66,10 +68,11 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
         and ``""`` for the rest.
     """
     owners = dict(module.named_modules(remove_duplicate=False))
+    decoder = decoder_prefix(owners)
     groups: dict[str, list[Weight]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner = owners[name.rpartition(".")[0]]
-        group, inside = _locate(_WRAPPERS.sub("", name + ".")[:-1])
+        group, inside = _locate(_WRAPPERS.sub("", name + ".")[:-1], decoder)
         groups[group].append(
             Weight(
                 path=inside,
@@ -83,9 +86,32 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
     return dict(groups)
 
 
-def layer_path(module_name: str) -> str:
-    """Return ``"layers.3"`` for the decoder layer ``"model.layers.3"``, "" for any other module."""
-    group, inside = _locate(_WRAPPERS.sub("", module_name + ".") + "weight")
+def decoder_prefix(names: Iterable[str]) -> str:
+    """Return what stands before ``layers.0`` in the decoder's names, where towers have layers of their own.
+
+    Args:
+        names: of modules: ``"model.layers.1.mlp"`` and ``"model.audio.encoder.layers.0.mlp"``, for example.
+
+    Returns:
+        ``"model"`` for these: a language or text model's, else the least nested, else that of most layers.
+    """
+    indices: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        plain = _WRAPPERS.sub("", name + ".")
+        if not _VISION.search(plain) and (layer := _LAYER.search(plain)):
+            indices[plain[: layer.start(1)].rpartition(".")[0].rpartition(".")[0]].add(layer.group(1))
+    named = [prefix for prefix in indices if _TEXT.search(prefix)]
+    return max(named or indices, key=lambda prefix: (-prefix.count("."), len(indices[prefix])), default="")
+
+
+def layer_path(module_name: str, decoder: str) -> str:
+    """Return ``"layers.3"`` for the decoder layer ``"model.layers.3"``, "" for any other module.
+
+    Args:
+        module_name: as ``named_modules`` gives it.
+        decoder: as ``decoder_prefix`` gives it.
+    """
+    group, inside = _locate(_WRAPPERS.sub("", module_name + ".") + "weight", decoder)
     return (
         group
         if inside == "weight" and group not in ("lm_head", "visual.merger", "visual.patch_embed")
@@ -93,9 +119,11 @@ def layer_path(module_name: str) -> str:
     )
 
 
-def _locate(name: str) -> tuple[str, str]:
+def _locate(name: str, decoder: str) -> tuple[str, str]:
     vision = _VISION.search(name)
     layer = _LAYER.search(vision.group(1) if vision else name)
+    if layer and not vision and name[: layer.start(1)].rpartition(".")[0].rpartition(".")[0] != decoder:
+        return "", name  # an audio tower's, a resampler's
     if vision and vision.group(1).startswith("patch_embed"):
         return "visual.patch_embed", vision.group(1)
     if vision:

@@ -95,7 +95,8 @@ def _decoder(sizes: Sizes, *, gated: bool = True) -> list[Layer]:
 
 def _something_follows(sizes: Sizes) -> bool:
     """Return whether a norm or dropout follows a layer's last matmul, whose output is then kept."""
-    dropout = sizes.get("resid_pdrop", "residual_dropout", "hidden_dropout", "dropout", default=0.0)
+    names = ("resid_pdrop", "residual_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout")
+    dropout = sizes.get(*names, default=0.0)
     return sizes.model_type in _NORM_AFTER or dropout > 0
 
 
