@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from lightning_thd._checks import described
+from lightning_thd._checks import described, refuse_missing
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss import causal_lm_loss
@@ -53,6 +53,13 @@ def _may_fuse(parameter: Tensor) -> bool:
     return plain and parameter.device.type in ("cpu", "cuda") and parameter.is_floating_point()
 
 
+def _refuse_path(model: str) -> None:
+    advice = "Pass the folder of a saved model, or its name; for new weights of a config, config={...}."
+    refuse_missing(model, advice)
+    if model.endswith(".json"):
+        raise ValueError(f"model={model!r} is a file, which holds no weights. {advice}")
+
+
 class CausalLMModule(L.LightningModule):
     """Trains any Hugging Face causal language model on ``THDBatch`` es with AdamW, warm-up and cosine decay.
 
@@ -60,8 +67,11 @@ class CausalLMModule(L.LightningModule):
 
     Args:
         model: a model built with ``attn_implementation="thd"``, a function that makes one (called in
-            ``configure_model``, on the right device and dtype), or the path of a saved model.
-        config: in place of ``model``: arguments of a Hugging Face config, ``model_type`` among them.
+            ``configure_model``, on the right device and dtype), or the path or name of a saved model, read in
+            the dtype of the Trainer's precision: fp32 for ``"32-true"`` and ``"bf16-mixed"``, whatever it was
+            saved in.
+        config: in place of ``model``: arguments of a Hugging Face config, ``model_type`` among them; weights
+            are drawn in the same dtype.
         lr: peak learning rate.
         weight_decay: of AdamW, for matrices; vectors are not decayed.
         betas: of AdamW.
@@ -94,6 +104,12 @@ class CausalLMModule(L.LightningModule):
             raise ValueError(
                 f"CausalLMModule got model={described(model)} and config={described(config)}. Give exactly "
                 "one of them."
+            )
+        if isinstance(model, str):
+            _refuse_path(model)
+        if config is not None and "model_type" not in config:
+            raise ValueError(
+                f"config={config}: it names no model_type, for example {{'model_type': 'qwen3', ...}}."
             )
         self._make = model if not isinstance(model, nn.Module) else None
         self._config = config
@@ -192,13 +208,10 @@ class CausalLMModule(L.LightningModule):
             return self._make()
         transformers = require("transformers", feature="CausalLMModule with a config or a path")
         auto = transformers.AutoModelForCausalLM
+        # The Trainer's precision, not the file's: "32-true" would update weights saved in bf16 in bf16.
+        options = {"attn_implementation": ATTENTION, "dtype": torch.get_default_dtype()}
         if isinstance(self._make, str):
-            return cast("nn.Module", auto.from_pretrained(self._make, attn_implementation=ATTENTION))
+            return cast("nn.Module", auto.from_pretrained(self._make, **options))
         arguments = dict(self._config or {})
-        try:
-            config = transformers.AutoConfig.for_model(arguments.pop("model_type"), **arguments)
-        except KeyError as err:
-            raise ValueError(
-                f"config={self._config}: it names no model_type, for example {{'model_type': 'qwen3', ...}}."
-            ) from err
-        return cast("nn.Module", auto.from_config(config, attn_implementation=ATTENTION))
+        config = transformers.AutoConfig.for_model(arguments.pop("model_type"), **arguments)
+        return cast("nn.Module", auto.from_config(config, **options))

@@ -87,8 +87,16 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: CausalLMModule("org/model", config={"model_type": "qwen3"}),
         "got model=a str, 'org/model' and config=a dict, .* Give exactly one of them",
     ),
+    "model that is not there": (
+        lambda: CausalLMModule("./none"),
+        r"./none does not exist. Pass the folder of a saved model, or its name; .* config=\{...\}",
+    ),
+    "model without weights": (
+        lambda: CausalLMModule(str(Path(__file__).with_name("signatures.json"))),
+        "signatures.json' is a file, which holds no weights. Pass the folder",
+    ),
     "config without a type": (
-        lambda: CausalLMModule(config={"vocab_size": 8}).configure_model(),
+        lambda: CausalLMModule(config={"vocab_size": 8}),
         "it names no model_type, for example",
     ),
     "scheduler that uses a sequence twice": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -36,6 +37,30 @@ def count_graphs() -> int:
 def test_compiled_layers_share_one_graph_over_all_packs() -> None:
     # In a process of its own: once a batch was cut for context parallelism, attention breaks graphs.
     assert run_ranks(count_graphs, 1) == [1]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("32-true", torch.float32), ("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)],
+)
+def test_weights_are_of_the_trainers_precision_not_the_files(
+    precision: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    saved = tiny_llama().to(torch.bfloat16)
+    saved.save_pretrained(tmp_path)
+    config = {**saved.config.to_dict(), "dtype": "bfloat16"}
+    for module in (CausalLMModule(str(tmp_path)), CausalLMModule(config=config)):
+        trainer = L.Trainer(
+            max_steps=1,
+            precision=precision,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, THDDataModule(sequences(4), capacity=64))
+        assert {parameter.dtype for parameter in module.parameters()} == {dtype}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -121,13 +121,13 @@ class THDDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        train: Source | Stream | None = None,
+        train: Source | Stream | Mapping[str, tuple[Source | Stream, float]] | None = None,
         *,
         capacity: int,
         global_batch: Packs | Sequences | None = None,
-        val: Source | None = None,
-        test: Source | None = None,
-        predict: Source | None = None,
+        val: Source | Mapping[str, Source] | None = None,
+        test: Source | Mapping[str, Source] | None = None,
+        predict: Source | Mapping[str, Source] | None = None,
         tokenizer: Tokenizer | str | None = None,
         text_key: str = "text",
         append_eos: bool = True,

@@ -13,8 +13,17 @@ from lightning_thd.packing.lengths import check_count
 IntArray = npt.NDArray[np.int64]
 
 
+class _StepSize:
+    """Keeps the step sizes from being pure dataclasses, of which a YAML config takes the first that fits.
+
+    So ``class_path: lightning_thd.Sequences`` means what it says under LightningCLI.
+    """
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Packs:
+class Packs(_StepSize):
     """A step size: ``n`` packs of the whole job, which is ranks times microbatches.
 
     Args:
@@ -28,7 +37,7 @@ class Packs:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
+class Sequences(_StepSize):
     """A step size: exactly ``n`` sequences, in as many microbatches as they need.
 
     Args:

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jsonargparse
 import pytest
 
+from lightning_thd import Packs, Sequences, THDDataModule
 from lightning_thd.cli import main
 from lightning_thd.cli.main import TOOLS
 from lightning_thd.report import read_metrics, table
@@ -98,6 +100,41 @@ def test_quickstart_yaml_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     main()
     series = read_metrics(tmp_path / "quickstart-yaml")
     assert [step for step, _ in series["train/loss"]] == [0, 1]
+
+
+def parsed(text: str, folder: Path) -> THDDataModule:
+    """Build the data module of a YAML config, as LightningCLI does."""
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(THDDataModule, "data")
+    file = folder / "data.yaml"
+    file.write_text(text)
+    made = parser.instantiate_classes(parser.parse_args(["--config", str(file), "--data.capacity=64"]))
+    found: THDDataModule = made.data
+    return found
+
+
+@pytest.mark.parametrize("step", [Packs(8), Sequences(8)])
+@pytest.mark.parametrize("path", ["", "lightning_thd."])
+def test_a_step_size_of_a_config_is_the_class_it_names(
+    step: Packs | Sequences, path: str, tmp_path: Path
+) -> None:
+    text = f"data: {{global_batch: {{class_path: {path}{type(step).__name__}, init_args: {{n: 8}}}}}}"
+    assert parsed(text, tmp_path).global_batch == step
+
+
+def test_mixtures_streams_and_several_sets_of_a_config(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "abc"}\n' * 4)
+    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    data = parsed(f"data: {{train: {{a: [{a}, 0.5], b: [{b}, 0.5]}}, val: {{x: {a}, y: {b}}}}}", tmp_path)
+    data.setup("fit")
+    assert sum(len(batch.sequence_ids) for batch in data.train_dataloader()) == 8
+    assert len(data.val_dataloader()) == 2
+    stream = "class_path: lightning_thd.data.streams.Stream"
+    data = parsed(f"data: {{train: {{{stream}, init_args: {{source: {a}}}}}}}", tmp_path)
+    data.setup("fit")
+    assert sum(len(batch.sequence_ids) for batch in data.train_dataloader()) == 4
 
 
 def test_report_prints_a_table_and_draws_a_picture(
