@@ -39,6 +39,21 @@ def test_shifted_labels_are_taken_as_they_are() -> None:
     assert torch.equal(model(**batch.hf_kwargs(), labels=targets, shift_labels=targets).loss, ours)
 
 
+def test_labels_that_are_shifted_already_are_refused_and_not_shifted_twice() -> None:
+    model, batch = build("llama", CAUSAL["llama"], "thd"), pack()
+    message = (
+        "LlamaForCausalLM got labels with a pack: the labels are the next tokens already, as batch.targets"
+    )
+    with pytest.raises(ValueError, match=message):
+        model(**batch.hf_kwargs(), labels=batch.targets[None])
+    with pytest.raises(ValueError, match="Pass shift_labels=labels beside them"):
+        model(**pack(pad_to=60).hf_kwargs(), labels=pack(pad_to=60).targets[None])
+    masked = batch.input_ids.masked_fill(torch.arange(batch.input_ids.numel()) % 3 > 0, -100)
+    assert model(**batch.hf_kwargs(), labels=masked[None]).loss.isfinite()
+    same = THDBatch.collate([{"input_ids": [9] * 30}])  # its own and the next token are one
+    assert model(**same.hf_kwargs(), labels=same.targets[None]).loss.isfinite()
+
+
 def test_labels_of_single_tokens_stay_where_they_are() -> None:
     stock, ours = (build("bert", "BertForTokenClassification", name) for name in ("eager", "thd"))
     batch = pack()

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_thd.batch.samples import refuse_shifted
 from lightning_thd.models.pack import Pack
 from lightning_thd.parallel.context import layout
+from lightning_thd.seqlens.checks import host_values
 
 _SHIFTED = ("ForCausalLM", "ForConditionalGeneration")
 # Losses of one token alone, and of one row a sequence.
@@ -24,7 +26,8 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
     target of its own sequence, so hiding it changes nothing else.
 
     Raises:
-        ValueError: for a loss that is neither a causal LM's nor one of single tokens or whole sequences.
+        ValueError: for a loss that is neither a causal LM's nor one of single tokens or whole sequences, and
+            for labels that were shifted before, where looking at them is free.
     """
     of_a_row = next((name for name in _OF_A_ROW if kwargs.get(name) is not None), None)
     if of_a_row is not None:
@@ -49,7 +52,24 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
             f"{type(model).__name__} got labels and one rank's shard of a pack, whose last token's target is "
             "on another rank. Leave labels out and use lightning_thd.causal_lm_loss(model, batch)."
         )
+    _refuse_shifted(model, kwargs.get("input_ids"), labels)
     return {**kwargs, "labels": labels.masked_fill(_first_slots(pack), _IGNORED)}
+
+
+def _refuse_shifted(model: Any, input_ids: Any, labels: Any) -> None:
+    """Refuse labels that are the next tokens, as a batch's targets are: the model would shift them again."""
+    rows = [host_values(x) if isinstance(x, Tensor) else None for x in (input_ids, labels)]
+    if rows[0] is None or rows[1] is None or rows[0].shape != rows[1].shape:
+        return  # on a device, or being traced
+    ids, given = (row.reshape(-1) for row in rows if row is not None)
+    try:
+        refuse_shifted([(ids, given)], "labels=")
+    except ValueError as err:
+        raise ValueError(
+            f"{type(model).__name__} got labels with a pack: the labels are the next tokens already, as "
+            "batch.targets are, and the model shifts labels by itself. Pass shift_labels=labels beside them, "
+            "or use lightning_thd.causal_lm_loss(model, batch)."
+        ) from err
 
 
 def _loss_kind(model: Any) -> str | None:
