@@ -33,6 +33,8 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 ROPES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 longrope": ("Phi3", {"rope_parameters": LONGROPE, "max_position_embeddings": 48}),
     "llama dynamic": ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": ORIGINAL}),
+    # one complex number in the place of cosine and sine
+    "llama4 dynamic": ("Llama4Text", {"rope_parameters": DYNAMIC, "max_position_embeddings": ORIGINAL}),
 }
 
 

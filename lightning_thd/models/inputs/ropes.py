@@ -111,7 +111,7 @@ def _one_by_one(
     limit: int,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[Tensor, ...]:
+) -> Tensor | tuple[Tensor, ...]:
     """Compute rotary embeddings of short sequences in one call and of every long one in its own."""
     lengths = pack.real_lengths
     is_long = torch.tensor([n > limit for n in lengths]).repeat_interleave(torch.tensor(pack.lengths))
@@ -119,18 +119,18 @@ def _one_by_one(
     short = position_ids.masked_fill(is_long, 0)
     if lengths != pack.lengths:  # padding may count beyond the limit
         short = short.clamp(max=limit - 1)
-    parts = [run(short, *args, **kwargs)]
+    whole = run(short, *args, **kwargs)
     ends = torch.tensor(pack.lengths).cumsum(0).tolist()
     for end, slots, length in zip(ends, pack.lengths, lengths, strict=True):
         if length > limit:
             positions = position_ids[..., end - slots : end]
             own = run(positions if length == slots else positions.clamp(max=length - 1), *args, **kwargs)
             # The slots of a longer sequence are those its positions were computed for.
-            parts.append(
-                tuple(_place(value, whole, end) for value, whole in zip(own, parts[-1], strict=True))
-            )
-    outputs: tuple[Tensor, ...] = parts[-1]
-    return outputs
+            if isinstance(whole, Tensor):  # cosine and sine as one complex number
+                whole = _place(own, whole, end)
+            else:
+                whole = tuple(_place(one, all_of, end) for one, all_of in zip(own, whole, strict=True))
+    return whole
 
 
 def _place(value: Tensor, whole: Tensor, end: int) -> Tensor:
