@@ -119,7 +119,7 @@ def _one_by_one(
     short = position_ids.masked_fill(is_long, 0)
     if lengths != pack.lengths:  # padding may count beyond the limit
         short = short.clamp(max=limit - 1)
-    whole = run(short, *args, **kwargs)
+    whole: Tensor | tuple[Tensor, ...] = run(short, *args, **kwargs)
     ends = torch.tensor(pack.lengths).cumsum(0).tolist()
     for end, slots, length in zip(ends, pack.lengths, lengths, strict=True):
         if length > limit:
