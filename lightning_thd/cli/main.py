@@ -84,9 +84,18 @@ def _lightning(command: str) -> None:
     from lightning_thd.data import THDDataModule
     from lightning_thd.module import CausalLMModule
 
-    LightningCLI(
-        CausalLMModule,
-        THDDataModule,
-        subclass_mode_model=True,
-        save_config_kwargs={"overwrite": True},
-    )
+    try:
+        LightningCLI(
+            CausalLMModule,
+            THDDataModule,
+            subclass_mode_model=True,
+            save_config_kwargs={"overwrite": True},
+        )
+    except ValueError as err:
+        if "empty parameter list" not in str(err):
+            raise
+        sys.exit(
+            f"lightning-thd {command}: --optimizer is made before configure_model() has built the model, and "
+            "would train nothing. CausalLMModule brings AdamW: --model.lr, --model.weight_decay, "
+            "--model.betas. For another optimizer override configure_optimizers in a module of your own."
+        )
