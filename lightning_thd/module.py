@@ -63,7 +63,9 @@ def _refuse_path(model: str) -> None:
 class CausalLMModule(L.LightningModule):
     """Trains any Hugging Face causal language model on ``THDBatch`` es with AdamW, warm-up and cosine decay.
 
-    A module of your own needs no more than ``loss = causal_lm_loss(self.model, batch)``.
+    A module of your own needs no more than ``loss = causal_lm_loss(self.model, batch)``. Checkpoints hold the
+    arguments: ``CausalLMModule.load_from_checkpoint(path)``, with ``model=`` where that was a module or a
+    function.
 
     Args:
         model: a model built with ``attn_implementation="thd"``, a function that makes one (called in
@@ -118,6 +120,12 @@ class CausalLMModule(L.LightningModule):
         self.model: nn.Module | None = model if isinstance(model, nn.Module) else None
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_fraction, self.final_lr_fraction = warmup_fraction, final_lr_fraction
+        rates = {"lr": lr, "weight_decay": weight_decay, "betas": betas}
+        rates |= {"warmup_fraction": warmup_fraction, "final_lr_fraction": final_lr_fraction}
+        named = (
+            {"config": config} if config is not None else {"model": model} if isinstance(model, str) else {}
+        )
+        self.save_hyperparameters({**named, **rates, "compile": compile}, logger=False)
 
     def configure_model(self) -> None:
         """Build the model when the strategy calls for it, on its device and in its dtype."""

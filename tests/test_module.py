@@ -63,6 +63,38 @@ def test_weights_are_of_the_trainers_precision_not_the_files(
         assert {parameter.dtype for parameter in module.parameters()} == {dtype}
 
 
+class Distilled(CausalLMModule):
+    """A module of a user's own, one of whose arguments is no plain value."""
+
+    def __init__(self, teacher: nn.Module, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.teachers = [teacher]
+
+
+@pytest.mark.parametrize("given", ["config", "path", "module", "subclass"])
+def test_a_checkpoint_loads_with_its_arguments(given: str, tmp_path: Path) -> None:
+    kind, teacher = (Distilled, {"teacher": nn.Linear(1, 1)}) if given == "subclass" else (CausalLMModule, {})
+    model = tiny_llama()
+    model.save_pretrained(tmp_path / "model")
+    named: dict[str, Any] = {"config": model.config.to_dict()}
+    if given != "config":
+        named = {"model": str(tmp_path / "model") if given == "path" else model}
+    module = kind(**teacher, **named, lr=0.007)
+    trainer = L.Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path
+    )
+    trainer.fit(module, THDDataModule(sequences(4), capacity=64))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    if given in ("module", "subclass"):
+        with pytest.raises(ValueError, match="got model=None and config=None. Give exactly one"):
+            kind.load_from_checkpoint(tmp_path / "a.ckpt", **teacher)
+        teacher = {**teacher, "model": tiny_llama()}
+    loaded = kind.load_from_checkpoint(tmp_path / "a.ckpt", **teacher)
+    assert loaded.lr == 0.007
+    for name, value in module.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_fused_adamw_steps_as_the_plain_one(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
