@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal, cast
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
@@ -48,6 +51,28 @@ def adamw(
     return optimizer
 
 
+def warmup_and_cosine(step: int, *, steps: int, warmup_fraction: float, final: float) -> float:
+    """Return the part of the peak rate in a step: a straight rise, then half a cosine down to ``final``.
+
+    A function of the step alone: a run resumed with more steps takes the rate of the longer run, where a
+    schedule that remembers its length would rise again.
+
+    Args:
+        step: from 0; past the last, the rate stays ``final``.
+        steps: of the whole run, 2 or more.
+        warmup_fraction: part of the steps in which the rate rises, one at least.
+        final: part of the peak that is left at the end.
+
+    Returns:
+        From 0 to 1. Of 10 steps with a tenth of warm-up, step 0 gives 0.5 and step 1 gives 1.
+    """
+    warmup = min(steps - 1, max(1, round(warmup_fraction * steps)))
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    passed = min(1.0, (step - warmup) / (steps - warmup))
+    return final + (1 - final) * (1 + math.cos(math.pi * passed)) / 2
+
+
 def _may_fuse(parameter: Tensor) -> bool:
     plain = type(parameter) in (Tensor, nn.Parameter)
     return plain and parameter.device.type in ("cpu", "cuda") and parameter.is_floating_point()
@@ -84,7 +109,8 @@ class CausalLMModule(L.LightningModule):
             cache on disk if a run before it made the same; ``off`` runs eagerly.
 
     Raises:
-        ValueError: when not exactly one of ``model`` and ``config`` is given, or for another ``compile``.
+        ValueError: when not exactly one of ``model`` and ``config`` is given, for a path without weights, for
+            fractions outside 0 to 1, or for another ``compile``.
     """
 
     def __init__(
@@ -113,6 +139,9 @@ class CausalLMModule(L.LightningModule):
             raise ValueError(
                 f"config={config}: it names no model_type, for example {{'model_type': 'qwen3', ...}}."
             )
+        for name, part in (("warmup_fraction", warmup_fraction), ("final_lr_fraction", final_lr_fraction)):
+            if not 0 <= part <= 1:
+                raise ValueError(f"{name}={part}; wanted a share of all steps or of lr, from 0 to 1.")
         self._make = model if not isinstance(model, nn.Module) else None
         self._config = config
         self._compile = compile
@@ -191,17 +220,21 @@ class CausalLMModule(L.LightningModule):
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
         optimizer = adamw([g for g in groups if g["params"]], lr=self.lr, betas=self.betas)
-        steps = max(2, int(self.trainer.estimated_stepping_batches))
-        warmup = min(steps - 1, max(1, round(self.warmup_fraction * steps)))
-        schedule = torch.optim.lr_scheduler.SequentialLR(
+        steps = self.trainer.estimated_stepping_batches
+        if math.isinf(steps):
+            raise MisconfigurationException(
+                "CausalLMModule lets its rate fall over all steps, and neither max_steps nor max_epochs of "
+                "the Trainer says how many there are (a stream has no length). Set max_steps=, or override "
+                "configure_optimizers."
+            )
+        schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer,
-            [
-                torch.optim.lr_scheduler.LinearLR(optimizer, 1 / (warmup + 1), 1.0, total_iters=warmup),
-                torch.optim.lr_scheduler.CosineAnnealingLR(
-                    optimizer, steps - warmup, eta_min=self.lr * self.final_lr_fraction
-                ),
-            ],
-            milestones=[warmup],
+            partial(
+                warmup_and_cosine,
+                steps=max(2, int(steps)),
+                warmup_fraction=self.warmup_fraction,
+                final=self.final_lr_fraction,
+            ),
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -95,6 +95,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: CausalLMModule(str(Path(__file__).with_name("signatures.json"))),
         "signatures.json' is a file, which holds no weights. Pass the folder",
     ),
+    "a warm-up longer than the run": (
+        lambda: CausalLMModule("org/model", warmup_fraction=1.5),
+        "warmup_fraction=1.5; wanted a share of all steps or of lr, from 0 to 1",
+    ),
     "config without a type": (
         lambda: CausalLMModule(config={"vocab_size": 8}),
         "it names no model_type, for example",

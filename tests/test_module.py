@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_thd import THDBatch, THDDataModule, causal_lm_loss
@@ -61,6 +62,55 @@ def test_weights_are_of_the_trainers_precision_not_the_files(
         )
         trainer.fit(module, THDDataModule(sequences(4), capacity=64))
         assert {parameter.dtype for parameter in module.parameters()} == {dtype}
+
+
+class Rates(L.Callback):
+    """Notes the rate of every step."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+        self.found.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def fit_rates(folder: Path, ckpt: Path | None = None, **limits: Any) -> list[float]:
+    rates = Rates()
+    trainer = L.Trainer(
+        **limits,
+        accelerator="cpu",
+        logger=False,
+        callbacks=[rates],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+    )
+    module = CausalLMModule(tiny_llama(), lr=1e-3, warmup_fraction=0.1)
+    trainer.fit(module, THDDataModule(sequences(40), capacity=64), ckpt_path=ckpt)
+    trainer.save_checkpoint(folder / "rates.ckpt")
+    return rates.found
+
+
+def test_the_rate_is_that_of_the_whole_run_also_after_a_resume_with_more_steps(tmp_path: Path) -> None:
+    whole = fit_rates(tmp_path, max_steps=24, max_epochs=-1)
+    torch_says = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+    rise = torch.optim.lr_scheduler.LinearLR(torch_says, 1 / 3, 1.0, total_iters=2)
+    fall = torch.optim.lr_scheduler.CosineAnnealingLR(torch_says, 22, eta_min=1e-4)
+    both = torch.optim.lr_scheduler.SequentialLR(torch_says, [rise, fall], milestones=[2])
+    wanted = []
+    for _ in range(24):
+        wanted.append(torch_says.param_groups[0]["lr"])
+        torch_says.step()
+        both.step()
+    assert whole == pytest.approx(wanted, rel=1e-9)
+    fit_rates(tmp_path, max_steps=10, max_epochs=-1)
+    assert fit_rates(tmp_path, tmp_path / "rates.ckpt", max_steps=24, max_epochs=-1)[1:] == whole[11:]
+
+
+def test_a_run_without_an_end_has_no_rate(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match="lets its rate fall over all steps.*Set max_steps="):
+        fit_rates(tmp_path, max_time="00:00:00:09", max_epochs=-1)
 
 
 class Distilled(CausalLMModule):
