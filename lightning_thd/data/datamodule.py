@@ -18,7 +18,7 @@ from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
 from lightning_thd.data.mixing import planned_sources
 from lightning_thd.data.plans_ahead import Planner
-from lightning_thd.data.progress import Progress
+from lightning_thd.data.progress import Progress, refuse_cut_steps
 from lightning_thd.data.read.conversations import Records
 from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
@@ -28,7 +28,6 @@ from lightning_thd.data.store.index import Empty
 from lightning_thd.data.store.measure import OnError
 from lightning_thd.data.stream_link import (
     as_stream,
-    refuse_cut_steps,
     refuse_repeats,
     refuse_streams,
     stream_policies,

@@ -17,6 +17,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.mixing import MixedRows
 from lightning_thd.data.plans_ahead import Planner, PlansAhead
+from lightning_thd.data.progress import Progress, refuse_other_trainer, running_trainer
 from lightning_thd.data.shared import make_shared_step
 from lightning_thd.data.store.index import SequenceIndex
 from lightning_thd.data.store.measure import MapDataset, refuse_second_sequence
@@ -227,6 +228,7 @@ class THDLoader:
         self._cursor = _Cursor(planner.num_steps, per_step, fixed_order, on_epoch)
         self.batch_sampler = _EpochTarget(self._cursor)
         self.planner, self.per_step = planner, per_step
+        self._rank, self._dp, self._kind = rank, dp, kind
         self._consumed, self._limit, self._on_load, self._check = consumed, limit, on_load, check
         self._handed_out = 0
         self.waited_s = 0.0  # spent so far on reading and collating, or on waiting for workers that do
@@ -263,9 +265,11 @@ class THDLoader:
 
     def __iter__(self) -> Iterator[THDBatch | THDStep]:
         # A generator starts at the first next(), which Lightning calls after set_epoch.
-        cursor = self._cursor
+        cursor, limit, check = self._cursor, self._limit, self._check
         self._tell_of_repeats()
-        cursor.limit = self._limit() if self._limit is not None else None
+        if self._consumed is None and (followed := self._follow_caller()) is not None:
+            limit, check = followed.limit, followed.refuse_other_accumulation
+        cursor.limit = limit() if limit is not None else None
         self._handed_out = cursor.start
         batches = iter(self._loader)
         while True:
@@ -274,12 +278,27 @@ class THDLoader:
             self.waited_s += time.perf_counter() - began
             if batch is None:
                 break
-            if self._check is not None:
-                self._check()
+            if check is not None:
+                check()
             self._handed_out += 1
             yield batch
         cursor.epoch, cursor.start = cursor.epoch + 1, 0
         self._handed_out = 0
+
+    def _follow_caller(self) -> Progress | None:
+        """Return the position of the Trainer that was given this loader alone, if one iterates it to train.
+
+        Raises:
+            MisconfigurationException: when the loader was made for another.
+        """
+        trainer = None if self._kind == "eval" else running_trainer(self)
+        if trainer is None or self._kind == "eval":
+            return None
+        refuse_other_trainer(
+            trainer, kind=self._kind, rank=self._rank, ranks=self._dp, per_step=self._cursor.per_step
+        )
+        self._cursor.fixed_order = getattr(trainer, "overfit_batches", 0) > 0
+        return Progress(trainer)
 
     def _tell_of_repeats(self) -> None:
         """Warn that an iteration which was broken off begins again, unless it only looked at one batch.
@@ -312,5 +331,7 @@ class THDLoader:
         self._handed_out = self._cursor.start  # saved again before the next batch, it is the same position
         if step and not self._cursor.start:
             return
-        if self._on_load is not None:
-            self._on_load(self._cursor.start)
+        followed = self._follow_caller() if self._consumed is None else None
+        on_load = self._on_load if followed is None else followed.match
+        if on_load is not None:
+            on_load(self._cursor.start)

@@ -2,11 +2,96 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
+from typing import Any, Literal
 
 import lightning.pytorch as L
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_thd.data.trainer_link import host_of
+
+# Under one of these Lightning iterates training loaders, and restores them.
+_IN_A_FIT = frozenset((_FitLoop.advance.__code__, _FitLoop.setup_data.__code__))
+
+
+def running_trainer(loader: object) -> L.Trainer | None:
+    """Return the Trainer that trains on a loader right now; None where it is iterated by something else.
+
+    A loader that was given to ``trainer.fit`` without its data module is handed no Trainer: it is found among
+    the callers.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _IN_A_FIT:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    loop: _FitLoop = frame.f_locals["self"]
+    combined = loop._combined_loader
+    given = combined is not None and any(one is loader for one in combined.flattened)
+    return loop.trainer if given else None
+
+
+def refuse_other_trainer(
+    trainer: L.Trainer, *, kind: Literal["pack", "step"], rank: int, ranks: int, per_step: int
+) -> None:
+    """Refuse a Trainer that runs a loader which was made for other ranks, accumulation or strategies.
+
+    Args:
+        trainer: that iterates the loader.
+        kind: what the loader hands out.
+        rank: data-parallel rank that the loader reads for.
+        ranks: number of data-parallel ranks.
+        per_step: batches of a rank to a step.
+
+    Raises:
+        MisconfigurationException: saying how to tell the data module.
+    """
+    host = host_of(trainer)
+    steps = getattr(trainer.strategy, "runs_thd_steps", False)
+    fits = host.accumulate == per_step and (steps if kind == "step" else not host.whole_steps)
+    if fits and (host.rank, host.ranks) == (rank, ranks):
+        return
+    what = "a THDStep" if kind == "step" else f"one of {per_step} batches of a step"
+    way = (
+        "or set strategy='thd', 'thd_ddp' or 'thd_model_parallel', which run a THDStep"
+        if kind == "step" and not steps
+        else f"or call data.attach(rank={host.rank}, ranks={host.ranks}, accumulate={host.accumulate}) "
+        "before data.setup()"
+    )
+    raise MisconfigurationException(
+        f"A training loader of THDDataModule was made to give {what} to rank {rank} of {ranks}. The Trainer "
+        f"that was given it runs {type(trainer.strategy).__name__} with "
+        f"accumulate_grad_batches={host.accumulate} as rank {host.rank} of {host.ranks}: losses or sequences "
+        f"would count wrongly. Pass the data module itself, trainer.fit(module, datamodule=data), {way}."
+    )
+
+
+def refuse_cut_steps(trainer: L.Trainer | None, loader: Any) -> None:
+    """Refuse a Trainer's limit that ends an epoch inside a step, whose loss is divided by all its packs.
+
+    Raises:
+        MisconfigurationException: naming limits that do not.
+    """
+    limit = getattr(trainer, "limit_train_batches", None)
+    try:
+        total: int | None = len(loader)
+    except TypeError:  # nobody knows how many there are
+        total = None
+    share = isinstance(limit, float)
+    if limit is None or (share and total is None):
+        return
+    batches = int(limit * total) if share and total is not None else int(limit)
+    if batches % loader.per_step and (total is None or batches < total):
+        fits = -(-batches // loader.per_step) * loader.per_step
+        raise MisconfigurationException(
+            f"limit_train_batches={limit} (which fast_dev_run sets too) takes {batches} batches of a stream, "
+            f"whose steps of accumulate_grad_batches={loader.per_step} packs a rank are made whole: the last "
+            f"would train on a part of its packs by the loss of all. Take {fits}, another multiple of "
+            f"{loader.per_step}, or set accumulate_grad_batches=1."
+        )
 
 
 class Progress:

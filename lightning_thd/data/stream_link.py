@@ -99,31 +99,6 @@ def refuse_repeats(trainer: L.Trainer | None, plans: PlanSettings) -> None:
         )
 
 
-def refuse_cut_steps(trainer: L.Trainer | None, loader: StreamLoader) -> None:
-    """Refuse a Trainer's limit that ends an epoch inside a step, whose loss is divided by all its packs.
-
-    Raises:
-        MisconfigurationException: naming limits that do not.
-    """
-    limit = getattr(trainer, "limit_train_batches", None)
-    try:
-        total: int | None = len(loader)
-    except TypeError:  # nobody knows how many there are
-        total = None
-    share = isinstance(limit, float)
-    if limit is None or (share and total is None):
-        return
-    batches = int(limit * total) if share and total is not None else int(limit)
-    if batches % loader.per_step and (total is None or batches < total):
-        fits = -(-batches // loader.per_step) * loader.per_step
-        raise MisconfigurationException(
-            f"limit_train_batches={limit} (which fast_dev_run sets too) takes {batches} batches of a stream, "
-            f"whose steps of accumulate_grad_batches={loader.per_step} packs a rank are made whole: the last "
-            f"would train on a part of its packs by the loss of all. Take {fits}, another multiple of "
-            f"{loader.per_step}, or set accumulate_grad_batches=1."
-        )
-
-
 def stream_policies(
     plans: PlanSettings, opener: Opener, *, drop_empty: bool, vocab_size: int | None, pin_memory: bool | None
 ) -> StreamPolicies:
