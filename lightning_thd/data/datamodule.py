@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,11 +15,12 @@ from torch import nn
 from lightning_thd._checks import flags
 from lightning_thd.alignment import Alignment
 from lightning_thd.data import planning, sets
+from lightning_thd.data import stream_link as streaming
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
 from lightning_thd.data.mixing import planned_sources
 from lightning_thd.data.plans_ahead import Planner
-from lightning_thd.data.progress import Progress, refuse_cut_steps
+from lightning_thd.data.progress import Progress, settle_epoch
 from lightning_thd.data.read.conversations import Records
 from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
@@ -26,13 +28,6 @@ from lightning_thd.data.read.tokenize import Engine
 from lightning_thd.data.source_log import SourceLog
 from lightning_thd.data.store.index import Empty
 from lightning_thd.data.store.measure import OnError
-from lightning_thd.data.stream_link import (
-    as_stream,
-    refuse_repeats,
-    refuse_streams,
-    stream_policies,
-    stream_sources,
-)
 from lightning_thd.data.streams import Stream, StreamLoader, StreamMixture, stream_loader
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
@@ -182,9 +177,9 @@ class THDDataModule(L.LightningDataModule):
         )
         self.empty, self.vocab_size = empty, vocab_size
         self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
-        self._stream = as_stream(train, on_error, max_errors, mixing)
+        self._stream = streaming.as_stream(train, on_error, max_errors, mixing)
         evaluated = {"val": val, "test": test, "predict": predict}
-        refuse_streams(evaluated)
+        streaming.refuse_streams(evaluated)
         self._sources = sets.named_sources(
             {"train": None if self._stream is not None else train, **evaluated}
         )
@@ -196,6 +191,7 @@ class THDDataModule(L.LightningDataModule):
         self._attached = link.Host()
         self._sets: dict[str, sets.DataSet] = {}
         self._source_log: SourceLog | None = None  # of a mixture
+        self._reading = streaming.StreamOfFit()
         self._planners: dict[tuple[object, ...], Planner] = {}
 
     def attach(
@@ -277,15 +273,16 @@ class THDDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> THDLoader | StreamLoader:
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
+        ended = [] if self.trainer is None else settle_epoch(self.trainer)
+        logged = None if self._source_log is None else self._source_log.sources.of
         if self._stream is not None:
-            loader = self._streamed(self._stream, self._train_kind)
-            refuse_cut_steps(self.trainer, loader)
-            sources = stream_sources(loader)
-            self._source_log = None if sources is None else SourceLog(sources)
+            key, make = (self._plans, self._host.accumulate), partial(self._streamed, kind=self._train_kind)
+            loader = self._reading.loader(self.trainer, key, partial(make, self._stream), ended)
+            if loader.source_names and loader is not logged:
+                self._source_log = SourceLog(streaming.stream_sources(loader))
             return loader
         again = getattr(self.trainer, "overfit_batches", 0) > 0
         made = self._loader("train", kind=self._train_kind, fixed_order=again, progress=self._progress)
-        logged = None if self._source_log is None else self._source_log.sources.of
         if isinstance(made.planner, MixturePlanner) and made.planner is not logged:
             self._source_log = SourceLog(planned_sources(made.planner, made.per_step))
         return made
@@ -327,8 +324,8 @@ class THDDataModule(L.LightningDataModule):
 
     def _streamed(self, stream: Stream | StreamMixture, kind: Literal["pack", "step"]) -> StreamLoader:
         """Build the loader of a stream; a collective of the job."""
-        refuse_repeats(self.trainer, self._plans)
-        policies = stream_policies(
+        streaming.refuse_repeats(self.trainer, self._plans)
+        policies = streaming.stream_policies(
             self._plans,
             self._opener,
             drop_empty=self.empty == "drop",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as L
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd.data.trainer_link import host_of
@@ -67,6 +68,32 @@ def refuse_other_trainer(
         f"accumulate_grad_batches={host.accumulate} as rank {host.rank} of {host.ranks}: losses or sequences "
         f"would count wrongly. Pass the data module itself, trainer.fit(module, datamodule=data), {way}."
     )
+
+
+def settle_epoch(trainer: L.Trainer) -> list[Any]:
+    """Correct where a Trainer that resumes believes to stand, before its training loader is restored.
+
+    Lightning ends an epoch that ``max_steps``, ``max_time`` or an early stop broke off, and would begin the
+    next: the rest of it was lost. And with ``max_steps`` it runs a batch more of an epoch that was complete.
+
+    Returns:
+        States of loaders that Lightning will not restore, as their epoch was complete.
+    """
+    loop = trainer.fit_loop
+    epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
+    ended = 0 < epochs.total.ready == epochs.total.started == epochs.total.processed
+    if not (ended and loop._combined_loader_states_to_load):
+        return []
+    if batches.is_last_batch:
+        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # its own asks for max_steps
+        states, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
+        return states
+    if batches.current.processed:
+        for count in (epochs.total, epochs.current):
+            count.processed -= 1
+            count.completed = count.processed
+        loop.restarting = True
+    return []
 
 
 def refuse_cut_steps(trainer: L.Trainer | None, loader: Any) -> None:

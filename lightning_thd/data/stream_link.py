@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd.data.mixing import Sources
 from lightning_thd.data.planning import PlanSettings
+from lightning_thd.data.progress import refuse_cut_steps
 from lightning_thd.data.read.encode import load_tokenizer
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import is_mixture, weighted
@@ -55,10 +57,8 @@ def _is_streamed(given: object) -> bool:
     return isinstance(source, Stream) or is_stream(source)
 
 
-def stream_sources(loader: StreamLoader) -> Sources | None:
-    """Describe the sources of a stream mixture; None for a single stream."""
-    if not loader.source_names:
-        return None
+def stream_sources(loader: StreamLoader) -> Sources:
+    """Describe the sources of a stream mixture."""
     return Sources(
         of=loader,
         names=loader.source_names,
@@ -66,6 +66,35 @@ def stream_sources(loader: StreamLoader) -> Sources | None:
         tokens_of=lambda epoch, step, dp: loader.next_tokens(),
         per_step=loader.per_step,
     )
+
+
+class StreamOfFit:
+    """The stream loader of a fit: where Lightning asks for its loaders again, the stream goes on."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+
+    def loader(
+        self, trainer: L.Trainer | None, key: object, make: Callable[[], StreamLoader], states: Sequence[Any]
+    ) -> StreamLoader:
+        """Return the loader that a fit iterates already, or make one that goes on where it should.
+
+        Args:
+            trainer: that asks; None in other loops.
+            key: settings of the loader; under others one is made anew, at the position of that before.
+            make: makes it.
+            states: of loaders in a checkpoint whose epoch was complete.
+        """
+        before, self._key = self._key, key
+        combined = None if trainer is None else trainer.fit_loop._combined_loader
+        given = [] if combined is None else combined.flattened
+        running = next((loader for loader in given if isinstance(loader, StreamLoader)), None)
+        if running is not None and before == key:
+            return running
+        loader = make()
+        refuse_cut_steps(trainer, loader)
+        loader.go_on(states if running is None else [running.state_dict()])
+        return loader
 
 
 def refuse_streams(sources: Mapping[str, object]) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd.batch import THDStep
 from lightning_thd.data.progress import refuse_other_trainer
+from lightning_thd.data.streams import Stream
 from tests.data.test_datamodule import CAPACITY, make_trainer
 from tests.tiny import TinyModule, largest_error, sequences
 
@@ -183,7 +185,7 @@ def test_a_loader_made_for_another_trainer_is_refused(train: Any) -> None:
     with pytest.raises(
         MisconfigurationException,
         match=r"one of 1 batches of a step to rank 0 of 1\. .* SingleDeviceStrategy with accumulate_grad"
-        r"_batches=3 as rank 0 of 1.*datamodule=data\), or call data\.attach\(rank=0, ranks=1, accumulate=3\) before",
+        r"_batches=3 as rank 0 of 1.*datamodule=data\), or call data.attach\(rank=0, ranks=1, accumulate=3\)",
     ):
         make_trainer(accumulate_grad_batches=3).fit(TinyModule(), made(train))
     with pytest.raises(MisconfigurationException, match=r"a THDStep .* or set strategy='thd', 'thd_ddp'"):
@@ -242,3 +244,75 @@ def test_a_loader_that_a_callback_iterates_is_its_own() -> None:
         TinyModule(), THDDataModule(SAMPLES, capacity=CAPACITY)
     )
     assert looks.batches > 3
+
+
+def run_on(train: Any, folder: Path, first: dict[str, Any], then: dict[str, Any]) -> TinyModule:
+    """Train, go on from the checkpoint that Lightning writes by default, and compare with one run."""
+
+    def run(module: TinyModule, path: Path | None = None, **settings: Any) -> int:
+        trainer = make_trainer(strategy="thd", num_sanity_val_steps=0, **settings)
+        trainer.fit(module, THDDataModule(train, capacity=CAPACITY, val=SAMPLES[:4]), ckpt_path=path)
+        return trainer.global_step
+
+    begun, resumed, whole = TinyModule(), TinyModule(), TinyModule()
+    saver = ModelCheckpoint(folder, filename="end")
+    run(begun, callbacks=[saver, *first.pop("callbacks", [])], enable_checkpointing=True, **first)
+    steps = run(resumed, folder / "end.ckpt", **then)
+    assert run(whole, **then) == steps
+    assert begun.seen + resumed.seen == whole.seen
+    assert largest_error(weights(resumed), weights(whole)) < 1e-12
+    return whole
+
+
+class Stops(L.Callback):
+    """Stops a fit in its fourth batch, as a Timer or an early stop does."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        trainer.should_stop = len(pl_module.seen) == 4  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The stream is a generator")  # which gives the same rows again here
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize(
+    ("train", "first", "then"),
+    [
+        # Lightning counts an epoch that was broken off as run, and would go on with the next
+        (SAMPLES, {"max_epochs": -1, "max_steps": 5}, {"max_epochs": 2}),
+        (SAMPLES, {"max_epochs": -1, "max_steps": 5}, {"max_epochs": -1, "max_steps": 14}),
+        (SAMPLES, {"max_epochs": 2, "callbacks": [Stops()]}, {"max_epochs": 2, "val_check_interval": 2}),
+        ({"a": (SAMPLES, 1.0)}, {"max_epochs": -1, "max_steps": 5}, {"max_epochs": 2}),
+        # under max_steps it would run one batch of an epoch that was complete, and lose the others
+        (SAMPLES, {"max_epochs": 1}, {"max_epochs": -1, "max_steps": 14}),
+        # the states of loaders are not restored at the end of an epoch: a stream began anew
+        (Stream(source=Rows(), steps_per_epoch=3), {"max_epochs": 1}, {"max_epochs": 3}),
+        (
+            Stream(source=Rows(), steps_per_epoch=3),
+            {"max_epochs": -1, "max_steps": 5},
+            {"max_epochs": -1, "max_steps": 8},
+        ),
+    ],
+)
+def test_the_checkpoint_at_a_fits_end_goes_on(
+    train: Any, first: dict[str, Any], then: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = run_on(train, tmp_path, dict(first), then)
+    assert len(whole.seen) > 7
+
+
+def test_a_stream_goes_on_where_its_loader_is_asked_for_again() -> None:
+    def seen(**settings: Any) -> list[tuple[int, ...]]:
+        module = TinyModule()
+        stream = Stream(source=Rows(), steps_per_epoch=2)
+        make_trainer(max_epochs=4, **settings).fit(module, THDDataModule(stream, capacity=CAPACITY))
+        return module.seen
+
+    class Widens(L.Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            trainer.datamodule.capacity += 1  # type: ignore[attr-defined]
+
+    plain = seen()
+    assert seen(reload_dataloaders_every_n_epochs=1) == plain
+    with pytest.warns(UserWarning, match="The stream is a generator"):
+        widened = seen(reload_dataloaders_every_n_epochs=1, callbacks=[Widens()])
+    used = sorted(i for ids in widened for i in ids)
+    assert len(used) == len(set(used)) >= sum(map(len, plain))

@@ -347,3 +347,14 @@ class StreamLoader:
             self._on_load(self._start * self.per_step)
         if self._consumed is not None:
             self._begun_at = self._consumed()
+
+    def go_on(self, states: Sequence[Any]) -> None:
+        """Resume from the state of a stream among those of a checkpoint's loaders, if there is one.
+
+        Raises:
+            ValueError: when the state is of another stream.
+        """
+        for state in states:
+            if isinstance(state, Mapping) and "stream" in state:
+                self.load_state_dict(dict(state))
+                return
