@@ -80,7 +80,8 @@ def settle_epoch(trainer: L.Trainer) -> list[Any]:
         States of loaders that Lightning will not restore, as their epoch was complete.
     """
     loop = trainer.fit_loop
-    epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
+    epochs: Any = loop.epoch_progress
+    batches: Any = loop.epoch_loop.batch_progress
     ended = 0 < epochs.total.ready == epochs.total.started == epochs.total.processed
     if not (ended and loop._combined_loader_states_to_load):
         return []
