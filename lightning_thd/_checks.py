@@ -102,8 +102,12 @@ def _as_array(values: Any, name: str, advice: str) -> npt.NDArray[Any]:
         array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError, OverflowError) as err:  # rows of several lengths, say
         raise ValueError(f"{name} is no array of integers ({err}). {advice}") from err
-    if array.dtype.kind == "O" and all(isinstance(value, int) for value in array.flat):
-        raise ValueError(f"{name} holds {max(array.flat, key=abs)}, past int64 ({INT64_MAX}). {advice}")
+    if array.dtype.kind == "O" and array.size and all(type(value) is int for value in array.flat):
+        try:  # a column of Python integers, as pandas may hold one
+            return array.astype(np.int64)
+        except OverflowError as err:
+            largest = max(array.flat, key=abs)
+            raise ValueError(f"{name} holds {largest}, past int64 ({INT64_MAX}). {advice}") from err
     if array.dtype.kind == "O" or (array.ndim == 0 and not isinstance(values, np.ndarray)):
         raise TypeError(f"{name} is {described(values)}; wanted a list, array or tensor of ints. {advice}")
     return array

@@ -6,7 +6,7 @@ The lengths may lie in a memory map or be computed on demand; they are read once
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -65,7 +65,7 @@ def open_lengths(lengths: Lengths) -> OpenLengths:
         if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
             as_lengths(values[:1] if values.ndim == 1 else values)  # raises, and says what was wanted
         return values if values.size else np.empty(0, np.int64)
-    if isinstance(lengths, VirtualLengths):
+    if isinstance(lengths, VirtualLengths) and not isinstance(lengths, str | bytes | Mapping):
         return lengths
     raise ValueError(
         f"lengths is a {type(lengths).__name__}. Pass an array of ints, or an object with __len__ and "

@@ -46,12 +46,18 @@ def as_array(values: object, name: str) -> npt.NDArray[Any]:
         TypeError: for what is no such thing.
     """
     try:
-        return np.asarray(values)
+        array = np.asarray(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as err:
         raise TypeError(
             f"{name} is a {type(values).__name__} that is no array of numbers ({err}). "
             "Pass a list, a numpy array, or a tensor on the CPU."
         ) from err
+    if array.ndim == 0 and array.dtype.kind in "OUS":
+        raise TypeError(
+            f"{name} is a {type(values).__name__} that is no array of numbers. Pass a list, a numpy array, or "
+            "a tensor on the CPU."
+        )
+    return array
 
 
 def as_integers(values: object, name: str) -> IntArray:

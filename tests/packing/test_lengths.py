@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_thd.packing.entries import open_lengths
 from lightning_thd.packing.lengths import as_lengths, check_count
 
 
@@ -31,6 +32,14 @@ def test_takes_none_at_all() -> None:
 def test_refuses_what_are_no_lengths(given: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         as_lengths(given)
+
+
+@pytest.mark.parametrize("given", ["345", {0: 3}, {3, 4}, (n for n in (3, 4)), None])
+def test_refuses_what_holds_no_numbers_by_its_type(given: object) -> None:
+    with pytest.raises(TypeError, match=rf"lengths is a {type(given).__name__} that is no array of numbers"):
+        as_lengths(given)
+    with pytest.raises(ValueError, match=rf"lengths is a {type(given).__name__}\. Pass an array of ints"):
+        open_lengths(given)
 
 
 @pytest.mark.parametrize("value", [0, -3, 1.5, True, None, "8"])

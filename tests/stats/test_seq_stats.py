@@ -238,3 +238,10 @@ def test_stats_of_other_windows_are_not_added() -> None:
 def test_only_stats_are_added() -> None:
     with pytest.raises(TypeError):
         SeqStats() + 3  # type: ignore[operator]
+
+
+def test_a_column_of_python_integers_is_read() -> None:
+    """pandas and pyarrow hand out columns of the type object."""
+    assert SeqStats.from_lengths(np.array([3, 5], object)) == SeqStats.from_lengths([3, 5])
+    with pytest.raises(ValueError, match="holds 1180591620717411303424, past int64"):
+        SeqStats.from_lengths(np.array([3, 2**70], object))
