@@ -54,8 +54,8 @@ def as_array(values: object, name: str) -> npt.NDArray[Any]:
         ) from err
     if array.ndim == 0 and array.dtype.kind in "OUS":
         raise TypeError(
-            f"{name} is a {type(values).__name__} that is no array of numbers. Pass a list, a numpy array, or "
-            "a tensor on the CPU."
+            f"{name} is a {type(values).__name__} that is no array of numbers. Pass a list, a numpy "
+            "array, or a tensor on the CPU."
         )
     return array
 
