@@ -174,11 +174,11 @@ class CausalLMModule(L.LightningModule):
 
     def validation_step(self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the mean loss over all loss tokens of the evaluation set, and of each named one."""
-        self._log_loss("val", batch, dataloader_idx)
+        self._log_loss("val", batch, batch_idx, dataloader_idx)
 
     def test_step(self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the mean loss over all loss tokens of the evaluation set, and of each named one."""
-        self._log_loss("test", batch, dataloader_idx)
+        self._log_loss("test", batch, batch_idx, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
         """Log the mean loss over the loss tokens of all validation sets, where there are several."""
@@ -188,7 +188,9 @@ class CausalLMModule(L.LightningModule):
         """Log the mean loss over the loss tokens of all test sets, where there are several."""
         self._log_mean("test")
 
-    def _log_loss(self, stage: str, batch: THDBatch, dataloader_idx: int) -> None:
+    def _log_loss(self, stage: str, batch: THDBatch, batch_idx: int, dataloader_idx: int) -> None:
+        if batch_idx == dataloader_idx == 0:
+            self._losses.clear()  # of an evaluation that was interrupted
         loss = causal_lm_loss(self._built, batch)
         names = getattr(getattr(self.trainer, "datamodule", None), "set_names", {}).get(stage)
         if not names:

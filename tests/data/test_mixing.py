@@ -74,6 +74,9 @@ def test_named_validation_sets_have_a_metric_each() -> None:
     a, b = sequences(9, labels=True), sequences(12, labels=True, seed=3)
     module = CausalLMModule(tiny_llama())
     data = THDDataModule(val={"a": a, "b": b}, capacity=CAPACITY)
+    stop = L.callbacks.LambdaCallback(on_validation_batch_end=lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # what was evaluated until then counts in no later mean
+        make_trainer(callbacks=[stop]).validate(module, data, verbose=False)
     found = make_trainer().validate(module, data, verbose=False)
     metrics = {name: value for part in found for name, value in part.items()}
     for name, rows in (("a", a), ("b", b)):
