@@ -34,6 +34,7 @@ class Support:
         sizes: (head size, value size) -> what it runs, or None.
         sizes_text: the same in words.
         softcap: whether scores can be capped.
+        softcap_to: (capabilities, largest head size whose backward can), where some devices have a bound.
         sinks: how, or None.
         padding_between: whether padding between sequences may belong to none.
         lse: whether partial results can be merged (context parallelism).
@@ -51,6 +52,7 @@ class Support:
     sizes_text: str
     softcap: bool
     sinks: str | None
+    softcap_to: tuple[tuple[int, ...], int] | None = None
     padding_between: bool = False
     lse: bool = True
     deterministic: str
@@ -117,6 +119,7 @@ SUPPORT: dict[Kernel, Support] = {
         sizes=Flash4().sizes,
         sizes_text="up to 128 each, (192, 128), (256, 256); others are padded to these",
         softcap=True,
+        softcap_to=((10, 11), 192),
         sinks="through lse",
         deterministic=_WITH_FLAG,
         capability=(9, 10, 11),
@@ -220,10 +223,15 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
     if request.dtype not in row.dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
         return f"takes {wanted} (precision='bf16-mixed'), not {str(request.dtype).removeprefix('torch.')}"
-    if row.sizes(request.head_size, request.value_size) is None:
+    sizes = row.sizes(request.head_size, request.value_size)
+    if sizes is None:
         return f"has head sizes {row.sizes_text}, not ({request.head_size}, {request.value_size})"
     if request.spec.softcap and not row.softcap:
         return "has no softcap"
+    if request.spec.softcap and row.softcap_to is not None:
+        devices, to = row.softcap_to
+        if request.capability in devices and max(sizes) > to:
+            return f"has no softcap for heads of ({sizes[0]}, {sizes[1]}) on this GPU"
     if request.sinks and row.sinks is None:
         return "has no sinks"
     if request.needs_lse and not row.lse:

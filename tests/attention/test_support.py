@@ -52,6 +52,23 @@ def test_a_deterministic_backward_of_large_heads_goes_to_a_kernel_that_has_it(
         choose("flash", replace(large, deterministic=True))
 
 
+def test_capped_scores_of_large_heads_on_blackwell_go_to_a_kernel_with_a_backward(
+    on_cuda: pytest.MonkeyPatch,
+) -> None:
+    """Gemma 2's heads of 256: flash-attn 4 runs its own kernel for them there, whose backward has no cap."""
+    standins.install(on_cuda, "flash2", "flash4")
+    capped = replace(CUDA, head_size=256, value_size=256, spec=make_spec(256, softcap=50.0), capability=10)
+    assert choose("auto", replace(capped, spec=make_spec(256))) == "flash4"
+    assert choose("auto", replace(capped, capability=9)) == "flash4"  # where the general kernel runs
+    assert choose("auto", replace(capped, head_size=192, value_size=128)) == "flash4"
+    for sizes in ((256, 256), (160, 160), (192, 192)):  # those between are padded
+        for capability in (10, 11):
+            larger = replace(capped, head_size=sizes[0], value_size=sizes[1], capability=capability)
+            assert choose("auto", larger) == choose("flash", larger) == "flash2"
+    reason = why_not("flash4", capped) or ""
+    assert re.search(r"has no softcap for heads of \(256, 256\) on this GPU", reason)
+
+
 def test_a_backend_that_is_not_installed_is_skipped_or_named(on_cuda: pytest.MonkeyPatch) -> None:
     standins.install(on_cuda, "flash2")
     assert choose("flash", CUDA) == "flash2"
