@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_thd._checks import described, instance
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.epoch_weight import weighing_rows
 from lightning_thd.batch.thd_step import check_batch
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.costs import CommCosts
@@ -97,8 +98,7 @@ class THDShard(THDBatch):
 
     def __iter__(self) -> Iterator[Tensor]:
         # The weight of the pack: the same on its cp ranks, whose mean loss is the pack's.
-        rows = round(self.layout.cp / self.loss_scale) if self.loss_scale else 0
-        yield torch.empty(rows, device="meta")
+        yield weighing_rows(self.layout.cp / self.loss_scale if self.loss_scale else 0.0)
 
     def __repr__(self) -> str:
         return f"THDShard({self.layout.rank} of {self.layout.cp}, {self.layout.layout}, {super().__repr__()})"
