@@ -19,21 +19,22 @@ import numpy.typing as npt
 
 from lightning_thd.packing.lengths import as_lengths, check_count, check_type
 from lightning_thd.packing.sharing.degrees import Sharing, check_tiling
+from lightning_thd.packing.sharing.levels import Filler, Long
 from lightning_thd.packing.sharing.nested import Nest
-from lightning_thd.packing.sharing.seats import Seats
-from lightning_thd.packing.sharing.tables import BoolArray, FloatArray, IntArray, Tables
+from lightning_thd.packing.sharing.seats import Seats, Short
+from lightning_thd.packing.sharing.tables import FloatArray, IntArray, Tables
 
-# What is tried; the plan whose slowest ranks take least time is kept. How far above an even share of the work
-# a sequence may be before more ranks share it, and how much work, exchanges included, it may take in all, of
-# what it takes at the cheapest degree. Of 18 pairs these two left 0.7 per cent to the best of all, on
-# chats and long documents of benchmarks.dynamic_cp.
-_TRIES = ((0.7, 1.3), (0.7, math.inf))
-_WASTE = 1.3  # the same of a sequence that fills up the group of others
-_NEST_WASTE = 1.05  # the same where microbatches need not be even: slots are all that this saves
-_EVEN_ENOUGH = 1.03  # work waited for, of the least that any plan could: below it nothing else is tried
-_WORTH = 0.01  # of the work waited for: what another plan must save
-_FULL = 0.92  # of all slots: what is left lets work be spread evenly
-_MORE_MICROBATCHES = 8  # beyond the fewest that hold all slots, before a plan is given up
+_FULL = 0.96  # of all slots: what is left lets work be spread evenly
+_LONG = 0.7  # of a microbatch's even share of the work: what a short sequence takes at most
+_LAST = 0.5  # of a microbatch: what the last one gets less, as short sequences come out even anyway
+_FEW = 0.1  # of a microbatch's slots: so few are tried on top of the others before they get one of their own
+# Lowest work of a microbatch that is tried, of its even share, and how many tries a step of so many sequences
+# has time for; one plan within a hundredth of the least time that any takes is enough. Found on the cases of
+# benchmarks.dynamic_cp and on random steps: those of two sequences a rank gain 3 per cent by five tries.
+_LOWEST = (0.95, 0.6, 0.8, 1.25, 0.7)
+_TRIES = {512: 5, 2048: 3}
+_EVEN_ENOUGH = 1.01
+_NEST_WASTE = 1.05  # work of what fills up a group, of that at its cheapest, if steps alone need to be even
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -93,17 +94,7 @@ def share_out(
     tables = Tables.of(values, capacity, sharing, cost)
     if sharing.waits == "step":
         return _nested_plan(tables, ranks)
-    needed = int(tables.slots[tables.least, np.arange(len(values))].sum())
-    fewest = max(1, math.ceil(needed / (ranks * capacity * _FULL)))
-    most = 2 * fewest + _MORE_MICROBATCHES
-    for filling in (_WASTE, math.inf):
-        best = _best_plan(tables, ranks, range(fewest, most), filling)
-        if best is not None:
-            return best
-    raise ValueError(
-        f"{len(values)} sequences fit no {most - 1} microbatches of {ranks} ranks with {capacity} slots "
-        "each. Pass a cost that grows with the tokens, as Cost() does, or raise capacity."
-    )
+    return _even_plan(tables, ranks)
 
 
 def _nested_plan(tables: Tables, ranks: int) -> SharedBins:
@@ -128,46 +119,60 @@ def _nested_plan(tables: Tables, ranks: int) -> SharedBins:
     )
 
 
-def _best_plan(tables: Tables, ranks: int, counts: range, filling: float) -> SharedBins | None:
-    """Try several numbers of microbatches and keep the plan whose slowest ranks take least time."""
-    best, least, last = None, math.inf, counts.stop
-    enough = _EVEN_ENOUGH * tables.least_time(ranks)
-    tries = [(slack, tables.worth(waste)) for slack, waste in _TRIES]
-    fills = tables.worth(filling)
-    for count in counts:
-        if count > last or not tries:
+def _even_plan(tables: Tables, ranks: int) -> SharedBins:
+    """Make each microbatch even: the longest sequences that are left first, and shorter ones beside them."""
+    fewest = max(1, math.ceil(int(tables.slots[0].sum()) / (_FULL * ranks * tables.room[0])))
+    even = tables.even_time(ranks) / fewest
+    short = (tables.least == 0) & (tables.load[0] <= _LONG * even)
+    numbers = np.flatnonzero(~short)
+    numbers = numbers[np.argsort(-tables.slots[0, numbers], kind="stable")]
+    long = Long(tables, ranks, numbers, Filler.of(tables, short))
+    enough, best = _EVEN_ENOUGH * tables.least_time(ranks), None
+    tries = next((count for most, count in _TRIES.items() if len(short) <= most), 1)
+    for lowest in _LOWEST[:tries]:
+        seats = _seats(long, np.flatnonzero(short), even, lowest)
+        if best is None or seats.slowest() < best.slowest():
+            best = seats
+        if best.slowest() <= enough:
             break
-        for one in tuple(tries):
-            plan = _plan(tables, ranks, count, *one, fills)
-            if plan is None:
-                continue
-            tries = [other for other in tries if other is not one]
-            last = min(last, count + 1)  # the others may need one more
-            slowest = np.zeros(plan.num_microbatches)
-            np.maximum.at(slowest, plan.microbatch, plan.load)
-            if slowest.sum() < least * (1 - _WORTH):
-                best, least = plan, float(slowest.sum())
-            if least <= enough:
-                return best
-    return best
+    assert best is not None
+    return _seat(best)
 
 
-def _plan(
-    tables: Tables, ranks: int, count: int, slack: float, worth: BoolArray, filling: BoolArray
-) -> SharedBins | None:
-    """Plan a step of given microbatches: share long sequences, then fill all groups up to one level."""
-    columns = np.arange(tables.load.shape[1])
-    load = tables.load[tables.least, columns]
-    even = float((load * np.array(tables.degrees)[tables.least]).sum()) / (ranks * count)
-    long = np.flatnonzero((tables.least > 0) | (load > even * slack))
-    seats = Seats(tables, ranks, count)
-    seats.share_long(long[np.argsort(-tables.slots[0, long], kind="stable")], even, slack, worth)
-    seats.add_singles()
-    short = np.flatnonzero(np.array(seats.home) < 0)
-    short = short[np.argsort(-tables.slots[0, short], kind="stable")]
-    if not seats.fill(short, seats.rooms(float(load[short].sum())).tolist(), filling):
-        return None
-    return _seat(seats)
+def _seats(long: Long, short: IntArray, even: float, lowest: float) -> Seats:
+    """Fill microbatches with the long sequences, then, as long as any are left, with the short ones."""
+    tables, ranks = long.tables, long.ranks
+    slots = ranks * tables.room[0]
+    found, alone = long.microbatches(even, lowest)
+    seats = Seats(tables, ranks)
+    for one in found:
+        seats.open(one, long.sequences)
+    rest = Short(tables, np.concatenate([short, long.sequences[alone]]))
+    seats.complete(np.lexsort((seats.load, seats.degree, seats.microbatch)).tolist(), rest)
+    while rest.left_slots > _FULL * slots:
+        left = math.ceil(rest.left_slots / (_FULL * slots))
+        full = rest.work / rest.left_slots * _FULL * tables.room[0]
+        at = len(seats.degree)
+        seats.add_microbatch(max(min(rest.work / ranks / (left - _LAST), full), rest.heaviest()))
+        seats.complete(range(at, len(seats.degree)), rest)
+    return _last(seats, rest, slots) if rest.left_slots else seats
+
+
+def _last(seats: Seats, rest: Short, slots: int) -> Seats:
+    """Put the shortest sequences into a last microbatch, or on top of the others where that is faster."""
+    left, best = rest.left(), None
+    count = 0 if seats.count and rest.left_slots <= _FEW * slots else 1
+    while True:
+        for first in (len(seats.load), 0) if count else (0,):  # its own ranks first, then any
+            tried = seats.copy()
+            for _ in range(count):
+                tried.add_microbatch(rest.work / seats.ranks / count)
+            if tried.fill(left, first):
+                best = tried if best is None or tried.slowest() < best.slowest() else best
+                break
+        if count and best is not None:
+            return best
+        count += 1
 
 
 def _seat(seats: Seats) -> SharedBins:

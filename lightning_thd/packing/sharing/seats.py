@@ -1,4 +1,4 @@
-"""Slots and work of sequences, ranks, microbatches -> groups: long sequences shared, short ones filled in.
+"""Groups of ranks in microbatches, short sequences -> groups filled up to the level of each microbatch.
 
 Legend: S sequences, R ranks, M microbatches, a seat is one rank in one microbatch.
 """
@@ -6,13 +6,13 @@ Legend: S sequences, R ranks, M microbatches, a seat is one rank in one microbat
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from lightning_thd.packing.sharing.tables import BoolArray, FloatArray, IntArray, Tables
-
-_RECENT = 8  # groups that are tried before another is opened
+from lightning_thd.packing.sharing.levels import Microbatch
+from lightning_thd.packing.sharing.tables import IntArray, Tables
 
 
 class Seats:
@@ -23,138 +23,139 @@ class Seats:
         load: work of a rank of it.
         free: slots left.
         microbatch: when it runs.
+        level: work that its ranks have time for.
         home: the group of every sequence, -1 before it has one.
+        count: M.
     """
 
-    def __init__(self, tables: Tables, ranks: int, count: int) -> None:
-        self.tables, self.ranks, self.count = tables, ranks, count
+    def __init__(self, tables: Tables, ranks: int) -> None:
+        self.tables, self.ranks, self.count = tables, ranks, 0
         self.degree: list[int] = []
         self.load: list[float] = []
         self.free: list[int] = []
         self.microbatch: list[int] = []
+        self.level: list[float] = []
         self.home = [-1] * tables.load.shape[1]
 
-    def share_long(self, long: IntArray, even: float, slack: float, worth: BoolArray) -> None:
-        """Open groups for long sequences, microbatch after microbatch, the heaviest first.
+    def copy(self) -> Seats:
+        """Return groups that can be filled without these changing."""
+        other = Seats(self.tables, self.ranks)
+        for name in ("degree", "load", "free", "microbatch", "level", "home"):
+            setattr(other, name, list(getattr(self, name)))
+        other.count = self.count
+        return other
 
-        A microbatch takes as long as its heaviest sequence on as many ranks as are worth it. Beside it
-        the next get as few ranks as do in that time: their work is what other ranks would wait with.
+    def open(self, one: Microbatch, numbers: IntArray) -> None:
+        """Add a microbatch with the groups of its long sequences, and single ranks beside them."""
+        self.count += 1
+        for degree, load, free, members in zip(one.degree, one.load, one.free, one.members, strict=True):
+            for n in members:
+                self.home[int(numbers[n])] = len(self.degree)
+            self._add(degree, load, free, one.level)
+        self._add_singles(one.seats, one.level)
 
-        Args:
-            long: sequences that may need several ranks, or a rank alone, the heaviest first.
-            even: an even share of the work of a microbatch.
-            slack: how far above it a sequence may be before more ranks share it.
-            worth: bool ``[C, S]``, degrees that sequences may get.
-        """
-        load = np.where(worth, self.tables.load, np.inf)[:, long]
-        lightest = load.min(axis=0)
-        rest = np.arange(len(long))
-        for microbatch in range(self.count):
-            if not len(rest):
-                break
-            level = max(even * slack, float(lightest[rest[0]]))
-            fits = load[:, rest] <= level
-            chosen = np.where(fits.any(axis=0), fits.argmax(axis=0), load[:, rest].argmin(axis=0))
-            late = self._open(microbatch, long[rest].tolist(), chosen, level)
-            rest = rest[late]
+    def add_microbatch(self, level: float) -> None:
+        """Add a microbatch of single ranks."""
+        self.count += 1
+        self._add_singles(self.ranks, level)
 
-    def _open(self, microbatch: int, sequences: list[int], chosen: IntArray, level: float) -> list[int]:
-        """Open groups for sequences that fit one microbatch; return the positions of those that do not."""
-        degrees, room, seats, late = self.tables.degrees, self.tables.room, self.ranks, []
-        slots = self.tables.slots[chosen, sequences].tolist()
-        loads = self.tables.load[chosen, sequences].tolist()
-        recent: list[int] = []
-        for place, degree in enumerate(chosen.tolist()):
-            more, taken = loads[place], slots[place]
-            for at in recent:
-                if self.degree[at] == degree and self.free[at] >= taken and self.load[at] + more <= level:
-                    break
-            else:
-                if seats < degrees[degree]:
-                    late.append(place)
-                    continue
-                seats -= degrees[degree]
-                at = self._add(degree, room[degree], microbatch)
-                recent = [at, *recent[: _RECENT - 1]]
-            self.home[sequences[place]] = at
-            self.free[at] -= taken
-            self.load[at] += more
-        return late
-
-    def _add(self, degree: int, room: int, microbatch: int) -> int:
+    def _add(self, degree: int, load: float, free: int, level: float) -> None:
         self.degree.append(degree)
-        self.load.append(0.0)
-        self.free.append(room)
-        self.microbatch.append(microbatch)
-        return len(self.degree) - 1
+        self.load.append(load)
+        self.free.append(free)
+        self.microbatch.append(self.count - 1)
+        self.level.append(level)
 
-    def add_singles(self) -> None:
-        """Make every free seat (rank and microbatch) a group of one rank."""
-        taken = np.bincount(
-            self.microbatch, np.array(self.tables.degrees)[self.degree], minlength=self.count
-        ).astype(np.int64)
-        left = (self.ranks - taken).tolist()
-        singles = sum(left)
-        self.degree += [0] * singles
-        self.load += [0.0] * singles
-        self.free += [self.tables.room[0]] * singles
-        self.microbatch += np.repeat(np.arange(self.count), left).tolist()
+    def _add_singles(self, ranks: int, level: float) -> None:
+        self.degree += [0] * ranks
+        self.load += [0.0] * ranks
+        self.free += [self.tables.room[0]] * ranks
+        self.microbatch += [self.count - 1] * ranks
+        self.level += [level] * ranks
 
-    def rooms(self, work: float) -> FloatArray:
-        """Return how much of the remaining work each group takes to even out its microbatch, then all.
+    def complete(self, groups: Iterable[int], short: Short) -> None:
+        """Fill each group to its level: the longest sequence that fits, then the longest that still does."""
+        for at in groups:
+            degree, room, free = self.degree[at], self.level[at] - self.load[at], self.free[at]
+            while (n := short.longest(degree, free, room)) >= 0:
+                self.home[short.sequences[n]] = at
+                room -= short.load[degree][n]
+                free -= short.slots[degree][n]
+            self.load[at], self.free[at] = self.level[at] - room, free
 
-        A microbatch waits for its heaviest group anyway, so the others are filled up to that; what is left
-        over is spread evenly, as water finds its level.
-        """
-        load, when = np.array(self.load), np.array(self.microbatch)
-        peaks = np.zeros(self.count)
-        np.maximum.at(peaks, when, load)
-        total = float((load * np.array(self.tables.degrees)[self.degree]).sum()) + work
-        falling = np.sort(peaks)[::-1]
-        even = total / (self.ranks * self.count)
-        for heavy in range(self.count):  # the heaviest stay as they are, the others share the rest
-            even = (total - self.ranks * float(falling[:heavy].sum())) / (self.ranks * (self.count - heavy))
-            if falling[heavy] <= even:
-                break
-        room: FloatArray = np.maximum(peaks, even)[when] - load
-        return room
+    def fill(self, short: Sequence[int], first: int) -> bool:
+        """Put each sequence, longest first, where there is most time for it; False where one fits no group.
 
-    def fill(self, short: IntArray, room: Sequence[float], worth: BoolArray) -> bool:
-        """Put each sequence, longest first, where slots and room for work are; False where one fits no group.
+        Groups before the first are left as they are.
 
         A group without the slots for one sequence waits until the sequences, which get shorter, fit it again.
-        One whose exchange is not worth it for a sequence is not for shorter ones either.
         """
-        heap = [(-most, at) for at, most in enumerate(room)]
+        heap = [(self.load[at] - self.level[at], at) for at in range(first, len(self.load))]
         heapq.heapify(heap)
         waiting: list[tuple[int, float, int]] = []  # (-slots left, -room, group)
         slots, load = self.tables.slots[:, short].tolist(), self.tables.load[:, short].tolist()
-        least, worthy = self.tables.least[short].tolist(), worth[:, short].tolist()
-        degree, free, taken_load = self.degree, self.free, self.load
-        for n, i in enumerate(short.tolist()):
-            while waiting and -waiting[0][0] >= slots[degree[waiting[0][2]]][n]:
+        for n, i in enumerate(short):
+            while waiting and -waiting[0][0] >= slots[self.degree[waiting[0][2]]][n]:
                 _, below, at = heapq.heappop(waiting)
                 heapq.heappush(heap, (below, at))
-            other = []
             while heap:
                 below, at = heap[0]
-                of = degree[at]
-                if of < least[n]:
-                    other.append(heapq.heappop(heap))
-                elif free[at] < slots[of][n]:
-                    heapq.heappop(heap)
-                    heapq.heappush(waiting, (-free[at], below, at))
-                elif not worthy[of][n]:
-                    heapq.heappop(heap)
-                else:
+                degree = self.degree[at]
+                if self.free[at] >= slots[degree][n]:
                     break
+                heapq.heappop(heap)
+                heapq.heappush(waiting, (-self.free[at], below, at))
             else:
                 return False
-            more = load[of][n]
+            more = load[degree][n]
             self.home[i] = at
-            free[at] -= slots[of][n]
-            taken_load[at] += more
+            self.free[at] -= slots[degree][n]
+            self.load[at] += more
             heapq.heapreplace(heap, (below + more, at))
-            for entry in other:
-                heapq.heappush(heap, entry)
         return True
+
+    def slowest(self) -> float:
+        """Return the time of the step: of its microbatches' heaviest groups, in all."""
+        heaviest = np.zeros(self.count)
+        np.maximum.at(heaviest, self.microbatch, self.load)
+        return float(heaviest.sum())
+
+
+class Short:
+    """Sequences that fit one rank, of which groups take the longest that they have slots and time for.
+
+    Attributes:
+        sequences: the shortest first.
+        slots: of each, at every degree.
+        load: of each, at every degree.
+        work: of those that are left, on one rank.
+        left_slots: theirs.
+    """
+
+    def __init__(self, tables: Tables, sequences: IntArray) -> None:
+        order = sequences[np.argsort(tables.slots[0, sequences], kind="stable")]
+        self.sequences: list[int] = order.tolist()
+        slots, load = tables.slots[:, order], tables.load[:, order]
+        self.slots, self.load = slots.tolist(), load.tolist()
+        self._most = np.maximum.accumulate(load, axis=1).tolist()  # rises even where a cost does not
+        self._left = list(range(len(order)))
+        self.work, self.left_slots = float(load[0].sum()), int(slots[0].sum())
+
+    def longest(self, degree: int, free: int, room: float) -> int:
+        """Take the longest sequence for so many slots and so much time; return its number, or -1."""
+        fits = min(bisect_right(self.slots[degree], free), bisect_right(self._most[degree], room))
+        k = bisect_right(self._left, fits - 1) - 1
+        if k < 0:
+            return -1
+        n = self._left.pop(k)
+        self.work -= self.load[0][n]
+        self.left_slots -= self.slots[0][n]
+        return n
+
+    def heaviest(self) -> float:
+        """Return the work of the longest that is left, on one rank."""
+        return float(self._most[0][self._left[-1]])
+
+    def left(self) -> list[int]:
+        """Return the sequences that no group took, the longest first."""
+        return [self.sequences[n] for n in reversed(self._left)]
