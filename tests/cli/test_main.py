@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -10,13 +11,17 @@ from pathlib import Path
 
 import jsonargparse
 import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
 
 from lightning_thd import Packs, Sequences, THDDataModule
 from lightning_thd.cli import main
 from lightning_thd.cli.main import TOOLS
+from lightning_thd.module import CausalLMModule
 from lightning_thd.report import read_metrics, table
 
 ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "guides" / "yaml.md"
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,6 +128,33 @@ def parsed(text: str, folder: Path) -> THDDataModule:
     return found
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_files_of_the_guide_build_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("my", "code", "prose"):
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "abc"}\n' * 4)
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "0.jsonl").write_text('{"text": "abc"}\n' * 4)
+    whole, mixture, stream, devices = re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.S)
+    monkeypatch.setattr("sys.argv", ["", "--config", whole])
+    made = LightningCLI(
+        CausalLMModule, THDDataModule, subclass_mode_model=True, run=False, save_config_callback=None
+    )
+    assert made.datamodule.global_batch == Sequences(64)
+    data = parsed(mixture, tmp_path)
+    data.setup("fit")
+    assert len({i for batch in data.train_dataloader() for i in batch.sequence_ids}) == 8
+    assert len(data.val_dataloader()) == 2
+    data = parsed(stream, tmp_path)
+    data.setup("fit")
+    assert sum(len(batch.sequence_ids) for batch in data.train_dataloader()) == 4
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(Trainer, "trainer", instantiate=False)
+    found = parser.parse_string(devices).trainer
+    assert found.strategy.init_args.tensor_parallel_size == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("step", [Packs(8), Sequences(8)])
 @pytest.mark.parametrize("path", ["", "lightning_thd."])
 def test_a_step_size_of_a_config_is_the_class_it_names(
@@ -132,6 +164,7 @@ def test_a_step_size_of_a_config_is_the_class_it_names(
     assert parsed(text, tmp_path).global_batch == step
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_mixtures_streams_and_several_sets_of_a_config(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"text": "abc"}\n' * 4)
