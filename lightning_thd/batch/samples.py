@@ -28,14 +28,19 @@ _MASKS = (
     *("loss_mask", "label_mask", "labels_mask", "target_mask", "completion_mask", "response_mask"),
     *("prompt_mask", "assistant_mask", "assistant_masks", "prompt_length", "prompt_len", "prompt_lengths"),
     *("mask", "masks", "loss_masks", "label_masks", "train_mask", "learn_mask", "completion_masks"),
-    *("response_masks", "prompt_masks", "target_masks", "shift_labels"),
+    *("response_masks", "prompt_masks", "target_masks", "shift_labels", "answer_start_idx"),
+    *("context_length", "source_len", "source_length", "source_mask"),
 )
 # Weights of tokens or sequences under names that nobody reads here.
 _WEIGHTS = (
     *("weight", "loss_weight", "loss_weights", "token_weight", "token_weights", "label_weight"),
     *("label_weights", "sample_weight", "sample_weights", "sequence_weight", "sequence_weights"),
 )
-_BOUNDS = ("segment_ids", "document_ids", "doc_ids", "seq_idx", "sequence_lengths")
+_BOUNDS = (
+    *("segment_ids", "document_ids", "doc_ids", "seq_idx", "sequence_lengths", "seq_lens", "seqlens"),
+    *("doc_lens", "doc_lengths", "document_lengths", "input_pos", "seq_start_id", "seq_boundaries"),
+    *("cumulative_len", "cu_lens", "cu_doc_lens", "cu_seq_lens"),
+)
 # The same under names that datasets of rows that were packed before are read by.
 ROW_BOUNDS = ("lengths", "seq_lengths", "cu_seqlens", "cu_seqlens_padded")
 # Arguments that THDBatch.hf_kwargs makes; a sample's own would replace them in the call of the model.

@@ -331,7 +331,18 @@ def test_what_unpacks_to_far_more_than_text_does_is_refused(
 
 @pytest.mark.parametrize(
     "name",
-    ["loss_mask", "assistant_masks", "segment_ids", "shift_labels", "mask", "loss_weights", "sample_weight"],
+    [
+        "loss_mask",
+        "assistant_masks",
+        "segment_ids",
+        "seq_lens",
+        "input_pos",
+        "answer_start_idx",
+        "shift_labels",
+        "mask",
+        "loss_weights",
+        "sample_weight",
+    ],
 )
 def test_masks_that_nobody_reads_are_refused_wherever_they_stand(tmp_path: Path, name: str) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -345,6 +356,52 @@ def test_masks_that_nobody_reads_are_refused_wherever_they_stand(tmp_path: Path,
             read(source, tmp_path)
     with pytest.raises(ValueError, match=f"carry '{name}', which is not read"):
         list(THDDataModule(streamed, capacity=64, global_batch=Packs(1)).train_steps())
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        pytest.param(([2, 3], [4], [1, 5]), id="lengths"),
+        pytest.param(([0, 2, 5], [0, 4], [0, 1, 6]), id="offsets"),
+        pytest.param(([0, 2], [0], [0, 1]), id="starts"),
+        pytest.param(([0, 1, 0, 1, 2], [0, 1, 2, 3], [0, 0, 1, 2, 3, 4]), id="positions"),
+        pytest.param(([1, 1, 2, 3, 3], [1, 1, 1, 1], [0, 0, 0, 0, 1, 1]), id="numbers"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["dataset", "parquet", "arrow"])
+def test_bounds_under_any_name_are_refused(tmp_path: Path, kind: str, told: Any) -> None:
+    """Other libraries have a name of their own each for where the sequences of a packed row begin."""
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    datasets = pytest.importorskip("datasets")
+    columns = {"input_ids": [[1] * 5, [1] * 4, [1] * 6], "any_name": list(told), "other": ["a", "b", "c"]}
+    table = pa.table(columns)
+    if kind == "parquet":
+        parquet.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    source = datasets.Dataset.from_dict(columns) if kind == "dataset" else str(tmp_path / f"a.{kind}")
+    with pytest.raises(
+        ValueError, match="The column 'any_name' tells where sequences of a row begin, by its"
+    ):
+        read(source, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        ([1, 0, 0, 0, 1], [1, 0, 0, 1], [1, 0, 0, 0, 0, 1]),  # a mask of special tokens
+        ([0, 0, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 1, 0, 1]),
+        ([0, 1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2, 3, 4, 5]),  # one sequence a row
+        ([5], [4], [6]),
+        ([0, 3], [7, 2], []),
+        ([2, 3], [4], [1, 4]),  # lengths of something else
+        (None, [None, 2], [3]),
+    ],
+)
+def test_lists_that_tell_no_bounds_are_left_out(tmp_path: Path, harmless: Any) -> None:
+    datasets = pytest.importorskip("datasets")
+    columns = {"input_ids": [[1] * 5, [1] * 4, [1] * 6], "any_name": list(harmless)}
+    read(datasets.Dataset.from_dict(columns), tmp_path)
 
 
 def test_a_mask_beside_labels_says_that_labels_count(tmp_path: Path) -> None:

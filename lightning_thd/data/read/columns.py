@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from numpy.typing import NDArray
 
 from lightning_thd._imports import require
 from lightning_thd.batch import check_modalities
@@ -25,6 +27,7 @@ _READ = (
     *("input_ids", "labels", "lengths", "seq_lengths", "cu_seqlens", "cu_seqlens_padded", "position_ids"),
     *("attention_mask", "token_type_ids", "weights"),
 )
+_LOOKED_AT = 32  # rows in which a column that is left out is looked at
 # Inputs of vision models, which a dataset of Python objects or tensors carries beside its ids.
 _MEDIA = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_token_type_ids")
 
@@ -46,6 +49,7 @@ def as_rows(dataset: MapDataset) -> MapDataset:
     media = [name for name in columns if name in _MEDIA]
     check_modalities(columns)
     if other := [name for name in columns if name not in (*_READ, *_MEDIA)]:
+        refuse_bounds(table, other)
         rank_zero_info(f"The columns {', '.join(other)} are left out: they hold no ids, labels or images.")
     if media:
         return cast("MapDataset", cast("Any", dataset).select_columns([*known, *media]))
@@ -81,6 +85,7 @@ def open_columns(
             )
         check_modalities(names)
         kept = [name for name in names if name in _READ]
+        _refuse_bounds_of(file, [name for name in names if name not in _READ])
         keep = keep or kept
         if set(kept) != set(keep):
             raise ValueError(
@@ -102,6 +107,65 @@ def open_columns(
             "Write lists of integers, one a row."
         )
     return cast("MapDataset", ColumnRows(read, table.column_names))
+
+
+def refuse_bounds(rows: Any, names: list[str]) -> None:
+    """Refuse integers of columns that are left out where, by their values, they tell apart a row's sequences.
+
+    Args:
+        rows: a table or batch of pyarrow, with ``input_ids``; its first rows are looked at.
+        names: columns of it that are left out.
+
+    Raises:
+        ValueError: naming the column.
+    """
+    pc = require("pyarrow.compute", feature="reading columns")
+    head = rows.slice(0, _LOOKED_AT)
+    sizes = pc.list_value_length(head.column("input_ids")).fill_null(0).to_pylist()
+    for name in names:
+        if not is_list(head, name):
+            continue
+        found = [
+            _ways_of_telling(np.array(values, np.int64), slots)
+            for values, slots in zip(head.column(name).to_pylist(), sizes, strict=True)
+            if values and slots > 2 and None not in values
+        ]
+        told = set.intersection(*map(set, found)) if found else set()
+        if any(row[way] for row in found for way in told):
+            raise ValueError(
+                f"The column {name!r} tells where sequences of a row begin, by its values, and is not "
+                "read, so that they would see each other. Rename it to lengths, cu_seqlens or position_ids, "
+                "whichever it holds, or drop it."
+            )
+
+
+def _ways_of_telling(values: NDArray[np.int64], slots: int) -> dict[str, bool]:
+    """Return the ways in which integers can tell sequences of a row apart, and whether there are several."""
+    steps = np.diff(values)
+    rises = values[0] == 0 and bool((steps > 0).all())
+    each = len(values) == slots
+    ways = {
+        "lengths": (values.min() > 0 and values.sum() == slots and not each, len(values) > 1),
+        "offsets": (rises and values[-1] == slots, len(values) > 2),
+        "starts": (rises and values[-1] < slots and not each, len(values) > 1),
+        # A mask of 0 and 1 counts up, too, but not to 2.
+        "positions": (
+            each and values[0] == 0 and bool(((steps == 1) | (values[1:] == 0)).all()),
+            values.max() > 1 and (values == 0).sum() > 1,
+        ),
+        "numbers": (
+            each and values[0] in (0, 1) and set(steps) <= {0, 1},
+            values[-1] - values[0] > 1 and 0 in steps,
+        ),
+    }
+    return {way: bool(several) for way, (fits, several) in ways.items() if fits}
+
+
+def _refuse_bounds_of(file: SourceFile, names: list[str]) -> None:
+    if names and len(part_sizes(file)):
+        for batch in read_part(file, 0, ["input_ids", *names]):
+            return refuse_bounds(batch, names)
+    return None
 
 
 def _concatenated(files: tuple[SourceFile, ...], names: tuple[str, ...]) -> Any:
