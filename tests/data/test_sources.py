@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import numpy as np
 import pytest
 
@@ -70,6 +71,7 @@ def test_the_module_serves_one_trainer_after_another(tmp_path: Path) -> None:
             self.accumulate_grad_batches, self.callbacks, self.loggers = 1, [], []
             self.lightning_module, self.is_global_zero, self.overfit_batches = None, True, 0
             self.num_training_batches = float("inf")
+            self.fit_loop = L.Trainer(logger=False, accelerator="cpu", devices=1).fit_loop  # not begun
             self.strategy, self.precision_plugin = self, None
             self.distributed_sampler_kwargs = {"rank": 0, "num_replicas": ranks}
 
