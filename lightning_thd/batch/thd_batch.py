@@ -34,11 +34,19 @@ def checked_device(device: torch.device | str) -> torch.device:
         raise ValueError(f"{device!r} is no device ({err}). Pass 'cpu', 'cuda' or a torch.device.") from err
 
 
-def _rows(x: Any) -> Tensor:
+def rows_of_slots(x: Any, slots: int) -> Tensor:
+    """Return a tensor with a row a slot from ``[T, ...]`` or ``[1, T, ...]``, as far as its shape tells.
+
+    Raises:
+        TypeError: when ``x`` is no tensor or array.
+    """
     if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
         x = torch.from_numpy(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"unpack() got {described(x)}; wanted a tensor with one row a slot.")
+    # One slot: [1, 1, V] are a model's logits of it.
+    if x.ndim > 1 and x.shape[0] == 1 and (slots != 1 or (x.ndim > 2 and x.shape[1] == 1)):
+        return x[0]
     return x
 
 
@@ -283,11 +291,8 @@ class THDBatch(Immutable):
             TypeError: when ``x`` is no tensor or array.
             ValueError: when ``x`` has not T rows.
         """
-        x = _rows(x)
         slots = sum(self.padded_lengths)
-        # One slot: [1, 1, V] are a model's logits of it.
-        if x.ndim > 1 and x.shape[0] == 1 and (slots != 1 or (x.ndim > 2 and x.shape[1] == 1)):
-            x = x[0]
+        x = rows_of_slots(x, slots)
         if x.ndim == 0 or x.shape[0] != slots:
             raise ValueError(
                 f"unpack() got a tensor of shape {tuple(x.shape)}, but the batch has {slots} slots. "

@@ -19,6 +19,7 @@ from lightning_thd._checks import described, instance
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.epoch_weight import weighing_rows
+from lightning_thd.batch.thd_batch import rows_of_slots
 from lightning_thd.batch.thd_step import check_batch
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.costs import CommCosts
@@ -87,9 +88,8 @@ class THDShard(THDBatch):
             As ``THDBatch.unpack``: ``len(lengths)`` whole sequences ``[length, ...]``, on every rank.
         """
         slots = self.layout.local_slots
-        if x.ndim > 1 and x.shape[0] == 1 and x.shape[0] != slots:
-            x = x[0]
-        if x.shape[0] != slots:
+        x = rows_of_slots(x, slots)
+        if x.ndim == 0 or x.shape[0] != slots:
             raise ValueError(
                 f"unpack() got a tensor of shape {tuple(x.shape)}, but the shard has {slots} slots. "
                 f"Pass [{slots}, ...] or [1, {slots}, ...]."

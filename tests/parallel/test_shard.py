@@ -59,6 +59,19 @@ def test_lightning_weighs_logs_of_a_shard_by_the_weight_of_its_pack(loss_scale: 
     ] * 2
 
 
+def test_a_shard_of_one_slot_takes_the_logits_a_model_gives_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = THDBatch.collate([{"input_ids": [5, 6]}])
+    shards = [shard_batch(batch, group=None, cp=2, rank=rank, layout="contiguous") for rank in range(2)]
+    logits = torch.arange(6.0).view(2, 3)  # [T, V], of which each rank holds [1, 1, V]
+    monkeypatch.setattr(
+        "lightning_thd.parallel.shard.gather_pack", lambda own, _: torch.cat([own, logits[1:]])
+    )
+    (whole,) = shards[0].unpack(logits[None, :1])
+    assert torch.equal(whole, logits)
+    with pytest.raises(TypeError, match=r"unpack\(\) got a list"):
+        shards[0].unpack([1.0])  # type: ignore[arg-type]
+
+
 def test_targets_of_all_ranks_are_those_of_the_pack() -> None:
     batch = pack(cp=4)
     shards = [shard_batch(batch, group=None, cp=4, rank=rank) for rank in range(4)]
