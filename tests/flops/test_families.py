@@ -74,6 +74,9 @@ _SWITCHED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)  # GPT-BigCode's, older
 @pytest.mark.parametrize(("family", "switched"), _SWITCHED)
 def test_projections_behind_a_switch_equal_torchs_counter(family: str, switched: dict[str, Any]) -> None:
     plain, config = small_config(family), small_config(family, **switched)
