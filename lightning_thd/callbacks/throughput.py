@@ -171,7 +171,9 @@ class THDThroughputMonitor(EvaluationHooks):
         accumulates = trainer.fit_loop._should_accumulate()
         self._marks.mark("forward_backward" if accumulates else "optimizer")
         run = self._ensure(trainer, pl_module)
-        run.add("train", pl_module, batch)
+        skipped = pl_module.automatic_optimization and outputs == {}  # training_step returned None
+        if not skipped:
+            run.add("train", pl_module, batch)
         if self._pictures is not None and self._pictures.add(batch):
             self._draw(trainer)
         if accumulates:

@@ -65,6 +65,10 @@ class Counting:
 
     def end(self, stage: str, module: nn.Module, step: Sequence[Seen], *, discard: bool = False) -> bool:
         """Update a stage's FLOPs model from its first step; return whether that slowed the step down."""
+        if self._counter is not None and not step:  # of skipped batches alone
+            self._stop_counter()
+            self._shapes.clear()
+            return True
         if self._counter is not None:
             self._take_counter(stage, module, step)
             return True

@@ -74,6 +74,7 @@ class Meter:
         self.left_out: list[Seen] = []
         self.seconds = 0.0
         self.left_out_seconds = 0.0
+        self._whole_seconds = 0.0  # of the counted seconds, those of steps that have ended
         self._since: float | None = None
         self._weights: tuple[FlopsModel | None, npt.NDArray[np.float64]] | None = None
 
@@ -102,9 +103,15 @@ class Meter:
         """Return the seconds counted since the last lap."""
         return self.seconds + (self.clock() - self._since if self._since is not None else 0.0)
 
-    def lap(self) -> float:
-        """Return the seconds counted since the last lap and start a new one; a running clock runs on."""
-        seconds, self.seconds = self.elapsed(), 0.0
+    def lap(self, *, whole: bool = False) -> float:
+        """Return the seconds counted since the last lap and start a new one; a running clock runs on.
+
+        Args:
+            whole: leave those of the running step to the next lap.
+        """
+        elapsed = self.elapsed()
+        seconds = self._whole_seconds if whole else elapsed
+        self.seconds, self._whole_seconds = elapsed - seconds, 0.0
         if self._since is not None:
             self._since = self.clock()
         return seconds
@@ -121,6 +128,7 @@ class Meter:
     def end_step(self) -> None:
         """Close the running step and begin the next one, as the optimizer has stepped."""
         self.steps.append([])
+        self._whole_seconds = self.elapsed()
 
     def leave_out(self) -> None:
         """Exclude what ran since the last lap from the rates, but not from the totals."""
@@ -129,9 +137,19 @@ class Meter:
         self.left_out_seconds += self.lap()
 
     def flush(
-        self, model: FlopsModel | None, *, work: Work, peak: float | None, per_step: bool = True
+        self,
+        model: FlopsModel | None,
+        *,
+        work: Work,
+        peak: float | None,
+        per_step: bool = True,
+        whole: bool = False,
     ) -> list[int]:
-        """Return the counts as integers, equally many on all ranks, and reset them; ``peak`` in FLOP/s."""
+        """Return the counts as integers, equally many on all ranks, and reset them; ``peak`` in FLOP/s.
+
+        ``whole`` leaves the running step to the next flush.
+        """
+        running = self.steps.pop() if whole else []
         sizes = [len(step) for step in self.steps if step]
         measured = count_table(list(chain.from_iterable(self.steps)), model)
         left_out = count_table(self.left_out, model)
@@ -147,10 +165,10 @@ class Meter:
             len(measured),
             len(left_out),
             round(peak or 0),
-            round(self.elapsed() * 1e9),
+            round((self._whole_seconds if whole else self.elapsed()) * 1e9),
             *_binned(works),
         ]
-        self.steps, self.left_out = [[]], []
+        self.steps, self.left_out = [running], []
         return vector
 
 

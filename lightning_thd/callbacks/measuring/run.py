@@ -88,9 +88,9 @@ class RunMeter:
         return metrics
 
     def reduce(self) -> None:
-        """Add up what all ranks trained on since the last reduction, without a report; a collective."""
+        """Add up the whole steps of all ranks since the last reduction, without a report; a collective."""
         if (stage := self._stages.get("train")) is not None:
-            stage.reduce(self.setting("train"))
+            stage.reduce(self.setting("train"), whole=True)
 
     def pause(self, name: str) -> bool:
         """Stop a stage's clock, and return whether it was running."""

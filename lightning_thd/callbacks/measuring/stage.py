@@ -94,15 +94,20 @@ class Stage:
         synchronize(setting.device)
         self.meter.leave_out()
 
-    def reduce(self, setting: Setting) -> None:
-        """Add up the counts of all ranks since the last reduction: one collective, one read."""
+    def reduce(self, setting: Setting, *, whole: bool = False) -> None:
+        """Add up the counts of all ranks since the last reduction: one collective, one read.
+
+        Args:
+            setting: what the stage runs on.
+            whole: leave out the running step, which a job that resumes from here runs again.
+        """
         vector = self.meter.flush(
-            setting.model, work=self.work, peak=setting.peak, per_step=setting.ranks > 1
+            setting.model, work=self.work, peak=setting.peak, per_step=setting.ranks > 1, whole=whole
         )
         rows = gather_ints(vector, group=setting.group, device=setting.wire)
         if setting.ranks == 1:
             synchronize(setting.device)  # with several ranks the read has waited already
-        found, seconds = interval(rows, setting.model), self.meter.lap()
+        found, seconds = interval(rows, setting.model), self.meter.lap(whole=whole)
         if found.own_seconds is not None:
             seconds = found.own_seconds
         self._seconds += seconds
