@@ -17,7 +17,13 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.mixing import MixedRows
 from lightning_thd.data.plans_ahead import Planner, PlansAhead
-from lightning_thd.data.progress import Progress, refuse_other_trainer, running_trainer
+from lightning_thd.data.progress import (
+    Progress,
+    refuse_lost_rest,
+    refuse_other_trainer,
+    running_trainer,
+    settle_epoch,
+)
 from lightning_thd.data.shared import make_shared_step
 from lightning_thd.data.store.index import SequenceIndex
 from lightning_thd.data.store.measure import MapDataset, refuse_second_sequence
@@ -231,6 +237,7 @@ class THDLoader:
         self._rank, self._dp, self._kind = rank, dp, kind
         self._consumed, self._limit, self._on_load, self._check = consumed, limit, on_load, check
         self._handed_out = 0
+        self._began = 0  # the epoch that was iterated last
         self.waited_s = 0.0  # spent so far on reading and collating, or on waiting for workers that do
         self._loader: DataLoader[THDBatch | THDStep] = DataLoader(
             _Steps(planner, maker, rank, dp, kind),
@@ -269,6 +276,7 @@ class THDLoader:
         self._tell_of_repeats()
         if self._consumed is None and (followed := self._follow_caller()) is not None:
             limit, check = followed.limit, followed.refuse_other_accumulation
+            self._refuse_lost_rest(followed)
         cursor.limit = limit() if limit is not None else None
         self._handed_out = cursor.start
         batches = iter(self._loader)
@@ -298,14 +306,26 @@ class THDLoader:
             trainer, kind=self._kind, rank=self._rank, ranks=self._dp, per_step=self._cursor.per_step
         )
         self._cursor.fixed_order = getattr(trainer, "overfit_batches", 0) > 0
+        settle_epoch(trainer)  # while it restores this loader
         return Progress(trainer)
+
+    def _refuse_lost_rest(self, followed: Progress) -> None:
+        for state in followed.unread_states():
+            if isinstance(state, dict) and "settings" in state:
+                epoch, step = self.planner.resume(state)
+                batches = self.planner.num_steps(epoch) * self._cursor.per_step
+                limit = followed.limit()
+                refuse_lost_rest(
+                    epoch, step * self._cursor.per_step, batches if limit is None else min(batches, limit)
+                )
 
     def _tell_of_repeats(self) -> None:
         """Warn that an iteration which was broken off begins again, unless it only looked at one batch.
 
         Lightning ends epochs early by itself, and begins the next one.
         """
-        again = self._handed_out - self._cursor.start
+        again = self._handed_out - self._cursor.start if self._began == self._cursor.epoch else 0
+        self._began = self._cursor.epoch
         if self._consumed is None and not self._cursor.fixed_order and again > 1:
             rank_zero_warn(
                 f"A loader of {len(self)} batches is iterated anew after {again} of epoch {self.epoch}, and "

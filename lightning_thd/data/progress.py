@@ -97,6 +97,21 @@ def settle_epoch(trainer: L.Trainer) -> list[Any]:
     return []
 
 
+def refuse_lost_rest(epoch: int, done: int, batches: int) -> None:
+    """Refuse to begin another epoch than that in which a checkpoint was written, for a loader alone.
+
+    Raises:
+        MisconfigurationException: when less batches were done than an epoch has.
+    """
+    if done < batches:
+        raise MisconfigurationException(
+            f"The checkpoint was written after {done} of {batches} batches of epoch {epoch}, where max_steps "
+            "or a stop broke it off, and Lightning begins the next epoch for a loader given alone: "
+            "the rest would be lost. Pass the data module itself, trainer.fit(module, datamodule=data), or "
+            "go on with Trainer(max_steps=...)."
+        )
+
+
 def refuse_cut_steps(trainer: L.Trainer | None, loader: Any) -> None:
     """Refuse a Trainer's limit that ends an epoch inside a step, whose loss is divided by all its packs.
 
@@ -138,6 +153,12 @@ class Progress:
             "check": self.refuse_other_accumulation,
         }
         return {**told, "on_epoch": self.resize} if resizes else told
+
+    def unread_states(self) -> list[Any]:
+        """Take the states of training loaders that the Trainer has not restored, as it begins an epoch."""
+        loop = self._trainer.fit_loop
+        states, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
+        return states
 
     def stream_hooks(self) -> dict[str, Any]:
         """Return the functions by which a ``StreamLoader`` follows the Trainer, by its arguments' names."""

@@ -234,6 +234,29 @@ def test_a_loader_given_by_itself_goes_on_inside_a_step(tmp_path: Path) -> None:
     assert largest_error(weights(resumed), weights(whole)) < 1e-12
 
 
+@pytest.mark.filterwarnings("ignore:The stream is a generator")  # which gives the same rows again here
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize("streamed", [False, True])
+def test_loaders_given_by_themselves_lose_no_rest_of_an_epoch(streamed: bool, tmp_path: Path) -> None:
+    def run(module: TinyModule, path: Path | None = None, **settings: Any) -> None:
+        train = Stream(source=Rows(), steps_per_epoch=4) if streamed else SAMPLES
+        make_trainer(**settings).fit(module, made(train), ckpt_path=path)
+
+    begun, whole, resumed = TinyModule(), TinyModule(), TinyModule()
+    saver = ModelCheckpoint(tmp_path, filename="end")
+    run(begun, max_epochs=-1, max_steps=5, callbacks=[saver], enable_checkpointing=True)
+    run(whole, max_epochs=-1, max_steps=14)
+    run(resumed, tmp_path / "end.ckpt", max_epochs=-1, max_steps=14)
+    assert begun.seen + resumed.seen == whole.seen
+    by_epoch = TinyModule()
+    if streamed:  # whose epochs are but marks
+        run(by_epoch, tmp_path / "end.ckpt", max_epochs=3)
+        assert by_epoch.seen == whole.seen[5 : 5 + len(by_epoch.seen)]
+    else:
+        with pytest.raises(MisconfigurationException, match=r"after 5 of \d+ batches of epoch 0, where"):
+            run(by_epoch, tmp_path / "end.ckpt", max_epochs=2)
+
+
 def test_a_loader_that_a_callback_iterates_is_its_own() -> None:
     class Looks(L.Callback):
         def on_train_start(self, *args: Any) -> None:

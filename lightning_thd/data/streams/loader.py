@@ -14,7 +14,7 @@ import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.data.progress import refuse_cut_steps, refuse_other_trainer, running_trainer
+from lightning_thd.data.progress import Progress, refuse_cut_steps, refuse_other_trainer, running_trainer
 from lightning_thd.data.streams.ahead import Ahead, Weakly
 from lightning_thd.data.streams.engine import ROW_BITS, Engine, Made, Settings
 from lightning_thd.data.streams.indexed.engine import PlannedEngine, PlannedSteps
@@ -159,7 +159,7 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[THDBatch | THDStep]:
         # A generator starts at the first next(); until then the position is that of the epoch before.
-        self._refuse_caller()
+        self._meet_caller()
         self._take_back()
         number, handed = self._start, 0
         self._running, self._handed_out = self.epoch, 0
@@ -190,13 +190,14 @@ class StreamLoader:
                 self._handed_out += 1
                 yield batch
 
-    def _refuse_caller(self) -> None:
-        """Refuse to be iterated by a Trainer that was given this loader alone, made for another."""
+    def _meet_caller(self) -> None:
+        """Refuse a Trainer given this loader alone, made for another; go on as its checkpoint says."""
         trainer = running_trainer(self) if self._consumed is None else None
         if trainer is not None:
             dp = self._settings.scheduling.dp
             refuse_other_trainer(trainer, kind=self._kind, rank=self._rank, ranks=dp, per_step=self.per_step)
             refuse_cut_steps(trainer, self)
+            self.go_on(Progress(trainer).unread_states())
 
     def _position(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "step": self._start, "stream": self._latest, "ended": self._ended}
