@@ -70,7 +70,7 @@ def calling_line() -> str | None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_foreign(frame):
+        if is_foreign(frame):
             return _describe(frame, frame.f_lineno)
         frame = frame.f_back
     return None
@@ -81,7 +81,7 @@ def raising_line(error: BaseException) -> str | None:
     found: str | None = None
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
-        if _is_foreign(trace.tb_frame):
+        if is_foreign(trace.tb_frame):
             found = _describe(trace.tb_frame, trace.tb_lineno)
         trace = trace.tb_next
     return found
@@ -95,7 +95,8 @@ def as_capture_error(error: Exception) -> CaptureError:
     return CaptureError(f"{type(error).__name__}: {first_line}", raising_line(error))
 
 
-def _is_foreign(frame: FrameType) -> bool:
+def is_foreign(frame: FrameType) -> bool:
+    """Return whether a frame runs code outside torch, Lightning and the machinery of captures."""
     filename = frame.f_code.co_filename
     return not filename.startswith(_MACHINERY) and not filename.startswith("<")
 

@@ -1,10 +1,11 @@
-"""A step and its buckets -> the captured graphs of all of them, one set for each autocast state."""
+"""A step and its buckets -> the captured graphs of all of them, one set for each state of torch's modes."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from lightning_thd.cuda_graph.limits.fingerprint import Fingerprint
 from lightning_thd.cuda_graph.shapes.buckets import Bucket
 from lightning_thd.parallel.shard import THDShard
 
-Context = tuple[bool, torch.dtype]
+Context = tuple[Any, ...]
 Graphs = dict[Bucket, CapturedStep]
 
 
@@ -59,11 +60,11 @@ class GraphSet:
         return None if self._fingerprint is None else self._fingerprint.change()
 
     def find(self, example: Example) -> Graphs | None:
-        """Return the graphs captured under the present autocast state, or None."""
+        """Return the graphs captured under torch's present modes, or None."""
         return self._captured.get(_context(example))
 
     def capture(self, example: Example) -> Graphs:
-        """Capture every bucket for the present autocast state.
+        """Capture every bucket for torch's present modes.
 
         Ranks that share no model come together here at the first capture, and may recapture alone; those of
         a model-parallel group always run together.
@@ -87,8 +88,11 @@ class GraphSet:
         if not agreed:
             raise CaptureError("the capture failed on another rank, whose message says why.")
         self._captured[_context(example)] = found
-        reads = functools.reduce(operator.or_, (step.reads for step in found.values()))
-        self._fingerprint = Fingerprint(self._subject.module, reads)
+        every = [step.reads for graphs in self._captured.values() for step in graphs.values()]
+        reads = functools.reduce(operator.or_, every)
+        self._fingerprint = Fingerprint(
+            self._subject.module, reads, None if self._layers else self._subject.function
+        )
         self.rounds += 1
         self._find_slower(found, example, together=together)
         return found
@@ -136,5 +140,12 @@ def _is_distributed() -> bool:
 
 
 def _context(example: Example) -> Context:
+    """Return the modes of torch that decide what an operator does, and that a graph has baked in."""
     kind = example.device.type
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )

@@ -1,8 +1,8 @@
 """A module -> what a graph of its step has baked in, to be compared before every replay.
 
 A replay runs no Python: a layer that was replaced, a hook that was added or a number that a layer reads goes
-unseen. So the modules that the step uses, their hooks, the memory of their tensors and the constants that it
-reads are looked at before each.
+unseen. So the modules that the step uses, their classes and hooks, the memory of their tensors and the
+attributes, globals and enclosed names that it reads are looked at before each.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from itertools import chain
 from operator import is_
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules import module as every_module
 
 from lightning_thd.cuda_graph.limits.attribute_reads import ABSENT, PLAIN, Reads
+from lightning_thd.cuda_graph.limits.contents import Contents
+from lightning_thd.cuda_graph.limits.names import Classes, Names, names_in
 from lightning_thd.cuda_graph.limits.subclasses import addresses
 
-_CONTAINERS = (list, dict, set, tuple)
-_MOST = 1000  # entries of a container that are compared; of a larger one its size
 _REGISTRIES = {
     "_parameters": "parameters",
     "_buffers": "buffers",
@@ -28,6 +29,7 @@ _REGISTRIES = {
     "_backward_hooks": "hooks",
     "_backward_pre_hooks": "hooks",
 }
+_HOOKS = [kind for kind in _REGISTRIES if _REGISTRIES[kind] == "hooks"]
 _LOOKS = "_thd_only_looks"
 
 F = TypeVar("F")
@@ -45,9 +47,10 @@ class Fingerprint:
     Args:
         module: that the step trains.
         reads: what the step uses of it.
+        function: the step, for the globals and enclosed names that it reads; None leaves them out.
     """
 
-    def __init__(self, module: nn.Module, reads: Reads) -> None:
+    def __init__(self, module: nn.Module, reads: Reads, function: Any = None) -> None:
         modules = list(module.named_modules())
         used = [(path, child) for path, child in modules if id(child) in reads.modules]
         self._registries = _Registries(used)
@@ -60,7 +63,11 @@ class Fingerprint:
             for name, x in held.items()
             if x is not None
         ]
-        self._constants = _Constants(used, reads)
+        code = reads.code.values()
+        names = names_in(ran for ran, _ in code) if code else None
+        self._constants = _Constants(used, reads, names)
+        self._classes = Classes(child for _, child in used)
+        self._names = Names(code if function is not None else (), function, names)
 
     def change(self) -> str | None:
         """Return the first thing that has changed since the fingerprint was taken, or None."""
@@ -74,7 +81,12 @@ class Fingerprint:
         for path, held, forward in self._forwards:
             if held.get("forward") is not forward:
                 return f"the forward of {path or 'the module'} was replaced"
-        return self._registries.change() or self._constants.change()
+        return (
+            self._registries.change()
+            or self._constants.change()
+            or self._classes.change()
+            or self._names.change()
+        )
 
 
 class _Registries:
@@ -87,6 +99,7 @@ class _Registries:
             for kind in _REGISTRIES
             if type(vars(child).get(kind)) in (dict, OrderedDict)  # a scripted module has others
         ]
+        self._all += [("every module", kind, getattr(every_module, f"_global{kind}")) for kind in _HOOKS]
         self._before = [_members(held) for *_, held in self._all]
         self._remember()
 
@@ -117,47 +130,45 @@ def _members(held: dict[Any, Any]) -> list[Any]:
 class _Constants:
     """The values of attributes that a step has read, and what those hold that are containers or configs."""
 
-    def __init__(self, modules: list[tuple[str, nn.Module]], reads: Reads) -> None:
+    def __init__(
+        self, modules: list[tuple[str, nn.Module]], reads: Reads, names: frozenset[str] | None
+    ) -> None:
         paths = {id(child): path for path, child in modules}
         found = {(paths[id(child)], name): child for child, name in reads.constants.values()}
         self._values = [
-            (f"{path}.{name}" if path else name, child, name, getattr(child, name))
+            (f"{path}.{name}" if path else name, vars(child), name, vars(child).get(name, ABSENT))
             for (path, name), child in sorted(found.items(), key=lambda item: item[0])
         ]
         # Layers share a config: what it holds is looked at once.
         objects = {id(value): (where, value) for where, _, _, value in reversed(self._values)}
         self._contents = [
-            (where, value, contents)
+            (where, contents)
             for where, value in objects.values()
-            if (contents := _contents(value)) is not None
+            if not isinstance(value, PLAIN) and (contents := Contents(value, names)).inside
         ]
+        self._absent: dict[int, set[str]] = {}
+        for child, name in reads.absent.values():
+            if name not in vars(child):
+                self._absent.setdefault(id(child), set()).add(name)
+        self._sizes = [
+            (path, vars(child), len(vars(child))) for path, child in modules if id(child) in self._absent
+        ]
+        self._wanted = [self._absent[id(child)] for _, child in modules if id(child) in self._absent]
 
     def change(self) -> str | None:
         """Return the attribute that has changed, or None."""
-        for where, child, name, before in self._values:
-            now = getattr(child, name, ABSENT)
+        for where, held, name, before in self._values:
+            now = held.get(name, ABSENT)
             if not (
                 now is before or (isinstance(before, PLAIN) and type(now) is type(before) and now == before)
             ):
                 return f"the attribute {where}, which the step reads, changed"
-        for where, value, contents in self._contents:
-            if _contents(value) != contents:
+        for where, contents in self._contents:
+            if contents.changed(contents.value):
                 return f"what the attribute {where}, which the step reads, holds has changed"
+        for (path, held, size), names in zip(self._sizes, self._wanted, strict=True):
+            if len(held) != size and not names.isdisjoint(held):
+                name = min(names & held.keys())
+                where = f"{path}.{name}" if path else name
+                return f"the attribute {where}, which the step reads, is new"
         return None
-
-
-def _contents(value: Any) -> Any:
-    """Return what a container, a config or the like holds, one level deep; None for anything else."""
-    if isinstance(value, (*PLAIN, Tensor, nn.Module)):
-        return None
-    if isinstance(value, _CONTAINERS):
-        if len(value) > _MOST:
-            return len(value)
-        if isinstance(value, set):
-            return set(value)
-        entries = value.items() if isinstance(value, dict) else enumerate(value)
-        return [(key, x if isinstance(x, PLAIN) else id(x)) for key, x in entries]
-    held = getattr(value, "__dict__", None)
-    if held is None or len(held) > _MOST:
-        return None
-    return [(name, x) for name, x in held.items() if isinstance(x, PLAIN)]

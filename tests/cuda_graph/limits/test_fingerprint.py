@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_thd import causal_lm_loss
-from lightning_thd.callbacks.cuda_graph import GraphedStep
+from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep
 from lightning_thd.cuda_graph.capture.recording import RecordingBackend
 from lightning_thd.cuda_graph.limits.attribute_reads import reads_of
 from lightning_thd.cuda_graph.limits.fingerprint import Fingerprint, only_looking
@@ -28,10 +28,17 @@ class Inner(nn.Module):
         self.config = SimpleNamespace(beta=2.0, nested=SimpleNamespace(deep=1))
         self.factors = {"a": 1.0, "b": [2.0]}
         self.names = {"x"}
+        self.shape, self.times = torch.abs, partial(torch.mul, other=1.0)
+
+    kind = 1.0
+
+    def helper(self) -> float:
+        return 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.last = x
+        self.last = self.times(self.shape(x)) * self.helper() * self.kind * self.config.nested.deep
         factor = self._alpha * self.config.beta * self.factors["a"] * len(self.names)
+        factor = factor * getattr(self, "later", 1.0) * self.factors["b"][0]
         result: Tensor = self.last * factor
         return result
 
@@ -91,6 +98,25 @@ def replace_buffer(part: Part) -> None:
         (lambda part: part.linear.register_forward_pre_hook(print), "the hooks of linear changed"),
         (lambda part: part.linear.register_full_backward_hook(print), "the hooks of linear changed"),
         (lambda part: setattr(part.norm, "forward", lambda x: x), "the forward of norm was replaced"),
+        (lambda part: setattr(part.inner, "shape", torch.neg), "the attribute inner.shape"),
+        (
+            lambda part: part.inner.times.keywords.update(other=2.0),
+            "inner.times, which the step reads, holds",
+        ),
+        (
+            lambda part: setattr(part.inner.config.nested, "deep", 2),
+            "inner.config, which the step reads, holds",
+        ),
+        (
+            lambda part: part.inner.factors["b"].__setitem__(0, 1),
+            "inner.factors, which the step reads, holds",
+        ),
+        (
+            lambda part: setattr(part.inner, "helper", lambda: 2.0),
+            "inner.helper, which the step reads, is new",
+        ),
+        (lambda part: setattr(part.inner, "later", 2.0), "inner.later, which the step reads, is new"),
+        (lambda part: setattr(part.inner, "__class__", type("Other", (Inner,), {})), "Inner became a Other"),
     ],
 )
 def test_changes_are_named(change: Callable[[Part], object], message: str) -> None:
@@ -102,6 +128,8 @@ def test_changes_are_named(change: Callable[[Part], object], message: str) -> No
         part.linear.weight.mul_(2.0)  # in place: a graph sees it
     part.seen.append(2)  # the step does not read it
     part.inner.unread = 2
+    part.inner.config.unread = 2
+    part.inner.fresh = 2
     part.inner(torch.zeros(1))  # which stores what it was given
     part.metric.update(1.0)
     part.metric.more = nn.Linear(1, 1)  # the step does not use it
@@ -111,6 +139,82 @@ def test_changes_are_named(change: Callable[[Part], object], message: str) -> No
     assert fingerprint.change() is None
     change(part)
     assert message in str(fingerprint.change())
+
+
+def test_what_classes_define_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Part()
+    with reads_of(part) as reads:
+        part(torch.ones(4, 3))
+    for name, value in (("kind", 2.0), ("helper", lambda self: 2.0), ("forward", lambda self, x: x)):
+        fingerprint = Fingerprint(part, reads)
+        assert fingerprint.change() is None
+        monkeypatch.setattr(Inner, name, value)
+        assert fingerprint.change() == "the class Inner, which the step uses, changed"
+
+
+def test_hooks_of_every_module_are_watched() -> None:
+    part = Part()
+    with reads_of(part) as reads:
+        part(torch.ones(4, 3))
+    fingerprint = Fingerprint(part, reads)
+    handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
+    assert fingerprint.change() == "the hooks of every module changed"
+    handle.remove()
+    assert fingerprint.change() is None
+
+
+FACTOR = 1.0
+SETTINGS = SimpleNamespace(factor=1.0, unread=0)
+SEEN: list[float] = []
+
+
+def test_what_a_step_takes_from_around_it_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    enclosed, engine = 1.0, SimpleNamespace(factor=1.0, steps=0)
+
+    def weighed(module: nn.Module, batch: Any) -> Tensor:
+        return causal_lm_loss(module, batch) * FACTOR * SETTINGS.factor * enclosed * engine.factor
+
+    model = tiny_llama(torch.float64)
+    step = GraphedStep(weighed, model, buckets=BUCKETS, backend=RecordingBackend(), require=True)
+    batch = random_batch(1)
+    before = float(step(batch).detach())
+    for wanted in (2, 4, 8, 16):
+        match wanted:
+            case 2:
+                monkeypatch.setitem(globals(), "FACTOR", 2.0)
+            case 4:
+                monkeypatch.setattr(SETTINGS, "factor", 2.0)
+            case 8:
+                enclosed = 2.0
+            case _:
+                engine.factor = 2.0
+        engine.steps += 1  # nothing that the step reads
+        SETTINGS.unread += 1
+        SEEN.append(1.0)
+        if wanted == 16:  # as often as graphs are made anew
+            with pytest.raises(CaptureError, match="engine, which the step takes from around it, changed"):
+                step(batch)
+        else:
+            assert float(step(batch).detach()) == pytest.approx(wanted * before)
+            assert step.stats.fallbacks == {"parameters_moved": wanted.bit_length() - 1}
+            assert float(step(batch).detach()) == pytest.approx(wanted * before)
+    assert step.stats.replays == 4
+
+
+def test_modes_of_torch_have_graphs_of_their_own() -> None:
+    step = graphed(tiny_llama(torch.float64))
+    for _ in range(2):
+        step(random_batch(1)).backward()
+    captures = step.stats.captures
+    torch.set_float32_matmul_precision("high")
+    try:
+        step(random_batch(1)).backward()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert step.stats.captures == 2 * captures
+    step(random_batch(1)).backward()
+    assert step.stats.captures == 2 * captures
+    assert step.stats.replays == 4
 
 
 def test_a_step_is_watched_without_changing_what_modules_are() -> None:
