@@ -14,11 +14,10 @@ from typing import Any
 
 from torch import nn
 
-import lightning_thd
 from lightning_thd.cuda_graph.limits.attribute_reads import ABSENT, PLAIN
 from lightning_thd.cuda_graph.limits.contents import Contents
 
-_OWN = dirname(lightning_thd.__file__)
+_OWN = dirname(dirname(dirname(__file__)))
 _LIBRARIES = tuple(
     {*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), _OWN}
 )
