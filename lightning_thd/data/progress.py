@@ -12,7 +12,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_thd.data.trainer_link import host_of
+from lightning_thd.data.trainer_link import accumulates_itself, host_of
 
 # Under one of these Lightning iterates training loaders, and restores them.
 _IN_A_FIT = frozenset((_FitLoop.advance.__code__, _FitLoop.setup_data.__code__))
@@ -52,7 +52,8 @@ def refuse_other_trainer(
     """
     host = host_of(trainer)
     steps = getattr(trainer.strategy, "runs_thd_steps", False)
-    fits = host.accumulate == per_step and (steps if kind == "step" else not host.whole_steps)
+    accumulated = accumulates_itself(trainer) or host.accumulate == per_step
+    fits = accumulated and (steps if kind == "step" else not host.whole_steps)
     if fits and (host.rank, host.ranks) == (rank, ranks):
         return
     what = "a THDStep" if kind == "step" else f"one of {per_step} batches of a step"

@@ -193,8 +193,14 @@ def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> 
     if host.whole_steps:
         ranks = 1 if host.sharing is not None else host.ranks  # a plan of degrees needs no whole packs
         check_whole_steps(step, ranks=ranks, accumulate=host.accumulate)
-    else:
+    elif not (accumulates_itself(trainer) and isinstance(step, Packs) and step.n % host.ranks == 0):
         check_packs(step, ranks=host.ranks, accumulate=host.accumulate)
+
+
+def accumulates_itself(trainer: L.Trainer) -> bool:
+    """Return whether the module runs its optimizers, and so decides how many batches make a step."""
+    module = trainer.lightning_module
+    return module is not None and not module.automatic_optimization
 
 
 def check_whole_steps(step: Packs | Sequences | None, *, ranks: int, accumulate: int) -> None:

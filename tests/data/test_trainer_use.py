@@ -339,3 +339,43 @@ def test_a_stream_goes_on_where_its_loader_is_asked_for_again() -> None:
         widened = seen(reload_dataloaders_every_n_epochs=1, callbacks=[Widens()])
     used = sorted(i for ids in widened for i in ids)
     assert len(used) == len(set(used)) >= sum(map(len, plain))
+
+
+class Accumulates(TinyModule):
+    """Steps once every three batches, under manual optimisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx) / 3)
+        if batch_idx % 3 == 2:
+            optimizer: Any = self.optimizers()
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            self.lr_schedulers().step()  # type: ignore[union-attr]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """There is no loss to keep."""
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_module_that_accumulates_by_itself_names_its_packs(alone: bool) -> None:
+    module, automatic = Accumulates(), TinyModule()
+    data = THDDataModule(SAMPLES, capacity=CAPACITY, global_batch=Packs(3))
+    if alone:
+        data.attach(accumulate=3)
+        data.setup("fit")
+        make_trainer().fit(module, data.train_dataloader())
+    else:
+        make_trainer().fit(module, data)
+    trainer = make_trainer(accumulate_grad_batches=3, gradient_clip_val=0.5)
+    trainer.fit(automatic, THDDataModule(SAMPLES, capacity=CAPACITY))
+    assert module.seen == automatic.seen
+    assert largest_error(weights(module), weights(automatic)) < 1e-12
+    with pytest.raises(
+        MisconfigurationException, match=r"global_batch=Packs\(n=3\) but 1 data-parallel ranks"
+    ):
+        make_trainer().fit(TinyModule(), THDDataModule(SAMPLES, capacity=CAPACITY, global_batch=Packs(3)))
