@@ -145,7 +145,7 @@ class CausalLMModule(L.LightningModule):
         self._make = model if not isinstance(model, nn.Module) else None
         self._config = config
         self._compile = compile
-        self._losses: list[tuple[Tensor, int]] = []
+        self._losses: list[tuple[Tensor, float]] = []
         self.model: nn.Module | None = model if isinstance(model, nn.Module) else None
         self.lr, self.weight_decay, self.betas = lr, weight_decay, betas
         self.warmup_fraction, self.final_lr_fraction = warmup_fraction, final_lr_fraction
@@ -198,16 +198,19 @@ class CausalLMModule(L.LightningModule):
             return
         name = f"{stage}/loss/{names[dataloader_idx]}"
         self.log(name, loss, on_epoch=True, sync_dist=True, add_dataloader_idx=False)
-        self._losses.append((loss.detach() * batch.loss_tokens, batch.loss_tokens))
+        weight = 1.0 / batch.loss_scale if batch.loss_scale else 0.0  # loss tokens, by their weights
+        self._losses.append((loss.detach() * weight, weight))
 
     def _log_mean(self, stage: str) -> None:
         """Log one mean over several loaders and all ranks, which Lightning cannot."""
         if not self._losses:
             return
-        tokens = sum(count for _, count in self._losses)
-        mean = torch.stack([loss for loss, _ in self._losses]).sum() / max(1, tokens)
+        total = sum(weight for _, weight in self._losses)
+        mean = torch.stack([loss for loss, _ in self._losses]).sum() / (total or 1.0)
         self._losses.clear()
-        self.log(f"{stage}/loss", mean, prog_bar=stage == "val", batch_size=tokens, sync_dist=True)
+        # Lightning's mean over ranks of whole weights would be rounded down; of a float it is exact.
+        weight: Any = total
+        self.log(f"{stage}/loss", mean, prog_bar=stage == "val", batch_size=weight, sync_dist=True)
 
     def predict_step(self, batch: THDBatch, batch_idx: int) -> list[tuple[int, Tensor]]:
         """Return (dataset index, logits ``[length, V]``) of every sequence."""

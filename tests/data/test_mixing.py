@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -84,6 +86,25 @@ def test_named_validation_sets_have_a_metric_each() -> None:
         assert metrics[f"val/loss/{name}"] == pytest.approx(alone["val/loss"], rel=1e-6)
     [both] = make_trainer().validate(module, THDDataModule(val=[*a, *b], capacity=CAPACITY), verbose=False)
     assert metrics["val/loss"] == pytest.approx(both["val/loss"], rel=1e-6)
+
+
+def validate_sets(strategy: str, together: bool) -> float:
+    warnings.filterwarnings("ignore", ".*accelerator.*")
+    sets = {name: sequences(n, seed=n, labels=True) for name, n in (("a", 7), ("b", 11), ("c", 1))}
+    for row, weight in zip(sets["b"], (0.5, 2.0, 1.25), strict=False):
+        row["weights"] = weight
+    val = [row for rows in sets.values() for row in rows] if together else sets
+    trainer = make_trainer(strategy=strategy, devices=dist.get_world_size())
+    data = THDDataModule(val=val, capacity=64)
+    found = trainer.validate(CausalLMModule(tiny_llama().double()), data, verbose=False)
+    return float({name: value for part in found for name, value in part.items()}["val/loss"])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "thd_ddp"])
+def test_the_mean_over_sets_is_that_over_all_their_tokens_on_every_rank(strategy: str) -> None:
+    [wanted] = run_ranks(validate_sets, 1, "ddp", True)
+    for found in run_ranks(validate_sets, 2, strategy, False):
+        assert found == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize(
