@@ -38,7 +38,7 @@ from lightning_thd.packing.planner import Tail
 _STAGES = {"fit": ("train", "val"), "validate": ("val",)}
 
 
-class THDDataModule(L.LightningDataModule):
+class THDDataModule(sets.ListsSets, L.LightningDataModule):
     """Packs sequences of any length into batches of at most ``capacity`` tokens, in the batch.
 
     ``THDDataModule(dataset, capacity=8_192)`` works under any Lightning strategy.

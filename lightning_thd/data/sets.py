@@ -14,6 +14,7 @@ from lightning_thd.data.read.sources import Opener, Source
 from lightning_thd.data.store.index import Empty, SequenceIndex, build_index
 from lightning_thd.data.store.measure import MapDataset
 
+_TITLES = {"train": "Train", "val": "Validation", "test": "Test", "predict": "Predict"}
 _BAR_FROM = 10_000  # sequences: below it counting takes less than a second
 
 
@@ -43,6 +44,30 @@ class DataSet:
     def skipped(self) -> int:
         """Return how many bad records and rows were left out."""
         return len(self.index.bad) + int(getattr(self.dataset, "skipped", 0))
+
+
+class ListsSets:
+    """Gives a data module its text: how many sequences each set has, as Lightning writes it."""
+
+    _sources: Mapping[str, Any]
+    _sets: Mapping[str, DataSet]
+    _stream: Any
+
+    def __str__(self) -> str:
+        """Return a line a stage; a set that is not set up has ``None``, a stream ``size=NA``.
+
+        No loader is made for it, as Lightning's own text does, which starts reading a training set.
+        """
+        lines = []
+        for stage in ("train", "val", "test", "predict"):
+            names = [name for name in self._sources if name.partition("/")[0] == stage]
+            sizes = [f"size={len(self._sets[n].index.lengths)}" if n in self._sets else "None" for n in names]
+            if stage == "train" and self._stream is not None:
+                sizes = ["size=NA"]
+            several = len(sizes) > 1
+            told = " ; ".join(f"{i}. {size}" if several else size for i, size in enumerate(sizes, start=1))
+            lines.append(f"{{{_TITLES[stage]} dataloader: {told or None}}}")
+        return "\n".join(lines)
 
 
 def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, *, empty: Empty) -> DataSet:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.batch import THDStep
 from lightning_thd.data import TokenStore
+from lightning_thd.data.streams import Stream
 from tests.tiny import VOCAB, TinyModule, largest_error, nll, sequences
 
 CAPACITY = 48
@@ -306,3 +307,23 @@ def test_a_dead_worker_ends_the_run() -> None:
     store = Dies.from_rows([s["input_ids"] for s in sequences(30)])
     with pytest.raises(RuntimeError, match="worker"):
         make_trainer().fit(TinyModule(), THDDataModule(store, capacity=CAPACITY, num_workers=1))
+
+
+def test_the_text_of_a_data_module_makes_no_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's own makes every loader and iterates them: the one of training would begin to read."""
+    rows = [{"input_ids": [1, 2, 3]}] * 5
+    data = THDDataModule(rows, capacity=8, val={"a": rows[:2], "b": rows[:3]}, test=rows[:1])
+    assert str(data).splitlines()[:2] == [
+        "{Train dataloader: None}",
+        "{Validation dataloader: 1. None ; 2. None}",
+    ]
+    data.setup("fit")
+    monkeypatch.setattr(THDDataModule, "_loader", None)
+    assert str(data).splitlines() == [
+        "{Train dataloader: size=5}",
+        "{Validation dataloader: 1. size=2 ; 2. size=3}",
+        "{Test dataloader: None}",
+        "{Predict dataloader: None}",
+    ]
+    streamed = THDDataModule(Stream(lambda: iter(rows)), capacity=8)
+    assert "{Train dataloader: size=NA}" in str(streamed)
