@@ -89,21 +89,27 @@ class Tables:
     def least_time(self, ranks: int) -> float:
         """Return a lower bound on a step's time, in work, summed over its microbatches.
 
-        One microbatch takes at least as long as the heaviest sequence on the most ranks. In that time all
-        ranks together do at most their number times that, and no more than the sequences of most work a slot
-        that fit their slots; the others share the rest evenly at best.
+        One microbatch holds the heaviest sequence, at some degree, and takes at least as long as that. In this
+        time all ranks together do their number times it, less what the degree costs beyond the cheapest one,
+        and no more than the sequences of most work a slot that fit their slots; the others share the rest
+        evenly at best. The degree at which this is least gives the bound.
 
         Returns:
             A bound that no plan can pass, which need not be reached: groups are whole, and so are sequences.
         """
-        work = self._spent().min(axis=0)
-        total = float(work.sum()) / ranks  # all of it at the cheapest degrees, spread evenly
-        heaviest = float(np.where(self.possible, self.load, np.inf).min(axis=0).max(initial=0.0))
+        spent = self._spent()
+        work = spent.min(axis=0)
+        total = float(work.sum())
         slots = self.slots[0]
         order = np.argsort(-work / slots, kind="stable")
         held = np.searchsorted(np.cumsum(slots[order]), ranks * self.room[0], side="right")
-        beside = min(heaviest, float(work[order][: held + 1].sum()) / ranks)
-        return max(total, heaviest + total - beside)
+        densest = float(work[order][: held + 1].sum())
+        load = np.where(self.possible, self.load, np.inf)
+        heaviest = int(load.min(axis=0).argmax())
+        held_at = np.flatnonzero(self.possible[:, heaviest])
+        taken = load[held_at, heaviest]
+        beside = np.minimum(ranks * taken - (spent[held_at, heaviest] - work[heaviest]), densest)
+        return max(total / ranks, float((taken + (total - beside) / ranks).min()))
 
 
 def _work(cost: Callable[[IntArray], FloatArray], lengths: IntArray) -> FloatArray:
