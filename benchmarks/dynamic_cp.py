@@ -6,11 +6,14 @@ that of a dynamic plan, once with packs balanced by us and once with packs fille
 sequences come, as most loaders do; what the slowest ranks take of an even share; the milliseconds of
 planning; and the fullest rank's share of its capacity, which must not pass 1. Goals: at least 1.6, at most
 1.05, at most 20 ms. Each line of a gain says the most that any plan could gain: the fixed degree's time over
-that of all work done at its cheapest degree and spread evenly, or as evenly as the longest sequence lets it
-be. Each line of balance says the same for it.
+the least time of a step. That is all work, each sequence at its cheapest degree, spread evenly over the
+ranks, and under FSDP what they must leave undone besides: while the longest sequence runs, at any degree, the
+others have no more to do than the sequences of most work a slot that fit their slots. Each line of balance
+says how far above the evenly spread work that is; its own even share counts the exchanges of the plan.
 
 Under ``DDP`` ranks wait for each other at the end of a step, and those of a group in its microbatch; under
-``FSDP`` all wait in every microbatch, in which they gather weights. Both degrees are timed by the same rule.
+``FSDP`` all wait in every microbatch, in which they gather weights; under ``HSDP`` the 64 neighbours do that
+share weights, and the others at the end of the step. All degrees are timed by the same rule.
 
 A group's microbatch takes its FLOPs over its ranks at the given rate, and the bytes of its exchange at the
 bandwidth of the link it lies on: within a node up to 8 ranks, between nodes above. ``keys`` gathers keys and
@@ -62,7 +65,8 @@ FLOPS_PER_S, NODE_BYTES, NETWORK_BYTES, LATENCY_S, NODE = 400e12, 450e9, 50e9, 2
 LAYER = LayerSizes(heads=32, kv_heads=8, head_size=128, value_size=128, element_bytes=2)
 LAYERS = 32
 WAYS: tuple[Way, ...] = ("keys", "cheapest")
-HOSTS: dict[str, Waits] = {"DDP": "step", "FSDP": "microbatch"}
+HOSTS: dict[str, Waits] = {"DDP": "step", "FSDP": "microbatch", "HSDP": "microbatch"}
+SHARERS = 64  # ranks that share weights under HSDP
 # name -> median, sigma, shortest and longest of lognormal lengths
 SHAPES = {"chat": (600, 1.0, 16, 16_384), "long": (1_300, 1.5, 1_024, 262_144)}
 
@@ -135,11 +139,15 @@ def fixed_degree(longest: int, capacity: int) -> int:
     return 1 << (-(-longest // capacity) - 1).bit_length()
 
 
-def step_s(times: Floats, waits: Waits) -> float:
-    """Seconds of a step, of those of each rank's or group's microbatches, float64 ``[ranks, M]``."""
-    if waits == "microbatch":
-        return float(times.max(axis=0).sum())
-    return float(times.sum(axis=1).max())
+def step_s(times: Floats, together: int) -> float:
+    """Seconds of a step, of those of each group's microbatches, float64 ``[groups, M]``.
+
+    Args:
+        times: of each.
+        together: groups that wait for each other in every microbatch; all do at the end.
+    """
+    sets = times.reshape(-1, together, times.shape[1])
+    return float(sets.max(axis=1).sum(axis=1).max())
 
 
 def fixed_step(lengths: Ints, case: Case, cost: Cost, sharing: Sharing, way: Way) -> float:
@@ -149,7 +157,7 @@ def fixed_step(lengths: Ints, case: Case, cost: Cost, sharing: Sharing, way: Way
     padded = lengths if align is None else align.padded_lengths(lengths)
     plan = balance(padded, case.capacity * degree, dp=case.ranks // degree, cost=cost)
     times = [[seconds(lengths[pack], cost, degree, sharing, way)[0] for pack in rank] for rank in plan]
-    return step_s(np.array(times), sharing.waits)
+    return step_s(np.array(times), max(1, sharing.waiting(case.ranks) // degree))
 
 
 def in_order(lengths: Ints, case: Case, cost: Cost, sharing: Sharing, way: Way) -> float:
@@ -168,7 +176,7 @@ def in_order(lengths: Ints, case: Case, cost: Cost, sharing: Sharing, way: Way) 
     groups = case.ranks // degree
     times = [seconds(lengths[pack], cost, degree, sharing, way)[0] for pack in packs]
     times += [0.0] * (-len(times) % groups)
-    return step_s(np.reshape(times, (-1, groups)).T, sharing.waits)
+    return step_s(np.reshape(times, (-1, groups)).T, max(1, sharing.waiting(case.ranks) // degree))
 
 
 def shared_step(
@@ -179,9 +187,11 @@ def shared_step(
     The ranks of a group begin its microbatch together, once the last of them is ready.
     """
     ready, busy, fullest = np.zeros(ranks), 0.0, 0
+    sets, microbatch = ready.reshape(-1, sharing.waiting(ranks)), 0
     for at in np.argsort(plan.microbatch, kind="stable").tolist():
-        if sharing.waits == "microbatch" and at and plan.microbatch[at] != plan.microbatch[at - 1]:
-            ready[:] = ready.max()
+        if plan.microbatch[at] != microbatch:
+            microbatch = plan.microbatch[at]
+            sets[:] = sets.max(axis=1, keepdims=True)
         degree, first = int(plan.degree[at]), int(plan.first[at])
         own = lengths[plan.order[plan.offsets[at] : plan.offsets[at + 1]]]
         taken, slots = seconds(own, cost, degree, sharing, way)
@@ -191,22 +201,24 @@ def shared_step(
     return float(ready.max()), busy, fullest
 
 
-def least_over_even(tables: Tables, ranks: int, waits: Waits) -> float:
+def least_over_even(tables: Tables, ranks: int, together: int) -> float:
     """No plan's slowest rank takes less than this, of an even share of the work at the cheapest degrees."""
     even = tables.even_time(ranks)
-    if waits == "microbatch":
+    if together == ranks:
         return tables.least_time(ranks) / even
     heaviest = float(np.where(tables.possible, tables.load, np.inf).min(axis=0).max())
     return max(even, heaviest) / even
 
 
-def run_case(case: Case, way: Way, waits: Waits) -> Found:
+def run_case(case: Case, way: Way, host: str) -> Found:
     """Simulate a case."""
     cost = Cost.from_flops(FlopsModel.from_config(LLAMA_8B), longest=SHAPES[case.shape][3])
     token_s = float(cost(np.array([1024]))[0]) / 1024 / FLOPS_PER_S
     degrees = Sharing(max_degree=case.largest).degrees[1:]
     exchange = tuple(exchange_s(4096, c, way) / 4096 / token_s for c in degrees)
-    sharing = Sharing(max_degree=case.largest, exchange=exchange, waits=waits)
+    together = SHARERS if host == "HSDP" else None
+    sharing = Sharing(max_degree=case.largest, exchange=exchange, waits=HOSTS[host], together=together)
+    waiting = sharing.waiting(case.ranks)
     rows: list[tuple[float, ...]] = []
     for seed in range(STEPS):
         lengths = draw(case.shape, case.sequences, seed)
@@ -217,7 +229,7 @@ def run_case(case: Case, way: Way, waits: Waits) -> Found:
         fixed = fixed_step(lengths, case, cost, sharing, way)
         plain = in_order(lengths, case, cost, sharing, way)
         tables = Tables.of(lengths, case.capacity, sharing, cost)
-        least = least_over_even(tables, case.ranks, waits)
+        least = least_over_even(tables, case.ranks, waiting)
         most = fixed / (least * tables.even_time(case.ranks) / FLOPS_PER_S)
         rows.append((fixed / taken, plain / taken, most, taken * case.ranks / busy, least, planning, fullest))
     means = np.mean(rows, axis=0).tolist()
@@ -313,10 +325,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"Llama-3.1-8B, {FLOPS_PER_S / 1e12:.0f} TFLOP/s, {NODE_BYTES / 1e9:.0f} GB/s in a node of {NODE}, "
         f"{NETWORK_BYTES / 1e9:.0f} GB/s between nodes, {LATENCY_S * 1e6:.0f} us a collective; {STEPS} steps."
     )
-    for case, (host, waits) in product(CASES, HOSTS.items()):
+    for case, host in product(CASES, HOSTS):
+        if host == "HSDP" and case.ranks <= SHARERS:
+            continue  # as FSDP
         degree = fixed_degree(SHAPES[case.shape][3], case.capacity)
         name = f"{case.shape}, {case.ranks} ranks of {case.capacity:,} slots, {host}"
-        found = {way: run_case(case, way, waits) for way in WAYS}
+        found = {way: run_case(case, way, host) for way in WAYS}
         rows = []
         for way, one in found.items():
             most = f"(at most {one.most_gain:.2f}), {name}, {way}"

@@ -30,8 +30,8 @@ def test_exchanges() -> None:
 
 def test_a_case_is_within_its_memory() -> None:
     case = dynamic_cp.Case(shape="chat", ranks=8, capacity=2_048, largest=8, sequences=64)
-    for waits in dynamic_cp.HOSTS.values():
-        found = dynamic_cp.run_case(case, "keys", waits)
+    for host in ("DDP", "FSDP"):
+        found = dynamic_cp.run_case(case, "keys", host)
         assert found.fullest <= 1.0
         assert found.waits >= 1.0
         assert 0.9 < found.gain <= found.most_gain * 1.001

@@ -199,34 +199,51 @@ class Late(Watched):
         return loss
 
 
-def one_late_step(name: str, reshard: bool | None = None) -> tuple[str, list[float], float]:
+def one_late_step(name: str, options: dict[str, Any]) -> tuple[Sharing, list[float], float]:
     warnings.simplefilter("ignore")
     rng = np.random.default_rng(0)
-    made = strategy(name, **({} if reshard is None else {"reshard_after_forward": reshard}))
+    made = strategy(name, **options)
     made.max_context_parallel_size = 2
     module = Late("qwen3", torch.float64)
     trainer = make_trainer(
-        Layout(dp=2), "qwen3", strategy=made, max_steps=2, callbacks=[], enable_checkpointing=False
+        Layout(dp=dist.get_world_size()),
+        "qwen3",
+        strategy=made,
+        max_steps=2,
+        callbacks=[],
+        enable_checkpointing=False,
     )
     data = THDDataModule(
-        [{"input_ids": rng.integers(0, VOCAB, n)} for n in [10] * 16],
+        [{"input_ids": rng.integers(0, VOCAB, n)} for n in [10] * 8 * dist.get_world_size()],
         capacity=CAPACITY,
-        global_batch=Sequences(8),
+        global_batch=Sequences(4 * dist.get_world_size()),
     )
     trainer.fit(module, data)
-    return trainer.strategy.sharing.waits, module.began, float(trainer.callback_metrics["train/rank"])
+    return trainer.strategy.sharing, module.began, float(trainer.callback_metrics["train/rank"])
 
 
 def test_ranks_wait_for_each_other_where_the_plan_says() -> None:
-    (waits, first, mean), (_, second, other_mean) = run_ranks(one_late_step, 2, "thd_ddp")
-    assert waits == "step"
+    (sharing, first, mean), (_, second, other_mean) = run_ranks(one_late_step, 2, "thd_ddp", {})
+    assert sharing.waits == "step"
     assert len(first) == len(second) == 4
     assert second[-1] < first[0] + 2.0 <= first[1]  # the other went on while the first slept
     assert mean == other_mean == 0.5  # as it logs, and as the mean over ranks is taken, once a step
-    assert run_ranks(one_late_step, 2, "thd_model_parallel")[0][0] == "microbatch"
-    (waits, first, _), (_, second, _) = run_ranks(one_late_step, 2, "thd_model_parallel", False)
-    assert waits == "step"  # of weights that are gathered once
+    sharing = run_ranks(one_late_step, 2, "thd_model_parallel", {})[0][0]
+    assert (sharing.waits, sharing.together) == ("microbatch", None)
+    (sharing, first, _), (_, second, _) = run_ranks(
+        one_late_step, 2, "thd_model_parallel", {"reshard_after_forward": False}
+    )
+    assert sharing.waits == "step"  # of weights that are gathered once
     assert second[-1] < first[1]
+
+
+def test_ranks_wait_for_those_that_share_their_weights_in_every_microbatch() -> None:
+    (sharing, first, _), (_, second, _), (_, third, _), (_, fourth, _) = run_ranks(
+        one_late_step, 4, "thd_model_parallel", {"data_parallel_replicas": 2}
+    )
+    assert (sharing.waits, sharing.together) == ("microbatch", 2)
+    assert second[1] >= first[0] + 2.0  # the neighbour waits for the first rank's weights
+    assert max(third[-1], fourth[-1]) < first[1]  # the other replica goes on
 
 
 def test_steps_of_packs_equal_one_process() -> None:
@@ -335,3 +352,10 @@ def test_sizes_that_contradict_each_other(
     for kind in (THDDDPStrategy, THDModelParallelStrategy):
         with pytest.raises(error, match=message):
             kind(context_parallel_size=size, max_context_parallel_size=largest)
+
+
+def test_replicas_that_share_weights_equal_one_process() -> None:
+    options = {"largest": 2, "data_parallel_replicas": 2}
+    found = run_ranks(run, 4, "thd_model_parallel", "qwen3", 5, options)
+    check(found, by_hand("qwen3", 5), 5)
+    assert {degree for rank in found for degree in rank["degrees"]} == {1, 2}

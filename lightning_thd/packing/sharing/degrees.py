@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -28,6 +29,8 @@ class Sharing:
             group, whose keys it receives.
         waits: until when all ranks wait for the slowest: the end of every microbatch, as in FSDP, whose ranks
             gather weights together, or that of the step, as in DDP.
+        together: neighbours that wait for each other in every microbatch where ``waits`` says so: those that
+            share weights where not all ranks do, as in HSDP. The others meet at the step's end. None is all.
     """
 
     max_degree: int
@@ -36,6 +39,7 @@ class Sharing:
     sequence_parallel: bool = False
     exchange: tuple[float, ...] | None = None
     waits: Waits = "microbatch"
+    together: int | None = None
 
     def __post_init__(self) -> None:
         check_count(
@@ -51,6 +55,8 @@ class Sharing:
         check_choice("waits", self.waits, get_args(Waits))
         check_count("tensor_parallel_size", self.tp, "1 means not at all.")
         flags(sequence_parallel=self.sequence_parallel)
+        if self.together is not None:
+            check_count("together", self.together, "It is the number of ranks that share weights.")
         wanted = len(self.degrees) - 1
         if self.exchange is not None and (
             len(self.exchange) != wanted or not all(0 <= x < float("inf") for x in self.exchange)
@@ -71,6 +77,25 @@ class Sharing:
         if self.exchange is None:
             return [_EXCHANGE * (degree - 1) for degree in self.degrees]
         return [0.0, *self.exchange]
+
+    def waiting(self, ranks: int) -> int:
+        """Return how many neighbours wait for each other in every microbatch; 1 where none do.
+
+        Ranks of a group wait for each other, too: with groups of up to 8, no fewer than 8 do.
+
+        Raises:
+            ValueError: for ranks that cannot be divided so.
+        """
+        if self.waits == "step":
+            return 1
+        if self.together is None:
+            return ranks
+        if ranks % self.together:
+            raise ValueError(
+                f"together={self.together} does not divide the {ranks} ranks that read data. Pass the number "
+                "of ranks that share weights, or None where all do."
+            )
+        return math.lcm(self.together, self.max_degree)
 
     def align(self, degree: int) -> Alignment | None:
         """Return the alignment of a group of this size, or None."""

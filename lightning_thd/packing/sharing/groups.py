@@ -3,13 +3,15 @@
 Every microbatch of a step tiles all ranks with groups of 1, 2, 4, ... neighbours. A group runs one pack, each
 rank its share of it. So each sequence gets the degree it needs, for its memory and for an even step, and
 all ranks run the same number of microbatches. Where ranks wait for each other in every microbatch, each is
-made even; where they do at the end of the step alone, what each rank runs in all is.
+made even; where they do at the end of the step alone, what each rank runs in all is. Sets of ranks that wait
+within the set, as those that share weights in HSDP, get even work each and make their microbatches even.
 
 Legend: R ranks, M microbatches of each, a seat is one rank in one microbatch.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +36,9 @@ _FEW = 0.1  # of a microbatch's slots: so few are tried on top of the others bef
 _LOWEST = (0.95, 0.6, 0.8, 1.25, 0.7)
 _TRIES = {512: 5, 2048: 3}
 _EVEN_ENOUGH = 1.01
+_SETS = (
+    16  # of ranks that wait for each other, planned apart: more are planned in pairs, which takes less time
+)
 _NEST_WASTE = 1.05  # work of what fills up a group, of that at its cheapest, if steps alone need to be even
 
 
@@ -91,10 +96,13 @@ def share_out(
     values = as_lengths(lengths)
     if not values.size:
         raise ValueError("lengths is empty: there is no sequence to share out. Pass the tokens of each.")
-    tables = Tables.of(values, capacity, sharing, cost)
+    tables, together = Tables.of(values, capacity, sharing, cost), sharing.waiting(ranks)
     if sharing.waits == "step":
         return _nested_plan(tables, ranks)
-    return _even_plan(tables, ranks)
+    tries = next((count for most, count in _TRIES.items() if len(values) <= most), 1)
+    if together == ranks:
+        return _even_plan(tables, ranks, tries)
+    return _side_by_side(tables, ranks, together, tries)
 
 
 def _nested_plan(tables: Tables, ranks: int) -> SharedBins:
@@ -119,7 +127,46 @@ def _nested_plan(tables: Tables, ranks: int) -> SharedBins:
     )
 
 
-def _even_plan(tables: Tables, ranks: int) -> SharedBins:
+def _side_by_side(tables: Tables, ranks: int, together: int, tries: int) -> SharedBins:
+    """Give sets of ranks that wait for each other even work, and make the microbatches of each set even."""
+    while ranks // together > _SETS and ranks // together % 2 == 0:
+        together *= 2
+    heap = [(0.0, at) for at in range(ranks // together)]
+    work = tables.cheapest + tables.idle(together, len(heap))
+    owner = np.empty(len(work), dtype=np.int64)
+    for i in np.argsort(-work, kind="stable").tolist():
+        done, at = heap[0]
+        owner[i] = at
+        heapq.heapreplace(heap, (done + float(work[i]), at))
+    sets = [np.flatnonzero(owner == at) for at in range(len(heap))]
+    plans = [_even_plan(tables.take(own), together, tries) if len(own) else None for own in sets]
+    count = max(plan.num_microbatches for plan in plans if plan is not None)
+    order: list[IntArray] = []
+    sizes: list[IntArray] = []
+    rows: list[tuple[IntArray, IntArray, IntArray, FloatArray]] = []
+    for at, (own, plan) in enumerate(zip(sets, plans, strict=True)):
+        ends = 0 if plan is None else plan.num_microbatches
+        if plan is not None:
+            order.append(own[plan.order])
+            sizes.append(np.diff(plan.offsets))
+            rows.append((plan.degree, plan.first + at * together, plan.microbatch, plan.load))
+        idle = np.arange((count - ends) * together)  # ranks of sets that are done early
+        sizes.append(np.zeros(len(idle), dtype=np.int64))
+        ones = np.ones_like(idle)
+        rows.append((ones, at * together + idle % together, ends + idle // together, np.zeros(len(idle))))
+    degree, first, microbatch, load = (np.concatenate(column) for column in zip(*rows, strict=True))
+    return SharedBins(
+        order=np.concatenate(order),
+        offsets=np.concatenate([[0], np.cumsum(np.concatenate(sizes))]),
+        degree=degree,
+        first=first,
+        microbatch=microbatch,
+        load=load,
+        num_microbatches=count,
+    )
+
+
+def _even_plan(tables: Tables, ranks: int, tries: int) -> SharedBins:
     """Make each microbatch even: the longest sequences that are left first, and shorter ones beside them."""
     fewest = max(1, math.ceil(int(tables.slots[0].sum()) / (_FULL * ranks * tables.room[0])))
     even = tables.even_time(ranks) / fewest
@@ -128,7 +175,6 @@ def _even_plan(tables: Tables, ranks: int) -> SharedBins:
     numbers = numbers[np.argsort(-tables.slots[0, numbers], kind="stable")]
     long = Long(tables, ranks, numbers, Filler.of(tables, short))
     enough, best = _EVEN_ENOUGH * tables.least_time(ranks), None
-    tries = next((count for most, count in _TRIES.items() if len(short) <= most), 1)
     for lowest in _LOWEST[:tries]:
         seats = _seats(long, np.flatnonzero(short), even, lowest)
         if best is None or seats.slowest() < best.slowest():

@@ -16,7 +16,7 @@ from lightning_thd.packing.bins import regrouped
 from lightning_thd.packing.entries import Lengths
 from lightning_thd.packing.plan import Packs, Sequences, StepPlan
 from lightning_thd.packing.planner import PackPlanner
-from lightning_thd.packing.sharing import SharedBins, Sharing, Waits, check_tiling, share_out
+from lightning_thd.packing.sharing import SharedBins, Sharing, check_tiling, share_out
 
 IntArray = npt.NDArray[np.int64]
 
@@ -31,17 +31,18 @@ class SharedStepPlan(StepPlan):
     Attributes:
         degrees: int64 ``[dp, num_microbatches]``, ranks that share the microbatch; a group of c ranks begins
             at a multiple of c.
-        waits: until when all ranks wait for the slowest.
+        together: neighbours that wait for each other in every microbatch; all ranks do at the step's end.
     """
 
     degrees: IntArray
-    waits: Waits = "microbatch"
+    together: int
 
     @property
     def imbalance(self) -> float:
-        """Return the slowest rank's work over an even share, by microbatch or by step: 1.0 is perfect."""
+        """Return the slowest rank's work over an even share, of what ranks wait for: 1.0 is perfect."""
         total, work = float(self.work.sum()), self.work
-        slowest = work.max(axis=0).sum() if self.waits == "microbatch" else work.sum(axis=1).max()
+        sets = work.reshape(-1, self.together, work.shape[1])
+        slowest = sets.max(axis=1).sum(axis=1).max()  # of a microbatch, then in all
         return float(slowest) * self.dp / total if total else 1.0
 
     def leads(self, rank: int) -> list[bool]:
@@ -117,7 +118,7 @@ class SharedPlanner(PackPlanner):
             offsets=offsets,
             work=bins.load[group],
         )
-        return SharedStepPlan(**counted, degrees=bins.degree[group], waits=self.sharing.waits)
+        return SharedStepPlan(**counted, degrees=bins.degree[group], together=self.sharing.waiting(dp))
 
 
 def _group_of_seats(bins: SharedBins, dp: int) -> IntArray:

@@ -6,7 +6,7 @@ Legend: S sequences, C degrees (1, 2, 4, ...), R ranks, M microbatches.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,18 @@ class Tables:
         held: BoolArray = np.arange(len(self.degrees))[:, None] >= self.least
         return held
 
+    @property
+    def cheapest(self) -> FloatArray:
+        """Return the work of each sequence, of all its ranks, at the cheapest degree, float64 ``[S]``."""
+        work: FloatArray = self._spent().min(axis=0)
+        return work
+
+    def take(self, sequences: IntArray) -> Tables:
+        """Return the tables of some of the sequences."""
+        return replace(
+            self, slots=self.slots[:, sequences], load=self.load[:, sequences], least=self.least[sequences]
+        )
+
     def worth(self, waste: float) -> BoolArray:
         """Return which degrees cost at most ``waste`` times the cheapest one's work, bool ``[C, S]``."""
         spent = self._spent()
@@ -84,32 +96,34 @@ class Tables:
 
     def even_time(self, ranks: int) -> float:
         """Return the time of a step if all work, at the cheapest degrees, were spread evenly over R ranks."""
-        return float(self._spent().min(axis=0).sum()) / ranks
+        return float(self.cheapest.sum()) / ranks
 
     def least_time(self, ranks: int) -> float:
         """Return a lower bound on a step's time, in work, summed over its microbatches.
 
-        One microbatch holds the heaviest sequence, at some degree, and takes at least as long as that. In this
-        time all ranks together do their number times it, less what the degree costs beyond the cheapest one,
-        and no more than the sequences of most work a slot that fit their slots; the others share the rest
-        evenly at best. The degree at which this is least gives the bound.
+        All work, each sequence at its cheapest degree, is spread evenly at best, but for what ranks leave
+        undone in the microbatch that holds the sequence which makes them wait most.
 
         Returns:
             A bound that no plan can pass, which need not be reached: groups are whole, and so are sequences.
         """
-        spent = self._spent()
-        work = spent.min(axis=0)
-        total = float(work.sum())
-        slots = self.slots[0]
-        order = np.argsort(-work / slots, kind="stable")
-        held = np.searchsorted(np.cumsum(slots[order]), ranks * self.room[0], side="right")
-        densest = float(work[order][: held + 1].sum())
-        load = np.where(self.possible, self.load, np.inf)
-        heaviest = int(load.min(axis=0).argmax())
-        held_at = np.flatnonzero(self.possible[:, heaviest])
-        taken = load[held_at, heaviest]
-        beside = np.minimum(ranks * taken - (spent[held_at, heaviest] - work[heaviest]), densest)
-        return max(total / ranks, float((taken + (total - beside) / ranks).min()))
+        return float(self.cheapest.sum() + self.idle(ranks).max()) / ranks
+
+    def idle(self, ranks: int, sets: int = 1) -> FloatArray:
+        """Return work that a set of R ranks must leave undone while it runs each sequence, float64 ``[S]``.
+
+        The set takes as long as the sequence at one of its degrees, and does its number of ranks times that:
+        less what the degree costs beyond the cheapest one, and no more than an even share, of all the sets,
+        of the sequences of most work a slot that fit their slots.
+        """
+        spent, work = self._spent(), self.cheapest
+        order = np.argsort(-work / self.slots[0], kind="stable")
+        filled = np.cumsum(self.slots[0, order])
+        held = np.searchsorted(filled, sets * ranks * self.room[0], side="right")
+        densest = float(work[order][: held + 1].sum()) / sets
+        time = np.where(self.possible, self.load, np.inf)
+        left: FloatArray = np.maximum(spent - work, ranks * time - densest).min(axis=0)
+        return left
 
 
 def _work(cost: Callable[[IntArray], FloatArray], lengths: IntArray) -> FloatArray:
