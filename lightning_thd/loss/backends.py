@@ -25,6 +25,10 @@ _ABILITIES = {
 }
 
 
+# Options of cut-cross-entropy by which gradients are summed in fp32, not in bf16; an older one has the last.
+_WIDE_SUMS = ("accum_e_fp32", "accum_c_fp32", "use_kahan")
+
+
 def run(backend: str, prepared: Prepared, weights: Tensor, penalties: Penalties, *, alike: bool) -> Tensor:
     """Compute the weighted sum of the cross entropy with another library, without reading the device.
 
@@ -129,6 +133,7 @@ def _cce(
         weight,
         targets,
         **({} if bias is None else {"bias": bias}),
+        **{name: True for name in _WIDE_SUMS if name in taken},
         ignore_index=_IGNORE,
         softcap=settings.logit_map.softcap,
         reduction="sum",
