@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
+from benchmarks.families import build as build_tiny
 from lightning_thd import varlen_attention
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import PackingLeakError, check_packing, register_thd
@@ -218,6 +219,13 @@ class Averaging(Own):
         return self.norm(super().forward(batch))
 
 
+def test_a_model_of_several_embeddings_is_refused() -> None:
+    model = Own()
+    model.get_input_embeddings = lambda: nn.ModuleList([model.embed])  # type: ignore[operator, method-assign]
+    with pytest.raises(ValueError, match="Own has no nn.Embedding to find its inputs at"):
+        check_packing(model, vocab_size=32)
+
+
 def test_a_batch_norm_that_trains_is_a_leak_and_a_frozen_one_is_not() -> None:
     model = Averaging()
     with pytest.raises(
@@ -229,6 +237,45 @@ def test_a_batch_norm_that_trains_is_a_leak_and_a_frozen_one_is_not() -> None:
     assert model.norm.num_batches_tracked == 0
     model.norm.eval()
     assert check_packing(model, vocab_size=32).ok
+
+
+@pytest.mark.parametrize(
+    ("family", "model_class"),
+    [
+        ("nemotron_h", "NemotronHForCausalLM"),  # casts its logits to fp32
+        ("qwen3_moe", "Qwen3MoeForCausalLM"),  # rounding sends tokens to other experts
+        ("gemma4_text", "Gemma4ForCausalLM"),
+    ],
+)
+def test_rounding_of_half_precision_is_no_leak(family: str, model_class: str) -> None:
+    model = build_tiny(family, model_class, "thd").to(torch.bfloat16)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert check_packing(model).ok
+    after = model.state_dict()
+    assert all(tensor.dtype == before[name].dtype for name, tensor in after.items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+
+def test_rounding_under_autocast_is_no_leak() -> None:
+    model = build_tiny("qwen3_moe", "Qwen3MoeForCausalLM", "thd")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert check_packing(model).ok
+        assert torch.is_autocast_enabled("cpu")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert check_packing(build_tiny("qwen3_moe", "Qwen3MoeForCausalLM", "thd").to(torch.bfloat16)).ok
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_fault_in_half_precision_is_one_in_fp32_too() -> None:
+    with pytest.raises(PackingLeakError, match="differs between packed and alone") as caught:
+        check_packing(Own("length").to(torch.bfloat16), vocab_size=32)
+    assert "rounding of half precision: differs, so measured in fp32" in caught.value.report.skipped
+    assert caught.value.report.tolerance == 1e-4
+    with pytest.raises(PackingLeakError, match="lets sequences of a pack see each other"):
+        check_packing(Own("shift").to(torch.float16), vocab_size=32)
 
 
 def test_nan_is_not_taken_for_agreement() -> None:

@@ -63,10 +63,10 @@ def text_config(config: Any) -> Any:
 def embedding_of(model: nn.Module) -> nn.Embedding:
     """Return the token embedding of a model, at whose output gradients are measured."""
     get = getattr(model, "get_input_embeddings", None)
-    found = get() if get is not None else None
+    found: Any = get() if get is not None else None
     if found is None:
         found = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
-    if found is None:
+    if not hasattr(found, "weight"):
         raise ValueError(
             f"{type(model).__name__} has no nn.Embedding to find its inputs at. Give it a "
             "get_input_embeddings()."
