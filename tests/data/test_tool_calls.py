@@ -12,8 +12,10 @@ import pytest
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
+from lightning_thd import Packs, THDDataModule
 from lightning_thd.data.read.chat import encode_chat
 from lightning_thd.data.read.sources import open_source
+from lightning_thd.data.streams import Stream
 from tests.data.chats import CALLING, MARKED, PLAIN, make_tokenizer
 
 USER = {"role": "user", "content": "What colour?"}
@@ -138,3 +140,31 @@ def test_a_template_that_opens_a_thought_of_its_own() -> None:
         ValueError, match=r"asks for message 1 with '.*<think>' and begins the answer otherwise"
     ):
         learned(opens, [USER, ANSWER])
+
+
+@pytest.mark.parametrize("kind", ["rows", "parquet", "iterable", "stream of parquet", "generator"])
+def test_null_keys_that_columns_of_structs_add_are_not_learned(tmp_path: Path, kind: str) -> None:
+    """Arrow gives every call the arguments of all calls, and every tool the parameters of all, null."""
+    datasets, pa = pytest.importorskip("datasets"), pytest.importorskip("pyarrow.parquet")
+    records = [
+        {"messages": [USER, calling(call({"of": "sky"}))], "tools": [{"name": "colour", "a": 1}]},
+        {"messages": [USER, calling(call({"depth": 3}, "depth"))], "tools": [{"name": "depth", "b": 2}]},
+        {"messages": [USER, ANSWER], "tools": None},
+    ]
+    made = datasets.Dataset.from_list(records)
+    pa.write_table(made.data.table, tmp_path / "a.parquet")
+    file = str(tmp_path / "a.parquet")
+    source: Any = {
+        "rows": lambda: made,
+        "parquet": lambda: file,
+        "iterable": made.to_iterable_dataset,
+        "stream of parquet": lambda: Stream(file),
+        "generator": lambda: lambda: iter(made.to_list()),
+    }[kind]()
+    tokenizer = make_tokenizer("{% if tools %}{{ tools | tojson }}{% endif %}" + CALLING)
+    data = THDDataModule(source, tokenizer=tokenizer, capacity=512, global_batch=Packs(1), cache_dir=tmp_path)
+    data.prepare_data()
+    data.setup("fit")
+    found = [ids for b in data.train_dataloader() for ids in b.unpack(b.input_ids)]
+    wanted = [encode_chat(tokenizer, r["messages"], tools=r["tools"])[0] for r in records]
+    assert sorted(ids.tolist() for ids in found) == sorted(wanted)

@@ -155,6 +155,13 @@ class RowChunk:
             yield f"row {i}", without_nulls(row) if isinstance(row, dict) else row
 
 
+def as_written(record: Any) -> Any:
+    """Return a record of a stream, a conversation's messages and tools without the null keys of structs."""
+    if not isinstance(record, dict) or "input_ids" in record:
+        return record
+    return {name: without_nulls(value) for name, value in record.items()}
+
+
 def without_nulls(value: Any) -> Any:
     """Return a value without its null keys, which columns of structs add to records lacking them."""
     if isinstance(value, dict):

@@ -15,6 +15,7 @@ import numpy as np
 
 from lightning_thd._imports import require
 from lightning_thd.data.read.files import Unpacking
+from lightning_thd.data.read.records import as_written
 from lightning_thd.data.streams.shards.base import Bad, Mark, Rows, Shard
 
 _LINES = (".jsonl", ".ndjson")
@@ -65,7 +66,7 @@ class ColumnShard:
             if row + batch.num_rows > start:
                 first = max(0, start - row)
                 for i, record in enumerate(batch.slice(first).to_pylist()):
-                    yield row + first + i, record, None
+                    yield row + first + i, as_written(record), None
             row += batch.num_rows
 
     def fetch(self, rows: Sequence[int], offsets: Sequence[int]) -> list[Any]:
@@ -88,7 +89,7 @@ class ColumnShard:
             groups = np.searchsorted(ends, wanted, side="right")
             for group in np.unique(groups).tolist():
                 own = wanted[groups == group] - (ends[group] - sizes[group])
-                found += read(group).take(arrow.array(own)).to_pylist()
+                found += map(as_written, read(group).take(arrow.array(own)).to_pylist())
         return found
 
     def _batches(self) -> Iterator[Any]:

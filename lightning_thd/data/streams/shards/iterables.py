@@ -13,6 +13,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import IterableDataset
 
+from lightning_thd.data.read.records import as_written
 from lightning_thd.data.streams.shards.adapters import (
     Beginning,
     has_state,
@@ -59,6 +60,10 @@ class IterableShard:
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
         """Yield the records from row ``start`` on, starting anew or at a saved state."""
+        for row, record, place in self._read(start, mark):
+            yield row, as_written(record), place
+
+    def _read(self, start: int, mark: Mark | None) -> Rows:
         records = self.begin()
         if start and self.skip is not None:
             for row, record in enumerate(self.skip(records, start), start):
