@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -25,7 +24,7 @@ from lightning_thd.data.read.conversations import Records
 from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
 from lightning_thd.data.read.tokenize import Engine
-from lightning_thd.data.source_log import SourceLog
+from lightning_thd.data.source_log import LogsSources
 from lightning_thd.data.store.index import Empty
 from lightning_thd.data.store.measure import OnError
 from lightning_thd.data.streams import Stream, StreamLoader, StreamMixture, stream_loader
@@ -38,7 +37,7 @@ from lightning_thd.packing.planner import Tail
 _STAGES = {"fit": ("train", "val"), "validate": ("val",)}
 
 
-class THDDataModule(sets.ListsSets, L.LightningDataModule):
+class THDDataModule(sets.ListsSets, LogsSources):
     """Packs sequences of any length into batches of at most ``capacity`` tokens, in the batch.
 
     ``THDDataModule(dataset, capacity=8_192)`` works under any Lightning strategy.
@@ -190,7 +189,6 @@ class THDDataModule(sets.ListsSets, L.LightningDataModule):
         link.hide_hooks(self, THDDataModule, unused)
         self._attached = link.Host()
         self._sets: dict[str, sets.DataSet] = {}
-        self._source_log: SourceLog | None = None  # of a mixture
         self._reading = streaming.StreamOfFit()
         self._planners: dict[tuple[object, ...], Planner] = {}
 
@@ -227,7 +225,7 @@ class THDDataModule(sets.ListsSets, L.LightningDataModule):
         )
 
     @property
-    def _host(self) -> link.Host:
+    def _host(self) -> link.Host:  # type: ignore[override]  # nobody sets it
         return self._attached if self.trainer is None else link.host_of(self.trainer)
 
     @property
@@ -279,12 +277,12 @@ class THDDataModule(sets.ListsSets, L.LightningDataModule):
             key, make = (self._plans, self._host.accumulate), partial(self._streamed, kind=self._train_kind)
             loader = self._reading.loader(self.trainer, key, partial(make, self._stream), ended)
             if loader.source_names and loader is not logged:
-                self._source_log = SourceLog(streaming.stream_sources(loader))
+                self._log_sources(streaming.stream_sources(loader))
             return loader
         again = getattr(self.trainer, "overfit_batches", 0) > 0
         made = self._loader("train", kind=self._train_kind, fixed_order=again, progress=self._progress)
         if isinstance(made.planner, MixturePlanner) and made.planner is not logged:
-            self._source_log = SourceLog(planned_sources(made.planner, made.per_step))
+            self._log_sources(planned_sources(made.planner, made.per_step))
         return made
 
     @property
@@ -297,18 +295,6 @@ class THDDataModule(sets.ListsSets, L.LightningDataModule):
         if self._stream is not None:
             return self._streamed(self._stream, "step")
         return self._loader("train", kind="step", fixed_order=False)
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Log tokens and loss of each source of a mixture; Lightning calls this with every batch."""
-        trainer = self.trainer if self.trainer is not None and self.trainer.training else None
-        if trainer is not None and self._source_log is not None:
-            self._source_log.begin(trainer, batch, self._host.ranks)
-        return link.hook_of_module(self.trainer, batch, dataloader_idx)
-
-    def teardown(self, stage: str) -> None:
-        """Log the last steps of a mixture at the end of a fit."""
-        if self._source_log is not None and self.trainer is not None and stage == "fit":
-            self._source_log.flush(self.trainer, self._host.ranks)
 
     def val_dataloader(self) -> THDLoader | list[THDLoader]:
         """Return this rank's validation batches; a loader for each source where ``val`` names several."""

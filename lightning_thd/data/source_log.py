@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.mixing import Sources
+from lightning_thd.data.trainer_link import Host, hook_of_module
 from lightning_thd.loss.watch import SlotLosses, watch
 from lightning_thd.parallel.shard import THDShard
 
@@ -27,6 +30,7 @@ class SourceLog:
         self.sources = sources
         self._steps: list[tuple[int, int]] = []  # (epoch, step) begun since the last log
         self._tokens = np.zeros(len(sources.names), np.int64)
+        self._known: list[NDArray[np.int64]] = []  # tokens of the first of these steps
         self._own: tuple[tuple[int, ...], ...] = ()
         self._sums: Tensor | None = None  # loss and weight of each source since the last log, fp64 [2, K + 1]
 
@@ -74,13 +78,12 @@ class SourceLog:
         """Log the steps since the last log; a collective."""
         if not self._steps:
             return
-        steps, self._steps = self._steps, []
-        losses = self._losses(trainer)
+        steps, losses = len(self._steps), self._losses(trainer)
+        tokens = self._sum(steps, dp) if trainer.is_global_zero else 0
+        self._steps, self._known = [], []
         if not trainer.is_global_zero:
             return
-        tokens = np.zeros(len(self.sources.names), np.int64)
-        for epoch, step in steps:
-            tokens += self.sources.tokens_of(epoch, step, dp)
+        assert isinstance(tokens, np.ndarray)
         self._tokens += tokens
         logged: dict[str, Any] = {}
         for k, name in enumerate(self.sources.names):
@@ -90,6 +93,26 @@ class SourceLog:
                 logged[f"data/{name}/loss"] = losses[k]
         for logger in trainer.loggers:
             logger.log_metrics(logged, step=trainer.global_step)
+
+    def state(self, trainer: L.Trainer, dp: int) -> dict[str, int]:
+        """Return the tokens of each source in the steps that are done; empty but on the first process."""
+        if not trainer.is_global_zero:
+            return {}
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        steps, rest = divmod(progress.current.processed, self.sources.per_step)
+        done = trainer.current_epoch, steps + int(rest > 0 and progress.is_last_batch)
+        total = self._tokens + self._sum(sum(step < done for step in self._steps), dp)
+        return dict(zip(self.sources.names, total.tolist(), strict=True))
+
+    def restore(self, tokens: Mapping[str, int]) -> None:
+        """Set the tokens so far of each source to those of a checkpoint."""
+        self._tokens = np.array([tokens.get(name, 0) for name in self.sources.names], np.int64)
+
+    def _sum(self, steps: int, dp: int) -> NDArray[np.int64]:
+        """Sum the tokens of each source over the first steps begun since the last log, int64 ``[N]``."""
+        for epoch, step in self._steps[len(self._known) : steps]:
+            self._known.append(self.sources.tokens_of(epoch, step, dp))
+        return sum(self._known[:steps], start=np.zeros(len(self.sources.names), np.int64))
 
     def _zeros(self, device: torch.device) -> Tensor:
         wide = torch.float32 if device.type == "mps" else torch.float64
@@ -104,3 +127,43 @@ class SourceLog:
         assert isinstance(summed, Tensor)
         total, weight = summed.tolist()
         return [a / b if b else None for a, b in zip(total[:-1], weight[:-1], strict=True)]
+
+
+class LogsSources(L.LightningDataModule):
+    """The hooks by which a data module logs the sources of its mixture, and saves how far they were used."""
+
+    _source_log: SourceLog | None = None  # of a mixture
+    _restored: Mapping[str, int] | None = None
+    _host: Host
+
+    def _log_sources(self, sources: Sources) -> None:
+        self._source_log = SourceLog(sources)
+        if self._restored is not None:
+            self._source_log.restore(self._restored)
+            self._restored = None
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Log tokens and loss of each source of a mixture; Lightning calls this with every batch."""
+        trainer = self.trainer if self.trainer is not None and self.trainer.training else None
+        if trainer is not None and self._source_log is not None:
+            self._source_log.begin(trainer, batch, self._host.ranks)
+        return hook_of_module(self.trainer, batch, dataloader_idx)
+
+    def teardown(self, stage: str) -> None:
+        """Log the last steps of a mixture at the end of a fit."""
+        if self._source_log is not None and self.trainer is not None and stage == "fit":
+            self._source_log.flush(self.trainer, self._host.ranks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tokens so far of each source of a mixture for a checkpoint; nothing without one."""
+        if self._source_log is None or self.trainer is None:
+            return {}
+        tokens = self._source_log.state(self.trainer, self._host.ranks)
+        return {"source_tokens": tokens} if tokens else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the tokens so far of each source of a mixture from a checkpoint."""
+        tokens = state_dict.get("source_tokens")
+        if tokens is not None and self._source_log is not None:
+            self._source_log.restore(tokens)
+        self._restored = tokens if self._source_log is None else None

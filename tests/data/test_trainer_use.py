@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -31,6 +33,14 @@ class Rows(IterableDataset[Any]):
 
 def weights(module: TinyModule) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in module.model.named_parameters()}
+
+
+class Part(IterableDataset[Any]):
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
 
 
 class SavesAt(L.Callback):
@@ -379,3 +389,29 @@ def test_a_module_that_accumulates_by_itself_names_its_packs(alone: bool) -> Non
         MisconfigurationException, match=r"global_batch=Packs\(n=3\) but 1 data-parallel ranks"
     ):
         make_trainer().fit(TinyModule(), THDDataModule(SAMPLES, capacity=CAPACITY, global_batch=Packs(3)))
+
+
+@pytest.mark.filterwarnings("ignore:The stream is a generator")  # which gives the same rows again here
+@pytest.mark.parametrize("streamed", [False, True])
+def test_tokens_of_a_mixtures_sources_go_on_after_a_resume(streamed: bool, tmp_path: Path) -> None:
+    def logged(*callbacks: L.Callback, path: Path | None = None) -> dict[str, float]:
+        logger = CSVLogger(tmp_path)
+        trainer = make_trainer(
+            max_epochs=2,
+            accumulate_grad_batches=2,
+            log_every_n_steps=3,
+            logger=logger,
+            callbacks=list(callbacks),
+        )
+        parts = {"a": SAMPLES[:25], "b": SAMPLES[25:]}
+        train: Any = {name: (Part(rows) if streamed else rows, 0.5) for name, rows in parts.items()}
+        trainer.fit(TinyModule(), THDDataModule(train, capacity=CAPACITY), ckpt_path=path)
+        logger.save()
+        with (Path(logger.log_dir) / "metrics.csv").open() as file:
+            last = [row for row in csv.DictReader(file) if row.get("data/a/tokens")][-1]
+        return {name: float(last[f"data/{name}/tokens"]) for name in parts}
+
+    # the second batch of the fourth step has begun: the step is run, and counted, again
+    whole = logged(SavesAt("on_train_batch_start", 8, tmp_path / "at.ckpt"))
+    assert logged(path=tmp_path / "at.ckpt") == whole
+    assert min(whole.values()) > 0
