@@ -168,3 +168,19 @@ def test_null_keys_that_columns_of_structs_add_are_not_learned(tmp_path: Path, k
     found = [ids for b in data.train_dataloader() for ids in b.unpack(b.input_ids)]
     wanted = [encode_chat(tokenizer, r["messages"], tools=r["tools"])[0] for r in records]
     assert sorted(ids.tolist() for ids in found) == sorted(wanted)
+
+
+def test_marks_tell_where_a_prompt_ends_if_the_template_opens_a_thought_of_its_own() -> None:
+    """Templates of models that think ask with an open thought, and write earlier answers without one."""
+    opens = MARKED.replace("%}<|assistant|>\n{% endif %}", "%}<|assistant|>\n<think>{% endif %}")
+    talk = [USER, ANSWER, {**USER, "content": "And two?"}, {**ANSWER, "content": "four"}]
+    assert learned(opens, talk, skip=3) == "four<|end|>"
+    assert learned(opens, talk, skip=1) == "It is blue.<|end|>four<|end|>"
+    twice = opens.replace(
+        "{{ m.content }}<|end|>{% endgen",
+        "{{ m.content }}{% endgeneration %}{% generation %}<|end|>{% endgen",
+    )
+    with pytest.raises(
+        ValueError, match="asks for message 3 with '.*<think>' and begins the answer otherwise"
+    ):
+        learned(twice, talk, skip=3)

@@ -231,7 +231,8 @@ def _marked(
     tokenizer, spans = writer.tokenizer, _generated(writer, messages, text, template)
     said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     learned = _answers(messages, skip)
-    if learned != [i for i in said if i >= skip]:
+    edge = _end_of_prompt(writer, messages, learned[0], text, alone=len(spans) != len(said)) if skip else 0
+    if edge is None or learned != [i for i in said if i >= skip]:
         if len(spans) != len(said):
             raise ValueError(
                 f"the chat template marks {len(spans)} parts with {{% generation %}}, and the assistant has "
@@ -248,15 +249,30 @@ def _marked(
         inside = np.flatnonzero((edges[:, 0] < stop) & (edges[:, 1] > start))
         if inside.size and start < stop:
             mask[inside[0] : inside[-1] + 1] = True
-    if skip:
-        start, _ = _turn(writer, messages, learned[0], text)
-        mask[: _cut(tokenizer, text, [start])[1][start]] = False
+    mask[: edge or 0] = False
     if not mask.any():
         raise ValueError(
             "the chat template marked nothing of the conversation with {% generation %}. Put the markers "
             "around what the assistant says."
         )
     return ids, mask
+
+
+def _end_of_prompt(
+    writer: _Writer, messages: list[Message], first: int, text: str, *, alone: bool
+) -> int | None:
+    """Return the token at which the answer ``first`` begins; None where the marks of messages have to tell.
+
+    Raises:
+        ValueError: where nothing tells but this, with ``alone``, and it cannot.
+    """
+    try:
+        start, _ = _turn(writer, messages, first, text)
+        return _cut(writer.tokenizer, text, [start])[1][start]
+    except ValueError:
+        if alone:
+            raise
+        return None
 
 
 def _generated(writer: _Writer, messages: list[Message], text: str, template: str) -> Spans:
