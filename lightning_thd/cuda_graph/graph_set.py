@@ -17,6 +17,7 @@ from lightning_thd.cuda_graph.capture.capture import Shared, capture_step
 from lightning_thd.cuda_graph.capture.captured import CapturedStep
 from lightning_thd.cuda_graph.capture.gradients import PIECE_BYTES
 from lightning_thd.cuda_graph.capture.layers import GraphedLayers
+from lightning_thd.cuda_graph.capture.proof import prove
 from lightning_thd.cuda_graph.capture.subject import Example, Subject
 from lightning_thd.cuda_graph.choice.timing import compare
 from lightning_thd.cuda_graph.errors import CaptureError
@@ -116,6 +117,8 @@ class GraphSet:
                 captured[bucket] = capture_step(
                     subject, bucket, example, self._shared, self._layers, piece_bytes=piece_bytes
                 )
+            for step in captured.values():
+                prove(subject, step, example)
         except Exception as error:
             return error
         return captured

@@ -139,6 +139,8 @@ class GraphedStep:
         """Find the captured step that serves a batch, capturing if need be, or the reason to run eagerly."""
         if not isinstance(batch, THDBatch):
             return "batch_type"
+        if batch.weights is not None:
+            return "weights"
         if torch._C._len_torch_dispatch_stack():  # FlopCounterMode and the like would see nothing of a replay
             return "watched"
         if self.off is not None:

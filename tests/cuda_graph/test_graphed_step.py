@@ -20,6 +20,7 @@ from lightning_thd.cuda_graph.shapes.padding import pad_batch
 from lightning_thd.loss import fused_linear_cross_entropy
 from tests.cuda_graph.support import (
     BUCKETS,
+    GraphModule,
     gradients,
     graphed,
     in_graph,
@@ -490,3 +491,111 @@ def test_loss_backends_that_read_nothing_back_are_captured(backend: Any) -> None
         found = gradients(module, step(batch))
         assert worst(found, gradients(module, loss(module, batch))) < 1e-5
     assert step.stats.replays == 4
+
+
+def token_losses(model: nn.Module, batch: THDBatch, reduction: str = "sum") -> Tensor:
+    logits = model(**batch.hf_kwargs()).logits[0]
+    return nn.functional.cross_entropy(logits, batch.targets, reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (
+            lambda m, b: token_losses(m, b) / b.input_ids.numel(),
+            "the step returns: a value that differs by 8",
+        ),
+        (lambda m, b: token_losses(m, b, "none").mean(), "number of slots or sequences"),
+        (lambda m, b: token_losses(m, b) / (len(b.cu_seqlens) - 1), "number of slots or sequences"),
+        (lambda m, b: token_losses(m, b) / b.max_seqlen, "number of slots or sequences"),
+        (
+            lambda m, b: causal_lm_loss(m, b) + m(**b.hf_kwargs()).logits.logsumexp(-1).mean(),
+            "or on the padding",
+        ),
+        (
+            lambda m, b: {"loss": causal_lm_loss(m, b), "logits": m(**b.hf_kwargs()).logits[0]},
+            r"returns 'logits': a tensor of shape \(24, 64\), and \(128, 64\) from a graph, which is padded",
+        ),
+    ],
+)
+@pytest.mark.parametrize("scope", ["step", "layers"])
+def test_a_step_that_depends_on_the_padding_is_refused(step: Any, message: str, scope: Any) -> None:
+    layers = ("mlp",) if scope == "layers" else ()
+    found = GraphedStep(
+        step,
+        tiny_llama(torch.float64),
+        buckets=BUCKETS,
+        backend=RecordingBackend(),
+        scope=scope,
+        layers=layers,
+        require=True,
+    )
+    with pytest.raises(CaptureError, match=message):
+        found(random_batch(1))
+
+
+def test_a_log_with_an_option_of_the_batch_is_refused() -> None:
+    class Logs(GraphModule):
+        def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
+            loss = causal_lm_loss(self.model, batch)
+            self.log("loss", loss, batch_size=batch.input_ids.numel())
+            return loss
+
+    step = GraphedStep(
+        lambda module, batch: module.training_step(batch, 0),
+        Logs(),
+        buckets=BUCKETS,
+        backend=RecordingBackend(),
+        require=True,
+    )
+    with pytest.raises(CaptureError, match="logs 'loss' with batch_size=24, which depends on the batch"):
+        step(random_batch(1))
+
+
+def test_a_logged_mean_over_slots_is_refused() -> None:
+    class Logs(GraphModule):
+        def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
+            self.log("share", (batch.targets != -100).double().mean())
+            return causal_lm_loss(self.model, batch)
+
+    step = GraphedStep(
+        lambda module, batch: module.training_step(batch, 0),
+        Logs(),
+        buckets=BUCKETS,
+        backend=RecordingBackend(),
+        require=True,
+    )
+    with pytest.raises(CaptureError, match="the step logs 'share': a value that differs by"):
+        step(random_batch(1))
+
+
+def test_a_log_that_only_real_batches_make_is_refused() -> None:
+    class Logs(GraphModule):
+        def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
+            if type(batch) is THDBatch:
+                self.log("real", 1.0)
+            return causal_lm_loss(self.model, batch)
+
+    step = GraphedStep(
+        lambda module, batch: module.training_step(batch, 0),
+        Logs(),
+        buckets=BUCKETS,
+        backend=RecordingBackend(),
+        require=True,
+    )
+    with pytest.raises(CaptureError, match=r"logs \[\] in a graph and \['real'\] without"):
+        step(random_batch(1))
+
+
+def test_weighted_batches_run_eagerly() -> None:
+    model = tiny_llama(torch.float64)
+    step = graphed(model)
+    step(random_batch(1)).backward()
+    weighted = THDBatch.collate(
+        [{"input_ids": range(3, 9), "weights": 0.5}, {"input_ids": range(3, 20), "weights": 1.0}]
+    )
+    for _ in range(2):
+        assert float(step(weighted).detach()) == float(causal_lm_loss(model, weighted).detach())
+    assert step.stats.fallbacks == {"weights": 2}
+    step(random_batch(1)).backward()
+    assert step.stats.replays == 2

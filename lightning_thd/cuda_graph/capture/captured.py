@@ -35,7 +35,8 @@ class CapturedStep:
         reads: Reads,
     ) -> None:
         self.inputs, self.leaves, self.reads = inputs, leaves, reads
-        self._call, self._logged, self._module = call, logged, module
+        self.logged = logged
+        self._call, self._module = call, module
 
     def run(self, batch: THDBatch, *rest: Any) -> Any:
         """Copy a batch into the buffers and run the step, without logging."""
@@ -46,6 +47,6 @@ class CapturedStep:
         """Run the step on a batch and log what it logs, with this batch's values."""
         output = self.run(batch, *rest)
         log: Any = getattr(self._module, "log", None)
-        for name, value, args, kwargs in self._logged:
+        for name, value, args, kwargs in self.logged:
             log(name, value.clone() if isinstance(value, Tensor) else value, *args, **kwargs)
         return output

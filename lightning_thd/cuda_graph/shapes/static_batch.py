@@ -194,11 +194,6 @@ class StaticInputs:
 
         Offsets are worked out from the lengths the host knows, in page-locked memory.
         """
-        if batch.weights is not None:
-            refuse(
-                "the batch carries weights of tokens or sequences, which captured steps have no buffer for. "
-                "Train weighted data without CUDA graphs."
-            )
         static, used, total = self.batch, Layout.of_batch(batch).slots, self._slots
         if self.cut is not None:
             used //= self.cut.cp  # its sequences come first in a shard, too
