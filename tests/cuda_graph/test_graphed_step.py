@@ -503,7 +503,7 @@ def token_losses(model: nn.Module, batch: THDBatch, reduction: str = "sum") -> T
     [
         (
             lambda m, b: token_losses(m, b) / b.input_ids.numel(),
-            "the step returns: a value that differs by 8",
+            "returns: a value that differs by 8",
         ),
         (lambda m, b: token_losses(m, b, "none").mean(), "number of slots or sequences"),
         (lambda m, b: token_losses(m, b) / (len(b.cu_seqlens) - 1), "number of slots or sequences"),

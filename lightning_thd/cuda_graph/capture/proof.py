@@ -90,8 +90,8 @@ def _compare(found: Any, wanted: Any, what: str, bound: float) -> None:
             continue
         if ours.shape != theirs.shape:
             raise CaptureError(
-                f"{name}: a tensor of shape {tuple(theirs.shape)}, and {tuple(ours.shape)} from a graph, which "
-                f"is padded. {_ADVICE}"
+                f"{name}: a tensor of shape {tuple(theirs.shape)}, and {tuple(ours.shape)} from a graph, "
+                f"which is padded. {_ADVICE}"
             )
         error = _error(ours.detach().double(), theirs.detach().double())
         if error > bound:
