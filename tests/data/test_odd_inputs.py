@@ -17,6 +17,7 @@ import zstandard
 
 from lightning_thd import Packs, THDDataModule
 from lightning_thd.data import ByteTokenizer
+from lightning_thd.data.read.sources import open_source
 from lightning_thd.data.streams import Stream
 
 Read = list[tuple[list[int], list[int]]]
@@ -402,6 +403,17 @@ def test_lists_that_tell_no_bounds_are_left_out(tmp_path: Path, harmless: Any) -
     datasets = pytest.importorskip("datasets")
     columns = {"input_ids": [[1] * 5, [1] * 4, [1] * 6], "any_name": list(harmless)}
     read(datasets.Dataset.from_dict(columns), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_file_without_rows_tells_no_bounds(tmp_path: Path, name: str) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    empty = pa.array([], pa.list_(pa.int32()))
+    table = pa.table({"input_ids": empty, "any_name": empty})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    assert len(open_source(tmp_path / name, cache_dir=tmp_path)) == 0
 
 
 def test_a_mask_beside_labels_says_that_labels_count(tmp_path: Path) -> None:

@@ -162,10 +162,13 @@ def _ways_of_telling(values: NDArray[np.int64], slots: int) -> dict[str, bool]:
 
 
 def _refuse_bounds_of(file: SourceFile, names: list[str]) -> None:
-    if names and len(part_sizes(file)):
-        for batch in read_part(file, 0, ["input_ids", *names]):
-            return refuse_bounds(batch, names)
-    return None
+    if file.suffix == ".arrow":
+        refuse_bounds(map_arrow(file.path, file.name), names)
+        return
+    schema = require("pyarrow.parquet", feature="reading .parquet files").ParquetFile(file.path).schema_arrow
+    lists = [name for name in names if is_list(schema.empty_table(), name)]  # text beside them stays unread
+    if lists and sum(part_sizes(file)[:1]):
+        refuse_bounds(next(read_part(file, 0, ["input_ids", *lists])), lists)
 
 
 def _concatenated(files: tuple[SourceFile, ...], names: tuple[str, ...]) -> Any:
