@@ -39,6 +39,9 @@ _EVEN_ENOUGH = 1.01
 _SETS = (
     16  # of ranks that wait for each other, planned apart: more are planned in pairs, which takes less time
 )
+_IDLE = (
+    0.005  # of the work: what all ranks must leave undone before sets are planned apart for many sequences
+)
 _NEST_WASTE = 1.05  # work of what fills up a group, of that at its cheapest, if steps alone need to be even
 
 
@@ -63,6 +66,12 @@ class SharedBins:
     microbatch: IntArray
     load: FloatArray
     num_microbatches: int
+
+    def time(self, ranks: int, together: int) -> float:
+        """Return the time of the step, in work, if so many neighbours wait for each other in a microbatch."""
+        slowest = np.zeros((ranks // together, self.num_microbatches))
+        np.maximum.at(slowest, (self.first // together, self.microbatch), self.load)
+        return float(slowest.sum(axis=1).max())
 
 
 def share_out(
@@ -100,9 +109,12 @@ def share_out(
     if sharing.waits == "step":
         return _nested_plan(tables, ranks)
     tries = next((count for most, count in _TRIES.items() if len(values) <= most), 1)
-    if together == ranks:
-        return _even_plan(tables, ranks, tries)
-    return _side_by_side(tables, ranks, together, tries)
+    plans: list[SharedBins] = []
+    if together < ranks and (tries > 1 or tables.idle(ranks).max() > _IDLE * tables.cheapest.sum()):
+        plans.append(_side_by_side(tables, ranks, together, tries))
+    if tries > 1 or not plans:
+        plans.append(_even_plan(tables, ranks, tries))
+    return min(plans, key=lambda plan: plan.time(ranks, together))
 
 
 def _nested_plan(tables: Tables, ranks: int) -> SharedBins:
