@@ -203,8 +203,9 @@ def _seats(long: Long, short: IntArray, even: float, lowest: float) -> Seats:
     slots = ranks * tables.room[0]
     found, alone = long.microbatches(even, lowest)
     seats = Seats(tables, ranks)
+    numbers = long.sequences.tolist()
     for one in found:
-        seats.open(one, long.sequences)
+        seats.open(one, numbers)
     rest = Short(tables, np.concatenate([short, long.sequences[alone]]))
     seats.complete(np.lexsort((seats.load, seats.degree, seats.microbatch)).tolist(), rest)
     while rest.left_slots > _FULL * slots:

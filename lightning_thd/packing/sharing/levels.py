@@ -17,7 +17,7 @@ import numpy as np
 
 from lightning_thd.packing.sharing.tables import BoolArray, IntArray, Tables
 
-_LEVELS = 3  # tried for each microbatch beside those at which its longest sequence takes all of the time
+_LEVELS = 2  # tried for each microbatch beside those at which its longest sequence takes all of the time
 _WIDEST = 2.0  # the highest, times the lowest
 _JOIN = 1.1  # work of a sequence in a group of others, of that in one of its own: above it opens one
 _AHEAD = 256  # sequences that are looked at for one microbatch, or twice as many as there are ranks

@@ -45,13 +45,13 @@ class Seats:
         other.count = self.count
         return other
 
-    def open(self, one: Microbatch, numbers: IntArray) -> None:
+    def open(self, one: Microbatch, numbers: Sequence[int]) -> None:
         """Add a microbatch with the groups of its long sequences, and single ranks beside them."""
-        self.count += 1
-        for degree, load, free, members in zip(one.degree, one.load, one.free, one.members, strict=True):
+        for at, members in enumerate(one.members, len(self.degree)):
             for n in members:
-                self.home[int(numbers[n])] = len(self.degree)
-            self._add(degree, load, free, one.level)
+                self.home[numbers[n]] = at
+        self.count += 1
+        self._add(one.degree, one.load, one.free, one.level)
         self._add_singles(one.seats, one.level)
 
     def add_microbatch(self, level: float) -> None:
@@ -59,19 +59,15 @@ class Seats:
         self.count += 1
         self._add_singles(self.ranks, level)
 
-    def _add(self, degree: int, load: float, free: int, level: float) -> None:
-        self.degree.append(degree)
-        self.load.append(load)
-        self.free.append(free)
-        self.microbatch.append(self.count - 1)
-        self.level.append(level)
-
     def _add_singles(self, ranks: int, level: float) -> None:
-        self.degree += [0] * ranks
-        self.load += [0.0] * ranks
-        self.free += [self.tables.room[0]] * ranks
-        self.microbatch += [self.count - 1] * ranks
-        self.level += [level] * ranks
+        self._add([0] * ranks, [0.0] * ranks, [self.tables.room[0]] * ranks, level)
+
+    def _add(self, degree: list[int], load: list[float], free: list[int], level: float) -> None:
+        self.degree += degree
+        self.load += load
+        self.free += free
+        self.microbatch += [self.count - 1] * len(degree)
+        self.level += [level] * len(degree)
 
     def complete(self, groups: Iterable[int], short: Short) -> None:
         """Fill each group to its level: the longest sequence that fits, then the longest that still does."""
