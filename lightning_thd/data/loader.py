@@ -282,7 +282,7 @@ class THDLoader:
         batches = iter(self._loader)
         while True:
             began = time.perf_counter()
-            batch = next(batches, None)
+            batch = _take(batches)
             self.waited_s += time.perf_counter() - began
             if batch is None:
                 break
@@ -355,3 +355,20 @@ class THDLoader:
         on_load = self._on_load if followed is None else followed.match
         if on_load is not None:
             on_load(self._cursor.start)
+
+
+def _take(batches: Iterator[Any]) -> Any:
+    """Return the next batch, None at the end.
+
+    Raises:
+        RuntimeError: when a worker died while torch read a tensor of it, which names a socket alone.
+    """
+    try:
+        return next(batches, None)
+    except ConnectionError as err:
+        if "in DataLoader worker" in str(err):  # the data set's own
+            raise
+        raise RuntimeError(
+            f"A DataLoader worker died while its batch was read ({err}), often for want of memory. Lower "
+            "num_workers, prefetch_factor or capacity; the system's log may say why."
+        ) from err

@@ -309,6 +309,26 @@ def test_a_dead_worker_ends_the_run() -> None:
         make_trainer().fit(TinyModule(), THDDataModule(store, capacity=CAPACITY, num_workers=1))
 
 
+def test_a_worker_that_dies_while_its_batch_is_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loader(error: Exception) -> Any:
+        def batches() -> Any:
+            yield from ()
+            raise error
+
+        data = THDDataModule(sequences(9), capacity=CAPACITY)
+        data.setup("fit")
+        found = data.train_dataloader()
+        monkeypatch.setattr(found, "_loader", batches())
+        return found
+
+    with pytest.raises(RuntimeError, match="A DataLoader worker died while its batch was read .*Lower num_w"):
+        next(iter(loader(ConnectionResetError(104, "Connection reset by peer"))))
+    with pytest.raises(ConnectionRefusedError, match="the data set's own"):
+        next(
+            iter(loader(ConnectionRefusedError("Caught in DataLoader worker process 0: the data set's own")))
+        )
+
+
 def test_the_text_of_a_data_module_makes_no_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's own makes every loader and iterates them: the one of training would begin to read."""
     rows = [{"input_ids": [1, 2, 3]}] * 5
