@@ -28,8 +28,8 @@ class Names:
     """The globals, closures and defaults that functions of a step read, at the time this is made.
 
     Args:
-        code: of functions that ran, with the globals they see. Of libraries' functions numbers, texts and
-            functions are looked at; those of this package are left out.
+        code: of functions that ran, with the globals they see. Of libraries' functions only functions and
+            classes are looked at, as numbers there count calls; those of this package are left out.
         function: the step, whose closures are followed.
         names: see ``Contents``.
     """
@@ -65,7 +65,7 @@ class Names:
     def _add(self, ran: types.CodeType, held: dict[str, Any], *, theirs: bool) -> None:
         for name in ran.co_names if theirs else _globals(ran):
             value = held.get(name, ABSENT)
-            if isinstance(value, (*PLAIN, *_CODE)):
+            if isinstance(value, _CODE) or (not theirs and isinstance(value, PLAIN)):
                 self._plain.append((held, name, value))
             elif not theirs and not isinstance(value, types.ModuleType) and value is not ABSENT:
                 self._held.append((held, name, Contents(value, self._names)))

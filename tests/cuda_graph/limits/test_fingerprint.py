@@ -15,6 +15,7 @@ from torchmetrics import MeanMetric
 from lightning_thd import causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep
 from lightning_thd.cuda_graph.capture.recording import RecordingBackend
+from lightning_thd.cuda_graph.limits import names
 from lightning_thd.cuda_graph.limits.attribute_reads import reads_of
 from lightning_thd.cuda_graph.limits.fingerprint import Fingerprint, only_looking
 from tests.cuda_graph.support import BUCKETS, GraphModule, gradients, graphed, random_batch, worst
@@ -316,3 +317,22 @@ def test_a_hyperparameter_that_a_callback_changes_is_seen() -> None:
     before = float(step(batch).detach())
     module.hparams["factor"] = 0.5
     assert float(step(batch).detach()) == pytest.approx(before / 2)
+
+
+def test_a_number_that_a_library_counts_keeps_graphs() -> None:
+    """As do callbacks of the garbage collector, which may run during a capture."""
+    scope: dict[str, Any] = {"count": 0, "torch": torch}
+    code = "def helper(x):\n    global count\n    count += 1\n    return torch.abs(x)\n"
+    exec(compile(code, f"{names._LIBRARIES[0]}/counts.py", "exec"), scope)
+    helper = scope["helper"]
+    step = GraphedStep(
+        lambda module, batch: helper(causal_lm_loss(module, batch)),
+        tiny_llama(torch.float64),
+        buckets=BUCKETS,
+        backend=RecordingBackend(),
+        require=True,
+    )
+    step(random_batch(1)).backward()
+    scope["count"] += 1
+    step(random_batch(1)).backward()
+    assert step.stats.fallbacks == {}
