@@ -50,7 +50,7 @@ def convert_linear(
     *,
     recipe: Any = "current",
     engine: str = "te",
-    keep: Iterable[str] = KEEP,
+    keep: str | Iterable[str] = KEEP,
     convert: Callable[[str, nn.Linear], bool] | None = None,
     min_features: int = 0,
     emulate: bool = False,
@@ -91,7 +91,7 @@ def convert_linear(
     return replace_layers(model, resolved, keep=keep, convert=convert, min_features=min_features)
 
 
-def patterns(keep: Iterable[str]) -> tuple[str, ...]:
+def patterns(keep: str | Iterable[str]) -> tuple[str, ...]:
     """Return one or several name patterns as a tuple.
 
     Raises:

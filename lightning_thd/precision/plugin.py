@@ -59,7 +59,7 @@ class FP8Precision(Precision):
         *,
         engine: str = "te",
         weights_dtype: torch.dtype = torch.bfloat16,
-        keep: Iterable[str] = KEEP,
+        keep: str | Iterable[str] = KEEP,
         convert: Callable[[str, nn.Linear], bool] | None = None,
         min_features: int = 0,
         emulate: bool = False,

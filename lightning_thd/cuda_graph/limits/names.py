@@ -95,7 +95,7 @@ def _cells(function: Any) -> Iterator[tuple[str, types.CellType]]:
         if not isinstance(found, types.FunctionType) or id(found) in seen:
             continue
         seen.add(id(found))
-        if found.__module__.startswith("lightning_thd.") and found.__closure__:
+        if (found.__module__ or "").startswith("lightning_thd.") and found.__closure__:
             waiting += [cell.cell_contents for cell in found.__closure__]  # wrappers of ours around the step
             continue
         for name, cell in zip(found.__code__.co_freevars, found.__closure__ or (), strict=True):
