@@ -138,6 +138,11 @@ def _keep(
     return found
 
 
+def _figure(value: float) -> str:
+    """Write four digits, and all of a number of more: 10,012, not 1e+04."""
+    return f"{value:,.0f}" if 9_999.5 <= abs(value) < 1e12 else f"{value:,.4g}"
+
+
 def table(rows: list[tuple[str, Result]]) -> list[str]:
     """Lines of a Markdown table; every row is the name of its benchmark and the result."""
     lines = [
@@ -145,7 +150,7 @@ def table(rows: list[tuple[str, Result]]) -> list[str]:
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
     for name, row in rows:
-        peer = "" if row.peer is None else f"{row.peer:,.4g} {row.unit}"
+        peer = "" if row.peer is None else f"{_figure(row.peer)} {row.unit}"
         ratio = "" if row.ratio is None else f"{row.ratio:.3g}x"
         cpu = "" if row.cpu_s is None else f"{row.cpu_s:.3g} / {row.peer_cpu_s or 0:.3g}"
         spread = "" if row.spread is None else f"{row.spread:.0%}"
@@ -153,7 +158,7 @@ def table(rows: list[tuple[str, Result]]) -> list[str]:
             name,
             row.what,
             row.precision,
-            f"{row.ours:,.4g} {row.unit}",
+            f"{_figure(row.ours)} {row.unit}",
             peer,
             ratio,
             cpu,
