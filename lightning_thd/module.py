@@ -54,8 +54,9 @@ def adamw(
 def warmup_and_cosine(step: int, *, steps: int, warmup_fraction: float, final: float) -> float:
     """Return the part of the peak rate in a step: a straight rise, then half a cosine down to ``final``.
 
-    A function of the step alone: a run resumed with more steps takes the rate of the longer run, where a
-    schedule that remembers its length would rise again.
+    A function of the step alone: a run resumed with more steps takes the rate of the longer run from its
+    second step on (the first has the rate that was saved), where a schedule that remembers its length would
+    rise again.
 
     Args:
         step: from 0; past the last, the rate stays ``final``.
@@ -151,9 +152,8 @@ class CausalLMModule(L.LightningModule):
         self.warmup_fraction, self.final_lr_fraction = warmup_fraction, final_lr_fraction
         rates = {"lr": lr, "weight_decay": weight_decay, "betas": betas}
         rates |= {"warmup_fraction": warmup_fraction, "final_lr_fraction": final_lr_fraction}
-        named = (
-            {"config": config} if config is not None else {"model": model} if isinstance(model, str) else {}
-        )
+        plain = {"model": model, "config": config}  # a module or a function is no value to keep
+        named = {name: value for name, value in plain.items() if isinstance(value, str | dict)}
         self.save_hyperparameters({**named, **rates, "compile": compile}, logger=False)
 
     def configure_model(self) -> None:

@@ -18,6 +18,13 @@ from tests.ranks import run_ranks
 from tests.tiny import sequences, tiny_llama
 
 
+def make_trainer(**options: Any) -> L.Trainer:
+    quiet = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+    )
+    return L.Trainer(**{"accelerator": "cpu", **quiet, **options})
+
+
 def count_graphs() -> int:
     compile_layer = nn.Module.compile  # in eager mode: what is traced is the same, and no C++ is built
     nn.Module.compile = lambda self, **kw: compile_layer(self, backend="eager", **kw)  # type: ignore[method-assign]
@@ -51,14 +58,9 @@ def test_weights_are_of_the_trainers_precision_not_the_files(
     saved.save_pretrained(tmp_path)
     config = {**saved.config.to_dict(), "dtype": "bfloat16"}
     for module in (CausalLMModule(str(tmp_path)), CausalLMModule(config=config)):
-        trainer = L.Trainer(
+        trainer = make_trainer(
             max_steps=1,
             precision=precision,
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
         )
         trainer.fit(module, THDDataModule(sequences(4), capacity=64))
         assert {parameter.dtype for parameter in module.parameters()} == {dtype}
@@ -76,14 +78,9 @@ class Rates(L.Callback):
 
 def fit_rates(folder: Path, ckpt: Path | None = None, **limits: Any) -> list[float]:
     rates = Rates()
-    trainer = L.Trainer(
+    trainer = make_trainer(
         **limits,
-        accelerator="cpu",
-        logger=False,
         callbacks=[rates],
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
         default_root_dir=folder,
     )
     module = CausalLMModule(tiny_llama(), lr=1e-3, warmup_fraction=0.1)
@@ -130,9 +127,7 @@ def test_a_checkpoint_loads_with_its_arguments(given: str, tmp_path: Path) -> No
     if given != "config":
         named = {"model": str(tmp_path / "model") if given == "path" else model}
     module = kind(**teacher, **named, lr=0.007)
-    trainer = L.Trainer(
-        max_steps=1, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path
-    )
+    trainer = make_trainer(max_steps=1, default_root_dir=tmp_path)
     trainer.fit(module, THDDataModule(sequences(4), capacity=64))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     if given in ("module", "subclass"):
@@ -171,27 +166,19 @@ def test_fused_adamw_steps_as_the_plain_one(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_the_module_trains_fused_and_clips(tmp_path: Path, precision: str) -> None:
     module = CausalLMModule(tiny_llama(), lr=1e-3)
-    trainer = L.Trainer(
+    trainer = make_trainer(
         max_steps=2,
         precision=precision,
         gradient_clip_val=0.1,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=tmp_path,
     )
     trainer.fit(module, THDDataModule(sequences(60), capacity=256))
     assert all(group["fused"] for group in trainer.optimizers[0].param_groups)
     trainer.save_checkpoint(tmp_path / "at.ckpt")
-    again = L.Trainer(
+    again = make_trainer(
         max_steps=3,
         precision=precision,
         gradient_clip_val=0.1,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=tmp_path,
     )
     again.fit(

@@ -534,6 +534,16 @@ def test_a_step_that_depends_on_the_padding_is_refused(step: Any, message: str, 
         found(random_batch(1))
 
 
+def graphed_training_step(module: GraphModule) -> GraphedStep:
+    return GraphedStep(
+        lambda module, batch: module.training_step(batch, 0),
+        module,
+        buckets=BUCKETS,
+        backend=RecordingBackend(),
+        require=True,
+    )
+
+
 def test_a_log_with_an_option_of_the_batch_is_refused() -> None:
     class Logs(GraphModule):
         def training_step(self, batch: THDBatch, batch_idx: int) -> Any:
@@ -541,15 +551,8 @@ def test_a_log_with_an_option_of_the_batch_is_refused() -> None:
             self.log("loss", loss, batch_size=batch.input_ids.numel())
             return loss
 
-    step = GraphedStep(
-        lambda module, batch: module.training_step(batch, 0),
-        Logs(),
-        buckets=BUCKETS,
-        backend=RecordingBackend(),
-        require=True,
-    )
     with pytest.raises(CaptureError, match="logs 'loss' with batch_size=24, which depends on the batch"):
-        step(random_batch(1))
+        graphed_training_step(Logs())(random_batch(1))
 
 
 def test_a_logged_mean_over_slots_is_refused() -> None:
@@ -558,15 +561,8 @@ def test_a_logged_mean_over_slots_is_refused() -> None:
             self.log("share", (batch.targets != -100).double().mean())
             return causal_lm_loss(self.model, batch)
 
-    step = GraphedStep(
-        lambda module, batch: module.training_step(batch, 0),
-        Logs(),
-        buckets=BUCKETS,
-        backend=RecordingBackend(),
-        require=True,
-    )
     with pytest.raises(CaptureError, match="the step logs 'share': a value that differs by"):
-        step(random_batch(1))
+        graphed_training_step(Logs())(random_batch(1))
 
 
 def test_a_log_that_only_real_batches_make_is_refused() -> None:
@@ -576,15 +572,8 @@ def test_a_log_that_only_real_batches_make_is_refused() -> None:
                 self.log("real", 1.0)
             return causal_lm_loss(self.model, batch)
 
-    step = GraphedStep(
-        lambda module, batch: module.training_step(batch, 0),
-        Logs(),
-        buckets=BUCKETS,
-        backend=RecordingBackend(),
-        require=True,
-    )
     with pytest.raises(CaptureError, match=r"logs \[\] in a graph and \['real'\] without"):
-        step(random_batch(1))
+        graphed_training_step(Logs())(random_batch(1))
 
 
 def test_weighted_batches_run_eagerly() -> None:
