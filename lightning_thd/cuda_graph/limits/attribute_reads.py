@@ -19,6 +19,11 @@ PLAIN = (int, float, bool, str, type(None))
 ABSENT = object()
 
 
+def is_same(now: Any, before: Any) -> bool:
+    """Return whether a value is the one before, or an equal plain one of its type: 2.0 is another than 2."""
+    return now is before or (isinstance(before, PLAIN) and type(now) is type(before) and now == before)
+
+
 @dataclass(frozen=True, slots=True)
 class Reads:
     """The modules a step uses and the attributes it reads of them, by identity: a metric's hash is its state.

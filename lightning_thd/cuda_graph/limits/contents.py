@@ -34,12 +34,13 @@ class Contents:
     def __init__(self, value: Any, names: frozenset[str] | None = None) -> None:
         self.value, self._names = value, names
         self._plain, self._held = _flatten(value, names)
+        self._types = [*map(type, self._plain)]  # 2.0 equals 2, and gives tensors of another dtype
 
     def changed(self, value: Any) -> bool:
         """Return whether a value holds something else; the same one after a change in place does."""
         plain, held = _flatten(value, self._names)
         same = len(held) == len(self._held) and all(map(is_, held, self._held))
-        return not same or plain != self._plain
+        return not same or plain != self._plain or [*map(type, plain)] != self._types
 
     @property
     def inside(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.nn.modules import module as every_module
 
-from lightning_thd.cuda_graph.limits.attribute_reads import ABSENT, PLAIN, Reads
+from lightning_thd.cuda_graph.limits.attribute_reads import ABSENT, PLAIN, Reads, is_same
 from lightning_thd.cuda_graph.limits.contents import Contents
 from lightning_thd.cuda_graph.limits.names import Classes, Names, names_in
 from lightning_thd.cuda_graph.limits.subclasses import addresses
@@ -159,9 +159,7 @@ class _Constants:
         """Return the attribute that has changed, or None."""
         for where, held, name, before in self._values:
             now = held.get(name, ABSENT)
-            if not (
-                now is before or (isinstance(before, PLAIN) and type(now) is type(before) and now == before)
-            ):
+            if not is_same(now, before):
                 return f"the attribute {where}, which the step reads, changed"
         for where, contents in self._contents:
             if contents.changed(contents.value):

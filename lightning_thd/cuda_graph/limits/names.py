@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_thd.cuda_graph.limits.attribute_reads import ABSENT, PLAIN
+from lightning_thd.cuda_graph.limits.attribute_reads import ABSENT, PLAIN, is_same
 from lightning_thd.cuda_graph.limits.contents import Contents
 
 _OWN = dirname(dirname(dirname(__file__)))
@@ -52,7 +52,7 @@ class Names:
         """Return the global or enclosed name that has changed, or None."""
         for held, name, before in self._plain:
             now = held.get(name, ABSENT)
-            if now is not before and not (isinstance(before, PLAIN) and now == before):
+            if not is_same(now, before):
                 return f"the global {name}, which the step reads, changed"
         for held, name, contents in self._held:
             if contents.changed(held.get(name, ABSENT)):

@@ -109,6 +109,10 @@ def replace_buffer(part: Part) -> None:
             "inner.config, which the step reads, holds",
         ),
         (
+            lambda part: setattr(part.inner.config.nested, "deep", 1.0),  # 1 before, of another dtype
+            "inner.config, which the step reads, holds",
+        ),
+        (
             lambda part: part.inner.factors["b"].__setitem__(0, 1),
             "inner.factors, which the step reads, holds",
         ),
@@ -167,6 +171,16 @@ def test_hooks_of_every_module_are_watched() -> None:
 FACTOR = 1.0
 SETTINGS = SimpleNamespace(factor=1.0, unread=0)
 SEEN: list[float] = []
+
+
+def test_a_global_of_another_type_is_another_number() -> None:
+    held: dict[str, Any] = {"FACTOR": 1}
+    found = names.Names([((lambda: FACTOR).__code__, held)], None, None)
+    assert found.change() is None
+    held["FACTOR"] = 1.0
+    assert found.change() == "the global FACTOR, which the step reads, changed"
+    held["FACTOR"] = torch.ones(2)
+    assert found.change() == "the global FACTOR, which the step reads, changed"
 
 
 def test_what_a_step_takes_from_around_it_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
