@@ -13,7 +13,6 @@ import torch
 
 from lightning_thd import FlopsModel, THDBatch, THDDataModule
 from lightning_thd.callbacks.cuda_graph import Bucket
-from lightning_thd.data.pack import pack_file
 from lightning_thd.data.read.chat import encode_chat
 from lightning_thd.data.store.arrays import open_arrays, save_arrays
 from lightning_thd.flops import SeqStats
@@ -161,14 +160,3 @@ def test_arrays_of_another_version(tmp_path: Path) -> None:
     save_arrays(tmp_path / "x", {"a": np.zeros(3)}, version=1)
     with pytest.raises(ValueError, match=r"version 1 was found, 2 wanted.*Delete it; it is built anew"):
         open_arrays(tmp_path / "x", version=2)
-
-
-def test_images_cannot_be_packed_offline(tmp_path: Path) -> None:
-    rows = [
-        {"input_ids": np.array([1, 2]), "pixel_values": np.ones((1, 2)), "image_grid_thw": np.ones((1, 3))}
-    ]
-    with pytest.raises(
-        ValueError,
-        match="Sequence 0 carries .*pixel_values.*: only tokens and labels can be packed",
-    ):
-        pack_file(rows, tmp_path / "out.parquet", capacity=8)

@@ -22,7 +22,6 @@ TOOLS = {
     "flops": ("lightning_thd.cli.flops", "FLOPs of a model on given sequence lengths, part by part"),
     "peaks": ("lightning_thd.cli.peaks", "dense peaks of devices, which MFU is held against"),
     "graph-plan": ("lightning_thd.cli.graph_plan", "buckets for CUDA graphs, and what they should bring"),
-    "pack": ("lightning_thd.data.pack", "pack a data set once and write ready packs"),
     "completion": ("lightning_thd.cli.completion", "print what completes these commands in a shell"),
 }
 TRAINING = {

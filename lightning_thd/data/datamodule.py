@@ -47,7 +47,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
             -100 where ignored); or a path, a glob, an address (``s3://``, ``hf://``, ...) or a list of
             them: ``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet`` or ``.arrow`` files, also ``.gz``,
             ``.zst``, ``.bz2`` or ``.xz``, text files, a folder of such, or one that
-            ``datasets.Dataset.save_to_disk``, ``TokenStore.save`` or ``lightning-thd pack`` wrote. In place
+            ``datasets.Dataset.save_to_disk`` or ``TokenStore.save`` wrote. In place
             of ids, records may hold text, ``prompt`` and ``completion``, or a conversation: these are
             tokenised once, with loss on what the assistant says alone where there is one. A dict ``{name:
             (source, weight)}`` is a mixture. An ``IterableDataset``, a function that begins an iterator,

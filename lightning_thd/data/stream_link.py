@@ -148,6 +148,4 @@ def stream_policies(
         vocab_size=vocab_size,
         num_workers=opener.num_workers,
         pin_memory=pin_memory,
-        plan_window=plans.window,
-        cache_dir=opener.cache_dir,
     )

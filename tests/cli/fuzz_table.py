@@ -11,7 +11,7 @@ from lightning_thd.cli import main
 from tests.data.fuzz_table import HERE
 from tests.fuzz import Entry
 
-_WORDS = ("plan", "peaks", "flops", "pack", "check", "--capacity", "-1", "32", "x.jsonl", "--json", "nan", "")
+_WORDS = ("plan", "peaks", "flops", "check", "--capacity", "-1", "32", "x.jsonl", "--json", "nan", "")
 
 
 def _words(rng: random.Random) -> list[str]:

@@ -19,7 +19,6 @@ import zstandard
 
 from lightning_thd import THDBatch, THDDataModule
 from lightning_thd.data import TokenStore
-from lightning_thd.data.pack import pack_file
 from lightning_thd.data.read.columns import as_rows
 from lightning_thd.data.read.sources import open_source
 from lightning_thd.data.store.index import build_index
@@ -328,24 +327,6 @@ def test_rows_of_columns_are_views() -> None:
         assert index.lengths.tolist() == slow.lengths.tolist()
         assert index.loss_tokens.tolist() == slow.loss_tokens.tolist()
         assert index.largest.tolist()[0] == slow.largest.tolist()[0]
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-def test_packing_keeps_masks_of_any_order(tmp_path: Path, suffix: str) -> None:
-    plain = [{"input_ids": [7, 8]} for _ in range(600)]
-    masked = [{"input_ids": [5, 6, 9], "labels": [-100, 6, -100]} for _ in range(600)]
-    for rows in (plain + masked, masked + plain):
-        out = tmp_path / f"o{suffix}"
-        pack_file(rows, out, capacity=6, window=100)
-        back: Any = open_source(out)
-        seen = sorted(tuple(back[i]["labels"].tolist()) for i in range(len(back)))
-        assert seen == sorted([(7, 8)] * 600 + [(-100, 6, -100)] * 600)
-
-
-def test_packing_refuses_ids_that_do_not_fit(tmp_path: Path) -> None:
-    store = TokenStore(np.array([1, 2**31], np.int64), np.array([0, 2]))
-    with pytest.raises(ValueError, match="Sequence 0 .*2147483648"):
-        pack_file(store, tmp_path / "o.parquet", capacity=4)
 
 
 def test_split_documents_are_read_once() -> None:

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd import Sequences, THDBatch, THDDataModule
-from lightning_thd.data.pack import main, pack_file
 from lightning_thd.data.read.prepacked import boundaries, holds_packs, open_packed
 from lightning_thd.data.read.sources import Opener, open_source
 from lightning_thd.data.store.index import build_index
@@ -186,83 +185,18 @@ def test_offsets_of_fixed_size_end_with_the_first_negative_entry() -> None:
 @pytest.mark.parametrize(
     ("form", "multiple"), [("lengths", 1), ("lengths", 4), ("cu_seqlens", 4), ("position_ids", 1)]
 )
-def test_written_packs_are_read_back(tmp_path: Path, suffix: str, form: Any, multiple: int) -> None:
-    datasets = pytest.importorskip("datasets")
-    samples, out = sequences(700, labels=True), tmp_path / f"packs{suffix}"
-    counts = pack_file(samples, out, capacity=64, boundaries=form, multiple=multiple)
-    assert counts["sequences"] == 700
-    assert counts["real_tokens"] == sum(len(s["input_ids"]) for s in samples)
-    rows = (
-        datasets.Dataset.from_parquet(str(out))
-        if suffix == ".parquet"
-        else datasets.Dataset.from_file(str(out))
-    )
-    assert len(rows) == counts["packs"]
-    assert all(len(row["input_ids"]) <= 64 for row in rows)
+def test_files_of_packs_are_read_back(tmp_path: Path, suffix: str, form: str, multiple: int) -> None:
+    pa = pytest.importorskip("pyarrow")
+    samples = sequences(70, labels=True)
+    rows = [pack_by_hand(samples[i : i + 5], form, multiple=multiple, pad=3) for i in range(0, 70, 5)]
+    table, out = pa.Table.from_pylist(rows), tmp_path / f"packs{suffix}"
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, out)
+    else:
+        with pa.ipc.new_file(str(out), table.schema) as writer:
+            writer.write_table(table)
     back = open_source(out)
-    found = sorted(
-        (s["input_ids"].tolist(), s["labels"].tolist()) for s in (back[i] for i in range(len(back)))
-    )
-    assert found == sorted((s["input_ids"].tolist(), s["labels"].tolist()) for s in samples)
-    kept = batches_of(THDDataModule(out, capacity=64, packed="packs"))
-    assert len(kept) == counts["packs"]
-
-
-def test_the_command_packs_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("datasets")
-    file = tmp_path / "d.jsonl"
-    file.write_text('{"body": "abc"}\n{"body": "de"}\n{"body": "0123456789"}\n')
-    args = [str(file), str(tmp_path / "o.parquet"), "--capacity", "7", "--text-key", "body"]
-    main([*args, "--oversize", "drop"])
-    printed = capsys.readouterr().out
-    assert "2 sequences, 7 tokens in 1 packs of 7 slots, 100.0% full, dropped 1, tokens lost 11" in printed
-    back = open_source(tmp_path / "o.parquet")
-    assert sorted(back[i]["input_ids"].tolist() for i in range(2)) == [[*b"abc", 257], [*b"de", 257]]
-    with pytest.raises(SystemExit):
-        main(args)
-    assert "Sequence 2 has 11 tokens but at most 7 fit" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("out", "kwargs", "message"),
-    [
-        ("a.csv", {}, "written as .parquet or .arrow"),
-        ("a.arrow", {"boundaries": "x"}, "boundaries='x': choose one of"),
-        ("a.arrow", {"boundaries": "position_ids", "multiple": 4}, "cannot tell padding from tokens"),
-    ],
-)
-def test_what_cannot_be_written_is_refused(tmp_path: Path, out: str, kwargs: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pack_file(sequences(3), tmp_path / out, capacity=64, **kwargs)
-
-
-@pytest.mark.parametrize("at", [0, 700])
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"pixel_values": np.ones((1, 2))}, "carries pixel_values: only tokens and labels can be packed"),
-        ({"next_label": 7}, "carries next_label: only tokens"),
-        ({"token_type_ids": [0, 1]}, "carries token_type_ids: only tokens"),
-        ({"attention_mask": [1, 0]}, "has 2 input_ids and an attention_mask .* that is not all ones"),
-        ({"position_ids": [5, 6]}, "carries position_ids: only tokens"),
-    ],
-)
-def test_what_a_file_of_packs_has_no_room_for_is_refused(
-    tmp_path: Path, at: int, more: dict[str, Any], message: str
-) -> None:
-    plain = {"input_ids": [3, 4], "token_type_ids": [0, 0], "attention_mask": [1, 1]}
-    if "position_ids" in more:
-        plain, at = {"input_ids": [3, 4]}, 700  # in the first row they would tell packs
-    rows = [*[plain] * at, {**plain, **more}, *[plain] * 3]
-    with pytest.raises(ValueError, match=rf"(Sequence|Sample) {at} {message}"):
-        pack_file(rows, tmp_path / "o.arrow", capacity=64, window=100)
-    weighted = [{"input_ids": [3, 4], "weights": 2.0}]
-    with pytest.raises(ValueError, match="Sequence 0 carries weights: only tokens .* Pack while training"):
-        pack_file(weighted, tmp_path / "o.arrow", capacity=64)
-    assert not list(tmp_path.iterdir())
-
-
-def test_labels_that_come_late_are_refused(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [*[{"input_ids": [3, 4]}] * 1200, {"input_ids": [5, 6], "labels": [5, 9]}]
-    with pytest.raises(ValueError, match="Sequence 1200 has labels of its own and the first 1000 have none"):
-        pack_file(rows, tmp_path / "o.arrow", capacity=64, window=100)
+    found = [(s["input_ids"].tolist(), s["labels"].tolist()) for s in (back[i] for i in range(len(back)))]
+    assert found == [(s["input_ids"].tolist(), s["labels"].tolist()) for s in samples]
+    kept = batches_of(THDDataModule(out, capacity=300, packed="packs"))
+    assert len(kept) == len(rows)

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable
 
 from lightning_thd.data.streams.engine import Engine, Made
-from lightning_thd.data.streams.indexed.engine import PlannedEngine
 
 _AHEAD = 2  # steps that are made while one runs
 _STOP_S = 30.0  # seconds that a process which ends waits for the steps other ranks wait for
@@ -31,7 +30,7 @@ class Weakly:
 class Ahead:
     """Makes a stream's steps in a thread: always the steps taken and two more, equally many on every rank."""
 
-    def __init__(self, engine: Engine | PlannedEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._changed = threading.Condition()
         self._allowed, self._number = _AHEAD, 0  # steps that may be made, and that were

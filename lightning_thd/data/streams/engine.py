@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.streams import ledger as ledgers
-from lightning_thd.data.streams.indexed.lengths import LengthIndex, LengthLog
 from lightning_thd.data.streams.intake import Intake, Source
 from lightning_thd.data.streams.ledger import Ledger
 from lightning_thd.data.streams.order import Dry, Order, dry_notice, order_of, shares_of, wanted_of
@@ -44,7 +43,6 @@ class Settings:
         seed: of what is drawn at random.
         num_workers: processes that read.
         timeout_s: seconds until a rank or worker that gives nothing is given up.
-        log: where lengths are written down, to plan later epochs; None where they are not.
     """
 
     shards: Sequence[Shard]
@@ -57,7 +55,6 @@ class Settings:
     seed: int = 0
     num_workers: int = 0
     timeout_s: float = 600.0
-    log: LengthLog | None = None
 
     @cached_property
     def source_of(self) -> IntArray:
@@ -112,11 +109,7 @@ class Engine:
             seed=settings.seed,
             num_workers=settings.num_workers,
             timeout_s=settings.timeout_s,
-            keep_offsets=settings.log is not None,
         )
-        self.index: LengthIndex | None = None  # once a pass found all lengths
-        if settings.log is not None and wire.rank == 0:
-            settings.log.mend()
         if state is not None:
             self._intake.marks = {shard: [mark] for shard, mark in state["marks"].items()}
         self.moved_bytes = 0
@@ -211,8 +204,6 @@ class Engine:
     def _end_pass(self) -> None:
         """Begin the next pass: over all sources, or with ``dry="stop"`` over those that ran dry."""
         ledger, settings = self.ledger, self._settings
-        if settings.log is not None:
-            self.index = settings.log.share(ledger.cursors, self._wire)
         stops = bool(settings.names) and settings.dry == "stop"
         dry = np.flatnonzero(self._intake.dry) if stops else np.arange(len(settings.sources))
         for number in dry.tolist():
@@ -297,10 +288,8 @@ class Engine:
         wanted = wanted if most is None else np.minimum(wanted, most)
         if not wanted.any():
             return
-        fresh, before = intake.gather(wanted), ledger.cursors.copy()
+        fresh = intake.gather(wanted)
         np.maximum.at(ledger.cursors, fresh["shard"], fresh["row"] + 1)
-        if settings.log is not None and self._wire.rank == 0:
-            settings.log.add(fresh, before, ledger.cursors)
         self._given[np.unique(settings.source_of[fresh["shard"]])] = True
         ledger.pool = np.concatenate([ledger.pool, fresh])
         check_keys(ledger.pool, self._names)

@@ -67,9 +67,7 @@ class Intake:
         seed: int = 0,
         num_workers: int = 0,
         timeout_s: float = 600.0,
-        keep_offsets: bool = False,
     ) -> None:
-        self._keep_offsets = keep_offsets
         self._shards, self._sources, self._make_sampler, self._wire = shards, sources, make_sampler, wire
         self._seed, self._num_workers, self._timeout_s = seed, num_workers, timeout_s
         self.held: Held = {}
@@ -212,7 +210,6 @@ class Intake:
         for i, one in enumerate(reads):
             assert one.sample is not None
             meta = {
-                "offset": max(0, one.offset) * self._keep_offsets,
                 **one.sample.meta,
                 "shard": one.shard,
                 "row": one.row,

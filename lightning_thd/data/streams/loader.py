@@ -17,8 +17,6 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.progress import Progress, refuse_cut_steps, refuse_other_trainer, running_trainer
 from lightning_thd.data.streams.ahead import Ahead, Weakly
 from lightning_thd.data.streams.engine import ROW_BITS, Engine, Made, Settings
-from lightning_thd.data.streams.indexed.engine import PlannedEngine, PlannedSteps
-from lightning_thd.data.streams.indexed.lengths import LengthIndex
 from lightning_thd.data.streams.intake import Source
 from lightning_thd.data.streams.ranks.peers import Peers
 from lightning_thd.data.streams.ranks.wire import Wire
@@ -66,7 +64,6 @@ class StreamLoader:
         begins: whether the trainer has begun an epoch of which it has asked for no batch.
         check: called before each batch; raises where the trainer no longer fits the steps.
         pin_memory: page-lock batches.
-        planned: makes the steps of epochs whose lengths are known: index, epoch and data rank -> steps.
     """
 
     reads_for_peers = True  # a strategy need not hand the batches of one rank to others
@@ -87,10 +84,7 @@ class StreamLoader:
         begins: Callable[[], bool] | None = None,
         check: Callable[[], None] | None = None,
         pin_memory: bool = False,
-        planned: Callable[[LengthIndex, int, int], PlannedSteps] | None = None,
     ) -> None:
-        self._planned = planned
-        self._index = settings.log.open() if settings.log is not None else None
         self._settings, self._rank, self._kind = settings, rank, kind
         self._parts, self._replays, self._steps_per_epoch = parts, replays, steps_per_epoch
         self._reopen = reopen
@@ -100,13 +94,11 @@ class StreamLoader:
         self.per_step = settings.scheduling.step.n // dp if kind == "pack" else 1
         alone = alone or {}
         shards = self._names(), len(settings.shards)
-        tell = {name: traits(source) for name, source in alone.items()}, self._index is not None, shards
+        tell = {name: traits(source) for name, source in alone.items()}, shards
         self._peers = Peers.of_job(rank, dp, timeout_s=settings.timeout_s, tell=tell)
         if dp > 1:
-            refuse_split(alone, [of for of, _, _ in self._peers.told])
-            self._refuse_other_shards([shards for _, _, shards in self._peers.told])
-        if not all(has_index for _, has_index, _ in self._peers.told):
-            self._index = None  # some ranks do not see it: all stream
+            refuse_split(alone, [of for of, _ in self._peers.told])
+            self._refuse_other_shards([shards for _, shards in self._peers.told])
         self.epoch = 0
         self._start = 0  # step of the epoch that comes first
         self._handed_out = 0
@@ -120,7 +112,7 @@ class StreamLoader:
         self._ended = False  # the position is the end of an epoch, not the beginning of the next
         self._base: dict[str, Any] = self._position()
         self._same = False
-        self._engine: Engine | PlannedEngine | None = None
+        self._engine: Engine | None = None
         self._ahead: Ahead | None = None
 
     @staticmethod
@@ -182,8 +174,6 @@ class StreamLoader:
             self.epoch, self._start = (self._running + 1, 0) if ends else (self._running, number)
             self._states.append((handed, self._position()))
             step = made.step.pin_memory() if self._pin else made.step
-            if ends:
-                self._turn_to_plans()
             for batch in [step] if self._kind == "step" else step.microbatches:
                 if self._check is not None:
                     self._check()
@@ -246,35 +236,13 @@ class StreamLoader:
         return made
 
     def _begin(self) -> None:
-        settings, latest = self._settings, self._latest
-        planned = latest is not None and "of_index" in latest
-        if planned and self._index is None:
-            raise ValueError(
-                "The checkpoint stands in an epoch that was planned from a length index, and cache_dir holds "
-                "none for these shards and settings. Restore cache_dir, or start the stream anew."
-            )
-        between = latest is None or (latest.get("steps") == 0 and not len(latest["pending"]))
-        if self._index is not None and self._planned is not None and (planned or between):
-            steps = self._planned(self._index, self.epoch, self._rank)
-            if planned and latest is not None:
-                steps.planner.resume(latest["of_index"])
-            self._engine = PlannedEngine(
-                steps, self._start, num_workers=settings.num_workers, timeout_s=settings.timeout_s
-            )
-        else:
-            wire = Wire(self._rank, settings.scheduling.dp, self._peers.readers, timeout_s=settings.timeout_s)
-            self._engine = Engine(settings, wire, latest, same=self._same)
+        settings = self._settings
+        wire = Wire(self._rank, settings.scheduling.dp, self._peers.readers, timeout_s=settings.timeout_s)
+        self._engine = Engine(settings, wire, self._latest, same=self._same)
         self._ahead = Ahead(self._engine)
         # A loader that is dropped leaves no thread and no processes behind; at exit the thread is waited for.
         # What waits for that holds neither: an error kept there would hold all its traceback names, this too.
         weakref.finalize(self, Weakly(self._ahead.let_go)).atexit = False
-
-    def _turn_to_plans(self) -> None:
-        """Switch to planned epochs, once a pass over the stream has found all lengths."""
-        if isinstance(self._engine, Engine) and self._engine.index is not None and self._ahead is not None:
-            self._index = self._engine.index
-            self._ahead.stop()
-            self._ahead = self._engine = None
 
     def _plan_key(self) -> str:
         how = self._settings.scheduling

@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_thd._checks import choice, described, flags, instance, whole_number
 from lightning_thd.batch import THDBatch
 from lightning_thd.data.read.encode import Tokenizer
-from lightning_thd.data.read.text import tokenizer_fingerprint
 from lightning_thd.data.streams.engine import Settings
-from lightning_thd.data.streams.indexed.access import check_access
-from lightning_thd.data.streams.indexed.engine import PlannedSteps
-from lightning_thd.data.streams.indexed.lengths import LengthIndex, LengthLog, index_key
 from lightning_thd.data.streams.loader import Opened, StreamLoader
 from lightning_thd.data.streams.samples import Sampler
 from lightning_thd.data.streams.schedule import Scheduling
 from lightning_thd.data.streams.stream import Stream, StreamMixture, open_sources
 from lightning_thd.data.trainer_link import Host, model_cost, model_windows, vocab_size
-from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
+from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.lengths import MOST_SLOTS, check_choice, check_count, make_slots
 from lightning_thd.packing.planner import Tail
@@ -46,8 +41,6 @@ class StreamPolicies:
     vocab_size: int | None = None
     num_workers: int = 0
     pin_memory: bool | None = None
-    plan_window: int = 4096
-    cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         check_count("capacity", self.capacity, "It is the tokens of a pack.", most=MOST_SLOTS)
@@ -140,7 +133,6 @@ def stream_loader(
         begins=begins,
         check=check,
         pin_memory=host.on_gpu if policies.pin_memory is None else policies.pin_memory,
-        planned=partial(_planned, policies=policies, host=host, settings=settings),
     )
 
 
@@ -163,11 +155,6 @@ def _settings(
         "vocab_size": policies.vocab_size or vocab_size(host.model),
     }
     tokenizer = policies.tokenizer()
-    log = None
-    if one is not None and one.cache_lengths:
-        check_access(found.shards)
-        key = {**sampling, "on_error": one.on_error, "tokenizer": _known(tokenizer)}
-        log = LengthLog(index_key(found.shards, key, policies.cache_dir), policies.cache_dir)
     return Settings(
         shards=found.shards,
         sources=found.sources,
@@ -191,45 +178,4 @@ def _settings(
         seed=policies.seed,
         num_workers=policies.num_workers,
         timeout_s=stream.timeout_s,
-        log=log,
-    )
-
-
-def _known(tokenizer: Tokenizer) -> str:
-    """Return the fingerprint of a tokenizer, or raise if it has none."""
-    found = tokenizer_fingerprint(tokenizer)
-    if found is None:
-        raise ValueError(
-            "cache_lengths=True keeps lengths for later runs, but the tokenizer is a function that does not "
-            "say when it changed. Give it an attribute fingerprint, or leave cache_lengths out."
-        )
-    return found
-
-
-def _planned(
-    index: LengthIndex, epoch: int, rank: int, *, policies: StreamPolicies, host: Host, settings: Settings
-) -> PlannedSteps:
-    """Build the planned epochs of a stream whose lengths are known."""
-    how = settings.scheduling
-    planner = PackPlanner(
-        index.length,
-        policies.capacity,
-        global_batch=how.step,
-        align=host.alignment,
-        cost=how.cost,
-        window=policies.plan_window,
-        oversize="own_pack" if policies.oversize == "own_pack" else "error",
-        tail=how.tail,
-        seed=policies.seed,
-        scheduler=how.scheduler,
-    )
-    return PlannedSteps(
-        planner=planner,
-        index=index,
-        shards=settings.shards,
-        make_sampler=settings.make_sampler,
-        collate=settings.collate,
-        epoch=epoch,
-        rank=rank,
-        dp=how.dp,
     )

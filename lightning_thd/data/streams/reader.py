@@ -29,7 +29,6 @@ class Read:
         sample: None where a policy left it out or it is bad.
         bad: what is wrong with it; None otherwise.
         counts: what the policies count for it: 1 under ``dropped``, say.
-        offset: byte of the shard where it begins, where that is known; else -1.
         mark: a state from which its shard goes on with the row after it; mostly None.
     """
 
@@ -39,7 +38,6 @@ class Read:
     sample: Sample | None
     bad: str | None = None
     counts: dict[str, int] = field(default_factory=dict)
-    offset: int = -1
     mark: Mark | None = None
 
 
@@ -85,11 +83,11 @@ class Reading:
         wanted = None if only is None else set(only)
         shard, row, mark = self.shards[number], start - 1, self.marks.get(number)
         try:
-            for row, record, place in shard.read(
+            for row, record, after in shard.read(
                 start, mark if mark is not None and mark[0] <= start else None
             ):
                 if wanted is None or row in wanted:
-                    yield self._read(number, row, record, place)
+                    yield self._read(number, row, record, after)
                 if wanted is not None:
                     wanted.discard(row)
                     if not wanted:
@@ -99,18 +97,17 @@ class Reading:
         except Exception as err:  # of a file system, a decoder or the user's iterator: no record comes after
             yield Read(shard=number, row=row + 1, sample=None, bad=f"reading stopped: {err}")
 
-    def _read(self, number: int, row: int, record: Any, place: int | Mark | None) -> Read:
-        at: dict[str, Any] = {"offset": place} if isinstance(place, int) else {"mark": place}
+    def _read(self, number: int, row: int, record: Any, mark: Mark | None) -> Read:
         before = dict(self.sampler.counts)
         try:
             if isinstance(record, Bad):
                 raise ValueError(record.reason)
             sample = self.sampler(record, row)
         except (ValueError, TypeError) as err:
-            return Read(shard=number, row=row, round=self.round, sample=None, bad=str(err), **at)
+            return Read(shard=number, row=row, round=self.round, sample=None, bad=str(err), mark=mark)
         after = self.sampler.counts
         counts = {name: after[name] - before[name] for name in after if after[name] != before[name]}
-        return Read(shard=number, row=row, round=self.round, sample=sample, counts=counts, **at)
+        return Read(shard=number, row=row, round=self.round, sample=sample, counts=counts, mark=mark)
 
     def place(self, read: Read) -> str:
         """Return where a record stands as text, for messages."""

@@ -39,7 +39,6 @@ META = np.dtype(
         ("round", "<i4"),  # pass over its source
         ("weight", "<f8"),  # of its loss tokens together; their number where nothing is weighed
         ("sequences", "<f8"),  # its weight among sequences
-        ("offset", "<i8"),  # byte of its shard where it begins, for a length index; else 0
     ]
 )
 LABELS = 1

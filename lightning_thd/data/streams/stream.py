@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_thd._checks import real_number, whole_number
-from lightning_thd.data.streams.indexed.access import refuse_source
 from lightning_thd.data.streams.intake import Source
 from lightning_thd.data.streams.loader import Opened
 from lightning_thd.data.streams.order import whole_shares
@@ -38,10 +37,6 @@ class Stream:
         on_error: ``"raise"`` for a record that cannot be used, or ``"skip"`` and count it.
         max_errors: most records that are skipped, of the whole job; None for no limit.
         timeout_s: seconds until a rank, or a worker, that gives nothing ends the job.
-        cache_lengths: write lengths down during the first epoch, in the data module's ``cache_dir`` under the
-            content of the shards, and plan the others exactly, as those of a dataset with a length: their
-            records are read by number, so that no sequence moves. For ``.jsonl``, ``.parquet`` and ``.arrow``
-            files and MosaicML datasets. A later run that finds the lengths plans its first epoch too.
     """
 
     source: Any = field(kw_only=False)
@@ -51,16 +46,8 @@ class Stream:
     on_error: OnError = "raise"
     max_errors: int | None = None
     timeout_s: float = 600.0
-    cache_lengths: bool = False
 
     def __post_init__(self) -> None:
-        if self.cache_lengths:
-            refuse_source(self.source)
-            if self.steps_per_epoch is not None:
-                raise ValueError(
-                    f"cache_lengths=True plans epochs that use every sequence once, and steps_per_epoch="
-                    f"{self.steps_per_epoch} cuts them. Leave one of them out."
-                )
         advice = "It is the number of sequences a rank keeps."
         whole_number(self.window, "window", least=1, most=_MOST_KEPT, advice=advice)
         advice = "0 keeps the order of the shards."
@@ -100,11 +87,6 @@ class StreamMixture:
                 "Mixing(passes=) and Mixing(epoch=) count sequences of sources whose sizes are known, and a "
                 "stream's is not. Give weights, Mixing(dry=) for what happens when a source runs dry, and "
                 "Stream(steps_per_epoch=) for epochs of a given length."
-            )
-        if any(one.cache_lengths for one in self.streams.values()):
-            raise ValueError(
-                "cache_lengths=True plans epochs of one stream; in a mixture its sources end at other times. "
-                "Leave it out, or mix the files themselves: {'name': ('shards/*.jsonl', weight)}."
             )
         lengths = {one.steps_per_epoch for one in self.streams.values()} - {None}
         if len(lengths) > 1:

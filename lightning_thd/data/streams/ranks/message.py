@@ -1,7 +1,7 @@
 """A table of sequences that a rank read -> one message of 8 bytes a sequence, and back.
 
 A sequence takes its length and its number of loss tokens, 4 bytes each. Where it is from takes 24 bytes for
-every run of neighbouring rows of a shard. What few streams have (weights, further keys, byte offsets) is a
+every run of neighbouring rows of a shard. What few streams have (weights, further keys) is a
 column more, once some rank has it.
 """
 
@@ -19,7 +19,7 @@ Table = npt.NDArray[np.void]
 
 _RUN = np.dtype([("shard", "<i4"), ("round", "<i4"), ("keys", "<i4"), ("count", "<i4"), ("row", "<i8")])
 _BASE = ("length", "tokens")  # int32 each
-_COLUMNS = {"extra": "<i4", "weight": "<f8", "sequences": "<f8", "offset": "<i8"}
+_COLUMNS = {"extra": "<i4", "weight": "<f8", "sequences": "<f8"}
 _INT32 = np.iinfo(np.int32).max
 
 
@@ -69,7 +69,6 @@ def needed(table: Table) -> Layout:
         "extra": table["extra"] != 0,
         "weight": (table["weight"] != np.floor(table["weight"])) | (table["weight"] > _INT32),
         "sequences": table["sequences"] != (table["weight"] > 0),
-        "offset": table["offset"] != 0,
     }
     bits = sum(1 << i for i, name in enumerate(_COLUMNS) if columns[name].any())
     return Layout(columns=bits, runs=len(_starts(table)))

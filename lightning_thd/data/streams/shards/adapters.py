@@ -9,7 +9,7 @@ import contextlib
 import copy
 import pickle
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -40,10 +40,6 @@ class MosaicShard:
         """Read the samples from row ``start`` on."""
         for row in range(start, self.size):
             yield row, self.dataset[self.first + row], None
-
-    def fetch(self, rows: Sequence[int], offsets: Sequence[int]) -> list[Any]:
-        """Read samples by their numbers."""
-        return [self.dataset[self.first + row] for row in rows]
 
 
 def is_mosaic(source: object) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 # The number of a row, and the state of a source that gives this row next.
 Mark = tuple[int, Any]
-Rows = Iterator[tuple[int, Any, "int | Mark | None"]]
+Rows = Iterator[tuple[int, Any, "Mark | None"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Shard(Protocol):
             mark: a place at or before it, which a former reading gave.
 
         Returns:
-            With each record the byte where it begins, where that is known; or now and then a mark, the state
-            from which the source goes on with the row after it; or None.
+            With each record None, or now and then a mark: the state from which the source goes on with the
+            row after it.
         """
         ...
 

@@ -6,7 +6,7 @@ import glob
 import io
 import json
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,23 +33,13 @@ class LineShard:
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
         """Parse the lines from row ``start`` on; blank lines are no rows."""
-        row = at = 0
+        row = 0
         with _open(self.name) as file:
             for line in file:
                 if line.strip():
                     if row >= start:
-                        yield row, _parse(line), at
+                        yield row, _parse(line), None
                     row += 1
-                at += len(line)
-
-    def fetch(self, rows: Sequence[int], offsets: Sequence[int]) -> list[Any]:
-        """Read the lines that begin at given byte offsets of an uncompressed file."""
-        found = []
-        with _open(self.name) as file:
-            for at in offsets:
-                file.seek(at)
-                found.append(_parse(file.readline()))
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +58,6 @@ class ColumnShard:
                 for i, record in enumerate(batch.slice(first).to_pylist()):
                     yield row + first + i, as_written(record), None
             row += batch.num_rows
-
-    def fetch(self, rows: Sequence[int], offsets: Sequence[int]) -> list[Any]:
-        """Read rows by number: the row groups of Parquet, or batches of Arrow, that hold them."""
-        arrow = require("pyarrow", feature=f"reading {self.name}")
-        found: list[Any] = []
-        with _open(self.name) as file:
-            if self.name.endswith(".parquet"):
-                from pyarrow import parquet
-
-                reader = parquet.ParquetFile(file)
-                sizes = [reader.metadata.row_group(i).num_rows for i in range(reader.num_row_groups)]
-                read = reader.read_row_group
-            else:
-                reader = arrow.ipc.open_file(file)
-                sizes = [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
-                read = reader.get_batch
-            ends = np.cumsum(sizes)
-            wanted = np.asarray(rows, np.int64)
-            groups = np.searchsorted(ends, wanted, side="right")
-            for group in np.unique(groups).tolist():
-                own = wanted[groups == group] - (ends[group] - sizes[group])
-                found += map(as_written, read(group).take(arrow.array(own)).to_pylist())
-        return found
 
     def _batches(self) -> Iterator[Any]:
         with _open(self.name) as file:

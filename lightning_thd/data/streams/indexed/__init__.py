@@ -1,1 +1,0 @@
-"""Lengths found in a first pass over a stream -> later epochs planned exactly and read by record number."""
