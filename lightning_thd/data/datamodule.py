@@ -26,7 +26,7 @@ from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
 from lightning_thd.data.read.tokenize import Engine
 from lightning_thd.data.source_log import LogsSources
 from lightning_thd.data.store.index import Empty
-from lightning_thd.data.store.measure import OnError
+from lightning_thd.data.store.measure import MapDataset, OnError
 from lightning_thd.data.streams import Stream, StreamLoader, StreamMixture, stream_loader
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
@@ -190,7 +190,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
         self._attached = link.Host()
         self._sets: dict[str, sets.DataSet] = {}
         self._reading = streaming.StreamOfFit()
-        self._planners: dict[tuple[object, ...], Planner] = {}
+        self._planners: dict[tuple[object, ...], tuple[Planner, MapDataset]] = {}
 
     def attach(
         self,
@@ -267,7 +267,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
     @property
     def counts(self) -> dict[str, dict[str, int]]:
         """Return for every set how many sequences were skipped, dropped, cut or split, and tokens lost."""
-        return {name: planning.counts_of(data, self._planner(name)) for name, data in self._sets.items()}
+        return {name: planning.counts_of(data, self._planner(name)[0]) for name, data in self._sets.items()}
 
     def train_dataloader(self) -> THDLoader | StreamLoader:
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
@@ -339,11 +339,11 @@ class THDDataModule(sets.ListsSets, LogsSources):
                 f"THDDataModule has no data for {name!r}. Pass THDDataModule(..., {name}=...)"
                 + (", and call setup() first." if name in self._sources else ".")
             )
-        host, planner, data = self._host, self._planner(name), self._sets[name]
+        (planner, rows), host, data = self._planner(name), self._host, self._sets[name]
         vocab_size = self.vocab_size or link.vocab_size(host.model)
         data.index.check_vocabulary(vocab_size, name)
         maker = BatchMaker(
-            dataset=planning.keep_long_rows(data.dataset, planner),
+            dataset=rows,
             index=data.index,
             align=host.alignment,
             pad_to=self._plans.pad_to,
@@ -365,8 +365,8 @@ class THDDataModule(sets.ListsSets, LogsSources):
             pin_memory=host.on_gpu if self.pin_memory is None else self.pin_memory,
         )
 
-    def _planner(self, name: str) -> Planner:
-        """Return the planner of a set, made at first use, when ``configure_model`` has built the model."""
+    def _planner(self, name: str) -> tuple[Planner, MapDataset]:
+        """Return the planner and rows of a set, made at first use, when ``configure_model`` has run."""
         # The same data module may serve Trainers of other ranks or accumulation, one after the other.
         host = self._host
         key = (name, self.capacity, self._plans.step(host), host.ranks, host.alignment, host.sharing)
@@ -379,5 +379,5 @@ class THDDataModule(sets.ListsSets, LogsSources):
                 training=name == "train",
                 cache_dir=self._opener.cache_dir,
             )
-            planning.announce(self._sets[name], self._planners[key], host)
+            planning.announce(self._sets[name], self._planners[key][0], host)
         return self._planners[key]

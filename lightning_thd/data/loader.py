@@ -96,10 +96,6 @@ class BatchMaker:
                 f"Sequence {i}{where} {why if why.startswith('has ') else f'is bad: {why}'}"
             ) from err
 
-    def loss_weights(self, spans: Spans) -> tuple[float, float]:
-        """Return the summed weights of a pack's loss tokens and of its sequences."""
-        return self.index.loss_weights(self.dataset, spans)
-
     def _refuse(self, batch: THDBatch) -> None:
         for what, row, hint in (
             ("token id", batch.input_ids, ""),
@@ -129,18 +125,10 @@ class _Steps(TorchDataset[THDBatch | THDStep]):
         own = plan.microbatches(self._rank)
         if self._kind == "eval":
             return self._maker.batch(own[micro])
-        counted_packs = [
-            self._maker.loss_weights(spans)
-            for rank in plan.spans_by_rank()
-            for spans in (rank if self._kind == "step" else rank[:counted])
-        ]
-        # Law 2: the mean over microbatches and ranks of sum * loss_scale is the mean over the step's tokens.
         # Lightning divides by accumulate_grad_batches even where an epoch ends inside a step.
-        tokens, sequences = (
-            self._dp * len(own) / total if total else 0.0
-            for total in map(sum, zip(*counted_packs, strict=True))
-        )
-        scales = {"loss_scale": tokens, "sequence_scale": sequences}
+        found = plan.scales(None if self._kind == "step" else counted)
+        assert found is not None, "a planner of training data knows its loss tokens"
+        scales = {"loss_scale": found[0], "sequence_scale": found[1]}
         if self._kind == "step":
             return THDStep([self._maker.batch(spans, **scales) for spans in own])
         return self._maker.batch(own[micro], **scales)

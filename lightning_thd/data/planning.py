@@ -27,6 +27,7 @@ from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.lengths import check_count, make_slots
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
+from lightning_thd.packing.plan import Weigh
 from lightning_thd.packing.planner import Tail
 from lightning_thd.packing.sharing import Sharing
 from lightning_thd.packing.sharing.planner import SharedPlanner
@@ -97,19 +98,36 @@ class Setting(Generic[T]):
 
 def make_planner(
     data: DataSet, settings: PlanSettings, host: Host, *, training: bool, cache_dir: str | Path | None
-) -> Planner:
-    """Make the planner of a set; evaluation takes one pack a rank and drops nothing.
+) -> tuple[Planner, MapDataset]:
+    """Make the planner of a set, and the dataset that gives its rows; evaluation takes one pack a rank.
 
     Raises:
         ValueError: when the set cannot be planned so.
     """
+    rows = data.dataset
+    if settings.oversize == "split" and not isinstance(rows, TokenStore | ColumnRows):
+        degree = host.sharing.max_degree if training and host.sharing is not None else 1
+        rows = RecentRows(rows, settings.capacity * degree // 2)
+    weigh = partial(data.index.loss_weights, rows)
+    return _make_planner(data, settings, host, weigh, training=training, cache_dir=cache_dir), rows
+
+
+def _make_planner(
+    data: DataSet,
+    settings: PlanSettings,
+    host: Host,
+    weigh: Weigh,
+    *,
+    training: bool,
+    cache_dir: str | Path | None,
+) -> Planner:
     if training and host.sharing is not None:
         if data.weights is not None:
             raise ValueError(
                 "context_parallel_size='dynamic' plans one source, not a mixture. Give a number of ranks, or "
                 "one source."
             )
-        return _shared_planner(data, settings, host, host.sharing)
+        return _shared_planner(data, settings, host, host.sharing, weigh)
     index = data.index
     oversize: Oversize = "own_pack" if not training and settings.oversize == "error" else settings.oversize
     if oversize in ("truncate", "split"):
@@ -119,6 +137,7 @@ def make_planner(
         index.lengths,
         settings.capacity,
         global_batch=settings.step(host) if training else Packs(host.ranks),
+        loss_tokens=weigh,
         align=host.alignment,
         cost=settings.cost or model_cost(host.model, settings.capacity),
         window=settings.window,
@@ -161,16 +180,6 @@ def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:
     return {**counts, "skipped": data.skipped} if data.skipped else counts
 
 
-def keep_long_rows(dataset: MapDataset, planner: Planner) -> MapDataset:
-    """Wrap a dataset so that a split sequence is read once for all its pieces, unless reading is free."""
-    split = planner.entries.counts["split"]
-    return (
-        dataset
-        if not split or isinstance(dataset, TokenStore | ColumnRows)
-        else RecentRows(dataset, planner.entries.limit)
-    )
-
-
 class RecentRows(Dataset[dict[str, Any]]):
     """A dataset that caches the last long rows, so that reading one piece by piece reads it once.
 
@@ -203,7 +212,9 @@ class RecentRows(Dataset[dict[str, Any]]):
         return self._kept[i]
 
 
-def _shared_planner(data: DataSet, settings: PlanSettings, host: Host, sharing: Sharing) -> SharedPlanner:
+def _shared_planner(
+    data: DataSet, settings: PlanSettings, host: Host, sharing: Sharing, weigh: Weigh
+) -> SharedPlanner:
     """Plan a set whose long sequences several ranks share."""
     if host.alignment != sharing.align(1):
         raise ValueError(
@@ -228,6 +239,7 @@ def _shared_planner(data: DataSet, settings: PlanSettings, host: Host, sharing: 
         data.index.lengths,
         settings.capacity,
         global_batch=settings.step(host),
+        loss_tokens=weigh,
         sharing=sharing,
         cost=settings.cost or model_cost(host.model, largest),
         window=settings.window,

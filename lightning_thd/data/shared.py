@@ -17,17 +17,12 @@ def make_shared_step(plan: SharedStepPlan, maker: BatchMaker, sharing: Sharing, 
     """Read and collate one rank's packs of a step; packs shared with other ranks are read whole.
 
     Returns:
-        The step, with scales that make the mean over ranks and microbatches the step's: a pack counts on each
-        of the c ranks that share it, so its own scale is 1 / c of the others'.
+        The step, with scales that make the mean over ranks and microbatches the step's. A pack counts on each
+        of the c ranks that share it, so its scale is 1 / c of that of a pack of one rank.
     """
-    counted = [
-        maker.loss_weights(spans)
-        for other, packs in enumerate(plan.spans_by_rank())
-        for spans, leads in zip(packs, plan.leads(other), strict=True)
-        if leads
-    ]
-    weight = plan.dp * plan.num_microbatches
-    tokens, sequences = (weight / total if total else 0.0 for total in map(sum, zip(*counted, strict=True)))
+    scales = plan.scales()
+    assert scales is not None, "a planner of training data knows its loss tokens"
+    tokens, sequences = scales
     degrees = plan.degrees[rank].tolist()
     batches = [
         replace(maker, align=sharing.align(degree)).batch(

@@ -1,71 +1,67 @@
-"""Loss tokens of each sequence, spans -> the loss tokens of a step, or None where they cannot be known."""
+"""Loss tokens of each sequence -> a function that weighs spans by them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_thd.packing.entries import Lengths, OpenLengths, open_lengths, read_lengths
-from lightning_thd.packing.plan import Spans
+from lightning_thd.packing.plan import FloatArray, Spans, Weigh
 
-LossTokens = Lengths | Literal["all"]
+LossTokens = Lengths | Literal["all"] | Weigh
 
 
-def open_loss_tokens(loss_tokens: LossTokens | None, count: int) -> OpenLengths | Literal["all"] | None:
+@dataclass(frozen=True, slots=True)
+class CountedTargets:
+    """Weighs spans by counted loss tokens, each target and each sequence by 1.
+
+    Only of a whole sequence, and of one whose tokens are all or none loss tokens, the parts are known.
+
+    Attributes:
+        lengths: tokens of each sequence.
+        counts: loss tokens of each; None if every token with a next one in its sequence has a target.
+    """
+
+    lengths: OpenLengths
+    counts: OpenLengths | None
+
+    def __call__(self, spans: Spans) -> FloatArray | None:
+        """Return float64 ``[2, S]``, or None where a part of a partly masked sequence is among the spans."""
+        lengths = read_lengths(self.lengths, spans.index)
+        counts = lengths - 1 if self.counts is None else read_lengths(self.counts, spans.index)
+        wrong = (counts < 0) | (counts >= lengths)
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise ValueError(
+                f"Sequence {spans.index[first]} has {lengths[first]} tokens but {counts[first]} loss tokens. "
+                "The first token of a sequence is no target, so it has fewer. Count the labels from the "
+                "second token on."
+            )
+        whole, full = spans.lengths == lengths, counts == lengths - 1
+        if not (whole | full | (counts == 0)).all():
+            return None
+        targets = spans.lengths - ~spans.continued
+        own = np.where(whole, counts, np.where(full, targets, 0)).astype(np.float64)
+        truncated = (spans.start == 0) & ~spans.continued  # the rest is dropped, not placed in other pieces
+        of_sequence = np.where(truncated, own, counts)
+        share = np.divide(own, of_sequence, out=np.zeros_like(own), where=of_sequence > 0)
+        return np.stack([own, share])
+
+
+def open_loss_tokens(loss_tokens: LossTokens | None, lengths: OpenLengths) -> Weigh | None:
     """Check that there is one count a sequence; memory maps and virtual counts stay where they are."""
-    if loss_tokens is None:
-        return None
+    if loss_tokens is None or callable(loss_tokens):
+        return loss_tokens
     if isinstance(loss_tokens, str):
         if loss_tokens == "all":
-            return "all"
+            return CountedTargets(lengths, None)
         raise ValueError(f"loss_tokens={loss_tokens!r}: pass one count a sequence, 'all', or None.")
     opened = open_lengths(loss_tokens)
-    if len(opened) != count:
+    if len(opened) != len(lengths):
         raise ValueError(
-            f"loss_tokens has {len(opened)} counts but there are {count} sequences. Pass one count a "
+            f"loss_tokens has {len(opened)} counts but there are {len(lengths)} sequences. Pass one count a "
             f"sequence."
         )
-    return opened
-
-
-def count_loss_tokens(
-    loss_tokens: OpenLengths | Literal["all"] | None, spans: Spans, lengths: npt.NDArray[np.int64]
-) -> int | None:
-    """Sum the loss tokens of the spans of a step.
-
-    A whole sequence has its count. Of a part of one we know only what follows when all its tokens are loss
-    tokens: a piece that goes on keeps a target for each of its tokens, a truncated or last one for all but
-        the last.
-
-    Returns:
-        Their number, or None when no counts were given or a part of a partly masked sequence is among them.
-    """
-    if loss_tokens is None:
-        return None
-    targets = spans.lengths - ~spans.continued
-    if isinstance(loss_tokens, str):
-        return int(targets.sum())
-    counts = read_lengths(loss_tokens, spans.index)
-    wrong = (counts < 0) | (counts >= lengths)
-    if wrong.any():
-        first = int(wrong.argmax())
-        raise ValueError(
-            f"Sequence {spans.index[first]} has {lengths[first]} tokens but {counts[first]} loss tokens. "
-            f"The first "
-            "token of a sequence is no target, so it has fewer. Count the labels from the second token on."
-        )
-    whole = _together(spans) == lengths
-    full = counts == lengths - 1
-    none = counts == 0
-    if not (whole | full | none).all():
-        return None
-    first_piece = spans.start == 0
-    return int(np.where(whole, counts * first_piece, np.where(full, targets, 0)).sum())
-
-
-def _together(spans: Spans) -> npt.NDArray[np.int64]:
-    """Return for each span how many real tokens of its sequence are present in all spans."""
-    _, owner = np.unique(spans.index, return_inverse=True)
-    return np.bincount(owner, weights=spans.lengths, minlength=1).astype(np.int64)[owner]
+    return CountedTargets(lengths, opened)

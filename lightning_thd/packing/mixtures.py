@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from lightning_thd.packing.entries import OpenLengths, make_entries, read_lengths, summarize
 from lightning_thd.packing.lengths import as_lengths, check_count, check_type, make_slots
+from lightning_thd.packing.loss_tokens import LossTokens, open_loss_tokens
 from lightning_thd.packing.permutation import derive_key, permute
 from lightning_thd.packing.plan import StepPlan
 from lightning_thd.packing.planner import PackPlanner
@@ -275,11 +276,20 @@ class MixturePlanner(Resumable):
         lengths: tokens of every sequence, the sources laid end to end, ints ``[N]``.
         capacity: slots of a pack.
         mixture: what is drawn.
+        loss_tokens: of every sequence, or a function that weighs spans of them.
         settings: further arguments of ``PackPlanner``.
     """
 
-    def __init__(self, lengths: OpenLengths, capacity: int, *, mixture: Mixture, **settings: Any) -> None:
-        self.mixture = mixture
+    def __init__(
+        self,
+        lengths: OpenLengths,
+        capacity: int,
+        *,
+        mixture: Mixture,
+        loss_tokens: LossTokens | None = None,
+        **settings: Any,
+    ) -> None:
+        self.mixture, self._weigh = mixture, open_loss_tokens(loss_tokens, lengths)
         self._lengths, self._capacity, self._settings = lengths, capacity, settings
         self._planners: dict[int, PackPlanner] = {}
         self.slots = make_slots(capacity, settings.get("align"))
@@ -319,7 +329,7 @@ class MixturePlanner(Resumable):
         """Plan a step as ``PackPlanner.step`` does; its spans hold dataset indices."""
         check_count("epoch", epoch, "Epochs count from 0.", least=0)
         plan = self.of_epoch(epoch).step(epoch, k, dp)
-        return plan.with_indices(self.mixture.indices(epoch, plan.spans.index))
+        return plan.with_indices(self.mixture.indices(epoch, plan.spans.index), self._weigh)
 
 
 def shares(mixture: Mixture, plans: Sequence[StepPlan]) -> dict[str, float]:

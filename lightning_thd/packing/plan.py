@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +13,7 @@ import numpy.typing as npt
 from lightning_thd.packing.lengths import check_count
 
 IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 
 class _StepSize:
@@ -85,7 +88,19 @@ class Spans:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+# Spans -> float64 [2, S], the weights of their loss tokens and of their sequences; None if they are unknown.
+Weigh = Callable[[Spans], FloatArray | None]
+
+
+def step_scale(weight: float, *, dp: int, num_microbatches: int) -> float:
+    """Return the factor that turns summed losses, averaged over ranks and microbatches, into the step's mean.
+
+    This is law 2: the loss of a step is the sum over its loss tokens divided by their weight.
+    """
+    return dp * num_microbatches / weight if weight else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
     """One optimizer step: the same on every rank, and every rank runs the same number of microbatches.
 
@@ -100,12 +115,12 @@ class StepPlan:
         work: float64 ``[dp, num_microbatches]``, the cost of each microbatch in the units of the planner's
             cost.
         real_tokens: tokens of all pieces.
-        loss_tokens: tokens with a target in the whole step; None when the planner was given no counts.
         sequences: sequences in the step, a split one counted once.
         truncated: sequences of the step that lost their end.
         truncated_tokens: tokens they lost.
         split: sequences of the step that were cut in several pieces.
         own_pack: sequences longer than the capacity that got a microbatch of their own.
+        weigh: gives the weights of spans; None when the planner was given no loss tokens.
     """
 
     epoch: int
@@ -116,12 +131,50 @@ class StepPlan:
     offsets: IntArray
     work: npt.NDArray[np.float64]
     real_tokens: int
-    loss_tokens: int | None
     sequences: int
     truncated: int
     truncated_tokens: int
     split: int
     own_pack: int
+    weigh: Weigh | None = None
+
+    @cached_property
+    def weights(self) -> FloatArray | None:
+        """Return float64 ``[2, dp, M]``, the weight of each microbatch's loss tokens and of its sequences.
+
+        The second is used by ``reduction="sequences"``. None if the loss tokens are unknown.
+        """
+        found = None if self.weigh is None else self.weigh(self.spans)
+        if found is None:
+            return None
+        count = len(self.offsets) - 1
+        of = np.repeat(np.arange(count), np.diff(self.offsets))
+        sums = [np.bincount(of, weights=row, minlength=count) for row in found]
+        return np.stack(sums).astype(np.float64, copy=False).reshape(2, self.dp, -1)
+
+    def scales(self, counted: int | None = None) -> tuple[float, float] | None:
+        """Return the loss scale and the sequence scale of the step; None if its loss tokens are unknown.
+
+        Args:
+            counted: microbatches of each rank that will run, if an epoch ends inside the step. The scale
+                still counts all microbatches, by which Trainers divide.
+        """
+        if self.weights is None:
+            return None
+        tokens, sequences = self.weights[:, :, :counted].sum(axis=(1, 2)).tolist()
+        size = {"dp": self.dp, "num_microbatches": self.num_microbatches}
+        return step_scale(tokens, **size), step_scale(sequences, **size)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Return dp x microbatches / loss tokens of the step; None if these are unknown."""
+        scales = self.scales()
+        return None if scales is None else scales[0]
+
+    @property
+    def loss_tokens(self) -> float | None:
+        """Return the weight of all loss tokens of the step, their number without weights; None if unknown."""
+        return None if self.weights is None else float(self.weights[0].sum())
 
     def microbatches(self, rank: int) -> list[Spans]:
         """Return the spans of each microbatch that ``rank`` runs, in order."""
@@ -140,9 +193,9 @@ class StepPlan:
         """Return per rank a list of microbatches, each an int64 array of dataset indices."""
         return [[spans.index for spans in self.microbatches(rank)] for rank in range(self.dp)]
 
-    def with_indices(self, index: IntArray) -> StepPlan:
+    def with_indices(self, index: IntArray, weigh: Weigh | None = None) -> StepPlan:
         """Return the same plan with other dataset indices, int64 ``[S]``, one a piece."""
-        return replace(self, spans=replace(self.spans, index=index))
+        return replace(self, spans=replace(self.spans, index=index), weigh=weigh)
 
     @property
     def imbalance(self) -> float:

@@ -24,7 +24,7 @@ from lightning_thd.packing.entries import (
     summarize,
 )
 from lightning_thd.packing.lengths import MOST_RANKS, check_choice, check_count, check_type, make_slots
-from lightning_thd.packing.loss_tokens import LossTokens, count_loss_tokens, open_loss_tokens
+from lightning_thd.packing.loss_tokens import LossTokens, open_loss_tokens
 from lightning_thd.packing.permutation import derive_key, permute
 from lightning_thd.packing.plan import Packs, Sequences, Spans, StepPlan
 from lightning_thd.packing.resume import Resumable
@@ -65,7 +65,8 @@ class PackPlanner(Resumable):
             left, ``drop`` leaves it out.
         seed: of every shuffle.
         loss_tokens: targets of each sequence, ints ``[N]``, or ``"all"`` when every token with a next one in
-            its sequence has a target; then each plan knows the total of its step.
+            its sequence has a target, or a function ``Spans -> float64 [2, S]`` that gives the weights of
+            their loss tokens and of their sequences; then each plan holds the loss scale of its step.
         scheduler: a function in the place of :func:`balance`, for ``Sequences(n)``.
         schedule: the number of the microbatch of each sequence, ints ``[N]``, for ``Packs(n)``: these packs,
             in this order, in every epoch, in the place of our own. Held in memory.
@@ -111,7 +112,7 @@ class PackPlanner(Resumable):
         self.cost = Cost() if cost is None else cost
         self.tail = tail
         self.seed = int(seed)
-        self.loss_tokens = open_loss_tokens(loss_tokens, summary.count)
+        self.weigh = open_loss_tokens(loss_tokens, opened)
         self.scheduler = scheduler
         self._packs: WindowedPacks | ScheduledPacks | None = None
         if schedule is not None:
@@ -237,12 +238,12 @@ class PackPlanner(Resumable):
             offsets=offsets,
             work=(work[offsets[1:]] - work[offsets[:-1]]).reshape(dp, -1),
             real_tokens=int(spans.lengths.sum()),
-            loss_tokens=count_loss_tokens(self.loss_tokens, spans, lengths),
             sequences=int(whole.sum()),
             truncated=num_long if oversize == "truncate" else 0,
             truncated_tokens=int((lengths[long] - self.entries.limit).sum()) if oversize == "truncate" else 0,
             split=num_long if oversize == "split" else 0,
             own_pack=num_long if oversize == "own_pack" else 0,
+            weigh=self.weigh,
         )
 
     def _check_steps(self) -> None:

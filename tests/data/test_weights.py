@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ def test_the_microbatches_of_a_step_weigh_what_the_brute_force_does(
 ) -> None:
     samples = make_samples(24, kind)
     index = build_index(samples)
+    weigh = partial(index.loss_weights, samples)
     planner = PackPlanner(
-        index.lengths, capacity, global_batch=Sequences(24), oversize=oversize, loss_tokens=index.loss_tokens
+        index.lengths, capacity, global_batch=Sequences(24), oversize=oversize, loss_tokens=weigh
     )
     maker = BatchMaker(dataset=samples, index=index)
     found: tuple[dict[tuple[int, int], float], ...] = ({}, {})
@@ -89,11 +91,11 @@ def test_a_truncated_sequence_counts_what_is_left_of_it() -> None:
     samples = [{"input_ids": list(range(1, 9)), "weights": 2.0}, {"input_ids": [5, 6]}]
     samples[1]["weights"] = [1.0, 0.5]
     index = build_index(samples)
-    planner = PackPlanner(index.lengths, 4, global_batch=Packs(2), oversize="truncate")
+    weigh = partial(index.loss_weights, samples)
+    planner = PackPlanner(index.lengths, 4, global_batch=Packs(2), oversize="truncate", loss_tokens=weigh)
     (plan,) = (planner.step(0, k, 1) for k in range(len(planner)))
-    tokens, sequences = np.sum([index.loss_weights(samples, s) for s in plan.microbatches(0)], axis=0)
-    assert tokens == pytest.approx(3 * 2.0 + 0.5)
-    assert sequences == pytest.approx(3.0)
+    assert plan.loss_tokens == pytest.approx(3 * 2.0 + 0.5)
+    assert plan.scales() == pytest.approx((2 / 6.5, 2 / 3.0))
 
 
 def test_worked_batch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,7 +75,8 @@ def step_oracle(model: Any, samples: list[dict[str, Any]], reduction: str, smoot
 def test_a_step_is_exact_over_ranks_and_microbatches(weights: str, reduction: Any) -> None:
     model, samples = build("Llama"), make_samples(weights)
     index = build_index(samples)
-    planner = PackPlanner(index.lengths, 24, global_batch=Sequences(len(samples)))
+    weigh = partial(index.loss_weights, samples)
+    planner = PackPlanner(index.lengths, 24, global_batch=Sequences(len(samples)), loss_tokens=weigh)
     maker = BatchMaker(dataset=samples, index=index, align=Alignment(sequence_multiple=2, total_multiple=4))
     dp, smoothing, losses = 2, 0.1 if weights == "both" else 0.0, []
     for rank in range(dp):

@@ -34,8 +34,6 @@ def test_masked_sequences_count_as_given() -> None:
 
 
 def test_parts_of_partly_masked_sequences_are_unknown() -> None:
-    whole = PackPlanner([20], 8, global_batch=Sequences(1), oversize="split", loss_tokens=[7])
-    assert whole.step(0, 0, 1).loss_tokens == 7  # all its pieces are in the step
     cut = PackPlanner([20], 8, global_batch=Sequences(1), oversize="truncate", loss_tokens=[7])
     assert cut.step(0, 0, 1).loss_tokens is None
     apart = PackPlanner([20], 8, global_batch=Packs(1), oversize="split", loss_tokens=[7])
@@ -44,8 +42,25 @@ def test_parts_of_partly_masked_sequences_are_unknown() -> None:
     assert [without.step(0, k, 1).loss_tokens for k in range(3)] == [0] * 3
 
 
+def test_a_step_holds_the_scale_that_makes_its_mean() -> None:
+    """Summed losses times the scale, averaged over ranks and microbatches, are the mean over loss tokens."""
+    lengths = np.random.default_rng(1).integers(2, 16, 40)
+    planner = PackPlanner(lengths, 16, global_batch=Packs(6), loss_tokens="all")
+    plan = planner.step(0, 0, 2)
+    targets = [[(lengths[ids] - 1).sum() for ids in rank] for rank in plan.indices_by_rank()]
+    assert plan.weights is not None
+    assert plan.weights[0].tolist() == targets
+    assert plan.weights[1].tolist() == [[len(ids) for ids in rank] for rank in plan.indices_by_rank()]
+    assert plan.scales() == (6 / np.sum(targets), 6 / plan.sequences)
+    assert plan.loss_scale == 6 / np.sum(targets)
+    first = sum(rank[0] for rank in targets)  # an epoch ends after the first microbatch of each rank
+    assert plan.scales(counted=1)[0] == 6 / first
+    assert PackPlanner([1], 8, global_batch=Packs(1), loss_tokens="all").step(0, 0).loss_scale == 0.0
+
+
 def test_no_counts_give_none() -> None:
     assert PackPlanner([5], 8, global_batch=Packs(1)).step(0, 0, 1).loss_tokens is None
+    assert PackPlanner([5], 8, global_batch=Packs(1)).step(0, 0, 1).scales() is None
 
 
 @pytest.mark.parametrize(
@@ -58,7 +73,7 @@ def test_no_counts_give_none() -> None:
 def test_refuses_counts_that_cannot_be(counts: list[int], message: str) -> None:
     planner = PackPlanner([5, 4], 8, global_batch=Sequences(2), loss_tokens=counts)
     with pytest.raises(ValueError, match=message):
-        planner.step(0, 0, 1)
+        planner.step(0, 0, 1).scales()
 
 
 def test_refuses_other_words() -> None:

@@ -126,12 +126,12 @@ class SequenceIndex:
                 "the data another fingerprint, or delete the cache."
             )
 
-    def loss_weights(self, dataset: MapDataset, spans: Spans) -> tuple[float, float]:
-        """Sum the weights of a microbatch's loss tokens; only cut sequences have to be read.
+    def loss_weights(self, dataset: MapDataset, spans: Spans) -> NDArray[np.float64]:
+        """Weigh the loss tokens and the sequences of spans; only cut sequences have to be read.
 
         Returns:
-            The weight of the loss tokens, their number without weights, and that of the sequences, a part of
-            one counting as its share of the sequence's loss tokens.
+            float64 ``[2, S]``, the weight of each span's loss tokens, their number without weights, and that
+            of its sequence, of which a part counts as its share of the sequence's loss tokens.
         """
         at = spans.index
         of_sequence = (self.weights if len(self.weights) else self.loss_tokens)[at].astype(np.float64)
@@ -144,7 +144,7 @@ class SequenceIndex:
             if _is_truncated(piece[1], piece[3]):
                 of_sequence[k] = own[k]
         share = np.divide(own, of_sequence, out=np.zeros_like(own), where=of_sequence > 0)
-        return float(own.sum()), float((sequence * share).sum())
+        return np.stack([own, sequence * share])
 
     def _weight_of_piece(self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool) -> float:
         if not len(self.weights) and self.loss_tokens[i] == self.lengths[i] - 1:

@@ -24,6 +24,7 @@ from lightning_thd.data.streams.ranks.wire import Wire
 from lightning_thd.data.streams.samples import Sampler, check_keys
 from lightning_thd.data.streams.schedule import IntArray, Planned, Scheduling, Table, plan_steps, rows_of
 from lightning_thd.data.streams.shards import Shard
+from lightning_thd.packing.plan import step_scale
 
 ROW_BITS = 40  # of a sequence id, below the number of its shard
 
@@ -315,10 +316,9 @@ class Engine:
     def _collated(self, planned: Planned, microbatches: list[list[dict[str, Any]]]) -> THDStep:
         """Collate this rank's microbatches, with the loss scale of the whole step."""
         table, rank, m = planned.table, self._wire.rank, planned.microbatches
-        # Law 2: the mean over microbatches and ranks of sum * loss_scale is the mean over the step's tokens.
         tokens, sequences = (
-            planned.dp * m / total if total else 0.0
-            for total in (float(table["weight"].sum()), float(table["sequences"].sum()))
+            step_scale(float(table[name].sum()), dp=planned.dp, num_microbatches=m)
+            for name in ("weight", "sequences")
         )
         ids = (table["shard"].astype(np.int64) << ROW_BITS) | table["row"]
         bounds = planned.offsets[rank * m : (rank + 1) * m + 1].tolist()

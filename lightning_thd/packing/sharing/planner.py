@@ -7,6 +7,7 @@ ranks and any other largest degree, with the same sequences in every step.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,14 @@ import numpy.typing as npt
 
 from lightning_thd.packing.bins import regrouped
 from lightning_thd.packing.entries import Lengths
-from lightning_thd.packing.plan import Packs, Sequences, StepPlan
+from lightning_thd.packing.plan import FloatArray, Packs, Sequences, StepPlan
 from lightning_thd.packing.planner import PackPlanner
 from lightning_thd.packing.sharing import SharedBins, Sharing, check_tiling, share_out
 
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SharedStepPlan(StepPlan):
     """One optimizer step in which every microbatch has a degree of its own.
 
@@ -48,6 +49,12 @@ class SharedStepPlan(StepPlan):
     def leads(self, rank: int) -> list[bool]:
         """Return for each microbatch of a rank whether it is the first rank of its group."""
         return [rank % int(degree) == 0 for degree in self.degrees[rank]]
+
+    @cached_property
+    def weights(self) -> FloatArray | None:
+        """Return the weights of ``StepPlan``, those of a shared pack in equal parts on each of its ranks."""
+        whole: FloatArray | None = super().weights
+        return None if whole is None else whole / self.degrees
 
 
 class SharedPlanner(PackPlanner):
