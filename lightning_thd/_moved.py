@@ -28,7 +28,7 @@ MOVED = {
     "attention.te": "attention.kernels.te",
     "attention.tiled": "attention.kernels.tiled",
     "attention.torch_varlen": "attention.kernels.torch_varlen",
-    "callbacks.cuda_graph.agree": "cuda_graph.agree",
+    "callbacks.cuda_graph.agree": "parallel.agreement",
     "callbacks.cuda_graph.attribute_reads": "cuda_graph.limits.attribute_reads",
     "callbacks.cuda_graph.autocast": "cuda_graph.limits.autocast",
     "callbacks.cuda_graph.backend": "cuda_graph.capture.backend",

@@ -29,7 +29,6 @@ from lightning_thd.cuda_graph import (
     lint_capture,
     make_buckets,
 )
-from lightning_thd.cuda_graph.agree import all_agree
 from lightning_thd.cuda_graph.capture.backend import Backend, CudaBackend
 from lightning_thd.cuda_graph.capture.recording import RecordingBackend
 from lightning_thd.cuda_graph.capture.subject import Example, Subject
@@ -46,6 +45,7 @@ from lightning_thd.cuda_graph.graphed_step import Scope, check_scope
 from lightning_thd.cuda_graph.shapes.buckets import Layout
 from lightning_thd.cuda_graph.shapes.static_shard import Cut
 from lightning_thd.packing import PackPlanner
+from lightning_thd.parallel.agreement import all_agree
 
 __all__ = [
     "Bucket",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import FrameType, TracebackType
@@ -13,6 +12,7 @@ import lightning
 import torch
 
 from lightning_thd import batch
+from lightning_thd._user_code import calling_frame
 
 _HERE = os.path.dirname(__file__) + os.sep
 # The machinery between the user's line and ours. Model libraries are not in it: their lines are the answer.
@@ -68,12 +68,8 @@ def calling_line() -> str | None:
     Returns:
         ``"/path/model.py:12 in training_step"``, or None where there is only machinery.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_foreign(frame):
-            return _describe(frame, frame.f_lineno)
-        frame = frame.f_back
-    return None
+    frame = calling_frame(_is_foreign_file)
+    return None if frame is None else _describe(frame, frame.f_lineno)
 
 
 def raising_line(error: BaseException) -> str | None:
@@ -97,8 +93,11 @@ def as_capture_error(error: Exception) -> CaptureError:
 
 def is_foreign(frame: FrameType) -> bool:
     """Return whether a frame runs code outside torch, Lightning and the machinery of captures."""
-    filename = frame.f_code.co_filename
-    return not filename.startswith(_MACHINERY) and not filename.startswith("<")
+    return _is_foreign_file(frame.f_code.co_filename)
+
+
+def _is_foreign_file(file: str) -> bool:
+    return not file.startswith((*_MACHINERY, "<"))
 
 
 def _describe(frame: FrameType, line: int) -> str:

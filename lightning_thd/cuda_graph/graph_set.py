@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.distributed.tensor import DTensor
 
-from lightning_thd.cuda_graph.agree import all_agree
 from lightning_thd.cuda_graph.capture.capture import Shared, capture_step
 from lightning_thd.cuda_graph.capture.captured import CapturedStep
 from lightning_thd.cuda_graph.capture.gradients import PIECE_BYTES
@@ -23,6 +22,7 @@ from lightning_thd.cuda_graph.choice.timing import compare
 from lightning_thd.cuda_graph.errors import CaptureError
 from lightning_thd.cuda_graph.limits.fingerprint import Fingerprint
 from lightning_thd.cuda_graph.shapes.buckets import Bucket
+from lightning_thd.parallel.agreement import all_agree
 from lightning_thd.parallel.shard import THDShard
 
 Context = tuple[Any, ...]

@@ -1,8 +1,9 @@
-"""What each rank is about to run -> an error on every rank when ranks do not agree."""
+"""Numbers of all ranks -> an error on every rank when ranks do not agree."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,40 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.mesh import AxisSizes
 
 
-def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
-    """Hash a batch on the CPU to two numbers, which ranks compare with each other.
+def gather_numbers(
+    numbers: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None
+) -> list[tuple[int, ...]]:
+    """Return the numbers (int64) of every rank of a group, in the order of ranks; one all-gather."""
+    mine = torch.tensor(numbers, dtype=torch.int64).to(device)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    return [tuple(row) for row in torch.stack(rows).tolist()]
 
-    Returns:
-        Two int63: of everything, which context- and tensor-parallel peers share; and of what all ranks share,
-        the number of microbatches and the loss scale.
+
+def odd_one(values: Sequence[Hashable]) -> int | None:
+    """Return the first place whose value differs from the first value; None if all are equal."""
+    return next((place for place, value in enumerate(values) if value != values[0]), None)
+
+
+def all_agree(agrees: bool, device: torch.device) -> bool:
+    """Return whether every rank agrees; in a single process, return this one's answer."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return agrees
+    return all(vote for (vote,) in gather_numbers([int(agrees)], device))
+
+
+def require_same(
+    value: int, device: torch.device, message: str, group: dist.ProcessGroup | None = None
+) -> None:
+    """Raise ValueError with the message, on every rank of a group, unless all have the same number."""
+    if odd_one(gather_numbers([value], device, group)) is not None:
+        raise ValueError(message)
+
+
+def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
+    """Hash a batch to two int63: all of it, which peers share, and what every rank of the job shares.
+
+    All ranks share the number of microbatches and the loss scale of a step.
     """
     own = batch.microbatches if isinstance(batch, THDStep) else (batch,)
     everything = hashlib.sha256()
@@ -31,25 +60,17 @@ def digests(batch: THDBatch | THDStep) -> tuple[int, int]:
 
 
 def check_agreement(batch: THDBatch | THDStep, sizes: AxisSizes, device: torch.device) -> None:
-    """Raise unless the ranks agree on what they are about to run; one all-gather of 16 bytes a rank.
-
-    Raises:
-        ValueError: on every rank, when peers hold different batches or ranks run different steps.
-    """
-    world = dist.get_world_size()
-    mine = torch.tensor(digests(batch), dtype=torch.int64).to(device)
-    rows = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(rows, mine)
-    found = [tuple(row.tolist()) for row in rows]
+    """Raise, on every rank, unless peers hold the same batch and all ranks run the same step."""
+    found = gather_numbers(digests(batch), device)
     for data in range(sizes.data):
         ranks = sizes.readers(data)
-        if len({found[rank][0] for rank in ranks}) > 1:
+        if odd_one([found[rank][0] for rank in ranks]) is not None:
             raise ValueError(
                 f"Ranks {', '.join(map(str, ranks))} share one pack ({sizes.context} context-parallel x "
                 f"{sizes.tensor} tensor-parallel ranks) but read different ones. Give samplers and datasets "
                 "the rank and size of strategy.distributed_sampler_kwargs, and the same seed everywhere."
             )
-    if len({shared for _, shared in found}) > 1:
+    if odd_one([shared for _, shared in found]) is not None:
         raise ValueError(
             "Ranks are about to run steps of different numbers of microbatches or loss scales, which hangs "
             "or changes the loss. Plan steps from the same lengths and seed on every rank, as THDDataModule "

@@ -25,12 +25,6 @@ def clip_by_norm(
 
     torch's own function wants all gradients on one mesh, but weights that tensor parallelism leaves whole
     are on another than those it cuts.
-
-    Args:
-        parameters: with gradients, DTensors or plain.
-        max_norm: the largest norm.
-        across: ranks with other parameters of the same model, the stages of a pipeline.
-        counted_elsewhere: ``id`` of parameters that another of those ranks holds too and counts.
     """
     own = list(parameters)
     groups = _by_mesh(own)

@@ -1,7 +1,9 @@
-"""The random numbers of tensor-parallel ranks -> the same on all of them, however each was seeded.
+"""Random numbers of ranks that work on the same tokens -> the same numbers on all of them.
 
-Dropout between two tensor-parallel products works on activations that these ranks hold alike: with other
-masks they would go on with other activations, and weights that they hold whole would drift apart.
+Tensor-parallel ranks hold the same activations between two products. With different dropout masks they would
+go on with different activations, and the weights that they all hold would drift apart. The stages of a
+pipeline hold different layers: with one stream for all, ranks that were seeded alike would give the first
+layers of all stages the same masks.
 """
 
 from __future__ import annotations
@@ -9,17 +11,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class SharedDraws:
-    """Gives every microbatch a random stream of its own, by its number alone.
+    """Gives every microbatch its own random stream, which depends on its number only.
 
     Args:
         seed: the same on all ranks.
-        place: of this rank among those that see different tokens; ranks of one place draw alike.
+        place: of this rank among those that see different tokens; ranks of one place draw the same numbers.
     """
 
     def __init__(self, seed: int, place: int) -> None:
@@ -44,7 +47,7 @@ class SharedDraws:
 
 
 def states() -> list[Tensor]:
-    """Return the states of the global random streams: of the host, and of the current device if in use."""
+    """Return the states of the global random streams: the CPU's, and the current device's if it is in use."""
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     on_device = [torch.cuda.get_rng_state()] if in_use else []
     return [torch.get_rng_state(), *on_device]
@@ -55,3 +58,39 @@ def restore(saved: list[Tensor]) -> None:
     torch.set_rng_state(saved[0])
     if len(saved) > 1:
         torch.cuda.set_rng_state(saved[1])
+
+
+def has_dropout(model: Any) -> bool:
+    """Return whether a model has dropout: in one of its modules, or as an option of its config."""
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules()):
+        return True
+    options = model.config.get_text_config(decoder=True).to_dict().items()
+    return any("drop" in name and isinstance(p, float) and p > 0 for name, p in options)
+
+
+def draw_from_own_stream(layer: nn.Module, index: int) -> None:
+    """Let a layer of a pipeline draw from a stream seeded by its index and the global stream, in place.
+
+    A layer that is computed again in the backward pass sees the same number again.
+    """
+    saved: list[list[Tensor]] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        number = take_number()
+        saved.append(states())
+        torch.manual_seed((number + 0x9E3779B97F4A7C15 * (index + 1)) % 2**63)  # the golden ratio's bits
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        restore(saved.pop())
+
+    layer.register_forward_pre_hook(enter)
+    layer.register_forward_hook(leave, always_call=True)
+
+
+def take_number() -> int:
+    """Draw one number from the CPU's global random stream.
+
+    Every layer takes one, on the ranks that do not hold it too, so that a user's own draws in
+    ``training_step`` are the same on all stages.
+    """
+    return int(torch.empty((), dtype=torch.int64).random_())

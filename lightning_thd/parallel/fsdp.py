@@ -1,4 +1,9 @@
-"""A LightningModule -> its models sharded by FSDP2 over all ranks that see different tokens."""
+"""A LightningModule -> its models sharded by FSDP2 over all ranks that see different tokens.
+
+A vision tower runs only if a pack has images. Gradients are averaged by collectives over the same weights on
+every rank, so a rank that skips the tower would leave the others waiting. If any rank has images, all ranks
+give the tower's weights a gradient, of zero if need be; if none has, none does, as in one process.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_thd.parallel.towers import towers_of
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.parallel.exchange import keep_path
 
 
 def shard_parameters(
@@ -22,17 +29,7 @@ def shard_parameters(
     policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool = True,
 ) -> list[FSDPModule]:
-    """Shard every model of a LightningModule by FSDP2, layer by layer; a vision tower goes with the root.
-
-    Args:
-        module: the LightningModule; its children with parameters are the models it calls.
-        mesh: one axis, the ranks among which weights are shared and gradients averaged.
-        policy: dtypes of weights in products, and of gradient sums.
-        reshard_after_forward: free the gathered weights of a layer between its forward and backward pass.
-
-    Raises:
-        ValueError: for parameters that no model holds.
-    """
+    """Shard every model of a LightningModule by FSDP2, layer by layer; a vision tower goes with the root."""
     _refuse_own_parameters(module)
     roots: list[FSDPModule] = []
     how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy()}
@@ -110,3 +107,81 @@ def memory_of_rank(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).total_memory)
     pages: int = os.sysconf("SC_PHYS_PAGES")
     return pages * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def towers_of(model: nn.Module) -> list[nn.Module]:
+    """List the modules of a multimodal model beside its language model, such as a vision tower."""
+    embedding, head = (_called(model, f"get_{side}_embeddings") for side in ("input", "output"))
+    language = _language_model(model, embedding)
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            if child in (language, head):
+                continue
+            if any(inner in (language, head) for inner in child.modules()):
+                walk(child)
+            elif any(True for _ in child.parameters()):
+                found.append(child)
+
+    if language is not None and language is not model:
+        walk(model)
+    return found
+
+
+def _called(model: Any, getter: str) -> nn.Module | None:
+    try:
+        part = getattr(model, getter, lambda: None)()
+    except NotImplementedError:  # transformers' word for a model that has none
+        return None
+    return part if isinstance(part, nn.Module) else None
+
+
+def _language_model(model: nn.Module, embedding: nn.Module | None) -> nn.Module | None:
+    """Return the innermost transformers model that holds the input embedding."""
+    around = [
+        module
+        for module in model.modules()
+        if hasattr(module, "_no_split_modules") and any(inner is embedding for inner in module.modules())
+    ]
+    return around[-1] if around else None
+
+
+class TowerPaths:
+    """Ties a model's towers to its embedding, so that every backward pass reaches their gradients.
+
+    It does so while ``active`` is true, which the embedding's forward call reads.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.active = False
+        self._towers = towers_of(model)
+        model.get_input_embeddings().register_forward_hook(self._tie)
+
+    def _tie(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        if not (self.active and torch.is_grad_enabled()):
+            return out
+        # Looked up here, in the middle of the model's forward call, when FSDP2 has gathered them.
+        weights = [p for tower in self._towers for p in tower.parameters() if p.requires_grad]
+        return keep_path(out, *weights)
+
+
+def trains_towers(model: nn.Module) -> bool:
+    """Return whether a model has a tower with parameters to train."""
+    return any(p.requires_grad for tower in towers_of(model) for p in tower.parameters())
+
+
+def any_rank_sees(batch: object, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether any rank's batch has images or the like; one all-reduce of 4 bytes."""
+    seen = torch.tensor(float(_sees(batch)), device=device)
+    dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+    return bool(seen)
+
+
+def _sees(batch: object) -> bool:
+    if isinstance(batch, THDStep):
+        return any(map(_sees, batch.microbatches))
+    if not isinstance(batch, THDBatch):
+        return True
+    slots = batch.input_ids.shape[-1]
+    return any(value.shape[:2] != (1, slots) for value in batch.extras.values())

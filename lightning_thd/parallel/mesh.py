@@ -67,11 +67,7 @@ def resolve_sizes(
     tensor: int = 1,
     pipeline: int = 1,
 ) -> AxisSizes:
-    """Check sizes against the number of processes; ``data="auto"`` becomes what the others leave.
-
-    Raises:
-        ValueError: when they do not make up the job.
-    """
+    """Check sizes against the number of processes; ``data="auto"`` becomes what the others leave."""
     given = {"pipeline": pipeline, "context": context, "tensor": tensor}
     check_sizes(data=data, **given)
     shown = " x ".join(
@@ -95,11 +91,7 @@ def resolve_sizes(
 
 
 def check_sizes(*, data: object, replicas: object = 1, **others: object) -> None:
-    """Refuse what is no number of ranks.
-
-    Raises:
-        ValueError: naming the axis.
-    """
+    """Refuse what is no number of ranks."""
     auto = isinstance(data, str) and data == "auto"
     for name, size in {**others, "data": 1 if auto else data}.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -142,16 +134,7 @@ class Meshes:
 
 
 def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Meshes:
-    """Build the mesh and its process groups; a collective over the whole job.
-
-    Args:
-        sizes: ranks along each axis.
-        device_type: "cpu" or "cuda".
-        replicas: groups of neighbours among the data-parallel ranks, each with all weights among it.
-
-    Raises:
-        ValueError: for replicas that do not divide the data-parallel ranks.
-    """
+    """Build the mesh and its process groups; a collective over the whole job."""
     if not isinstance(replicas, int) or replicas < 1 or sizes.data % replicas:
         raise ValueError(
             f"data_parallel_replicas={replicas!r} does not divide the {sizes.data} data-parallel ranks. Set "

@@ -16,19 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_thd.parallel.exchange import gather_same, keep_own
-from lightning_thd.parallel.fsdp import layers_of
-from lightning_thd.parallel.pipeline.absent import PassThrough
-from lightning_thd.parallel.pipeline.stage import stage_of
+from lightning_thd.parallel.fsdp import layers_of, towers_of
+from lightning_thd.parallel.pipeline.stage import PassThrough, stage_of
 from lightning_thd.parallel.tensor import sum_own_gradients
-from lightning_thd.parallel.towers import towers_of
 
 
 def apply_sequence_parallel(model: Any, group: dist.ProcessGroup) -> None:
-    """Divide the slots between blocks among the tensor-parallel ranks, in place.
-
-    Raises:
-        ValueError: when the layers, the embedding or the last norm cannot be told, or for a vision tower.
-    """
+    """Divide the slots between blocks among the tensor-parallel ranks, in place."""
     if towers_of(model):
         raise ValueError(
             f"sequence_parallel=True, but {type(model).__name__} puts what its tower sees between the "
@@ -77,11 +71,7 @@ def _holder(model: nn.Module, layers: list[nn.Module]) -> nn.Module | None:
 
 
 def _embeddings(base: Any, known: list[nn.Module]) -> list[nn.Module]:
-    """Return the tables beside the layers whose rows are added up, those of tokens and of positions.
-
-    Raises:
-        ValueError: naming another module with weights, whose gradients would be those of a part of the slots.
-    """
+    """Return the tables beside the layers whose rows are added up, those of tokens and of positions."""
     inside = {id(part) for module in known for part in module.modules()}
     found = [known[0]]
     for name, child in base.named_children():
@@ -118,11 +108,7 @@ def _keep_output(module: Any, group: dist.ProcessGroup) -> None:
 
 
 def check_slots(slots: int, ranks: int) -> None:
-    """Raise ValueError for a number of slots that the ranks do not divide.
-
-    Raises:
-        ValueError: with the multiple and who pads.
-    """
+    """Raise ValueError for a number of slots that the ranks do not divide."""
     if slots % ranks:
         raise ValueError(
             f"{slots} slots over {ranks} tensor-parallel ranks; sequence_parallel=True wants a multiple of "
@@ -164,11 +150,7 @@ def _gather_and_keep(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _slots_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return this rank's slots, those of a block's hidden states; other states it takes have as many.
-
-    Raises:
-        ValueError: for a block whose input has another form, as that of a layer that flattens it.
-    """
+    """Return this rank's slots, those of a block's hidden states; other states it takes have as many."""
     named = (kwargs.get(name) for name in ("hidden_states", "x", "input"))
     for value in (*args, *named):
         if _is_hidden(value):

@@ -65,11 +65,7 @@ class THDShard(THDBatch):
         return THDShard._of(self, **changes)
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
-        """Return the shard itself, as batches are moved to the device before they are cut.
-
-        Raises:
-            ValueError: for another device.
-        """
+        """Return the shard itself, as batches are moved to the device before they are cut."""
         if torch.device(device) == self.layout.device or (
             torch.device(device).type == "cpu" and self.layout.device.type == "cpu"
         ):
@@ -121,21 +117,7 @@ def shard_batch(
     communication: Communication = "auto",
     costs: CommCosts | None = None,
 ) -> THDShard:
-    """Cut a pack and return this rank's ``THDShard``.
-
-    Args:
-        batch: the whole pack, the same on all ranks of the group, on the device it is needed on.
-        group: the context-parallel group.
-        cp: its size; asked of the group when absent.
-        rank: of this process in it; likewise.
-        layout: how the pack is cut.
-        communication: what attention will exchange.
-        costs: what ``auto`` compares the ways by.
-
-    Raises:
-        TypeError: for another batch or group.
-        ValueError: when lengths do not divide, or the batch holds what cannot be cut (images).
-    """
+    """Cut a pack and return this rank's ``THDShard``."""
     check_batch(batch)
     known = cp is not None and rank is not None
     if not (known and group is None) and not (hasattr(group, "size") and hasattr(group, "rank")):
@@ -181,10 +163,6 @@ def pack_value(loss: Tensor, batch: THDBatch) -> Tensor:
 
     Whatever a user logs of it is then the same on all ranks of the pack, with ``sync_dist`` or without, while
     the mean of the gradients over ranks stays what it was.
-
-    Returns:
-        ``[]``, the mean over the ranks that share the pack; ``loss`` itself for a whole pack. Shards' 1. and
-        3. become 2. on both ranks.
     """
     if not isinstance(batch, THDShard) or batch.layout.group is None:
         return loss

@@ -1,7 +1,8 @@
-"""A model and a plan of names -> the same model with its weights cut over the tensor-parallel ranks.
+"""A transformers model -> its tensor-parallel plan, and the model with its weights cut by that plan.
 
-Weights become DTensors, which FSDP2, checkpoints and optimizers understand; activations stay plain tensors,
-so that whatever a model does between its products works unchanged. The plan's words are transformers' own.
+Weights become DTensors, which FSDP2, checkpoints and optimizers understand. Activations stay plain tensors,
+so that what a model does between its products works unchanged. A plan maps names of modules (``*`` is any
+number) to styles, in transformers' own words.
 
 Legend: T slots, V vocabulary, E experts.
 """
@@ -28,21 +29,22 @@ from lightning_thd.parallel.exchange import (
     sum_gradients,
     sum_ranks,
 )
+from lightning_thd.parallel.fsdp import layers_of
+
+# Blocks whose projections stay on the heads of their rank from product to product: tested family by family.
+_CUT_HEADS = frozenset({"bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h"})
+# Projections that end a block, by the names transformers gives them.
+_ROWS = frozenset({"o_proj", "out_proj", "down_proj", "w2", "fc2", "proj_down", "output_linear"})
+_PRODUCTS = (
+    {"gate_proj", "up_proj", "down_proj"},
+    {"up_proj", "down_proj"},
+    {"w1", "w2", "w3"},
+    {"proj_up_gate", "proj_up", "proj_down"},
+)
 
 
 def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Cut the weights that a plan names over the tensor-parallel ranks, in place; no collective.
-
-    Args:
-        model: with the same weights on every rank.
-        plan: module name, ``*`` for any number, to ``colwise``, ``rowwise``, ``colwise_gather_output``,
-            ``rowwise_split_input``, ``embedding_rowwise``, ``replicated_with_grad_allreduce`` or
-            ``moe_tp_experts``.
-        mesh: one axis, the tensor-parallel ranks.
-
-    Raises:
-        ValueError: when a size does not divide, a word is unknown, or nothing matches.
-    """
+    """Cut the weights that a plan names over the tensor-parallel ranks, in place; no collective."""
     matched = _match(model, plan)
     if not any(style != "replicated_with_grad_allreduce" for _, _, style in matched):
         raise ValueError(
@@ -50,7 +52,8 @@ def apply_tensor_parallel(model: nn.Module, plan: Mapping[str, str], mesh: Devic
             "modules as named_modules() does, '*' for a layer number."
         )
     for name, module, style in matched:
-        _CHECKS[style](name, module, mesh.size())
+        if style in _CHECKS:
+            _CHECKS[style](name, module, mesh.size())
     shards = _Shards(mesh)
     for _, module, style in matched:
         _STYLES[style](module, shards)
@@ -80,7 +83,7 @@ def _match(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, nn.Modu
                     f"{', '.join(_STYLES)}. Pass a plan of these as tensor_parallel_plan={{...}}, or set "
                     "tensor_parallel_size=1."
                 )
-            # What stands in for another pipeline stage's embedding or head has nothing to cut.
+            # The replacement of another pipeline stage's embedding or head has nothing to cut.
             if not isinstance(module, nn.ModuleList) and any(True for _ in module.parameters()):
                 found.append((name, module, style))
     return found
@@ -310,10 +313,6 @@ def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
         )
 
 
-def _no_check(name: str, module: nn.Module, ranks: int) -> None:
-    """Do nothing: a module of which nothing is cut has no sizes to check."""
-
-
 _STYLES: dict[str, Callable[[nn.Module, _Shards], None]] = {
     "colwise": _colwise,
     "rowwise": _rowwise,
@@ -329,6 +328,125 @@ _CHECKS: dict[str, Callable[[str, nn.Module, int], None]] = {
     "rowwise_split_input": _check_linear(1),
     "colwise_gather_output": _check_linear(0),
     "embedding_rowwise": _check_embedding,
-    "replicated_with_grad_allreduce": _no_check,
     "moe_tp_experts": _check_experts,
 }
+
+
+def model_plan(model: nn.Module, ranks: int = 1) -> dict[str, str]:
+    """Return a model's tensor-parallel plan: names below the model to styles.
+
+    It is transformers' own plan. Experts are shared out if only an expert-parallel plan exists, and products
+    of layers that the plan leaves out are added. Weights that are tied to the head are cut like it.
+    """
+    theirs: dict[str, str] = {**_experts_of(model, ranks), **(getattr(model, "_tp_plan", None) or {})}
+    plan = {**_own_plan(model, theirs, ranks), **theirs}
+    if not any("layers" in name or "*" in name for name in plan):
+        raise ValueError(
+            f"{type(model).__name__} comes without a tensor-parallel plan for its layers, and none of their "
+            "products can be cut without one. Pass a plan as tensor_parallel_plan={"
+            "'model.layers.*.self_attn.q_proj': 'colwise', ...}, or set tensor_parallel_size=1."
+        )
+    embedding, head = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
+    tied = embedding is not None and head is not None and _tied(model)
+    if tied and head in plan:
+        assert embedding is not None
+        plan[embedding] = "embedding_rowwise"
+    elif tied and embedding in plan:
+        assert head is not None
+        plan[head] = "colwise_gather_output"
+    return plan
+
+
+def _experts_of(model: nn.Module, ranks: int) -> dict[str, str]:
+    """Return a plan for a model's experts, if ranks divide the number of experts of every layer."""
+    plan: dict[str, str] = {}
+    for name, style in (getattr(model, "_ep_plan", None) or {}).items():
+        pattern = re.compile(re.escape(name).replace(r"\*", r"\d+") + "$")
+        found: list[Any] = [module for path, module in model.named_modules() if pattern.match(path)]
+        counts = [getattr(module, "num_experts", None) for module in found]
+        whole = all(
+            isinstance(count, int) and value is not None and value.shape[:1] == (count,)
+            for module, count in zip(found, counts, strict=True)
+            for value in module._parameters.values()
+        )
+        if style == "ep_dispatch_experts" and found and whole and all(n % ranks == 0 for n in counts if n):
+            plan[name] = "moe_tp_experts"
+    return plan
+
+
+def _own_plan(model: nn.Module, theirs: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """Return a plan for products that transformers' plan leaves out: layers, embedding and head.
+
+    A product whose columns are gathered, or whose input every rank has whole, equals the whole product in any
+    block. State-space and convolution blocks stay whole, as kernels read their weights directly.
+    """
+    planned = [re.compile(re.escape(name).replace(r"\*", r"\d+") + "$") for name in theirs]
+    names = {module: name for name, module in model.named_modules()}
+    cut_heads = getattr(getattr(model, "config", None), "model_type", None) in _CUT_HEADS
+    plan: dict[str, str] = {}
+    for layer in layers_of(model):
+        for block in layer.modules():
+            for name, style in _styles(block, ranks, cut_heads=cut_heads).items():
+                full = f"{names[block]}.{name}"
+                if not any(pattern.match(full) for pattern in planned):
+                    plan[full] = style
+    if not plan:
+        return plan
+    embedding, head = _name_of(model, "get_input_embeddings"), _name_of(model, "get_output_embeddings")
+    modules = dict(model.named_modules())
+    vocabulary: dict[str | None, str] = {embedding: "embedding_rowwise", head: "colwise_gather_output"}
+    for part, style in vocabulary.items():
+        module: Any = modules.get(part or "")
+        if isinstance(module, nn.Embedding | nn.Linear) and module.weight.shape[0] % ranks == 0:
+            plan[str(part)] = style
+    return plan
+
+
+def _styles(block: nn.Module, ranks: int, *, cut_heads: bool) -> dict[str, str]:
+    """Return tensor-parallel styles for the products that are direct children of a block."""
+    children = dict(block.named_children())
+    convolves = any(isinstance(child, nn.Conv1d) for child in children.values())
+    if convolves or set(block._parameters) - {"sinks"}:
+        return {}
+    found = {name: child for name, child in children.items() if isinstance(child, nn.Linear)}
+    plain = not any(True for name, child in children.items() if name not in found for _ in child.parameters())
+    products = set(found) in _PRODUCTS and plain
+    heads = cut_heads and {"q_proj", "k_proj", "v_proj"} <= set(found) and plain
+    styles = {}
+    for name, child in found.items():
+        row = name in _ROWS
+        if child.weight.shape[1 if row else 0] % ranks == 0:
+            style = "rowwise" if row else "colwise"
+            alone = "rowwise_split_input" if row else "colwise_gather_output"
+            styles[name] = style if products or heads else alone
+    # A block that works on its own part between products has all its products cut, or none.
+    return styles if not (products or heads) or len(styles) == len(found) else {}
+
+
+def check_heads(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> None:
+    """Refuse head counts that the tensor-parallel ranks do not divide, where a plan cuts heads."""
+    config: Any = getattr(model, "config", None)
+    products = set().union(*_PRODUCTS)
+    cut = [name for name, style in plan.items() if style == "colwise" and name.split(".")[-1] not in products]
+    if config is None or not cut:
+        return
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % ranks:
+            raise ValueError(
+                f"{type(model).__name__} has {name}={heads}, which {ranks} tensor-parallel ranks do not "
+                f"divide; wanted a multiple of {ranks}. Lower tensor_parallel_size and raise "
+                "context_parallel_size or data_parallel_size."
+            )
+
+
+def _tied(model: Any) -> bool:
+    return getattr(model.get_input_embeddings(), "weight", None) is getattr(
+        model.get_output_embeddings(), "weight", 0
+    )
+
+
+def _name_of(model: Any, getter: str) -> str | None:
+    wanted = getattr(model, getter, lambda: None)()
+    return next((name for name, module in model.named_modules() if module is wanted), None)

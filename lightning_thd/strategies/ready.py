@@ -12,8 +12,7 @@ from lightning_thd._checks import flags, instance
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel.context.costs import CommCosts
 from lightning_thd.parallel.context.layout import Communication
-from lightning_thd.parallel.fsdp import models_of
-from lightning_thd.parallel.towers import trains_towers
+from lightning_thd.parallel.fsdp import models_of, trains_towers
 from lightning_thd.strategies.dynamic import check_degrees, check_ways
 from lightning_thd.strategies.mixin import THDStrategyMixin
 from lightning_thd.strategies.model_parallel import THDModelParallelStrategy

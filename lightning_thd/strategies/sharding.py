@@ -25,11 +25,10 @@ from lightning_thd.models.weights import draw_weights, read_weights, require_unc
 from lightning_thd.parallel import fsdp
 from lightning_thd.parallel.clip import clip_by_norm, clip_by_value, meshes
 from lightning_thd.parallel.draws import SharedDraws
+from lightning_thd.parallel.fsdp import TowerPaths, any_rank_sees, trains_towers
 from lightning_thd.parallel.mesh import TENSOR
-from lightning_thd.parallel.plan import check_heads, model_plan
 from lightning_thd.parallel.sequence import apply_sequence_parallel
-from lightning_thd.parallel.tensor import apply_tensor_parallel
-from lightning_thd.parallel.towers import TowerPaths, any_rank_sees, trains_towers
+from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, model_plan
 from lightning_thd.strategies.averages import shard_copies
 from lightning_thd.strategies.background_saves import BackgroundSaves, refuse_links
 from lightning_thd.strategies.checkpoints import (

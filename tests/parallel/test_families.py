@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_thd import THDBatch, causal_lm_loss
-from lightning_thd.parallel.plan import model_plan
 from lightning_thd.parallel.sequence import apply_sequence_parallel
-from lightning_thd.parallel.tensor import apply_tensor_parallel
+from lightning_thd.parallel.tensor import apply_tensor_parallel, model_plan
 from tests.models.families import FAMILIES
 from tests.ranks import run_ranks
 

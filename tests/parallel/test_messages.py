@@ -53,10 +53,11 @@ def test_message(case: str) -> None:
 def test_other_ranks_have_another_plan_or_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     step, largest = SharedStep([batch()], [2], 7), [7]
 
-    def all_reduce(tensor: Tensor, op: Any = None, group: Any = None) -> None:
-        tensor[0] = max(int(tensor[0]), largest.pop())
+    def all_gather(found: list[Tensor], mine: Tensor, group: Any = None) -> None:
+        found[0].copy_(mine)
+        found[1].fill_(largest.pop())
 
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
     with pretended_ranks(2):
         groups: Any = {2: dist.group.WORLD}
         largest[:] = [8]

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_thd.parallel.plan import check_heads, model_plan
 from lightning_thd.parallel.sequence import apply_sequence_parallel, check_slots
-from lightning_thd.parallel.tensor import apply_tensor_parallel
+from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, model_plan
 from tests.ranks import run_ranks
 from tests.strategies.jobs import family_model
 

@@ -23,8 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from lightning_thd import Packs, Sequences, THDStrategyMixin
-from lightning_thd.parallel.plan import model_plan
-from lightning_thd.parallel.tensor import apply_tensor_parallel
+from lightning_thd.parallel.tensor import apply_tensor_parallel, model_plan
 from tests.ranks import run_ranks
 from tests.strategies.jobs import CLIP, Job, Layout, data, full_parameters, make_trainer, train_by_hand
 from tests.tiny import largest_error

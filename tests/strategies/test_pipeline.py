@@ -257,7 +257,7 @@ class Counting(Job):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.calls: Counter[str] = Counter()
         self.microbatches = len(batch)
-        self.sent = self.trainer.strategy._channel.traffic.messages
+        self.sent = self.trainer.strategy._channel.messages
         self.patch = pytest.MonkeyPatch()
         for name in {*self.NAMES, *self.OTHERS, GATHER}:
             self.patch.setattr(dist, name, self.counted(name, getattr(dist, name)))
@@ -272,7 +272,7 @@ class Counting(Job):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.patch.undo()
-        self.sent = self.trainer.strategy._channel.traffic.messages - self.sent
+        self.sent = self.trainer.strategy._channel.messages - self.sent
 
 
 def count_calls(layout: Layout) -> tuple[int, int, dict[str, int]]:

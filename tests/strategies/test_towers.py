@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.batch import THDStep
-from lightning_thd.parallel.fsdp import layers_of
+from lightning_thd.parallel.fsdp import layers_of, towers_of
 from lightning_thd.parallel.sequence import apply_sequence_parallel
-from lightning_thd.parallel.towers import towers_of
 from tests.models.test_vision import IMAGE, build, sample
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Layout, family_model, full_parameters, make_optimizer, make_trainer

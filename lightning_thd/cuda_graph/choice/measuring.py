@@ -6,13 +6,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lightning_thd.cuda_graph.agree import all_agree
 from lightning_thd.cuda_graph.capture.capture import Shared, capture_step
 from lightning_thd.cuda_graph.capture.captured import CapturedStep
 from lightning_thd.cuda_graph.capture.subject import Example, Subject
 from lightning_thd.cuda_graph.choice.costs import GraphCosts, IntArray
 from lightning_thd.cuda_graph.choice.timing import compare
 from lightning_thd.cuda_graph.shapes.buckets import Bucket
+from lightning_thd.parallel.agreement import all_agree
 
 
 def measured_costs(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.parallel.agreement import digests
+from lightning_thd.parallel.agreement import digests, require_same
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import know_whole_pack
 from lightning_thd.parallel.shard import shard_batch
@@ -130,26 +130,18 @@ def check_shared_agreement(
     Raises:
         ValueError: on every rank, when plans differ; on the ranks of a group, when their packs do.
     """
-    _compare(
+    require_same(
         step.plan_digest,
-        dist.group.WORLD,
         device,
         "Ranks were given different plans of a step, which hangs or changes the loss. Plan from the same "
         "lengths and seed on every rank, as THDDataModule does.",
     )
     for batch, degree in zip(step.microbatches, step.degrees, strict=True):
         if degree > 1:
-            _compare(
+            require_same(
                 digests(batch)[0],
-                groups[degree],
                 device,
                 f"{degree} ranks share one pack but read different ones. Use THDDataModule, or the same "
                 "dataset on every rank.",
+                groups[degree],
             )
-
-
-def _compare(value: int, group: Any, device: torch.device, message: str) -> None:
-    mine = torch.tensor([value, -value], dtype=torch.int64, device=device)
-    dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
-    if mine[0] != -mine[1]:
-        raise ValueError(message)

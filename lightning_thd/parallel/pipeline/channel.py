@@ -1,37 +1,27 @@
 """Activations of one pipeline stage -> the next stage, and their gradients back.
 
-One process group a direction, so that what goes down never waits for what goes up. Sends do not wait;
-receives may be posted ahead. A message needs no tag and no shape: both sides know what comes next.
+Each direction has its own process group, so that activations never wait for gradients. Sends do not wait, and
+receives may be posted ahead. A message needs no tag and no shape, as both sides know what comes next.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 Direction: TypeAlias = Literal["down", "up"]
 
 # The order is part of the protocol: the index travels once when a pipeline first runs.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@dataclass(slots=True)
-class Traffic:
-    """The number and bytes of messages that this rank has sent.
-
-    Attributes:
-        messages: number of activations and gradients.
-        bytes: their size.
-    """
-
-    messages: int = 0
-    bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -41,16 +31,17 @@ class Channel:
     Attributes:
         down: group of the pipeline's ranks for activations.
         up: another group of the same ranks for gradients.
-        wraps: a third and a fourth, for what goes from the last rank to the first with several stages a rank,
-            down and up: of two ranks, messages both ways on one NCCL communicator would wait for each other.
-        traffic: what was sent so far.
-        waited_s: seconds this rank has waited for messages; 0 on devices that do not wait on the host.
+        wraps: two more groups, down and up, for messages between the last rank and the first with several
+            stages a rank: on one NCCL communicator, messages both ways between two ranks would wait for
+            each other.
+        messages: activations and gradients that this rank has sent.
+        waited_s: seconds this rank has waited for messages; 0 on devices that the CPU does not wait for.
     """
 
     down: dist.ProcessGroup
     up: dist.ProcessGroup
     wraps: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
-    traffic: Traffic = field(default_factory=Traffic)
+    messages: int = 0
     waited_s: float = 0.0
     _dtype: torch.dtype | None = None
     _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)
@@ -73,8 +64,7 @@ class Channel:
         if direction == "down":
             self._tell_dtype(tensor)
         data = tensor.detach().contiguous()
-        self.traffic.messages += 1
-        self.traffic.bytes += data.numel() * data.element_size()
+        self.messages += 1
         group = self._group(direction, wraps=self.rank == self._end(direction))
         self._sent.append((dist.isend(data, self._peer(direction, 1), group=group), data))
         while self._sent and self._sent[0][0].is_completed():
@@ -146,7 +136,7 @@ class Channel:
         return self.ranks - 1 if direction == "down" else 0
 
     def _peer(self, direction: Direction, step: int) -> int:
-        """Return the global rank that lies ``step`` places further in a direction."""
+        """Return the global rank ``step`` places further in a direction."""
         along = step if direction == "down" else -step
         return dist.get_global_rank(self.down, (self.rank + along) % self.ranks)
 
@@ -168,9 +158,9 @@ class Receive(torch.autograd.Function):
 
 
 class Send(torch.autograd.Function):
-    """Sends hidden states on and returns NaN for the loss; its gradient comes from the next stage.
+    """Sends hidden states on and returns NaN for the loss, whose gradient comes from the next stage.
 
-    Only the last stage has the loss: whatever is made of this one, a metric say, is seen not to be a number.
+    Only the last stage has the loss. NaN shows that a value made from this one, such as a metric, is none.
     """
 
     @staticmethod
@@ -186,3 +176,86 @@ class Send(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
         """Receive the gradient of the hidden states, ignoring that of the NaN."""
         return None, ctx.channel.receive(ctx.shape, ctx.device, "up"), None
+
+
+def copy_tied(weight: nn.Parameter, channel: Channel) -> None:
+    """Copy the first stage's tied weight, whole or sharded, to the last stage; both call it."""
+    data = _local(weight.detach())
+    if channel.rank == 0:
+        dist.send(data.contiguous(), _other_end(channel), group=channel.down)
+        return
+    received = torch.empty_like(data)
+    dist.recv(received, _other_end(channel), group=channel.down)
+    data.copy_(received)
+
+
+def sum_tied(weight: nn.Parameter, channel: Channel) -> None:
+    """Sum the reduced gradients of the embedding's and head's tied weight; both stages call it."""
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    own = _local(weight.grad)
+    other = torch.empty_like(own)
+    peer, group = _other_end(channel), channel.up
+    exchange = [
+        dist.P2POp(dist.isend, own.contiguous(), peer, group=group),
+        dist.P2POp(dist.irecv, other, peer, group=group),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    own.add_(other)
+
+
+def share_group(weight: nn.Parameter | None, optimizers: Sequence[Optimizer], channel: Channel) -> None:
+    """Move the last stage's tied weight to the optimizer group of the first stage's; all stages call it.
+
+    Groups that were made by names may hold the head in another place than the embedding.
+    """
+    options = [
+        [{name: repr(value) for name, value in group.items() if name != "params"} for group in o.param_groups]
+        for o in optimizers
+    ]
+    own = _place(weight, optimizers)
+    found: list[Any] = [None] * channel.ranks
+    dist.all_gather_object(found, (own, options), group=channel.down)
+    (wanted, first), (_, last) = found[0], found[-1]
+    if wanted is not None:
+        i, k = wanted
+        there = last[i][k] if i < len(last) and k < len(last[i]) else None
+        if there != first[i][k]:
+            raise ValueError(
+                f"The weight that embedding and head share is in the optimizer's group {k} on the first "
+                f"pipeline stage, with {first[i][k]}, but that group of the last stage has {there}. Make "
+                "the same groups on every rank, empty ones included."
+            )
+    if channel.rank == channel.ranks - 1 and own != wanted:
+        if own is not None:
+            group = optimizers[own[0]].param_groups[own[1]]
+            group["params"] = [parameter for parameter in group["params"] if parameter is not weight]
+        if wanted is not None:
+            optimizers[wanted[0]].param_groups[wanted[1]]["params"].append(weight)
+
+
+def share_freezing(weight: nn.Parameter | None, channel: Channel) -> None:
+    """Freeze both copies of a tied weight if one is frozen; all stages call it."""
+    found: list[Any] = [None] * channel.ranks
+    dist.all_gather_object(found, weight is None or weight.requires_grad, group=channel.down)
+    if weight is not None and not all(found):
+        weight.requires_grad_(False)
+
+
+def _place(weight: nn.Parameter | None, optimizers: Sequence[Optimizer]) -> tuple[int, int] | None:
+    for i, optimizer in enumerate(optimizers):
+        for k, group in enumerate(optimizer.param_groups):
+            if any(parameter is weight for parameter in group["params"]):
+                return i, k
+    return None
+
+
+def _other_end(channel: Channel) -> int:
+    end = channel.ranks - 1 if channel.rank == 0 else 0
+    return dist.get_global_rank(channel.down, end)
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local

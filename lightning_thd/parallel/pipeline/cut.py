@@ -13,18 +13,24 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_thd.parallel.pipeline.absent import NoEmbedding, NoHead, PassThrough
-from lightning_thd.parallel.pipeline.balance import (
+from lightning_thd.parallel.draws import has_dropout
+from lightning_thd.parallel.pipeline.channel import Channel
+from lightning_thd.parallel.pipeline.experts import (
     Balance,
     balance_over_stages,
     require_known_balance,
     wants_balance,
 )
-from lightning_thd.parallel.pipeline.channel import Channel
-from lightning_thd.parallel.pipeline.layers import StageLayers
-from lightning_thd.parallel.pipeline.randomness import has_dropout
 from lightning_thd.parallel.pipeline.split import LayerCost, Split, layer_flops, split_layers
-from lightning_thd.parallel.pipeline.stage import _ATTRIBUTE, Stage, stage_of
+from lightning_thd.parallel.pipeline.stage import (
+    NoEmbedding,
+    NoHead,
+    PassThrough,
+    Stage,
+    StageLayers,
+    set_stage,
+    stage_of,
+)
 
 # Lengths that stages are balanced for: those of a pack of mixed documents (tokens).
 _LENGTHS = (4096, 2048, 1024, 512, 512)
@@ -38,19 +44,7 @@ def cut_model(
     split: Literal["auto"] | Sequence[int] = "auto",
     balance: Callable[[], Channel] | None = None,
 ) -> Stage:
-    """Keep this rank's layers of a model, the others replaced by stand-ins, in place; return the stage.
-
-    Args:
-        model: a Hugging Face causal language model, perhaps wrapped; the same on all ranks.
-        channel: to the pipeline's other ranks.
-        stages_per_rank: above 1 for the interleaved schedule.
-        split: ``auto`` by FLOPs and memory, or the number of layers of each stage.
-        balance: makes a further channel, for a mixture of experts whose loss balances the routers of all
-            layers; a collective of the job.
-
-    Raises:
-        ValueError: for a model that cannot be cut by depth, naming what stands in the way.
-    """
+    """Keep this rank's layers of a model, the others replaced by stand-ins, in place; return the stage."""
     inner = language_model_of(model)
     if (known := stage_of(inner)) is not None:
         return known
@@ -79,7 +73,7 @@ def cut_model(
     else:
         dtype = getattr(getattr(head, "weight", None), "dtype", torch.float32)
         inner.set_output_embeddings(NoHead(_rows(head, inner), stage, dtype))
-    inner.__dict__[_ATTRIBUTE] = stage
+    set_stage(inner, stage)
     if wants_balance(inner):
         stage.balance = Balance(channel if balance is None else balance(), stage)
         balance_over_stages(inner, stage.balance)
@@ -87,11 +81,7 @@ def cut_model(
 
 
 def language_model_of(model: nn.Module) -> Any:
-    """Return the Hugging Face model with a head that wrappers such as PEFT's hold.
-
-    Raises:
-        ValueError: when there is none.
-    """
+    """Return the Hugging Face model with a head that wrappers such as PEFT's hold."""
     for module in model.modules():
         own = hasattr(type(module), "get_output_embeddings")  # PEFT's wrappers lend those of what they hold
         if own and hasattr(module, "config"):
@@ -105,11 +95,7 @@ def language_model_of(model: nn.Module) -> Any:
 
 
 def decoder_stack(inner: Any) -> tuple[str, nn.Module, nn.ModuleList]:
-    """Return the list of decoder layers in a model, after its name and the module that holds it.
-
-    Raises:
-        ValueError: when there is none, or more than one, naming what was looked for.
-    """
+    """Return the list of decoder layers in a model, after its name and the module that holds it."""
     wanted: int = getattr(inner.config.get_text_config(decoder=True), "num_hidden_layers", 0)
     lists = {name: m for name, m in inner.named_modules() if isinstance(m, nn.ModuleList)}
     found = {name: m for name, m in lists.items() if len(m) == wanted and any(True for _ in m.parameters())}
@@ -131,9 +117,6 @@ def _around(
 
     The order is that in which they were registered. One in the wrong place does not go unseen: an embedding
     gives NaN on other stages, and what should run behind the layers raises before them (``_require_behind``).
-
-    Raises:
-        ValueError: for parameters that belong to neither.
     """
     head, names = inner.get_output_embeddings(), list(parent._modules)
     at = next(i for i, name in enumerate(names) if parent._modules[name] is layers)
@@ -223,11 +206,7 @@ def tied_weight(inner: Any) -> nn.Parameter | None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the head's name of a tied weight, mapped to the embedding's name of it.
-
-    Returns:
-        One entry, names as in ``model``; nothing for weights that are not tied.
-    """
+    """Return the head's name of a tied weight, mapped to the embedding's name of it."""
     inner = language_model_of(model)
     tied, found = tied_weight(inner), []
     for end in (inner.get_output_embeddings(), inner.get_input_embeddings()) if tied is not None else ():

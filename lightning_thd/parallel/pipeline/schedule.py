@@ -64,20 +64,7 @@ class Schedule:
 
 
 def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule:
-    """Make the schedule of a pipeline's step for any number of microbatches.
-
-    Args:
-        ranks: p, at least 1.
-        microbatches: n, at least 1.
-        chunks: v; above 1 is the interleaved schedule.
-
-    Returns:
-        The schedule. For p=2, n=2, v=1 rank 0 runs F0 F1 B0 B1 and rank 1 F0 B0 F1 B1.
-
-    Raises:
-        TypeError: for what is no whole number.
-        ValueError: for a number below 1, and more passes than a step can have.
-    """
+    """Make the schedule of a pipeline's step for any number of microbatches."""
     _check_sizes(ranks, microbatches, chunks)
     forwards = _visits(ranks, microbatches, range(chunks))
     backwards = _visits(ranks, microbatches, range(chunks)[::-1])
@@ -181,16 +168,7 @@ def makespan(schedule: Schedule, work: Work, *, transfer: float = 0.0) -> float:
 
 
 def bubble_fraction(schedule: Schedule, work: Work, *, transfer: float = 0.0) -> float:
-    """Simulate a step and return the share of the ranks' time in which they wait.
-
-    Args:
-        schedule: who runs what.
-        work: as for ``timeline``.
-        transfer: likewise.
-
-    Returns:
-        0 to 1. Four ranks, eight microbatches of equal work: 3 / 11 = 0.273.
-    """
+    """Simulate a step and return the share of the ranks' time in which they wait."""
     instance(schedule, "schedule", Schedule, advice="Pass make_schedule(ranks, microbatches).")
     if not callable(work):
         raise TypeError(f"work is {described(work)}; wanted a function of (stage, microbatch).")
@@ -206,13 +184,6 @@ def expected_bubble(ranks: int, microbatches: int, *, chunks: int = 1) -> float:
     """Compute the waiting share of equal microbatches: ``(p - 1) / (v n + p - 1)``.
 
     Source: Megatron-LM (arXiv:2104.04473), section 2.2, as a share of the step's time.
-
-    Returns:
-        ``expected_bubble(4, 8)`` is 3 / 11.
-
-    Raises:
-        TypeError: for what is no whole number.
-        ValueError: for a number below 1.
     """
     for name, number in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
         whole_number(number, name, least=1)

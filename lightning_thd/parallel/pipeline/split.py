@@ -89,21 +89,6 @@ def split_layers(
     """Cut a stack of layers into stages of equal work.
 
     Among the cuts whose slowest stage is fastest, the one whose largest stage is smallest is taken.
-
-    Args:
-        layers: cost of each layer.
-        ranks: of the pipeline.
-        stages_per_rank: above 1 for the interleaved schedule.
-        embedding: counted to the first stage.
-        head: counted to the last stage.
-        split: ``auto``, or the number of layers of each stage.
-
-    Returns:
-        The split; four equal layers over 2 ranks give bounds (0, 2, 4).
-
-    Raises:
-        TypeError: for costs that are none, and numbers that are none.
-        ValueError: for more stages than layers, or a ``split`` that does not fit.
     """
     ranks = whole_number(ranks, "ranks", least=1)
     stages = ranks * whole_number(stages_per_rank, "stages_per_rank", least=1)
@@ -172,12 +157,7 @@ def _even_bounds(
 def layer_flops(
     config: Any, num_layers: int, lengths: Sequence[int]
 ) -> tuple[list[float], float, float] | None:
-    """Count a model's layers one by one with ``FlopsModel``.
-
-    Returns:
-        Training FLOPs of each layer, of what stands before them, and of what stands behind them (the head);
-        None for a family whose FLOPs are not known layer by layer.
-    """
+    """Count a model's layers one by one with ``FlopsModel``."""
     try:
         model = FlopsModel.from_config(config)
     except ValueError:

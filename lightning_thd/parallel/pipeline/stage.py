@@ -1,13 +1,16 @@
 """A Hugging Face decoder -> the same decoder with the layers of one rank, and boundaries in place of others.
 
-The model's own ``forward`` runs on every rank, over all of its layers: those of other ranks are boundaries
-that let hidden states pass. The boundary before the first layer of a stage receives them, the one behind its
-last layer sends them. What stands before the first layer is the first stage's alone; elsewhere it gives NaN,
-which the boundary replaces, so that anything of it that got past the boundary would be seen.
+The model's own ``forward`` runs on every rank, over all of its layers. The layers of other ranks are replaced
+by boundaries that let hidden states pass. The boundary before the first layer of a stage receives them, the
+one behind its last layer sends them. Only the first stage has the embedding. On other stages it gives NaN,
+which the boundary replaces, so that a use of the embedding behind the boundary would show.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_thd._user_code import user_line
+from lightning_thd.parallel.draws import draw_from_own_stream, take_number
 from lightning_thd.parallel.pipeline.channel import Channel, Receive, Send
 from lightning_thd.parallel.pipeline.schedule import Op
 from lightning_thd.parallel.pipeline.split import Split
-from lightning_thd.parallel.pipeline.where import user_line
 
 if TYPE_CHECKING:
-    from lightning_thd.parallel.pipeline.balance import Balance
+    from lightning_thd.parallel.pipeline.experts import Balance
 
 _ATTRIBUTE = "_thd_pipeline_stage"
 
@@ -32,41 +36,28 @@ def stage_of(model: object) -> Stage | None:
     return getattr(model, "__dict__", {}).get(_ATTRIBUTE)
 
 
+def set_stage(model: nn.Module, stage: Stage) -> None:
+    """Keep the ``Stage`` of a model that was cut."""
+    model.__dict__[_ATTRIBUTE] = stage
+
+
 class Stage:
-    """The layers that one rank holds of a model, and those that take part in the running pass.
-
-    Args:
-        split: who holds what.
-        channel: to the ranks before and behind.
-        whole: the model before it was cut, without memory.
-        draws: whether layers drop anything, and so draw random numbers.
-
-    Attributes:
-        active: chunk of the running pass; None between steps.
-        tail: what a stage without the head has sent in the running pass.
-        tied: on the first and last rank, its copy of a weight that embedding and head share.
-        tied_names: on the last rank, the head's name of that weight to the embedding's.
-        held: the layers of this rank, by their names.
-        balance: of a mixture of experts whose loss balances the routers of all layers.
-        device: of the hidden states that were last seen.
-        made: nodes of the running pass's graph that its loss, or what stands for it, ends in.
-        in_layers: whether the running pass has come to the layers.
-    """
+    """The layers that one rank holds of a model, and those that take part in the running pass."""
 
     def __init__(
         self, split: Split, channel: Channel, whole: nn.Module | None = None, *, draws: bool = False
     ) -> None:
         self.split, self.channel = split, channel
         self.whole, self.draws = whole, draws
-        self.active: int | None = None
-        self.tail: Tensor | None = None
-        self.tied: nn.Parameter | None = None
-        self.tied_names: Mapping[str, str] = MappingProxyType({})
-        self.held: Mapping[str, nn.Module] = MappingProxyType({})
-        self.balance: Balance | None = None
-        self.device: torch.device | None = None
-        self.made: list[Any] = []
-        self.in_layers = False
+        self.active: int | None = None  # chunk of the running pass; None between steps
+        self.tail: Tensor | None = None  # what a stage without the head has sent in the running pass
+        self.tied: nn.Parameter | None = None  # this end's copy of a weight that embedding and head share
+        self.tied_names: Mapping[str, str] = MappingProxyType({})  # the head's name -> the embedding's name
+        self.held: Mapping[str, nn.Module] = MappingProxyType({})  # this rank's layers by name
+        self.balance: Balance | None = None  # for experts whose loss balances the routers of all layers
+        self.device: torch.device | None = None  # device of the last hidden states
+        self.made: list[Any] = []  # the model's own losses end in these nodes of the running pass's graph
+        self.in_layers = False  # whether the running pass has reached the layers
         self._calls: list[str] = []
         self._received: Tensor | None = None
         self._is_again = False
@@ -109,22 +100,18 @@ class Stage:
             self.balance.received = None
 
     def require_idle(self) -> None:
-        """Raise if an earlier step was broken off, as its messages may still be under way.
-
-        Raises:
-            ValueError: saying what to do.
-        """
+        """Raise if an earlier step was broken off, as its messages may still be under way."""
         if self.active is not None or self.channel.is_busy:
             raise ValueError(
                 "The model was cut for a pipeline and its last step was broken off, so messages between "
-                "stages may be left of it. Start the job anew and resume from a checkpoint."
+                "stages may be left of it. Start a new job and resume from a checkpoint."
             )
 
     def again(self) -> bool:
         """Return whether this rank repeats a call whose head failed, and count both calls as one.
 
-        With gradients only the head does, on the hidden states that it got already: messages that were
-        posted ahead know of no second call. Without, all stages do.
+        With gradients only the head repeats, on the hidden states that it has already received: nobody
+        expects the messages of a second call. Without gradients all stages repeat.
         """
         if torch.is_grad_enabled() and not self.holds_head:
             return False
@@ -133,11 +120,7 @@ class Stage:
         return True
 
     def require_one_call(self, step: str = "training_step") -> None:
-        """Raise unless a step called the model exactly once, as other stages expect one message.
-
-        Raises:
-            ValueError: naming the lines of the calls.
-        """
+        """Raise unless a step called the model exactly once, as other stages expect one message."""
         if len(self._calls) != 1:
             lines = "".join(f"\n  {line}" for line in self._calls) or f"\n  {step}"
             raise ValueError(
@@ -175,15 +158,15 @@ class Stage:
     def stand_in(self, size: int, hidden: Tensor) -> Tensor:
         """Return ``[size]`` values that a rank without the head uses in place of those the head computed.
 
-        While gradients are wanted these are NaN that lead back through this rank's layers; without
-        gradients, the values themselves, one broadcast.
+        With gradients these are NaN that lead back through this rank's layers. Without gradients they are the
+        values themselves, by one broadcast.
         """
         self._calls.append(user_line())
         if torch.is_grad_enabled():
             assert self.tail is not None
-            tail, self.tail = self.tail, None
-            self.made.append(tail.grad_fn)
-            return tail.expand(size)
+            values, self.tail = self.tail.expand(size), None
+            self.made.append(values.grad_fn)
+            return values
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         return self.broadcast(torch.empty(size, dtype=dtype, device=hidden.device))
 
@@ -230,3 +213,152 @@ class Stage:
 
 def _anchor(like: Tensor) -> Tensor:
     return torch.zeros((), device=like.device, requires_grad=True)
+
+
+class StageLayers(nn.ModuleList):
+    """The layers of one rank under their names in the whole model, with boundaries in place of others."""
+
+    def __init__(self, layers: nn.ModuleList, stage: Stage) -> None:
+        super().__init__()
+        self._stage = stage
+        # A tuple is not searched for modules: boundaries have no parameters, and no place in checkpoints.
+        self._boundaries = tuple(Boundary(layer, i, stage) for i, layer in enumerate(layers))
+        for i in stage.layers:
+            self.add_module(str(i), layers[i])
+            layers[i].register_forward_hook(self._boundaries[i].require_same_form)
+            if stage.draws:
+                draw_from_own_stream(layers[i], i)
+        stage.held = MappingProxyType(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._boundaries)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        place = range(len(self))[index]
+        found: nn.Module | None = self._modules[str(place)] if self._stage.runs(place) else None
+        return self._boundaries[place] if found is None else found
+
+
+class Boundary(nn.Module):
+    """Replaces a layer that another stage holds."""
+
+    def __init__(self, layer: nn.Module, index: int, stage: Stage) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if isinstance(value, str | int | float | bool) and not name.startswith("_"):
+                setattr(self, name, value)
+        self._index, self._stage = index, stage
+        self._returns = returned_by(layer)
+        self._checked = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+        """Pass hidden states on, and across a stage boundary if there is one here."""
+        self._stage.in_layers = True
+        if self._stage.draws:
+            take_number()
+        given = dict(kwargs)
+        hidden = args[0] if args else given.pop("hidden_states")
+        if not self._checked:
+            require_own_inputs(self._index, {**dict(enumerate(args[1:], start=1)), **given})
+            self._checked = True
+        crossed: Tensor = self._stage.cross(self._index, hidden)
+        return crossed if self._returns is None else (crossed, *[None] * (self._returns - 1))
+
+    def require_same_form(self, layer: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """Refuse a layer that returns more than hidden states; a forward hook of the layer itself."""
+        self._stage.in_layers = True
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        length = len(rest) + 1 if isinstance(output, tuple) else None
+        if not isinstance(first, Tensor) or length != self._returns or any(x is not None for x in rest):
+            more = ", ".join(type(x).__name__ for x in (first, *rest))
+            form = f"{type(output).__name__} of {more}" if isinstance(output, tuple) else more
+            raise ValueError(
+                f"{type(layer).__name__} returns a {form}; wanted the hidden states alone: what else it "
+                "returns would not reach the next pipeline stage. Set pipeline_parallel_size=1."
+            )
+
+
+def returned_by(layer: nn.Module) -> int | None:
+    """Read from a layer's source how many values it returns as a tuple; None if it returns no tuple.
+
+    ``return hidden_states, attn_weights`` gives 2. A stage needs the number for layers that it never runs.
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(type(layer).forward)))
+    except (OSError, TypeError):  # no source
+        return None
+    found = {
+        len(node.value.elts) if isinstance(node.value, ast.Tuple) else None
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Return)
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def require_own_inputs(index: int, inputs: dict[Any, Any]) -> None:
+    """Refuse layers that need an input computed from the embedding, which other ranks see as NaN."""
+    for name, value in inputs.items():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if not isinstance(part, Tensor) or not part.is_floating_point():
+                continue
+            if part.requires_grad or bool(torch.isnan(part).any()):
+                raise ValueError(
+                    f"Layer {index} is given {name!r}, which is made of the embedding; only the first "
+                    "pipeline stage has that. Set pipeline_parallel_size=1 for this model."
+                )
+
+
+class NoEmbedding(nn.Module):
+    """Replaces the embedding on stages without it; returns NaN of the right shape."""
+
+    def __init__(self, embedding: nn.Module, stage: Stage) -> None:
+        super().__init__()
+        self.embedding_dim: int = getattr(embedding, "embedding_dim", 0)
+        self._stage = stage
+
+    @property
+    def weight(self) -> Tensor:
+        """Return an empty tensor on the device of this stage's layers: Llama 4 moves ids there."""
+        held = next(p for layer in self._stage.held.values() for p in layer.parameters())
+        return torch.empty(0, self.embedding_dim, device=held.device, dtype=held.dtype)
+
+    def forward(self, ids: Tensor | torch.Size, *args: Any, **kwargs: Any) -> Tensor:
+        """Return NaN ``[..., T, H]`` in the dtype of hidden states, for ids or for their shape."""
+        shape, device = (ids.shape, ids.device) if isinstance(ids, Tensor) else (ids, self.weight.device)
+        dtype = self._stage.channel.dtype(device)
+        return torch.full((*shape, self.embedding_dim), torch.nan, dtype=dtype, device=device)
+
+
+class PassThrough(nn.Module):
+    """Replaces modules behind the layers, such as the last norm, on stages without them."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the hidden states unchanged."""
+        return hidden
+
+
+class NoHead(nn.Module):
+    """Replaces the head on stages without it; losses of ``lightning_thd.loss`` recognise it."""
+
+    def __init__(self, vocabulary: int, stage: Stage, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.out_features, self._stage, self._dtype = vocabulary, stage, dtype
+
+    @property
+    def weight(self) -> Tensor:
+        """Return an empty tensor of the head's dtype: Mamba casts hidden states to it before the head."""
+        return torch.empty(self.out_features, 0, dtype=self._dtype, device=self._stage.device)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the last stage's logits in prediction and evaluation; refuse to train on logits."""
+        if not torch.is_grad_enabled():
+            return self._stage.broadcast(hidden.new_empty(*hidden.shape[:-1], self.out_features))
+        raise ValueError(
+            "Only the last pipeline stage has logits. Compute the loss with causal_lm_loss(model, batch) or "
+            f"causal_lm_logprobs(model, batch), which give every stage what it needs.\n  {user_line()}"
+        )

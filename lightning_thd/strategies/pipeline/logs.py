@@ -16,9 +16,9 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_thd._user_code import user_line
 from lightning_thd.batch import THDBatch
 from lightning_thd.parallel.pipeline.channel import Channel
-from lightning_thd.parallel.pipeline.where import user_line
 from lightning_thd.strategies.step_logs import StepLogs
 
 

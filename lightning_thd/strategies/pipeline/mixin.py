@@ -28,10 +28,9 @@ from lightning_thd.parallel.clip import clip_by_norm
 from lightning_thd.parallel.fsdp import memory_of_rank
 from lightning_thd.parallel.mesh import another_group
 from lightning_thd.parallel.pipeline import Schedule, ScheduleName, expected_bubble
-from lightning_thd.parallel.pipeline.channel import Channel
+from lightning_thd.parallel.pipeline.channel import Channel, copy_tied, share_freezing, share_group, sum_tied
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
 from lightning_thd.parallel.pipeline.stage import Stage
-from lightning_thd.parallel.pipeline.ties import copy_tied, share_freezing, share_group, sum_tied
 from lightning_thd.strategies.checkpoints import (
     drop_unknown_options,
     is_folder,

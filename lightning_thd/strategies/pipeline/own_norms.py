@@ -12,7 +12,7 @@ import lightning.pytorch.utilities as lightning_utilities
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_thd.parallel.pipeline.where import described, is_users
+from lightning_thd._user_code import described, is_users
 
 # Where gradients are, between a backward pass and the next step.
 _HOOKS = (

@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_thd.parallel.pipeline.where import described
+from lightning_thd._user_code import described
 
 _LOSSES = ("causal_lm_loss",)
 

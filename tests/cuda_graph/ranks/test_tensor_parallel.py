@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_thd import THDDataModule, THDModelParallelStrategy, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback
-from lightning_thd.parallel.plan import model_plan
-from lightning_thd.parallel.tensor import apply_tensor_parallel
+from lightning_thd.parallel.tensor import apply_tensor_parallel, model_plan
 from tests.cuda_graph.support import GraphModule, graphed, random_batch, worst
 from tests.models.families import build
 from tests.models.matrix import shake

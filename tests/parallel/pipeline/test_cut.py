@@ -11,10 +11,15 @@ import torch
 import transformers
 from torch import nn
 
-from lightning_thd.parallel.pipeline.absent import NoEmbedding, NoHead
 from lightning_thd.parallel.pipeline.cut import cut_model, decoder_stack, language_model_of
-from lightning_thd.parallel.pipeline.layers import Boundary, require_own_inputs, returned_by
-from lightning_thd.parallel.pipeline.stage import stage_of
+from lightning_thd.parallel.pipeline.stage import (
+    Boundary,
+    NoEmbedding,
+    NoHead,
+    require_own_inputs,
+    returned_by,
+    stage_of,
+)
 from tests.parallel.pipeline.test_stage import SIZES, make_model
 
 CHANNEL: Any = SimpleNamespace(rank=0, ranks=2)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lightning_thd.data.streams.ranks.wire import host_group, waiting
-
-_HEADER = 8  # bytes: length of the message, little-endian
+from lightning_thd.parallel.messages import Messages
 
 
 class Peers:
@@ -41,7 +38,7 @@ class Peers:
         if len(own) > 1:
             with waiting(self._who, timeout_s):
                 self._group = host_group(own, timeout_s)
-        self._buffer = torch.zeros(1 << 16, dtype=torch.uint8)
+        self._messages = Messages(self._group, own[0])
 
     @classmethod
     def of_job(cls, data_rank: int, data_ranks: int, *, timeout_s: float, tell: Any = None) -> Peers:
@@ -74,34 +71,18 @@ class Peers:
         """Send a step, or the error that ended the stream, to the other ranks of this data rank."""
         if self._group is None:
             return
-        payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        message = torch.frombuffer(
-            bytearray(len(payload).to_bytes(_HEADER, "little") + payload), dtype=torch.uint8
-        )
-        room = len(self._buffer)
-        self._buffer[: min(room, len(message))] = message[:room]
         with waiting(self._who, self._timeout_s):
-            dist.broadcast(self._buffer, self._own[0], group=self._group)
-            if len(message) > room:
-                dist.broadcast(message, self._own[0], group=self._group)
-                self._buffer = torch.zeros_like(message)
+            self._messages.send(value)
 
     def receive(self) -> Any:
         """Receive the reader's step: one broadcast, and a second for a message larger than all before."""
         try:
-            dist.broadcast(self._buffer, self._own[0], group=self._group)
-            size = _HEADER + int.from_bytes(self._buffer[:_HEADER].numpy().tobytes(), "little")
-            message = self._buffer[:size]
-            if size > len(self._buffer):
-                message = torch.empty(size, dtype=torch.uint8)
-                dist.broadcast(message, self._own[0], group=self._group)
-                self._buffer = torch.zeros_like(message)
+            value = self._messages.receive()
         except RuntimeError as err:
             raise RuntimeError(
                 f"Rank {self._own[0]}, which reads for this rank, gave nothing for timeout_s="
                 f"{self._timeout_s:g} seconds. Look for the first error in its log. ({err})"
             ) from err
-        value = pickle.loads(message[_HEADER:].numpy().tobytes())
         if isinstance(value, Exception):
             raise value
         return value

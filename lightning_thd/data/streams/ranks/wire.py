@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+
+from lightning_thd.parallel.messages import host_group
+
+__all__ = ["Wire", "host_group", "waiting"]
 
 Bytes = npt.NDArray[np.uint8]
 Int32 = npt.NDArray[np.int32]
@@ -91,13 +94,3 @@ def waiting(who: str, timeout_s: float) -> Iterator[None]:
             f"seconds. Look for the first error in the logs of the others; raise timeout_s where shards are "
             f"slow. ({err})"
         ) from err
-
-
-def host_group(members: list[int], timeout_s: float) -> Any:
-    """Create a gloo group of some ranks; only those ranks call this."""
-    return dist.new_group(
-        members,
-        backend="gloo",
-        timeout=timedelta(seconds=timeout_s),
-        use_local_synchronization=True,
-    )

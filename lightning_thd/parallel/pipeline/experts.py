@@ -1,10 +1,10 @@
 """Router logits of a rank's layers -> the MoE balancing loss over all ranks' layers.
 
-That loss multiplies how often an expert was chosen by how likely it was, both as means over all layers, so it
-is no sum over stages. What travels is what the means are made of, E sums of probabilities, E counts and the
-number of rows, from stage to stage behind the hidden states; their gradient comes back the same way.
+The loss multiplies how often an expert was chosen by how likely it was. Both are means over all layers, so
+the loss is no sum over stages. Each stage therefore sends on what the means are made of: E sums of
+probabilities, E counts and the number of rows. Their gradient comes back the same way.
 
-E experts, R rows: the slots of a microbatch on this rank.
+Legend: E experts, R rows (slots of a microbatch on this rank).
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ def wants_balance(inner: Any) -> bool:
 
 
 def require_known_balance(inner: Any) -> None:
-    """Refuse balancing losses other than Switch Transformers' (arXiv:2101.03961, equations 4 to 6).
-
-    Raises:
-        ValueError: naming the model.
-    """
+    """Refuse balancing losses other than Switch Transformers' (arXiv:2101.03961, equations 4 to 6)."""
     home = _home(inner)
     if home is not None:
         generator = torch.Generator().manual_seed(0)
@@ -56,14 +52,7 @@ def require_known_balance(inner: Any) -> None:
 
 
 def add_routers(parts: Tensor, logits: Sequence[Tensor], experts: int, top_k: int) -> Tensor:
-    """Add some layers' routers to the sums ``[2 E + 1]`` from which a balancing loss is computed.
-
-    Args:
-        parts: ``[2 E + 1]`` fp32 of the layers before: sums of probabilities, counts, rows.
-        logits: ``[R, E]`` of each layer.
-        experts: E.
-        top_k: experts of a slot.
-    """
+    """Add layers' logits ``[R, E]`` to the sums ``[2 E + 1]`` of earlier layers."""
     for layer in logits:
         weights = torch.nn.functional.softmax(layer, dim=-1)
         chosen = torch.topk(weights, top_k, dim=-1).indices.flatten()
@@ -76,11 +65,7 @@ def add_routers(parts: Tensor, logits: Sequence[Tensor], experts: int, top_k: in
 
 
 def balance_of(parts: Tensor) -> Tensor:
-    """Compute the balancing loss of sums ``[2 E + 1]``, ``E * sum(count / rows * sum / rows)``.
-
-    Returns:
-        ``[]``. Two experts, chosen equally often, with equal probabilities: 1 for one expert a slot.
-    """
+    """Compute the balancing loss of sums ``[2 E + 1]``, ``E * sum(count / rows * sum / rows)``."""
     experts = parts.numel() // 2
     sums, rest = parts[:experts], parts[experts:].detach()
     counts, rows = rest[:experts], rest[experts:]

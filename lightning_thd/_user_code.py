@@ -1,0 +1,44 @@
+"""The running call -> the line of the user's own code that made it, for messages."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+# Nobody writes a training step in installed packages, the standard library or this package.
+_OTHERS = (
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),
+    sysconfig.get_path("stdlib"),
+    str(Path(__file__).parent),
+    "<",
+)
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file of code is the user's, and not of an installed package or this one."""
+    return not file.startswith(_OTHERS)
+
+
+def calling_frame(wanted: Callable[[str], bool] = is_users) -> FrameType | None:
+    """Return the innermost running frame whose file is wanted."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not wanted(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def user_line() -> str:
+    """Return the user's innermost running line, such as ``train.py:12: loss = model(x)``."""
+    frame = calling_frame()
+    return "an unknown line" if frame is None else described(frame.f_code.co_filename, frame.f_lineno)
+
+
+def described(file: str, number: int) -> str:
+    """Format a line for messages: file, number and text."""
+    text = linecache.getline(file, number).strip()
+    return f"{Path(file).name}:{number}: {text}" if text else f"{Path(file).name}:{number}"
