@@ -1,6 +1,5 @@
 """Packed (THD, cu_seqlens) training for PyTorch Lightning, Accelerate and transformers."""
 
-from lightning_thd import _moved
 from lightning_thd.attention import varlen_attention
 from lightning_thd.batch import THDBatch
 from lightning_thd.callbacks import THDThroughputMonitor
@@ -37,6 +36,5 @@ __all__ = [
     "varlen_attention",
 ]
 
-_moved.install()
 register_thd()
 register_strategies()

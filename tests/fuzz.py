@@ -31,6 +31,10 @@ _HERE = Path.cwd()
 _LONGEST_S = 60  # of a call; the longest good ones take 2 s on an idle machine
 
 
+# AttributeError: what Python says of an argument of another class, which needs no words of ours.
+REFUSALS = (ValueError, TypeError, AttributeError)
+
+
 class Hung(Exception):
     """A call took so long that nobody would have waited for it."""
 
@@ -131,7 +135,7 @@ def fuzz(calls: int, seed: int = 0, *, only: str = "") -> tuple[Counter[str], li
                 if clean and entry.check is not None:
                     entry.check(arguments, answer)
             outcomes["answered"] += 1
-        except (ValueError, TypeError, *entry.also) as err:
+        except (*REFUSALS, *entry.also) as err:
             outcomes[type(err).__name__] += 1
             if clean:
                 failures.append(f"{name} refused good arguments {arguments!r:.300}: {err}")

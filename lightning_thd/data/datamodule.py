@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_thd._checks import flags
+from lightning_thd._checks import choice, flags
 from lightning_thd.alignment import Alignment
 from lightning_thd.data import planning, sets
 from lightning_thd.data import stream_link as streaming
@@ -30,7 +30,6 @@ from lightning_thd.data.store.measure import MapDataset, OnError
 from lightning_thd.data.streams import Stream, StreamLoader, StreamMixture, stream_loader
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
-from lightning_thd.packing.lengths import check_choice
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner
 from lightning_thd.packing.planner import Tail
 
@@ -159,7 +158,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
             pad_to=pad_to,
             mixing=mixing,
         )
-        check_choice("empty", empty, get_args(Empty))
+        choice(empty, "empty", *get_args(Empty))
         if pin_memory is not None:
             flags(pin_memory=pin_memory)
         self._opener = Opener(

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightning_thd.packing.lengths import as_lengths
+from lightning_thd._checks import host_ints
 from lightning_thd.packing.permutation import derive_key, keyed_hashes
 
 IntArray = npt.NDArray[np.int64]
@@ -210,7 +210,7 @@ def read_lengths_csv(path: str | Path, column: str | int | None = None) -> IntAr
         lengths.append(int(row[at]))
     if not lengths:
         raise ValueError(f"{path} has no lengths. Write one positive integer on each line.")
-    return as_lengths(lengths)
+    return host_ints(lengths, "lengths", least=1, advice="Draw positive lengths.")
 
 
 def _column(

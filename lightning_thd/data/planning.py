@@ -25,7 +25,7 @@ from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.data.trainer_link import Host, model_cost
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
-from lightning_thd.packing.lengths import check_count, make_slots
+from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
 from lightning_thd.packing.plan import Weigh
 from lightning_thd.packing.planner import Tail
@@ -67,7 +67,7 @@ class PlanSettings:
                 f"global_batch is a {type(self.global_batch).__name__}. Pass Packs(n), Sequences(n) or None."
             )
         if self.pad_to is not None:
-            check_count("pad_to", self.pad_to, "None pads no pack.")
+            whole_number(self.pad_to, "pad_to", least=1, advice="None pads no pack.")
         if self.capacity < 1:
             raise ValueError(
                 f"capacity={self.capacity}: a pack holds at least 1 token. Pass the tokens of a pack."

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,23 +25,6 @@ def check_tensors(**tensors: object) -> None:
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}, wanted a torch.Tensor.")
-
-
-def check_number(name: str, value: object, *, above: float | None = None, least: float | None = None) -> None:
-    """Check that an argument is a finite Python number within its bound.
-
-    Raises:
-        TypeError: for anything else.
-        ValueError: naming the bound.
-    """
-    too_wide = isinstance(value, int) and abs(value) >= 2**63  # more than a tensor takes
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is a {type(value).__name__}, wanted a Python number.")
-    number = math.inf if too_wide else float(value)
-    low = above is not None and number <= above
-    if not math.isfinite(number) or low or (least is not None and number < least):
-        wanted = f" above {above}" if above is not None else "" if least is None else f" of at least {least}"
-        raise ValueError(f"{name} is {value!r}, wanted a finite number{wanted}.")
 
 
 def check_call(call: Call) -> None:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd.loss.checks import check_number, check_operands, check_tensors, check_top_tokens
+from lightning_thd._checks import real_number
+from lightning_thd.loss.checks import check_operands, check_tensors, check_top_tokens
 from lightning_thd.loss.dtensors import is_dtensor, local_hidden, plain
 from lightning_thd.loss.linear_nll import linear_nll, row_weights, without_weightless
 from lightning_thd.loss.prepare import Call, Prepared, Settings, prepare
@@ -154,8 +155,8 @@ def _check(kind: str, temperature: float, alpha: float, beta: float, reduction: 
         raise ValueError(f"kind is {kind!r}, wanted one of {', '.join(get_args(Kind))}.")
     if reduction not in ("sum", "mean"):
         raise ValueError(f"reduction is {reduction!r}, wanted 'sum' or 'mean'.")
-    check_number("alpha", alpha, least=0.0)
-    check_number("beta", beta, above=0.0)
+    real_number(alpha, "alpha", least=0.0)
+    real_number(beta, "beta", above=0.0)
     if alpha > 1.0 or beta >= 1.0:
         raise ValueError(
             f"alpha is {alpha} and beta {beta}, wanted alpha from 0 to 1 and beta above 0 and below 1; at "

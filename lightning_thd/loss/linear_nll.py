@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_thd._checks import real_number
 from lightning_thd.loss import backends
-from lightning_thd.loss.checks import check_call, check_number
+from lightning_thd.loss.checks import check_call
 from lightning_thd.loss.dtensors import plain
 from lightning_thd.loss.linear_logprobs import row_logprobs
 from lightning_thd.loss.prepare import Call, Prepared, prepare
@@ -174,7 +175,7 @@ def row_weights(token_weights: Tensor | float | None, prepared: Prepared) -> Ten
     if token_weights is None or not isinstance(token_weights, Tensor) or token_weights.ndim == 0:
         one = 1.0 if token_weights is None else token_weights
         if not isinstance(one, Tensor):
-            check_number("token_weights", one)
+            real_number(one, "token_weights")
         weights = torch.ones(targets.shape, dtype=dtype, device=targets.device) * one
     else:
         if token_weights.numel() != prepared.shape.numel():

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd._checks import instance, whole_number
+from lightning_thd._checks import instance, real_number, whole_number
 from lightning_thd.batch import IGNORE_INDEX
-from lightning_thd.loss.checks import check_number, check_tensors
+from lightning_thd.loss.checks import check_tensors
 from lightning_thd.loss.rollouts import PackedRollouts
 
 GRPOKind = Literal["grpo", "dr_grpo", "token_mean"]
@@ -68,7 +68,7 @@ def ppo_clip_loss(
     ratio = _ratio(given["logp"] - given["old_logp"].detach())
     losses = -torch.minimum(ratio * of_slot, ratio.clamp(low, high) * of_slot)
     if dual_clip is not None:
-        check_number("dual_clip", dual_clip, above=1.0)
+        real_number(dual_clip, "dual_clip", above=1.0)
         losses = torch.where(of_slot < 0, torch.minimum(losses, -dual_clip * of_slot), losses)
     return _reduced(losses, rollouts, "token_mean", None, weights, scale, group)
 
@@ -131,7 +131,7 @@ def grpo_loss(
     ratio = _ratio(given["logp"] - given["old_logp"].detach())
     clipped = ratio.clamp(low, high)
     if largest_ratio is not None:
-        check_number("largest_ratio", largest_ratio, above=1.0)
+        real_number(largest_ratio, "largest_ratio", above=1.0)
         ratio = ratio.clamp(max=largest_ratio)
     losses = -torch.minimum(ratio * of_slot, clipped * of_slot)
     losses = losses + _divergence(given["logp"], reference_logp, beta, rollouts, weights)
@@ -194,7 +194,7 @@ def gspo_loss(
             raise ValueError(f"weights is {list(weights.shape)}, wanted one a row: [{rows}].")
         losses = torch.where(weights != 0, losses, 0.0) * weights.detach()
     if scale is not None:
-        check_number("scale", scale)
+        real_number(scale, "scale")
     return losses.sum() * (1.0 / max(1, rows) if scale is None else scale)
 
 
@@ -219,7 +219,7 @@ def group_advantages(
         ValueError: when the rewards are not whole groups, or a group of one is to be normalised.
     """
     check_tensors(rewards=rewards)
-    check_number("epsilon", epsilon, least=0.0)
+    real_number(epsilon, "epsilon", least=0.0)
     instance(normalise, "normalise", bool, advice="Pass True or False.")
     group_size = whole_number(group_size, "group_size", least=None, advice="It is the rollouts of a prompt.")
     if not rewards.is_floating_point():
@@ -237,9 +237,9 @@ def group_advantages(
 
 
 def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
-    check_number("clip", clip, above=0.0)
+    real_number(clip, "clip", above=0.0)
     if clip_high is not None:
-        check_number("clip_high", clip_high, above=0.0)
+        real_number(clip_high, "clip_high", above=0.0)
     return 1.0 - clip, 1.0 + (clip if clip_high is None else clip_high)
 
 
@@ -293,7 +293,7 @@ def _divergence(
     weights: Tensor | None = None,
 ) -> Tensor:
     """Return ``beta`` times the divergence estimate of arXiv:2402.03300, equation 4, ``[T]``."""
-    check_number("beta", beta, least=0.0)
+    real_number(beta, "beta", least=0.0)
     if (reference_logp is None) != (beta == 0):
         raise ValueError(
             f"beta is {beta} and reference_logp {'absent' if reference_logp is None else 'given'}, wanted "
@@ -328,7 +328,7 @@ def _reduced(
             )
         return rows.sum() / (max(1, rollouts.shape[0]) * max_tokens)
     if scale is not None:
-        check_number("scale", scale)
+        real_number(scale, "scale")
         return rows.sum() * scale
     if kind == "grpo":
         return rows.sum() / max(1, rollouts.shape[0])

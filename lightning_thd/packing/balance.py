@@ -9,16 +9,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from lightning_thd._checks import host_ints, instance, whole_number
 from lightning_thd.packing.bins import Packing, best_fit, regrouped
 from lightning_thd.packing.cost import Cost
-from lightning_thd.packing.lengths import (
-    MOST_RANKS,
-    Slots,
-    as_lengths,
-    check_capacity,
-    check_count,
-    check_type,
-)
+from lightning_thd.packing.lengths import MOST_RANKS, Slots, check_capacity
 from lightning_thd.packing.microsteps import fill_microsteps, waiting
 
 IntArray = npt.NDArray[np.int64]
@@ -64,13 +58,12 @@ def balance(
             for.
     """
     check_capacity(capacity)
-    check_count("dp", dp, "Pass the number of data-parallel ranks.", most=MOST_RANKS)
+    whole_number(dp, "dp", least=1, most=MOST_RANKS, advice="Pass the number of data-parallel ranks.")
     if num_microbatches is not None:
-        advice = "Pass None to have the fewest that fit."
-        check_count("num_microbatches", num_microbatches, advice, most=MOST_MICROBATCHES // dp)
+        whole_number(num_microbatches, "num_microbatches", least=1, most=MOST_MICROBATCHES // dp)
     if cost is not None:
-        check_type("cost", cost, Cost, "Pass Cost(linear=..., quadratic=...).")
-    values = as_lengths(lengths)
+        instance(cost, "cost", Cost, advice="Pass Cost(linear=..., quadratic=...).")
+    values = host_ints(lengths, "lengths", least=1, advice="Leave empty sequences out.")
     if len(values) and values.max() > capacity:
         longest = int(values.argmax())
         raise ValueError(

@@ -15,7 +15,8 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.lengths import Slots, as_integers, as_lengths, check_capacity, check_count
+from lightning_thd._checks import choice, host_ints, whole_number
+from lightning_thd.packing.lengths import Slots, check_capacity
 
 Algorithm = Literal["bfd", "ffd", "next_fit"]
 IntArray = npt.NDArray[np.int64]
@@ -38,7 +39,7 @@ class Packing:
     offsets: IntArray
 
     def __post_init__(self) -> None:
-        indices, offsets = as_integers(self.indices, "indices"), as_integers(self.offsets, "offsets")
+        indices, offsets = host_ints(self.indices, "indices"), host_ints(self.offsets, "offsets")
         if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(indices) or (np.diff(offsets) < 0).any():
             raise ValueError(
                 f"Packing got {len(indices)} indices and offsets {offsets[:8].tolist()}. Offsets begin "
@@ -76,7 +77,7 @@ class Packing:
         return float(real / (len(self) * capacity)) if len(self) else 1.0
 
     def _of_each(self, values: npt.ArrayLike, name: str) -> IntArray:
-        found = as_integers(values, name)
+        found = host_ints(values, name)
         if len(self.indices) and len(found) <= int(self.indices.max()):
             raise ValueError(
                 f"{name} has {len(found)} entries, but sequence {int(self.indices.max())} is packed. "
@@ -109,13 +110,10 @@ def pack_lengths(
         ValueError: when a length or the capacity is below one, or a sequence is longer than the capacity.
     """
     check_capacity(capacity)
-    values = as_lengths(lengths)
+    values = host_ints(lengths, "lengths", least=1, advice="Leave empty sequences out.")
     if max_sequences is not None:
-        check_count("max_sequences", max_sequences, "It is the most sequences of a pack; None sets no bound.")
-    if algorithm not in get_args(Algorithm):
-        raise ValueError(
-            f"algorithm={algorithm!r} is unknown. Choose one of {', '.join(get_args(Algorithm))}."
-        )
+        whole_number(max_sequences, "max_sequences", least=1, most=2**255, advice="None sets no bound.")
+    choice(algorithm, "algorithm", *get_args(Algorithm))
     if not len(values):
         return Packing(indices=np.empty(0, np.int64), offsets=np.zeros(1, np.int64))
     longest = int(values.argmax())

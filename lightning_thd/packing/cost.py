@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lightning_thd._checks import whole_number
 from lightning_thd.flops.model import FlopsModel
-from lightning_thd.packing.lengths import as_array, check_count
 from lightning_thd.stats import SeqStats
 
 FloatArray = npt.NDArray[np.float64]
@@ -49,7 +49,7 @@ class Cost:
             longest: tokens of the longest sequence. The work is exact at this length and at half of it; at
                 every length where all layers see the whole sequence, and nearly where some see a window.
         """
-        check_count("longest", longest, "It is the tokens of the longest sequence.")
+        whole_number(longest, "longest", least=1, advice="It is the tokens of the longest sequence.")
         half = max(1, longest // 2)
         short, long = (
             float(model.training_flops(SeqStats.from_lengths([n], windows=model.windows)).hardware)
@@ -60,7 +60,7 @@ class Cost:
 
     def __call__(self, lengths: npt.ArrayLike) -> FloatArray:
         """Return the work of each sequence, float64 ``[S]``: 2 s + s**2 of ``[3]`` is ``[15.0]``."""
-        given = as_array(lengths, "lengths")
+        given = np.asarray(lengths)
         if given.size and (given.dtype.kind not in "iuf" or not np.isfinite(given).all()):
             raise ValueError(f"lengths has the type {given.dtype}, or is not finite. Pass numbers.")
         tokens = given.astype(np.float64)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.lengths import as_array, as_lengths
+from lightning_thd._checks import host_ints
 from lightning_thd.packing.plan import Spans
 
 Oversize = Literal["error", "drop", "truncate", "split", "own_pack"]
@@ -61,9 +61,9 @@ def open_lengths(lengths: Lengths) -> OpenLengths:
         or hasattr(lengths, "__array__")
         or isinstance(lengths, list | tuple | range)
     ):
-        values = as_array(lengths, "lengths")
+        values = np.asarray(lengths)
         if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
-            as_lengths(values[:1] if values.ndim == 1 else values)  # raises, and says what was wanted
+            host_ints(values[:1] if values.ndim == 1 else values, "lengths")  # raises with the reason
         return values if values.size else np.empty(0, np.int64)
     if isinstance(lengths, VirtualLengths) and not isinstance(lengths, str | bytes | Mapping):
         return lengths

@@ -15,8 +15,9 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from lightning_thd._checks import host_ints, instance, whole_number
 from lightning_thd.packing.entries import OpenLengths, make_entries, read_lengths, summarize
-from lightning_thd.packing.lengths import as_lengths, check_count, check_type, make_slots
+from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.loss_tokens import LossTokens, open_loss_tokens
 from lightning_thd.packing.permutation import derive_key, permute
 from lightning_thd.packing.plan import StepPlan
@@ -60,9 +61,9 @@ class Mixing:
                 f"temperature={self.temperature!r}: wanted a number above 0; 1 keeps the weights."
             )
         if self.passes is not None:
-            check_type("passes", self.passes, Mapping, "Pass {name: passes over it}, or None.")
+            instance(self.passes, "passes", Mapping, advice="Pass {name: passes over it}, or None.")
         if not isinstance(self.epoch, str) or self.epoch not in ("longest", "shortest"):
-            check_count("epoch", self.epoch, "Pass 'longest', 'shortest' or a number of sequences.")
+            whole_number(self.epoch, "epoch", least=1, advice="Pass 'longest', 'shortest' or a number.")
 
 
 def _is_number(value: object) -> bool:
@@ -88,7 +89,7 @@ def share_out(
         ValueError: for weights that are none, a source without sequences, or one that would get none.
     """
     mixing = Mixing() if mixing is None else mixing
-    check_type("mixing", mixing, Mixing, "Pass Mixing(temperature=..., epoch=..., passes=...), or None.")
+    instance(mixing, "mixing", Mixing, advice="Pass Mixing(temperature=..., epoch=..., passes=...), or None.")
     if mixing.dry is not None:
         raise ValueError(
             f"Mixing(dry={mixing.dry!r}) is for streams; no source here is one. Mixing(epoch=) says how many "
@@ -116,14 +117,14 @@ def share_out(
 
 def _check_sizes(sizes: Mapping[str, int], weights: Mapping[str, float]) -> None:
     advice = "Pass one number a source, by its name."
-    check_type("sizes", sizes, Mapping, advice)
-    check_type("weights", weights, Mapping, advice)
+    instance(sizes, "sizes", Mapping, advice=advice)
+    instance(weights, "weights", Mapping, advice=advice)
     if not sizes or set(sizes) != set(weights):
         raise ValueError(
             f"A mixture got sizes of {sorted(sizes)} and weights of {sorted(weights)}. Give both of each."
         )
     for name, size in sizes.items():
-        check_count(f"sizes[{name!r}]", size, "A source has at least one sequence.")
+        whole_number(size, f"sizes[{name!r}]", least=1, advice="A source has at least one sequence.")
     check_weights(weights)
 
 
@@ -231,12 +232,12 @@ def make_mixture(
         ValueError: as :func:`share_out`.
     """
     usable: dict[str, IntArray | None] = {}
-    check_type("lengths", lengths, Mapping, "Pass the lengths of each source, by its name.")
-    check_count("seed", seed, "It decides every shuffle.", least=-(2**255), most=2**255)
+    instance(lengths, "lengths", Mapping, advice="Pass the lengths of each source, by its name.")
+    whole_number(seed, "seed", least=-(2**255), most=2**255, advice="It decides every shuffle.")
     if most is not None:
-        check_count("most", most, "None lets sequences of any length take part.")
+        whole_number(most, "most", least=1, advice="None lets sequences of any length take part.")
     for name, given in lengths.items():
-        values = as_lengths(given, name=f"lengths[{name!r}]", least=0)
+        values = host_ints(given, f"lengths[{name!r}]", least=0)
         out = (values < 1) | (values > most) if most is not None else values < 1
         usable[name] = np.flatnonzero(~out) if out.any() else None
     sizes = {name: len(values) for name, values in lengths.items()}
@@ -327,7 +328,7 @@ class MixturePlanner(Resumable):
 
     def step(self, epoch: int, k: int, dp: int = 1) -> StepPlan:
         """Plan a step as ``PackPlanner.step`` does; its spans hold dataset indices."""
-        check_count("epoch", epoch, "Epochs count from 0.", least=0)
+        whole_number(epoch, "epoch", advice="Epochs count from 0.")
         plan = self.of_epoch(epoch).step(epoch, k, dp)
         return plan.with_indices(self.mixture.indices(epoch, plan.spans.index), self._weigh)
 

@@ -13,7 +13,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.lengths import as_integers, check_count
+from lightning_thd._checks import host_ints, whole_number
 
 IntArray = npt.NDArray[np.int64]
 _U64 = npt.NDArray[np.uint64]
@@ -45,9 +45,9 @@ def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
     Raises:
         ValueError: when a position lies outside the range.
     """
-    check_count("total", total, "It is the number of entries that are permuted.", least=0, most=2**62)
-    check_count("key", key, "Make it with derive_key().", least=0, most=_MASK)
-    spots = as_integers(positions, "positions")
+    whole_number(total, "total", most=2**62, advice="It is the number of entries that are permuted.")
+    whole_number(key, "key", most=_MASK, advice="Make it with derive_key().")
+    spots = host_ints(positions, "positions")
     if spots.size and (spots.min() < 0 or spots.max() >= total):
         raise ValueError(
             f"Positions from {spots.min()} to {spots.max()} were asked of a permutation of {total} entries. "

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.lengths import check_count
+from lightning_thd._checks import whole_number
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -36,7 +36,7 @@ class Packs(_StepSize):
     n: int
 
     def __post_init__(self) -> None:
-        check_count("Packs.n", self.n, "Pass the packs of a step, for example Packs(8).")
+        whole_number(self.n, "Packs.n", least=1, advice="Pass Packs(8), say.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Sequences(_StepSize):
     n: int
 
     def __post_init__(self) -> None:
-        check_count("Sequences.n", self.n, "Pass the sequences of a step, for example Sequences(512).")
+        whole_number(self.n, "Sequences.n", least=1, advice="Pass Sequences(512), say.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from lightning_thd._checks import choice, instance, whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.packing.balance import Scheduler, balanced_bins, scheduled_bins, seated
 from lightning_thd.packing.bins import Packing
@@ -23,7 +24,7 @@ from lightning_thd.packing.entries import (
     read_lengths,
     summarize,
 )
-from lightning_thd.packing.lengths import MOST_RANKS, check_choice, check_count, check_type, make_slots
+from lightning_thd.packing.lengths import MOST_RANKS, make_slots
 from lightning_thd.packing.loss_tokens import LossTokens, open_loss_tokens
 from lightning_thd.packing.permutation import derive_key, permute
 from lightning_thd.packing.plan import Packs, Sequences, Spans, StepPlan
@@ -95,13 +96,13 @@ class PackPlanner(Resumable):
         counts: npt.NDArray[np.uint32] | None = None,
         num_workers: int = 0,
     ) -> None:
-        check_choice("oversize", oversize, get_args(Oversize))
-        check_choice("tail", tail, get_args(Tail))
-        check_count("window", window, "It is the number of sequences packed together; the default is 4096.")
-        check_count("seed", seed, "It decides every shuffle.", least=-(2**255), most=2**255)
-        check_count("num_workers", num_workers, "It is the number of processes that count.", least=0)
+        choice(oversize, "oversize", *get_args(Oversize))
+        choice(tail, "tail", *get_args(Tail))
+        whole_number(window, "window", least=1, advice="It is the number of sequences packed together.")
+        whole_number(seed, "seed", least=-(2**255), most=2**255, advice="It decides every shuffle.")
+        whole_number(num_workers, "num_workers", advice="It is the number of processes that count.")
         if cost is not None:
-            check_type("cost", cost, Cost, "Pass Cost(linear=..., quadratic=...).")
+            instance(cost, "cost", Cost, advice="Pass Cost(linear=..., quadratic=...).")
         _check_batch(global_batch, scheduler=scheduler is not None, schedule=schedule is not None)
         self.slots = make_slots(capacity, align)
         opened = open_lengths(lengths)
@@ -163,7 +164,7 @@ class PackPlanner(Resumable):
 
     def tail_dropped(self, epoch: int) -> int:
         """Return how many sequences ``tail="drop"`` leaves out of an epoch, wholly or in part."""
-        check_count("epoch", epoch, "Epochs count from 0.", least=0)
+        whole_number(epoch, "epoch", advice="Epochs count from 0.")
         if self.tail == "pad":
             return 0
         first = len(self) * self.global_batch.n
@@ -256,7 +257,7 @@ class PackPlanner(Resumable):
         )
 
     def _check_request(self, epoch: int, k: int, dp: int) -> None:
-        check_count("dp", dp, "Pass the number of data-parallel ranks.", most=MOST_RANKS)
+        whole_number(dp, "dp", least=1, most=MOST_RANKS, advice="Pass the number of data-parallel ranks.")
         whole = all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in (epoch, k))
         if not whole or epoch < 0 or not 0 <= k < len(self):
             raise NoSuchStep(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_thd.packing.lengths import check_type
+from lightning_thd._checks import instance
 
 
 class Resumable(ABC):
@@ -64,7 +64,7 @@ def read_state(settings: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[i
     Raises:
         ValueError: when it is no state, or the data or a setting changed since; each change is named.
     """
-    check_type("state", state, Mapping, "Pass what PackPlanner.state() returned.")
+    instance(state, "state", Mapping, advice="Pass what PackPlanner.state() returned.")
     missing = {"epoch", "step", "fingerprint"} - set(state)
     if missing:
         raise ValueError(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_thd.packing.entries import Entries
-from lightning_thd.packing.lengths import Slots, as_array
+from lightning_thd.packing.lengths import Slots
 from lightning_thd.packing.plan import Spans
 
 IntArray = npt.NDArray[np.int64]
@@ -56,7 +56,7 @@ def open_schedule(
     Raises:
         ValueError: when it is not one number a sequence, or a microbatch holds more than a pack offers.
     """
-    numbers = as_array(schedule, "schedule")
+    numbers = np.asarray(schedule)
     if numbers.shape != (count,) or numbers.dtype.kind not in "iu" or (count and numbers.min() < 0):
         raise ValueError(
             f"schedule has the shape {numbers.shape} and the type {numbers.dtype} for {count} sequences. "

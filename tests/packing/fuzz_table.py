@@ -3,16 +3,58 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from lightning_thd.packing import Packing, Packs, Sequences, Spans, StepPlan, pack_lengths
+from lightning_thd.packing import (
+    Cost,
+    Packing,
+    PackPlanner,
+    Packs,
+    Sequences,
+    Spans,
+    StepPlan,
+    balance,
+    pack_lengths,
+)
 from lightning_thd.packing.mixtures import Mixing, make_mixture
 from lightning_thd.packing.mixtures import share_out as share_out_mixture
+from lightning_thd.packing.permutation import permute
 from lightning_thd.packing.sharing import Sharing, check_tiling, share_out
 from tests.fuzz import Entry
-from tests.packing.test_bad_input import CALLS, PLANNER
+
+LENGTHS = [1, 2, 3, 4]
+PLANNER = PackPlanner(LENGTHS, 8, global_batch=Packs(2))
+Call = tuple[Callable[..., Any], dict[str, Any]]
+CALLS: dict[str, Call] = {
+    "pack_lengths": (
+        pack_lengths,
+        {"lengths": LENGTHS, "capacity": 8, "algorithm": "bfd", "max_sequences": None},
+    ),
+    "balance": (
+        balance,
+        {"lengths": LENGTHS, "capacity": 8, "dp": 2, "cost": None, "num_microbatches": None},
+    ),
+    "Cost": (Cost, {"linear": 1.0, "quadratic": 1.0}),
+    "Cost()": (Cost(), {"lengths": LENGTHS}),
+    "Packing": (Packing, {"indices": np.arange(4), "offsets": np.array([0, 2, 4])}),
+    "totals": (pack_lengths(LENGTHS, 8).totals, {"values": LENGTHS}),
+    "fill": (pack_lengths(LENGTHS, 8).fill, {"lengths": LENGTHS, "capacity": 8}),
+    "PackPlanner": (
+        PackPlanner,
+        {"lengths": LENGTHS, "capacity": 8, "global_batch": Packs(1), "align": None, "cost": None}
+        | {"window": 16, "oversize": "error", "tail": "pad", "seed": 0, "loss_tokens": None}
+        | {"scheduler": None, "schedule": None, "counts": None, "num_workers": 0},
+    ),
+    "step": (PLANNER.step, {"epoch": 0, "k": 0, "dp": 1}),
+    "rank": (PLANNER.step(0, 0).microbatches, {"rank": 0}),
+    "tail_dropped": (PLANNER.tail_dropped, {"epoch": 0}),
+    "state": (PLANNER.state, {"epoch": 0, "step": 0}),
+    "resume": (PLANNER.resume, {"state": PLANNER.state(0, 0)}),
+    "permute": (permute, {"positions": [0, 1], "total": 5, "key": 3}),
+}
 
 
 def _lengths(rng: random.Random) -> dict[str, Any]:

@@ -122,8 +122,8 @@ def test_fewer_sequences_than_ranks_leave_empty_microbatches() -> None:
     ("arguments", "message"),
     [
         ({"lengths": [3, 9], "dp": 1}, "Sequence 1 has 9 tokens but capacity=8"),
-        ({"lengths": [3], "dp": 0}, "dp=0: wanted a whole number, at least 1"),
-        ({"lengths": [3], "dp": 1, "num_microbatches": 0}, "num_microbatches=0: wanted"),
+        ({"lengths": [3], "dp": 0}, "dp=0; wanted 1 or more"),
+        ({"lengths": [3], "dp": 1, "num_microbatches": 0}, "num_microbatches=0; wanted"),
         (
             {"lengths": [8] * 5, "dp": 2, "num_microbatches": 2},
             "need 5 packs.*has 4. Pass num_microbatches=3",
@@ -133,6 +133,13 @@ def test_fewer_sequences_than_ranks_leave_empty_microbatches() -> None:
 def test_says_what_is_wrong(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         balance(arguments.pop("lengths"), 8, **arguments)
+
+
+def test_more_ranks_than_a_job_can_have_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="dp=2147483648; wanted at most 1048576"):
+        balance([1, 2], 8, dp=2**31)
+    with pytest.raises(ValueError, match="num_microbatches=16777216; wanted at most 8388608"):
+        balance([1, 2], 8, dp=2, num_microbatches=2**24)
 
 
 def answer(

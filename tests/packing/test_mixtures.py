@@ -112,7 +112,7 @@ def test_empty_and_dropped_sequences_take_no_part() -> None:
             r"passes\['a'\]=-1: wanted a number",
         ),
         (lambda: Mixing(temperature=0), "temperature=0: wanted a number above 0"),
-        (lambda: Mixing(epoch=0), "epoch=0: wanted a whole number, at least 1"),
+        (lambda: Mixing(epoch=0), "epoch=0; wanted 1 or more"),
     ],
 )
 def test_says_what_is_wrong(call: Any, message: str) -> None:

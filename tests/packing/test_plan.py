@@ -20,7 +20,8 @@ def test_are_not_each_other() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, 2.0, "8", True])
 def test_refuse_what_is_no_count(n: object) -> None:
-    with pytest.raises(ValueError, match=r"Packs.n=.*Pass the packs of a step, for example Packs\(8\)"):
-        Packs(n)
-    with pytest.raises(ValueError, match=r"Sequences.n=.*Pass the sequences of a step"):
-        Sequences(n)
+    for kind in (Packs, Sequences):
+        with pytest.raises(
+            (ValueError, TypeError), match=rf"{kind.__name__}.n.*wanted .* Pass {kind.__name__}\("
+        ):
+            kind(n)

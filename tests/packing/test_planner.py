@@ -343,15 +343,15 @@ def test_memory_mapped_lengths_stay_on_the_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"capacity": 0}, "capacity=0: wanted a whole number"),
+        ({"capacity": 0}, "capacity=0; wanted 1 or more"),
         ({"global_batch": 8}, r"global_batch=8: pass Packs\(n\) or Sequences\(n\)"),
-        ({"window": 0}, "window=0: wanted a whole number"),
-        ({"oversize": "cut"}, "oversize='cut' is unknown. Choose one of error, drop"),
-        ({"tail": "keep"}, "tail='keep' is unknown. Choose one of pad, drop"),
+        ({"window": 0}, "window=0; wanted 1 or more"),
+        ({"oversize": "cut"}, "'cut'; wanted one of error, drop"),
+        ({"tail": "keep"}, "'keep'; wanted one of pad, drop"),
         ({"lengths": []}, "lengths is empty: there is no sequence"),
         ({"lengths": [5, 9]}, "Sequence 1 has 9 tokens but at most 8 fit a pack. Set oversize="),
         ({"lengths": [5, -1]}, "Sequence 1 has -1 tokens"),
-        ({"lengths": [5.0]}, "type float64"),
+        ({"lengths": [5.0]}, "holds float64"),
         ({"lengths": 7}, "lengths is a int. Pass an array of ints"),
         (
             {"lengths": [9, 20], "oversize": "drop"},
@@ -385,7 +385,7 @@ def test_says_what_is_wrong_with_a_request() -> None:
         planner.step(0, 1, 1)
     with pytest.raises(IndexError, match="Step 0 of epoch -1"):
         planner.step(-1, 0, 1)
-    with pytest.raises(ValueError, match="dp=0: wanted a whole number"):
+    with pytest.raises(ValueError, match="dp=0; wanted 1 or more"):
         planner.step(0, 0, 0)
     with pytest.raises(ValueError, match=r"Packs\(n=3\) cannot be shared by dp=2 ranks.*Use Packs\(4\)"):
         planner.step(0, 0, 2)

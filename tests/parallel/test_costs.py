@@ -68,7 +68,7 @@ def test_bytes() -> None:
         ("latency_s", -1.0, ValueError, "latency_s=-1.0; wanted a finite number of 0 or more"),
         ("bandwidth_bytes_per_s", 0, ValueError, "wanted a finite number above 0"),
         ("flops_per_s", float("nan"), ValueError, "wanted a finite number above 0"),
-        ("gathered_bytes", "8G", TypeError, "gathered_bytes='8G' is str; wanted a number"),
+        ("gathered_bytes", "8G", TypeError, "gathered_bytes is a str, '8G'; wanted a number"),
     ],
 )
 def test_costs_are_checked(name: str, value: Any, error: type[Exception], message: str) -> None:

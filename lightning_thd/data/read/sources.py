@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from lightning_thd._checks import choice, instance, whole_number
 from lightning_thd.data.read.chunks import Chunk
 from lightning_thd.data.read.columns import as_rows, open_columns
 from lightning_thd.data.read.conversations import Records, describe, kind_of
@@ -25,7 +26,6 @@ from lightning_thd.data.store.columns import is_hugging_face
 from lightning_thd.data.store.journal import Rows
 from lightning_thd.data.store.measure import MapDataset, OnError, check_sample
 from lightning_thd.data.store.tokens import TokenStore, cached_store
-from lightning_thd.packing.lengths import check_choice, check_count, check_type
 
 Source = MapDataset | Dataset | str | Path | list[str | Path]  # type: ignore[type-arg]  # jsonargparse wants it bare
 Packed = Literal["auto", "sequences", "packs", "off"]
@@ -69,12 +69,12 @@ class Opener:
 
     def __post_init__(self) -> None:
         choices = {"records": Records, "packed": Packed, "on_error": OnError, "engine": Engine}
-        for name, choice in choices.items():
-            check_choice(name, getattr(self, name), get_args(choice))
-        check_count("num_workers", self.num_workers, "It is the number of processes that read.", least=0)
+        for name, words in choices.items():
+            choice(getattr(self, name), name, *get_args(words))
+        whole_number(self.num_workers, "num_workers", advice="It is the number of processes that read.")
         if self.max_errors is not None:
-            check_count("max_errors", self.max_errors, "None sets no bound.", least=0)
-        check_type("text_key", self.text_key, str, "Pass the key of the text in a record.")
+            whole_number(self.max_errors, "max_errors", advice="None sets no bound.")
+        instance(self.text_key, "text_key", str, advice="Pass the key of the text in a record.")
 
     def open(self, source: Source | Paths) -> Opened:
         """Open paths or a dataset; text, prompts and conversations are tokenised into a memory-mapped store.

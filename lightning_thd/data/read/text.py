@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_thd._checks import host_ints, whole_number
 from lightning_thd.data.read.chunks import Record
 from lightning_thd.data.read.decode import Bad
 from lightning_thd.data.read.files import Paths, find_files
 from lightning_thd.data.read.long.values import Long
 from lightning_thd.data.read.records import file_chunks
 from lightning_thd.data.store.tokens import TokenStore
-from lightning_thd.packing.lengths import as_integers, check_count
 
 
 class ByteTokenizer:
@@ -58,7 +58,7 @@ class ByteTokenizer:
 
     def decode(self, ids: NDArray[np.integer]) -> str:
         """Return the text of ``ids``, special ids left out."""
-        values = as_integers(ids, "ids")
+        values = host_ints(ids, "ids")
         if values.size and values.min() < 0:
             raise ValueError(f"Ids start at 0, got {int(values.min())}. Pass ids that the tokenizer gave.")
         return bytes(values[values < 256].astype(np.uint8)).decode("utf-8", errors="replace")
@@ -124,7 +124,7 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
         ValueError: for what is no number of bytes.
     """
     if max_bytes is not None:
-        check_count("max_bytes", max_bytes, "None leaves documents whole.")
+        whole_number(max_bytes, "max_bytes", least=1, advice="None leaves documents whole.")
     documents: list[str] = []
     with no_collections():
         for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):

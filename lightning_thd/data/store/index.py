@@ -11,6 +11,7 @@ import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
 
+from lightning_thd._checks import host_ints
 from lightning_thd.batch import IGNORE_INDEX
 from lightning_thd.batch.samples import refuse_shifted
 from lightning_thd.batch.weights import sample_weights
@@ -28,7 +29,6 @@ from lightning_thd.data.store.measure import (
 )
 from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.packing import Spans
-from lightning_thd.packing.lengths import as_integers
 
 Empty = Literal["error", "drop"]
 
@@ -288,7 +288,7 @@ def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | 
     media = np.empty(0, np.int64)
     given = getattr(dataset, "lengths", None)
     if given is not None and "weights" not in dataset[0]:
-        lengths = as_integers(given, "The dataset's `lengths`")
+        lengths = host_ints(given, "The dataset's `lengths`")
         if len(lengths) != len(dataset):
             raise ValueError(
                 f"The dataset has {len(dataset)} sequences but {len(lengths)} `lengths`. "
@@ -297,9 +297,7 @@ def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | 
         loss_tokens = getattr(dataset, "loss_tokens", None)
         if loss_tokens is None and "labels" in dataset[0]:
             return None
-        loss = (
-            np.maximum(lengths - 1, 0) if loss_tokens is None else as_integers(loss_tokens, "`loss_tokens`")
-        )
+        loss = np.maximum(lengths - 1, 0) if loss_tokens is None else host_ints(loss_tokens, "`loss_tokens`")
         largest = np.array(dataset.largest if isinstance(dataset, TokenStore) else (-1, 0))
         return {"lengths": lengths, "loss_tokens": loss, "media": media, "largest": largest}
     columns = count_columns(dataset)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_thd._checks import host_ints, instance
 from lightning_thd.data.store.arrays import ArrayWriter, load_array
-from lightning_thd.packing.lengths import as_array, as_integers, check_type
 
 SKIPPED = "skipped.jsonl"
 _IGNORE = -100
@@ -237,8 +237,8 @@ def refuse_more(skipped: int, max_errors: int | None, first: list[str]) -> None:
 
 def _checked(rows: Rows) -> Rows:
     """Return a piece of rows, or raise if its arrays do not belong together."""
-    check_type("A piece of a store", rows, Rows, "Pass Rows(tokens, lengths[, labels]).")
-    tokens, lengths = flat_integers(rows.tokens, "tokens"), as_integers(rows.lengths, "lengths")
+    instance(rows, "A piece of a store", Rows, advice="Pass Rows(tokens, lengths[, labels]).")
+    tokens, lengths = flat_integers(rows.tokens, "tokens"), host_ints(rows.lengths, "lengths")
     labels = None if rows.labels is None else flat_integers(rows.labels, "labels")
     given = [len(tokens)] if labels is None else [len(tokens), len(labels)]
     if any(n != lengths.sum() for n in given) or (lengths.size and lengths.min() < 0):
@@ -257,7 +257,7 @@ def flat_integers(values: Any, name: str) -> NDArray[np.integer]:
         ValueError: for other shapes and types.
     """
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
-        return as_integers(values, name)
+        return host_ints(values, name)
     return values
 
 
@@ -284,7 +284,7 @@ def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> 
     Returns:
         int64 ``[n]``. ``([-100, 7, 8, 9], [3, 1])`` becomes ``[2, 0]``.
     """
-    labels, lengths = as_array(labels, "labels"), as_integers(lengths, "lengths")
+    labels, lengths = np.asarray(labels), host_ints(lengths, "lengths")
     if labels.ndim != 1 or lengths.sum() != len(labels) or (lengths.size and lengths.min() < 0):
         raise ValueError(
             f"{labels.size} labels of shape {labels.shape} and {len(lengths)} lengths that add up to "

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lightning_thd._checks import whole_number
+from lightning_thd._checks import host_ints, whole_number
 from lightning_thd.data.store.arrays import (
     cache_folder,
     cached_folder,
@@ -38,7 +38,6 @@ from lightning_thd.data.store.journal import (
     refuse_negative,
 )
 from lightning_thd.data.store.lock import build_once, told
-from lightning_thd.packing.lengths import as_integers
 
 _VERSION = 3
 _BLOCK = 1 << 22  # labels counted at a time
@@ -98,7 +97,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int] | NDArray[np.integer]]) -> TokenStore:
         """Lay rows of ids end to end in memory, in the smallest unsigned dtype that holds them."""
-        arrays = [as_integers(row, f"row {i}") for i, row in enumerate(rows)]
+        arrays = [host_ints(row, f"row {i}") for i, row in enumerate(rows)]
         offsets = np.zeros(len(arrays) + 1, np.int64)
         np.cumsum([len(row) for row in arrays], out=offsets[1:])
         tokens = np.concatenate(arrays) if arrays else np.empty(0, np.uint16)

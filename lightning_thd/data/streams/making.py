@@ -18,7 +18,7 @@ from lightning_thd.data.streams.stream import Stream, StreamMixture, open_source
 from lightning_thd.data.trainer_link import Host, model_cost, model_windows, vocab_size
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
-from lightning_thd.packing.lengths import MOST_SLOTS, check_choice, check_count, make_slots
+from lightning_thd.packing.lengths import MOST_SLOTS, make_slots
 from lightning_thd.packing.planner import Tail
 
 
@@ -43,9 +43,9 @@ class StreamPolicies:
     pin_memory: bool | None = None
 
     def __post_init__(self) -> None:
-        check_count("capacity", self.capacity, "It is the tokens of a pack.", most=MOST_SLOTS)
-        check_choice("oversize", self.oversize, get_args(Oversize))
-        check_choice("tail", self.tail, get_args(Tail))
+        whole_number(self.capacity, "capacity", least=1, most=MOST_SLOTS, advice="The tokens of a pack.")
+        choice(self.oversize, "oversize", *get_args(Oversize))
+        choice(self.tail, "tail", *get_args(Tail))
         whole_number(self.seed, "seed", least=None)
         whole_number(self.num_workers, "num_workers", advice="0 reads in the training process.")
         instance(self.text_key, "text_key", str, advice="It names the field with the text.")

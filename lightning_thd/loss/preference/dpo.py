@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lightning_thd.loss.checks import check_number
+from lightning_thd._checks import real_number
 from lightning_thd.loss.preference.rows import check_rows, counted, smoothed, weighted_mean
 
 DPOKind = Literal[
@@ -79,7 +79,7 @@ def dpo_loss(
     given = {"chosen": chosen, "rejected": rejected}
     given |= {"reference_chosen": reference_chosen, "reference_rejected": reference_rejected}
     check_rows(**given)
-    check_number("beta", beta, above=0.0)
+    real_number(beta, "beta", above=0.0)
     check_smoothing(kind, label_smoothing)
     chosen, rejected, reference_chosen, reference_rejected = counted(
         weights, chosen, rejected, reference_chosen, reference_rejected
@@ -145,7 +145,7 @@ def check_smoothing(kind: str, value: float) -> None:
     Raises:
         ValueError: for a share of a half or more, or with a variant that has none or needs one.
     """
-    check_number("label_smoothing", value, least=0.0)
+    real_number(value, "label_smoothing", least=0.0)
     if value >= 0.5 or (value and kind not in ("sigmoid", "robust", "exo_pair", "sigmoid_norm")):
         raise ValueError(
             f"label_smoothing is {value!r} with kind={kind!r}, wanted below 0.5, and 0 but for 'sigmoid', "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lightning_thd.loss.checks import check_number
+from lightning_thd._checks import real_number
 from lightning_thd.loss.preference.dpo import check_smoothing
 from lightning_thd.loss.preference.rows import check_rows, counted, smoothed, weighted_mean
 
@@ -42,7 +42,7 @@ def orpo_loss(
         ValueError: for shapes or settings that do not fit.
     """
     check_rows(chosen=chosen, rejected=rejected)
-    check_number("beta", beta, above=0.0)
+    real_number(beta, "beta", above=0.0)
     chosen, rejected = counted(weights, chosen, rejected, blank=-1.0)
     log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
     return weighted_mean(-beta * logsigmoid(log_odds), weights, scale)
@@ -89,8 +89,8 @@ def simpo_loss(
         ValueError: for shapes or settings that do not fit.
     """
     check_rows(chosen=chosen, rejected=rejected)
-    check_number("beta", beta, above=0.0)
-    check_number("margin", margin)
+    real_number(beta, "beta", above=0.0)
+    real_number(margin, "margin")
     check_smoothing("sigmoid", label_smoothing)
     chosen, rejected = counted(weights, chosen, rejected)
     z = beta * (chosen - rejected) - margin

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lightning_thd.loss.checks import check_number, check_tensors
+from lightning_thd._checks import real_number
+from lightning_thd.loss.checks import check_tensors
 from lightning_thd.loss.preference.rows import check_rows, counted, weighted_mean
 
 
@@ -54,14 +55,14 @@ def kto_loss(
             f"desirable is {desirable.dtype} {list(desirable.shape)}, wanted bool {list(logps.shape)}."
         )
     for name, value in (("desirable_weight", desirable_weight), ("undesirable_weight", undesirable_weight)):
-        check_number(name, value)
-    check_number("beta", beta, above=0.0)
+        real_number(value, name)
+    real_number(beta, "beta", above=0.0)
     if isinstance(divergence, Tensor):
         if divergence.numel() != 1:
             raise ValueError(f"divergence is {list(divergence.shape)}, wanted one number for the step.")
         divergence = divergence.detach()
     else:
-        check_number("divergence", divergence)
+        real_number(divergence, "divergence")
     logps, reference_logps = counted(weights, logps, reference_logps)
     distance = logps - reference_logps - divergence
     losses = torch.where(
@@ -103,8 +104,8 @@ def reward_pair_loss(
     """
     check_rows(chosen=chosen, rejected=rejected, **{"margin": margin} if isinstance(margin, Tensor) else {})
     if not isinstance(margin, Tensor):
-        check_number("margin", margin)
-    check_number("centre", centre, least=0.0)
+        real_number(margin, "margin")
+    real_number(centre, "centre", least=0.0)
     chosen, rejected = counted(weights, chosen, rejected)
     if isinstance(margin, Tensor):
         (margin,) = counted(weights, margin)

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from lightning_thd._checks import real_number
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
-from lightning_thd.loss.checks import check_number, check_tensors
+from lightning_thd.loss.checks import check_tensors
 from lightning_thd.loss.rollouts.reduce import segment_sums, sum_over_group
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
@@ -51,7 +52,7 @@ def weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) -
         check_rows(losses=losses, weights=weights)
         losses = losses * weights.detach()
     if scale is not None:
-        check_number("scale", scale)
+        real_number(scale, "scale")
         return losses.sum() * scale
     if weights is None:
         return losses.sum() / max(1, losses.numel())

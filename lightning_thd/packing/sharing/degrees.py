@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_thd._checks import flags
+from lightning_thd._checks import choice, flags, whole_number
 from lightning_thd.alignment import Alignment, Layout
-from lightning_thd.packing.lengths import MOST_RANKS, check_choice, check_count
+from lightning_thd.packing.lengths import MOST_RANKS
 
 Waits = Literal["microbatch", "step"]
 
@@ -42,21 +42,20 @@ class Sharing:
     together: int | None = None
 
     def __post_init__(self) -> None:
-        check_count(
-            "max_context_parallel_size", self.max_degree, "It is the most ranks that share a sequence."
-        )
+        advice = "It is the most ranks that share a sequence."
+        whole_number(self.max_degree, "max_context_parallel_size", least=1, advice=advice)
         if self.max_degree & (self.max_degree - 1):
             raise ValueError(
                 f"max_context_parallel_size={self.max_degree} is no power of two; groups of 1, 2, 4, ... "
                 f"ranks are made. Use {1 << (self.max_degree.bit_length() - 1)} or "
                 f"{1 << self.max_degree.bit_length()}."
             )
-        check_choice("context_parallel_layout", self.layout, get_args(Layout))
-        check_choice("waits", self.waits, get_args(Waits))
-        check_count("tensor_parallel_size", self.tp, "1 means not at all.")
+        choice(self.layout, "context_parallel_layout", *get_args(Layout))
+        choice(self.waits, "waits", *get_args(Waits))
+        whole_number(self.tp, "tensor_parallel_size", least=1, advice="1 means not at all.")
         flags(sequence_parallel=self.sequence_parallel)
         if self.together is not None:
-            check_count("together", self.together, "It is the number of ranks that share weights.")
+            whole_number(self.together, "together", least=1, advice="The ranks that share weights.")
         wanted = len(self.degrees) - 1
         if self.exchange is not None and (
             len(self.exchange) != wanted or not all(0 <= x < float("inf") for x in self.exchange)
@@ -119,8 +118,8 @@ def check_tiling(ranks: int, max_degree: int) -> None:
     Raises:
         ValueError: saying which degrees do.
     """
-    check_count("ranks", ranks, "It is the number of data-parallel ranks.", most=MOST_RANKS)
-    check_count("max_degree", max_degree, "It is the most ranks that share a sequence.")
+    whole_number(ranks, "ranks", least=1, most=MOST_RANKS, advice="It is the number of data-parallel ranks.")
+    whole_number(max_degree, "max_degree", least=1, advice="Most ranks of a sequence.")
     if ranks % max_degree:
         fits = max(d for d in (1 << i for i in range(max_degree.bit_length())) if ranks % d == 0)
         raise ValueError(

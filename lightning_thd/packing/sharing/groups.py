@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.packing.lengths import as_lengths, check_count, check_type
+from lightning_thd._checks import host_ints, instance, whole_number
 from lightning_thd.packing.sharing.degrees import Sharing, check_tiling
 from lightning_thd.packing.sharing.levels import Filler, Long
 from lightning_thd.packing.sharing.nested import Nest
@@ -99,10 +99,10 @@ def share_out(
         ValueError: for no sequence, one that fits at no degree, work that is no finite number above 0, or
             ranks that groups do not tile.
     """
-    check_count("capacity", capacity, "It is the most slots of one rank.")
-    check_type("sharing", sharing, Sharing, "Pass Sharing(max_degree=...).")
+    whole_number(capacity, "capacity", least=1, advice="It is the most slots of one rank.")
+    instance(sharing, "sharing", Sharing, advice="Pass Sharing(max_degree=...).")
     check_tiling(ranks, sharing.max_degree)
-    values = as_lengths(lengths)
+    values = host_ints(lengths, "lengths", least=1, advice="Leave empty sequences out.")
     if not values.size:
         raise ValueError("lengths is empty: there is no sequence to share out. Pass the tokens of each.")
     tables, together = Tables.of(values, capacity, sharing, cost), sharing.waiting(ranks)

@@ -7,13 +7,14 @@ Legend: N slots of a shard, H query heads, G key-value heads, D head size, E val
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from lightning_thd._checks import real_number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +40,10 @@ class CommCosts:
 
     def __post_init__(self) -> None:
         for name in ("bandwidth_bytes_per_s", "flops_per_s"):
-            _check_number(name, getattr(self, name), above_zero=True)
-        _check_number("latency_s", self.latency_s, above_zero=False)
+            real_number(getattr(self, name), name, above=0)
+        real_number(self.latency_s, "latency_s", least=0)
         if self.gathered_bytes is not None:
-            _check_number("gathered_bytes", self.gathered_bytes, above_zero=True)
+            real_number(self.gathered_bytes, "gathered_bytes", above=0)
 
     def seconds(self, received_bytes: float, *, messages: int) -> float:
         """Return the seconds of exchanges by bandwidth and latency: 1,000 bytes at 1 GB/s take 1 us."""
@@ -90,15 +91,6 @@ def _time_exchange(group: dist.ProcessGroup, device: torch.device, size: int, cl
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _check_number(name: str, value: object, *, above_zero: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}={value!r} is {type(value).__name__}; wanted a number.")
-    if not math.isfinite(value) or value < 0 or (above_zero and value == 0):
-        raise ValueError(
-            f"{name}={value!r}; wanted a finite number {'above 0' if above_zero else 'of 0 or more'}."
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
