@@ -2,7 +2,7 @@
 
 from lightning_thd.callbacks.compile_layers import CompileLayers
 from lightning_thd.callbacks.flops_metric import THDFlops
+from lightning_thd.callbacks.monitor import THDThroughputMonitor
 from lightning_thd.callbacks.packing_check import PackingCheck
-from lightning_thd.callbacks.throughput import THDThroughputMonitor
 
 __all__ = ["CompileLayers", "PackingCheck", "THDFlops", "THDThroughputMonitor"]

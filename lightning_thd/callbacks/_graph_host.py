@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as L
 
-from lightning_thd.callbacks.throughput import THDThroughputMonitor
+from lightning_thd.callbacks.monitor import THDThroughputMonitor
 from lightning_thd.cuda_graph.capture.backend import Backend
 from lightning_thd.cuda_graph.limits.support import sharded_by
 from lightning_thd.packing import PackPlanner

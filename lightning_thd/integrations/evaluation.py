@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.callbacks.measuring.across_ranks import communication_device
+from lightning_thd.parallel.across_ranks import communication_device
 
 LossFn: TypeAlias = Callable[[nn.Module, THDBatch], Tensor]
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from lightning_thd._checks import described
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.callbacks.measuring.models import find_model
-from lightning_thd.callbacks.measuring.stage import Setting, Stage
+from lightning_thd.callbacks.meter import Hardware, Meter
+from lightning_thd.callbacks.module_flops import find_model
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.hf_data import (
@@ -102,22 +102,22 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         check_data_kwargs(data_kwargs)
         super().__init__(*args, **kwargs)
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})
-        self._stage = Stage("train", "training", time.perf_counter)
-        self._setting: Setting | None = None
+        self._meter = Meter("train", "training", time.perf_counter)
+        self._metered = False
         self._trained_sequences, self._trained_tokens = 0, 0
         self._tokens = TokenMeter()
         self._refuse_settings()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the base class does, with counts, clock and model of this call alone."""
-        self._trained_sequences, self._setting = 0, None  # a model_init has made another model
+        self._trained_sequences, self._metered = 0, False  # a model_init has made another model
         try:
             return super().train(*args, **kwargs)
         finally:
             self._stop_clock()
 
     def _stop_clock(self) -> bool:
-        return self._setting is not None and self._stage.pause(self._setting)
+        return self._meter.pause()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this rank's training packs."""
@@ -185,12 +185,12 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train on a pack, or on all of a step, and add their tokens to the throughput counters."""
-        self._stage.resume(self._ready)
+        self._ready.resume()
         one: Any = super().training_step  # type: ignore[misc]
         step = inputs["batch"]
         loss = train_on_packs(self, one, model, step) if isinstance(step, THDStep) else one(model, inputs)
         for batch in packs_of(inputs):
-            self._stage.meter.add(batch)
+            self._meter.add(batch)
             self._trained_sequences += len(batch.lengths)
             self._trained_tokens += batch.stats.real_tokens
         return cast("Tensor", loss)
@@ -209,8 +209,8 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add throughput, MFU and packing to the Trainer's own logs."""
         self._count_packs(logs)
-        if "loss" in logs and self._setting is not None:
-            ours = self._stage.close(self._setting)  # reporters put "train/" before every key themselves
+        if "loss" in logs and self._metered:
+            ours = self._meter.close()  # reporters put "train/" before every key themselves
             logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}
             theirs = getattr(self, "_metrics", None)  # TRL's, which its compute_loss would fill
             if theirs is not None:
@@ -251,22 +251,20 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         running = self._stop_clock()
         yield
         if running:
-            self._stage.resume(self._ready)
+            self._ready.resume()
 
     @property
-    def _ready(self) -> Setting:
-        if self._setting is None:
-            self._setting = Setting.of(
+    def _ready(self) -> Meter:
+        if not self._metered:
+            self._meter.hardware = Hardware.of(
                 self.model,
                 torch.device(self.args.device),
                 self._peak,
-                self,
-                model=find_model(self.model, causal="half", tokens="real", recompute="auto"),
-                group=None,
+                self.precision,
                 devices=self.args.world_size,
-                ranks=self.args.world_size,
             )
-        return self._setting
+            self._meter.model, self._metered = find_model(self.model), True
+        return self._meter
 
     @property
     def precision(self) -> str:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from lightning_thd._checks import described, instance, whole_number
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.callbacks.measuring.models import find_model
-from lightning_thd.callbacks.measuring.stage import Setting, Stage
+from lightning_thd.callbacks.meter import Hardware, Meter
+from lightning_thd.callbacks.module_flops import find_model
 from lightning_thd.cuda_graph import GraphCosts, GraphedStep
 from lightning_thd.cuda_graph.capture.backend import Backend
 from lightning_thd.data import THDDataModule
@@ -94,20 +94,13 @@ class PackedLoop:
         self.latest: dict[str, float] = {}
         self._host, self._loss_fn = host, in_low_precision(loss_fn, model, group=host.shared.data_group)
         self._every, self._warmup = log_every_n_steps, warmup_steps
-        self._stage = Stage("train", "training", clock)
         self._graphed: GraphedStep | None = None
         self._captured_s = 0.0
-        flops_model = find_model(model, causal="half", tokens="real", recompute="auto")
-        self._setting = Setting.of(
-            model,
-            host.device,
-            peak,
-            host,
-            model=flops_model,
-            group=host.shared.data_group,
-            devices=host.devices,
-            ranks=host.shared.ranks,
+        shared = host.shared
+        hardware = Hardware.of(
+            model, host.device, peak, host.precision, group=shared.data_group, devices=host.devices
         )
+        self._meter = Meter("train", "training", clock, hardware, find_model(model))
 
     def __iter__(self) -> Iterator[Any]:
         prepared = (self.model, self.loader, self.optimizer)
@@ -129,10 +122,10 @@ class PackedLoop:
         instance(
             step, "step", THDStep, advice="Pass what loop.loader gives; THDStep([batch]) holds one pack."
         )
-        self._stage.resume(self._setting)
+        self._meter.resume()
         step = step.to(self._host.device)
         loss = sum_over_packs(step, self._host.no_sync, self.model, lambda batch: self._run(batch, len(step)))
-        self._stage.meter.add(step)
+        self._meter.add(step)
         self._end_step()
         return loss
 
@@ -156,7 +149,7 @@ class PackedLoop:
             data.attach(rank=shared.rank, ranks=shared.ranks, model=self.model, alignment=shared.alignment)
             data.setup("validate")
             batches = data.val_dataloader()
-        running = self._stage.pause(self._setting)
+        running = self._meter.pause()
         loss, tokens = mean_loss(
             self._loss_fn,
             self.model,
@@ -166,7 +159,7 @@ class PackedLoop:
             cut=self._host.shared.cut,
         )
         if running:
-            self._stage.resume(self._setting)
+            self._meter.resume()
         metrics = {f"{name}/loss": loss, f"{name}/loss_tokens": float(tokens)}
         self._host.log(metrics, self.global_step)
         return metrics
@@ -217,12 +210,12 @@ class PackedLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps and the throughput totals; the loader has a state of its own."""
-        return {"global_step": self.global_step, "throughput": self._stage.state()}
+        return {"global_step": self.global_step, "throughput": self._meter.state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the number of steps and the throughput totals from a checkpoint."""
         self.global_step = int(state["global_step"])
-        self._stage.load(state["throughput"], self._setting.model)
+        self._meter.load(state["throughput"])
 
     def _run(self, batch: THDBatch, microbatches: int) -> Tensor:
         batch = self._host.shared.cut(batch)
@@ -233,14 +226,14 @@ class PackedLoop:
         return loss.detach()
 
     def _end_step(self) -> None:
-        self._stage.meter.end_step()
+        self._meter.end_step()
         self.global_step += 1
         spent_s = 0.0 if self._graphed is None else self._graphed.stats.capture_s
         if self.global_step <= self._warmup or spent_s > self._captured_s:
-            self._stage.leave_out(self._setting)
+            self._meter.leave_out()
         self._captured_s = spent_s
         if self.global_step % self._every == 0:
-            self.latest = self._stage.close(self._setting)
+            self.latest = self._meter.close()
             if self._graphed is not None:
                 self.latest |= self._graphed.stats.metrics()
             self._host.log(self.latest, self.global_step)

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_thd import THDDataModule, THDThroughputMonitor
-from lightning_thd.callbacks.measuring.marks import PARTS, StepMarks
+from lightning_thd.callbacks.monitor import PARTS, StepMarks
 from lightning_thd.report.run import read_metrics
 from tests.data.test_datamodule import make_trainer
 from tests.tiny import TinyModule, sequences

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from torch.utils.tensorboard import SummaryWriter
 
 from lightning_thd import THDDataModule
-from lightning_thd.callbacks.measuring import pictures as module_under_test
+from lightning_thd.callbacks import pictures as module_under_test
 from tests.callbacks.fits import Clock, Memory, Module, loader, trainer
 from tests.callbacks.test_throughput import UNEQUAL, monitor
 from tests.trackers import read_wandb

@@ -240,8 +240,7 @@ def test_packs_inside_containers_count(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_breakdown_names_each_model() -> None:
-    from lightning_thd.callbacks.measuring.calls import Passes
-    from lightning_thd.callbacks.measuring.models import find_model
+    from lightning_thd.callbacks.module_flops import Passes, find_model
 
     module = nn.ModuleDict({"policy": llama(), "reference": llama().requires_grad_(False)})
     model = find_model(module, causal="half", tokens="real", recompute="auto")
@@ -260,7 +259,7 @@ def test_the_breakdown_names_each_model() -> None:
 
 
 def test_checkpointing_of_one_model_is_not_that_of_the_other() -> None:
-    from lightning_thd.callbacks.measuring.models import find_model
+    from lightning_thd.callbacks.module_flops import find_model
 
     policy, reference = llama(), llama().requires_grad_(False)
     checkpoint(policy, reentrant=True)

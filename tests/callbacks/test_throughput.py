@@ -125,7 +125,7 @@ def test_validation_and_checkpoints_take_no_part_in_the_rates(tmp_path: Path) ->
 def test_compiling_and_capturing_steps_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     graphs = iter([0, 0, 1, 1, 1, 1, 1])  # once at the start, then after every step: the second one compiles
-    monkeypatch.setattr("lightning_thd.callbacks.throughput._compiled_graphs", lambda: next(graphs))
+    monkeypatch.setattr("lightning_thd.callbacks.monitor._compiled_graphs", lambda: next(graphs))
     watched = monitor(clock)
 
     class Capture(L.Callback):
@@ -228,7 +228,7 @@ def test_the_bar_can_be_left_alone(tmp_path: Path) -> None:
 
 
 def test_no_logging_at_all_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_thd.callbacks.throughput._FLUSH_STEPS", 2)
+    monkeypatch.setattr("lightning_thd.callbacks.monitor._FLUSH_STEPS", 2)
     clock = Clock()
     watched = monitor(clock)
     memory = fit(tmp_path, UNEQUAL, watched, clock=clock, log_every_n_steps=0)
@@ -354,7 +354,7 @@ def test_measuring_happens_once_and_is_logged(
         calls.append((device, dtype))
         return 5e9
 
-    monkeypatch.setattr("lightning_thd.callbacks.measuring.device_peak.measure_flops", measure)
+    monkeypatch.setattr("lightning_thd.callbacks.device_peak.measure_flops", measure)
     clock = Clock()
     with caplog.at_level(logging.INFO):
         memory = fit(

@@ -38,11 +38,11 @@ def test_steps_between_logs_never_wait_for_the_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_a_measured_peak_is_within_the_vendors(tmp_path: Path, precision: Any) -> None:
-    from lightning_thd.callbacks.measuring.device_peak import compute_dtype
+    from lightning_thd.callbacks.device_peak import compute_dtype
     from lightning_thd.flops import measure_flops, peak_flops
 
     run = trainer(tmp_path, accelerator="gpu", precision=precision)
-    dtype = compute_dtype(run.precision_plugin, Module(Clock(), config=CONFIG))
+    dtype = compute_dtype(run.precision, Module(Clock(), config=CONFIG))
     vendor = peak_flops(torch.cuda.get_device_name(), dtype)
     if vendor is None:
         pytest.skip(f"{torch.cuda.get_device_name()} has no row for {dtype}")

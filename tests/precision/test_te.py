@@ -382,7 +382,7 @@ def test_without_the_engine_the_way_to_install_it_is_said() -> None:
 
 
 def test_mfu_holds_the_share_in_fp8_against_its_own_peak(te: State, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_thd.callbacks.measuring import device_peak
+    from lightning_thd.callbacks import device_peak
     from lightning_thd.flops import FlopsModel, SeqStats
 
     model = llama(**WIDE)

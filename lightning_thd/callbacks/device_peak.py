@@ -1,10 +1,9 @@
-"""Trainer and module -> the dtype the matmuls run in, and the peak of the device in that dtype."""
+"""A precision and a module -> the dtype the matmuls run in, and the peak of the device in that dtype."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -16,21 +15,15 @@ from lightning_thd.flops.peaks import peak_flops
 from lightning_thd.precision.convert import recipe_of
 from lightning_thd.precision.report import fp8_share
 
-_BY_PRECISION: dict[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "16": torch.float16,
-    "64": torch.float64,
-}
+_BY_PRECISION = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
 
 
-def compute_dtype(plugin: Any, module: torch.nn.Module) -> torch.dtype | str:
+def compute_dtype(precision: str, module: torch.nn.Module) -> torch.dtype | str:
     """Return the dtype of the training matmuls: torch's, "tf32", "fp8" or "fp4".
 
-    Args:
-        plugin: the Trainer's precision plugin.
-        module: its parameters decide under "32-true", which leaves a bfloat16 model as it is.
+    ``precision`` is the Trainer's. Under "32-true", which leaves a bfloat16 model as it is, the parameters
+    of ``module`` decide.
     """
-    precision = str(getattr(plugin, "precision", "32-true"))
     if precision.startswith("fp8-") or "transformer-engine" in precision:
         return "fp4" if precision.endswith("nvfp4") else "fp8"
     dtype = _BY_PRECISION.get(precision.partition("-")[0])
@@ -46,12 +39,7 @@ def compute_dtype(plugin: Any, module: torch.nn.Module) -> torch.dtype | str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowPrecision:
-    """The share of a step's FLOPs that runs in FP8 or FP4, and how much faster that is at most.
-
-    Attributes:
-        share: of the linear FLOPs.
-        ratio: peak in low precision over the peak in bf16.
-    """
+    """The share of the linear FLOPs in FP8 or FP4, and the ratio of its peak to the bf16 peak."""
 
     share: float
     ratio: float
@@ -59,16 +47,14 @@ class LowPrecision:
     def peak(self, peak: float, flops: FlopsBreakdown) -> float:
         """Return the peak of mixed precision: all FLOPs over the least time of both parts.
 
-        Args:
-            peak: in bf16.
-            flops: of the interval. Half of them in FP8 of twice the peak: 4/3 of the peak in bf16.
+        ``peak`` is the bf16 peak. If half of the FLOPs run in FP8 of twice the peak, the result is 4/3 of it.
         """
         low = self.share * flops.linear
         return peak * flops.model / (low / self.ratio + flops.model - low) if flops.model else peak
 
 
 def low_precision(module: torch.nn.Module, device: torch.device, peak: str | float) -> LowPrecision | None:
-    """Return which share of a model's FLOPs runs in low precision; None where none does.
+    """Return which share of a model's FLOPs runs in low precision; None if none does.
 
     Emulation runs in bf16, and a peak that is given as a number holds for everything.
     """
@@ -80,34 +66,25 @@ def low_precision(module: torch.nn.Module, device: torch.device, peak: str | flo
     return None if low is None or high is None else LowPrecision(share=fp8_share(module), ratio=low / high)
 
 
-def resolve_peak(
-    peak: str | float,
-    device: torch.device,
-    dtype: torch.dtype | str,
-) -> float | None:
+def resolve_peak(peak: str | float, device: torch.device, dtype: torch.dtype | str) -> float | None:
     """Return a device's dense FLOP/s: given, looked up or measured; None, with a warning, if unknown."""
     if not isinstance(peak, str):
         return float(peak)
     name = device_name(device)
     if peak == "measure":
         kind, measured_as = dtype, dtype
-        if isinstance(kind, str):  # torch.mm multiplies no float8; tf32 is a mode of float32
+        if isinstance(kind, str):  # torch.mm multiplies no float8, and tf32 is a mode of float32
             kind = torch.bfloat16 if kind == "fp8" else torch.float32
             measured_as = f"{dtype}, timed as {kind}" if dtype == "fp8" else dtype
         found = measure_flops(device, dtype=kind)
         rank_zero_info(f"Measured a peak of {found / 1e12:.3f} TFLOP/s on {name!r} in {measured_as}.")
         return found
-    looked_up = peak_flops(name, _device_dtype(device, dtype))
+    # Devices before Ampere have no tf32 unit, even if torch is allowed to use one.
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8
+    looked_up = peak_flops(name, torch.float32 if dtype == "tf32" and old else dtype)
     if looked_up is None:
         rank_zero_warn(
             f"No peak FLOP/s is known for {name!r} in {dtype}, so device/mfu and device/hfu are not logged. "
             "Set THDThroughputMonitor(peak='measure') to time matmuls once, or peak=<dense FLOP/s>."
         )
     return looked_up
-
-
-def _device_dtype(device: torch.device, dtype: torch.dtype | str) -> torch.dtype | str:
-    """Return float32 where "tf32" is allowed but the device has no such unit, as before Ampere."""
-    if dtype == "tf32" and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
-        return torch.float32
-    return dtype

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_thd._imports import require
-from lightning_thd.callbacks.measuring.batches import microbatches
+from lightning_thd.callbacks.meter import microbatches
 from lightning_thd.report.packs import draw_packs
 
 PACKS = 64  # of an epoch, for the histograms

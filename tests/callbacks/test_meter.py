@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd.batch import THDStep
-from lightning_thd.callbacks.measuring.interval import (
-    Meter,
-    count_table,
-    interval,
-    microbatches,
-    work_weights,
-)
+from lightning_thd.callbacks.meter import Hardware, Meter, count_table, interval, microbatches
 from lightning_thd.flops import Chunk, FlopsModel, SeqStats
 from lightning_thd.flops.rates import Work
 from lightning_thd.flops.terms import Layer, matmul, scores
@@ -30,6 +24,10 @@ MODEL = FlopsModel(name="windows", layers=(Layer(path="", terms=TERMS),), recomp
 LENGTHS = st.lists(st.lists(st.integers(0, 20), max_size=6), min_size=1, max_size=6)
 
 
+def make_meter(clock: Clock | None = None) -> Meter:
+    return Meter("train", "training", clock or Clock(), Hardware(ranks=2))
+
+
 @given(batches=LENGTHS, work=st.sampled_from(["training", "forward"]), counted=st.booleans())
 def test_an_interval_is_the_sum_of_its_microbatches(
     batches: list[list[int]], work: Work, counted: bool
@@ -38,13 +36,13 @@ def test_an_interval_is_the_sum_of_its_microbatches(
     windows = MODEL.windows if counted else ()
     rows = []
     for rank in range(2):
-        meter = Meter(Clock())
+        meter = Meter("train", work, Clock(), Hardware(peak=2.0 + rank, ranks=2), MODEL)
         for lengths in batches:
             seen = [(SeqStats.from_lengths(lengths, windows=windows), tuple(lengths))] * (rank + 1)
             meter.steps[-1].extend(seen)
             meter.end_step()
-        rows.append(meter.flush(MODEL, work=work, peak=2.0 + rank))
-    found = interval(rows, MODEL)
+        rows.append(meter.flush())
+    found = interval(rows, MODEL, work, 1.0)
     expected = [SeqStats.from_lengths(lengths, windows=MODEL.windows) for lengths in batches]
     assert found.measured == sum(expected * 3, start=SeqStats())
     assert found.microbatches == 3 * len(batches)
@@ -65,14 +63,14 @@ def test_the_table_equals_a_count_of_each(batches: list[list[int]]) -> None:
 
 
 def test_more_steps_than_bins_are_joined() -> None:
-    meters = [Meter(Clock()) for _ in range(2)]
+    meters = [make_meter() for _ in range(2)]
     for step in range(100):
         for rank, meter in enumerate(meters):
             meter.add(SeqStats.from_lengths([10 if (step + rank) % 2 else 20]))
             meter.end_step()
-    rows = [meter.flush(None, work="training", peak=None) for meter in meters]
-    assert len(rows[0]) == len(Meter(Clock()).flush(None, work="training", peak=None))
-    found = interval(rows, None)
+    rows = [meter.flush() for meter in meters]
+    assert len(rows[0]) == len(make_meter().flush())
+    found = interval(rows, None, "training", 1.0)
     assert found.peak is None
     assert found.mean == 1500
     assert 1500 <= found.heaviest <= 2000
@@ -83,25 +81,17 @@ def test_a_rank_that_left_steps_out_lends_its_own_rate() -> None:
     rows = []
     for left_out in (0, 5):
         clock = Clock()
-        meter = Meter(clock)
-        meter.start()
+        meter = make_meter(clock)
+        meter.resume()
         for step in range(10):
             meter.add(pack(8))
             clock.sleep(1.0)
             meter.end_step()
             if step + 1 == left_out:
                 meter.leave_out()
-        rows.append(meter.flush(None, work="training", peak=None))
-    found = interval(rows, None)
-    assert found.own_seconds is not None
-    assert found.measured.real_tokens / found.own_seconds == pytest.approx(16)
-
-
-def test_weights_are_the_derivative_of_the_flops() -> None:
-    weights = work_weights(MODEL, "training")
-    stats = SeqStats.from_lengths([3, 17], windows=MODEL.windows)
-    (row,) = count_table([(stats, None)], MODEL)
-    assert row @ weights == pytest.approx(MODEL.training_flops(stats).hardware)
+        rows.append(meter.flush())
+    found = interval(rows, None, "training", 1.0)
+    assert found.measured.real_tokens / found.seconds == pytest.approx(16)
 
 
 def test_what_batches_tell() -> None:
@@ -138,18 +128,19 @@ def test_a_share_of_a_pack_is_counted_by_its_lengths() -> None:
 
 
 def test_other_windows_without_lengths_are_refused() -> None:
-    meter = Meter(Clock())
+    meter = make_meter()
+    meter.model = MODEL
     meter.add(SeqStats.from_lengths([8]))
     windows = re.escape(str(list(MODEL.windows)))
     with pytest.raises(ValueError, match=f"other windows than the model's {windows} and carries no lengths"):
-        meter.flush(MODEL, work="training", peak=None)
+        meter.flush()
 
 
 def test_nothing_of_a_batch_but_integers_is_kept() -> None:
     import gc
     import weakref
 
-    meter = Meter(Clock())
+    meter = make_meter()
     batch = pack(8)
     ids = weakref.ref(batch.input_ids)
     meter.add(batch)
@@ -160,13 +151,16 @@ def test_nothing_of_a_batch_but_integers_is_kept() -> None:
 
 def test_the_clock_stops_and_goes_on() -> None:
     clock = Clock()
-    meter = Meter(clock)
-    meter.start()
+    meter = make_meter(clock)
+    meter.resume()
     clock.sleep(2)
-    meter.stop()
+    assert meter.pause()
+    assert not meter.pause()
     clock.sleep(50)
-    meter.start()
+    meter.resume()
     clock.sleep(1)
-    assert meter.lap() == 3
+    meter.reduce()
+    assert meter.totals["time"] == 3
     clock.sleep(4)
-    assert meter.lap() == 4
+    meter.reduce()
+    assert meter.totals["time"] == 7

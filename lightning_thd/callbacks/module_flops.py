@@ -1,0 +1,356 @@
+"""A module and its first steps -> the FlopsModel of every stage, from configs or torch's counter.
+
+The first step of a stage is watched for how often its tokens go through each model, with gradients and
+without: a reference under ``no_grad``, a teacher, a policy that runs twice, a model that does not run at all.
+Nothing is read from the device: shapes and the grad mode are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_thd.callbacks.meter import Seen, microbatches
+from lightning_thd.cuda_graph.limits.fingerprint import only_looking
+from lightning_thd.flops.model import FlopsModel
+from lightning_thd.flops.several import Member, join
+from lightning_thd.flops.terms import Causal, Layer, Recompute, Tokens, matmul
+from lightning_thd.flops.torch_counter import StepCounter, counted_layers
+from lightning_thd.parallel.pipeline.cut import stages_in
+from lightning_thd.stats import combine
+
+Policy: TypeAlias = Recompute | Literal["auto"]
+
+_MAX_SHAPES = 4  # A counted step is slow, so only this many shapes are counted.
+_MAX_WATCHED = 3  # After this many steps without a call, the calls of a stage stay unknown.
+_INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
+_HEADS = ("score", "classifier", "classification_head", "v_head", "value_head")
+_UNCOUNTED = 0.05  # A larger share of the weights outside every known model is worth a warning.
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """How often each token goes through a model in one step, with gradients and under ``no_grad``."""
+
+    training: float = 1.0
+    forward: float = 0.0
+
+
+class ModuleFlops:
+    """Finds the ``FlopsModel`` of each stage: the user's own, from configs, or by counting its first step."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        given: FlopsModel | None,
+        *,
+        causal: Causal,
+        tokens: Tokens,
+        recompute: Policy,
+        sharded: bool,
+    ) -> None:
+        self._module, self._given, self._sharded = module, given, sharded
+        self._causal: Causal = causal
+        self._tokens: Tokens = tokens
+        self._recompute: Policy = recompute
+        self._models: dict[str, FlopsModel | None] = {}  # by stage; "" holds the model before a watched step
+        self._found: set[str] = set()  # the stages whose passes are known
+        self._tries: dict[str, int] = {}
+        self._calls: dict[str, _Calls] | None = None
+        self._counter: StepCounter | None = None
+        self._shapes: set[int] = set()
+        self._signature = _training_signature(module)
+        self._models[""] = self._find({}) if given is None else given
+
+    def model(self, stage: str) -> FlopsModel | None:
+        """Return the model that counts the FLOPs of a stage; None while it is unknown."""
+        if stage in self._models:
+            return self._models[stage]
+        return self._models.get("train") if self._shapes else self._models[""]
+
+    def begin(self, stage: str, batch: Any = None) -> None:
+        """Watch the calls of known models in this step, or count its operators if no model is known."""
+        if self._given is not None or self._calls is not None or self._counter is not None:
+            return
+        if self._models[""] is not None:
+            tries = self._tries.get(stage, 0)
+            if stage not in self._found and tries < _MAX_WATCHED:
+                self._tries[stage] = tries + 1
+                self._calls = {name: _Calls(model) for name, model in models_in(self._module).items()}
+        elif batch is not None:
+            self._count(batch)
+
+    def end(self, stage: str, step: Sequence[Seen], *, discard: bool = False) -> bool:
+        """Update a stage's FLOPs model from its first step; return whether that slowed the step down."""
+        if self._counter is not None:
+            counter = self._stop_counter()
+            if step:
+                self._take(counter, stage, step)
+            else:  # training_step skipped every batch
+                self._shapes.clear()
+            return True
+        if self._calls is not None and not discard and step:
+            found = _passes(self._calls, step, sharded=self._sharded)
+            # Under the interleaved schedule a microbatch calls the model once for each stage of this rank.
+            calls = 1
+            if stage == "train":
+                calls = max((held.chunks for held in stages_in(self._module)), default=1)
+            found = {name: Passes(one.training / calls, one.forward / calls) for name, one in found.items()}
+            if stage != "train":
+                found = {name: Passes(one.training + one.forward) for name, one in found.items()}
+            if any(one.training or one.forward for one in found.values()):
+                self._found.add(stage)
+                self._models[stage] = self._find(found)
+        self._stop_watch()
+        return False
+
+    def follow(self) -> None:
+        """Rebuild the FLOPs models if weights were frozen or unfrozen since the last call."""
+        signature = _training_signature(self._module)
+        if signature != self._signature and self._given is None and self._models[""] is not None:
+            self._models = {"": self._find({})}
+            self._found, self._tries = set(), {}
+        self._signature = signature
+
+    def stop(self) -> None:
+        """Remove all hooks and counters, even after an error."""
+        self._stop_watch()
+        if self._counter is not None:
+            self._stop_counter()
+
+    def _find(self, passes: dict[str, Passes]) -> FlopsModel | None:
+        return find_model(
+            self._module, causal=self._causal, tokens=self._tokens, recompute=self._recompute, passes=passes
+        )
+
+    def _count(self, batch: Any) -> None:
+        slots = combine([stats for stats, _ in microbatches(batch)]).slots
+        if slots and slots not in self._shapes and len(self._shapes) < _MAX_SHAPES:
+            if not self._shapes:
+                rank_zero_info(
+                    "No transformers config was found to count FLOPs from: one step of every new shape is "
+                    "counted with torch's FlopCounterMode. For exact counts pass flops_model=."
+                )
+            self._shapes.add(slots)
+            self._counter = StepCounter()
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
+
+    def _take(self, counter: StepCounter, stage: str, step: Sequence[Seen]) -> None:
+        name = type(self._module).__name__
+        try:
+            layers = counted_layers(counter, combine([stats for stats, _ in step]), name=name)
+        except ValueError as nothing:
+            rank_zero_info(f"FLOPs are not logged: {nothing}")
+            return
+        self._models[stage] = FlopsModel(name=name, layers=layers, tokens="slots")
+
+    def _stop_watch(self) -> None:
+        for calls in (self._calls or {}).values():
+            calls.stop()
+        self._calls = None
+
+    def _stop_counter(self) -> StepCounter:
+        counter, self._counter = self._counter, None
+        assert counter is not None
+        counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return counter
+
+
+@dataclass(slots=True)
+class _Count:
+    """Calls of one module by grad mode, and their slots as far as the inputs' shapes say."""
+
+    number: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    slots: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    unknown: bool = False
+    recomputed: bool = False
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a call; a forward pre-hook."""
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint runs the layer again inside the backward
+            self.recomputed = True
+            return
+        grad, slots = torch.is_grad_enabled(), _slots(args, kwargs)
+        self.number[grad] += 1
+        self.slots[grad] += slots or 0
+        self.unknown = self.unknown or slots is None
+
+
+class _Calls:
+    """Counts the calls of a model by forward hooks, until ``stop``.
+
+    The calls of its first layer count if the model itself was never called, but something inside it was.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        layers = [child[0] for child in model.modules() if isinstance(child, nn.ModuleList) and len(child)]
+        self._counts = [_Count() for _ in (model, *layers[:1])]
+        self._handles: list[RemovableHandle] = []
+        # Hooks of a module that ``compile()`` took over would be traced, and traced again when they go.
+        self.visible = model._compiled_call_impl is None
+        for module, count in zip((model, *layers[:1]), self._counts, strict=True):
+            if module._compiled_call_impl is None:
+                hook = only_looking(lambda *args, count=count: count.note(*args))
+                self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def passes(self, microbatches: int, slots: int) -> Passes | None:
+        """Return how often a token went through; None if calls cannot be seen. ``slots`` is 0 if unknown."""
+        count = next((one for one in self._counts if any(one.number.values())), None)
+        if count is None:
+            return Passes(0.0, 0.0) if self.visible else None
+        known = 0 if count.unknown else slots
+        training, forward = (
+            _share(count.number[grad], count.slots[grad], microbatches, known) for grad in (True, False)
+        )
+        return Passes(training + forward, 0.0) if count.recomputed else Passes(training, forward)
+
+
+def _passes(watched: dict[str, _Calls], step: Sequence[Seen], *, sharded: bool) -> dict[str, Passes]:
+    """Return how often a token went through each model: its slots over those of the step.
+
+    Args:
+        watched: the calls of each model, by path.
+        step: the step's microbatches on this rank.
+        sharded: whether a rank sees a part of each pack (context parallelism), so that slots say nothing.
+
+    Returns:
+        By path. A model whose calls cannot be seen counts as trained once, or as a forward pass if it ended
+        the step without gradients while another model has some.
+    """
+    slots = 0 if sharded else sum(stats.slots for stats, _ in step)
+    trained = {
+        name: any(p.grad is not None for p in calls.model.parameters()) for name, calls in watched.items()
+    }
+    found = {}
+    for name, calls in watched.items():
+        unseen = Passes(0.0, 1.0) if any(trained.values()) and not trained[name] else Passes()
+        found[name] = calls.passes(len(step), slots) or unseen
+    return found
+
+
+def _slots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    named = [kwargs[name] for name in _INPUTS if kwargs.get(name) is not None]
+    value = next(iter([*named, *args]), None)
+    if (stats := getattr(value, "stats", None)) is not None:
+        return int(stats.slots)
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return None
+    return value.shape[:-1].numel() if value.is_floating_point() else value.numel()
+
+
+def _share(calls: int, slots: int, microbatches: int, total: int) -> float:
+    """Return passes per token: calls a microbatch if that is whole, else the share of slots."""
+    if not calls:
+        return 0.0
+    if not microbatches or not total:
+        return float(max(1, round(calls / microbatches))) if microbatches else 1.0
+    if calls % microbatches == 0 and slots >= 0.9 * total * calls / microbatches:
+        return calls / microbatches  # padding to the bucket of a graph adds slots and no pass
+    return slots / total
+
+
+def models_in(module: nn.Module) -> dict[str, nn.Module]:
+    """Find the outermost modules with a transformers config, each once, by path; a bare model's is ""."""
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") or outer == "" for outer in found)
+        if not inside and getattr(getattr(child, "config", None), "model_type", None):
+            found[name] = child
+    return found
+
+
+def find_model(
+    module: nn.Module,
+    *,
+    causal: Causal = "half",
+    tokens: Tokens = "real",
+    recompute: Policy = "auto",
+    passes: Mapping[str, Passes] | None = None,
+) -> FlopsModel | None:
+    """Count every transformers model in ``module``, and which weights are trained; ``passes`` is by path.
+
+    Returns:
+        None, having said why, when there is no config, or one of an unknown family.
+    """
+    models = models_in(module)
+    members = []
+    for path, child in models.items():
+        name = path or type(module).__name__
+        through = (passes or {}).get(path, Passes())
+        if not through.training and not through.forward:
+            continue
+        try:
+            model = FlopsModel.from_config(child.config, causal=causal, tokens=tokens)
+        except ValueError as unknown:
+            rank_zero_info(f"FLOPs of {name}: {unknown}")
+            return None
+        stage = next(stages_in(child), None)
+        model = model.for_module(child if stage is None or stage.whole is None else stage.whole)
+        if recompute != "auto":
+            model = replace(model, recompute=recompute)
+        model = _with_own_head(model, child, module)
+        members.append(Member(name=name, model=model, training=through.training, forward=through.forward))
+    if not members:
+        return None
+    _warn_of_uncounted(module, models)
+    return join(members)
+
+
+def _training_signature(module: nn.Module) -> int:
+    """Return a number that changes when weights are frozen, unfrozen or added."""
+    return hash(tuple(parameter.requires_grad for parameter in module.parameters()))
+
+
+def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> FlopsModel:
+    """Replace the logits of a model without a language head by its own head: reward, class or value.
+
+    A model without any head keeps its logits if ``module`` holds a linear layer of that size.
+    """
+    output: Any = getattr(child, "get_output_embeddings", None)
+    try:
+        if output is None or output() is not None:
+            return model
+    except (AttributeError, NotImplementedError):
+        return model
+    heads = [getattr(child, name) for name in _HEADS if isinstance(getattr(child, name, None), nn.Linear)]
+    vocabulary = getattr(child.config, "vocab_size", None)
+    beside = any(isinstance(one, nn.Linear) and one.out_features == vocabulary for one in module.modules())
+    if not heads and beside:
+        return model
+    layers = [layer for layer in model.layers if layer.path != "lm_head"]
+    for head in heads:
+        term = matmul("head", head.in_features * head.out_features, kind="logits")
+        trained = head.weight.requires_grad
+        term = replace(term, weight_grad=term.weight_grad if trained else 0)
+        layers.append(Layer(path="head", terms=(term,), recomputable=False))
+    return replace(model, layers=tuple(layers))
+
+
+def _warn_of_uncounted(module: nn.Module, models: Mapping[str, nn.Module]) -> None:
+    """Warn if many of the weights belong to no model whose FLOPs are counted."""
+    counted = {id(parameter) for model in models.values() for parameter in model.parameters()}
+    rest = {
+        name: parameter.numel()
+        for name, parameter in module.named_parameters()
+        if id(parameter) not in counted and parameter.dim() > 1
+    }
+    total = sum(parameter.numel() for parameter in module.parameters())
+    if total and sum(rest.values()) > _UNCOUNTED * total:
+        names = sorted({name.split(".")[0] for name in rest})
+        rank_zero_warn(
+            f"FLOPs are counted for {', '.join(models) or type(module).__name__}, but "
+            f"{sum(rest.values()) / total:.0%} of the weights are in {', '.join(names)}, which no config "
+            "describes: MFU is too low by what they cost. Pass flops_model= to count everything."
+        )

@@ -1,0 +1,438 @@
+"""Hooks of a Trainer's run -> FLOP/s, MFU, tokens/s, packing quality and step times, once an interval."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_thd._checks import described, flags, whole_number
+from lightning_thd.callbacks.meter import Hardware, Meter
+from lightning_thd.callbacks.module_flops import ModuleFlops, Policy
+from lightning_thd.callbacks.pictures import Pictures, warn_without_loggers
+from lightning_thd.flops.model import FlopsModel, check_conventions
+from lightning_thd.flops.rates import check_peak
+from lightning_thd.flops.terms import Causal, Tokens
+from lightning_thd.parallel.across_ranks import data_parallel_group
+
+_FLUSH_STEPS = 1000  # Without logging, counts are reduced this often, which bounds the memory they take.
+# The parts of a step, in its order; "other" is the rest: logging, callbacks, loaders that time no wait.
+PARTS = ("data_wait", "forward_backward", "optimizer", "checkpoint", "other")
+# If there are several devices, the sum over them comes last and wins.
+_BAR = (
+    ("device/real_items_per_sec", "tokens/s"),
+    ("real_items_per_sec", "tokens/s"),
+    ("device/tflops_per_gpu", "TFLOP/s"),
+    ("device/mfu", "MFU"),
+)
+_COUNTABLE = (
+    "a THDBatch, a THDStep, SeqStats, rows of padded token ids [B, N] as a tensor or under 'input_ids', or a "
+    "dict, tuple or list with one of these"
+)
+
+
+def _evaluation_hooks(stage: str) -> Any:
+    """Return the three hooks of an evaluation loop; they skip the sanity check."""
+
+    def start(self: THDThroughputMonitor, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._begin_evaluation(stage, trainer, pl_module)
+
+    def batch_end(
+        self: THDThroughputMonitor, trainer: Trainer, pl_module: LightningModule, _: Any, batch: Any, *__: int
+    ) -> None:
+        if not trainer.sanity_checking:
+            self._add(stage, batch)
+
+    def end(self: THDThroughputMonitor, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._report(trainer, stage, last=True)
+
+    return start, batch_end, end
+
+
+class THDThroughputMonitor(Callback):
+    """Logs FLOP/s, MFU, HFU, tokens/s and packing quality, from the real lengths of the sequences.
+
+    Every rank counts its own microbatches in host integers; one collective and one device read an interval
+    turn them into metrics, under the names of Lightning's ``ThroughputMonitor`` and more: see
+    docs/reference/keys.md. Validation, checkpoints, compilation, and the first ``warmup_steps`` are no part
+    of the rates.
+
+    Args:
+        peak: dense FLOP/s of one device; "auto" looks the device up, "measure" times matmuls once.
+        flops_model: counts FLOPs; None reads the transformers config of the model, or counts a step with
+            torch's FLOP counter where there is none.
+        causal: pairs of a causal layer: "half" of the square, "exact", or the "full" square.
+        tokens: FLOPs of "real" tokens, or of "slots" with the padding.
+        recompute: activation checkpointing, for HFU; "auto" reads it off the model.
+        every_n_steps: optimizer steps between two logs; None is the Trainer's ``log_every_n_steps``.
+        warmup_steps: optimizer steps at the start that are left out of the rates.
+        progress_bar: show tokens/s, TFLOP/s and MFU in the progress bar.
+        pictures: once an epoch, give TensorBoard and W&B a drawing of rank 0's first packs, and histograms of
+            the lengths in them and of their fill; needs matplotlib, and is no part of the rates.
+        clock: returns seconds; None is ``time.perf_counter``.
+    """
+
+    def __init__(
+        self,
+        *,
+        peak: Literal["auto", "measure"] | float = "auto",
+        flops_model: FlopsModel | None = None,
+        causal: Causal = "half",
+        tokens: Tokens = "real",
+        recompute: Policy = "auto",
+        every_n_steps: int | None = None,
+        warmup_steps: int = 1,
+        progress_bar: bool = True,
+        pictures: bool = False,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(peak, str) or peak not in ("auto", "measure"):
+            check_peak(peak)
+        check_conventions(causal=causal, tokens=tokens)
+        if recompute != "auto":
+            check_conventions(recompute=recompute)
+        if every_n_steps is not None and whole_number(every_n_steps, "every_n_steps", least=None) < 1:
+            raise ValueError(f"every_n_steps={every_n_steps}: log every 1 or more steps, or None.")
+        whole_number(warmup_steps, "warmup_steps", advice="It is the number of steps left out of the rates.")
+        flags(progress_bar=progress_bar, pictures=pictures)
+        if clock is not None and not callable(clock):
+            raise TypeError(
+                f"clock is {described(clock)}; wanted a function that gives seconds, as time.perf_counter."
+            )
+        self.peak = peak
+        self.flops_model = flops_model
+        self.causal: Causal = causal
+        self.tokens: Tokens = tokens
+        self.recompute: Policy = recompute
+        self.every_n_steps = every_n_steps
+        self.warmup_steps = warmup_steps
+        self.progress_bar = progress_bar
+        self.latest: dict[str, float] = {}
+        self._pictures = Pictures() if pictures else None
+        self._clock = clock or time.perf_counter
+        self._meters: dict[str, Meter] = {}
+        self._hardware: Hardware | None = None
+        self._flops: ModuleFlops | None = None
+        self._restored: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}
+        self._saving: tuple[Trainer, Any, Any] | None = None
+        self._warned = False
+        self._marks = StepMarks(self._clock)
+        self._steps = 0
+        self._exclude = False
+        self._failing = False
+        self._graphs = 0
+
+    def exclude_step(self) -> None:
+        """Exclude the running step from the rates but not from the FLOPs, as in a capture."""
+        self._exclude = True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the time inside this context from the training rates, as for a checkpoint."""
+        with self._left_out(None):
+            yield
+
+    on_validation_start, on_validation_batch_end, on_validation_end = _evaluation_hooks("validate")
+    on_test_start, on_test_batch_end, on_test_end = _evaluation_hooks("test")
+    on_predict_start, on_predict_batch_end, on_predict_end = _evaluation_hooks("predict")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the FLOPs model and the device's peak, and start measuring."""
+        meter = self._open("train", trainer, pl_module)
+        self._failing, self._steps, self._graphs = False, 0, _compiled_graphs()
+        self._marks = StepMarks(self._clock)
+        if self._restored:
+            meter.load(self._restored)
+            self._restored = {}
+        self._wrap_saving(trainer)
+        if self._pictures is not None and not getattr(trainer, "fast_dev_run", False):
+            warn_without_loggers(trainer.loggers)
+        self._await_packs(trainer)  # a resumed epoch does not start
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start collecting the epoch's first packs for a picture."""
+        self._await_packs(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the collected packs of an epoch too short to fill the picture."""
+        self._draw(trainer)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Start the clock at the first batch, and after whatever paused it."""
+        self._meters["train"].resume()
+        if self._flops is not None:
+            self._flops.begin("train", batch)
+        self._marks.waited(trainer.train_dataloader)
+        self._marks.mark("other")
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Mark the end of the step's forward and backward passes."""
+        self._marks.mark("forward_backward")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch, and log the metrics when an interval ends."""
+        accumulates = trainer.fit_loop._should_accumulate()
+        self._marks.mark("forward_backward" if accumulates else "optimizer")
+        skipped = pl_module.automatic_optimization and outputs == {}  # training_step returned None
+        if not skipped:
+            self._add("train", batch)
+        if self._pictures is not None and self._pictures.add(batch):
+            self._draw(trainer)
+        if accumulates:
+            return
+        self._end_step()
+        every = self.every_n_steps or _log_every(trainer)
+        if every and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0:
+            self._report(trainer, "train")
+        elif not every and self._steps % _FLUSH_STEPS == 0:
+            self._meter("train").reduce(whole=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the steps after the last full interval, so that a short fit has numbers too."""
+        if "train" in self._meters and _log_every(trainer):
+            self._report(trainer, "train", last=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Skip further collectives after an error: other ranks may not join them."""
+        self._failing = True
+        self._let_go()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Restore the Trainer's own methods and remove all hooks."""
+        self._last = self.state_dict()
+        self._let_go()
+        self._meters, self._hardware, self._flops = {}, None, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals of training so far, over all ranks."""
+        return self._meters["train"].state() if "train" in self._meters else self._restored or self._last
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the totals from a checkpoint."""
+        self._restored = state_dict
+
+    def _open(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> Meter:
+        """Create the meter of a stage; the first one of a run looks up the peak and the FLOPs model."""
+        strategy = trainer.strategy
+        if self._hardware is None:
+            self._flops = ModuleFlops(
+                pl_module,
+                self.flops_model,
+                causal=self.causal,
+                tokens=self.tokens,
+                recompute=self.recompute,
+                sharded=getattr(strategy, "context_parallel_size", 1) != 1,
+            )
+            self._hardware = Hardware.of(
+                pl_module,
+                strategy.root_device,
+                self.peak,
+                str(getattr(trainer.precision_plugin, "precision", "32-true")),
+                group=data_parallel_group(strategy),
+                devices=trainer.world_size,
+            )
+        work: Literal["training", "forward"] = "training" if stage == "train" else "forward"
+        self._meters[stage] = Meter(stage, work, self._clock, self._hardware)
+        return self._meter(stage)
+
+    def _meter(self, stage: str) -> Meter:
+        """Return the meter of a stage with the FLOPs model as it is now known."""
+        meter = self._meters[stage]
+        meter.model = None if self._flops is None else self._flops.model(stage)
+        return meter
+
+    def _begin_evaluation(self, stage: str, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the training clock and start that of an evaluation; the next batch resumes training's."""
+        self._marks.pause()
+        if "train" in self._meters:
+            self._meters["train"].pause()
+        meter = self._open(stage, trainer, pl_module)
+        if self._flops is not None:
+            self._flops.begin(stage)
+        meter.resume()
+
+    def _add(self, stage: str, batch: Any) -> None:
+        """Count a batch; warn once if its lengths are unknown."""
+        meter = self._meters[stage]
+        if not meter.add(batch) and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"A batch of type {type(batch).__name__} tells nothing about its sequences, so it is missing "
+                f"from tokens/s, FLOP/s and MFU. Countable are {_COUNTABLE}."
+            )
+        if stage != "train" and self._flops is not None:
+            self._flops.end(stage, meter.steps[-1])
+
+    def _end_step(self) -> None:
+        """Close a step after the optimizer's update, and decide whether its time counts in the rates."""
+        self._marks.end_step()
+        self._steps += 1
+        graphs, meter = _compiled_graphs(), self._meters["train"]
+        leave_out = self._exclude or graphs != self._graphs or self._steps <= self.warmup_steps
+        counted = self._flops is not None and self._flops.end("train", meter.steps[-1], discard=self._exclude)
+        meter.end_step()
+        if leave_out or counted:  # counting takes longer than computing
+            meter.leave_out()
+        if leave_out:
+            self._marks.close()
+        self._exclude, self._graphs = False, graphs
+
+    def _report(self, trainer: Trainer, stage: str, *, last: bool = False) -> None:
+        """Log the metrics of an interval; a collective."""
+        meter = self._meter(stage)
+        if stage != "train":
+            meter.pause()
+            del self._meters[stage]
+        metrics = meter.close(last=last)
+        if self._flops is not None:
+            self._flops.follow()
+        if stage == "train" and metrics:
+            metrics |= self._marks.close()
+        self.latest.update(metrics)
+        # The Trainer's own properties read every metric of the progress bar from the device.
+        connector = trainer._logger_connector
+        values = torch.tensor(list(metrics.values()), dtype=torch.float64)
+        connector._callback_metrics.update(zip(metrics, values, strict=True))
+        if self.progress_bar and stage == "train":
+            found = {short: metrics[f"train/{key}"] for key, short in _BAR if f"train/{key}" in metrics}
+            connector._progress_bar_metrics.update(found)
+        connector.log_metrics(dict(metrics))  # type: ignore[arg-type]  # floats are welcome
+
+    def _await_packs(self, trainer: Trainer) -> None:
+        if self._pictures is not None and trainer.is_global_zero:
+            capacity = getattr(getattr(trainer, "datamodule", None), "capacity", None)
+            self._pictures.begin(capacity if isinstance(capacity, int) else None)
+
+    def _draw(self, trainer: Trainer) -> None:
+        if self._pictures is not None and trainer.is_global_zero:
+            with self.paused():
+                self._pictures.show(trainer.loggers, trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    @contextmanager
+    def _left_out(self, part: str | None) -> Iterator[None]:
+        """Exclude the time inside this context from the rates, and count it for a part of the step."""
+        was_running = "train" in self._meters and self._meters["train"].pause()
+        try:
+            with self._marks.apart(part):
+                yield
+        finally:
+            if was_running and "train" in self._meters:
+                self._meters["train"].resume()
+
+    def _wrap_saving(self, trainer: Trainer) -> None:
+        """Pause the clock while the Trainer saves, and reduce the counts before, for the checkpoint.
+
+        Lightning has a hook in the middle of saving, but none before and none after.
+        """
+        original = trainer.save_checkpoint
+
+        @functools.wraps(original)
+        def save(*args: Any, **kwargs: Any) -> None:
+            with self._left_out("checkpoint"):
+                if "train" in self._meters and not self._failing:
+                    self._meter("train").reduce(whole=True)
+                original(*args, **kwargs)
+
+        self._saving = trainer, trainer.__dict__.get("save_checkpoint"), save
+        trainer.__dict__["save_checkpoint"] = save
+
+    def _let_go(self) -> None:
+        if self._flops is not None:
+            self._flops.stop()
+        if self._saving is None:
+            return
+        (trainer, before, save), self._saving = self._saving, None
+        if trainer.__dict__.get("save_checkpoint") is save:  # unless someone has wrapped it again
+            del trainer.__dict__["save_checkpoint"]
+            if before is not None:
+                trainer.__dict__["save_checkpoint"] = before
+
+
+class StepMarks:
+    """Adds up the host's time between the hooks of training steps, without a device synchronisation.
+
+    On a GPU the host runs ahead. The time it waits for the device counts for the part in which it waits, at
+    the latest for "other", where metrics are read. Exchanges between ranks run inside forward, backward and
+    the optimizer, and count there. Validation does not count.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._since: float | None = None
+        self._apart = 0.0  # the time since the last mark that other parts have already had
+        self._steps = 0
+        self._waited: tuple[Any, float] | None = None
+
+    def mark(self, part: str) -> None:
+        """Add the host time since the last mark to a named part of the step."""
+        now = self._clock()
+        if self._since is not None:
+            self._seconds[part] += now - self._since - self._apart
+        self._since, self._apart = now, 0.0
+
+    def waited(self, loader: Any) -> None:
+        """Count a loader's wait for data since the last call, if it has a ``waited_s``."""
+        total = getattr(loader, "waited_s", None)
+        if total is None:
+            return
+        if self._since is not None and self._waited is not None and self._waited[0] is loader:
+            took = total - self._waited[1]
+            self._seconds["data_wait"] += took
+            self._apart += took
+        self._waited = (loader, total)
+
+    def end_step(self) -> None:
+        """Increment the number of steps."""
+        self._steps += 1
+
+    @contextmanager
+    def apart(self, part: str | None) -> Iterator[None]:
+        """Count the time inside this context for ``part`` (or for none) instead of the part around it."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            took = self._clock() - began
+            if part is not None and self._since is not None:
+                self._seconds[part] += took
+            self._apart += took
+
+    def pause(self) -> None:
+        """Leave the time until the next mark uncounted."""
+        self._since = None
+
+    def close(self) -> dict[str, float]:
+        """Return the seconds of each part of a mean step since the last call, or {} without steps."""
+        if not self._steps:
+            return {}
+        found = {f"train/step_time/{part}": seconds / self._steps for part, seconds in self._seconds.items()}
+        self._seconds, self._steps = dict.fromkeys(PARTS, 0.0), 0
+        return found
+
+
+def _log_every(trainer: Trainer) -> int:
+    return int(trainer.log_every_n_steps)  # type: ignore[attr-defined]  # set outside __init__
+
+
+def _compiled_graphs() -> int:
+    """Return how many graphs torch.compile has made; 0 if it was never imported."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
