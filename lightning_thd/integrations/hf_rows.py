@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.integrations.hf_options import refuse_devices
-from lightning_thd.models.hooks import NAME, run_as_pack
+from lightning_thd.models.announce import NAME, run_as_pack
 
 # TRL's trainers whose rows go into one pack, by name: TRL is imported by whoever passes one.
 ROW_TRAINERS = frozenset({"DPOTrainer", "RewardTrainer", "GRPOTrainer"})

@@ -1,34 +1,39 @@
 """A model and a ``THDBatch`` -> its share of the step's mean loss, or log-probabilities, without logits.
 
-T slots in a pack, S sequences, V vocabulary. The work is in ``head_call``; what models do to their logits
-after the head (Granite's division, Cohere's factor, Gemma's cap) is seen, not looked up: ``lazy_logits``.
+T slots in a pack, S sequences, V vocabulary. ``head_call`` calls the model with its head replaced; what the
+model does to its logits after the head (Granite's division, Cohere's factor, Gemma's cap) is recorded by
+``lazy_logits``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, get_args, overload
 
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._checks import flags, instance, real_number, whole_number
-from lightning_thd.batch import THDBatch
+from lightning_thd._checks import instance, real_number, whole_number
+from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.thd_step import check_batch
+from lightning_thd.loss.checks import check_tensors
+from lightning_thd.loss.head import HeadOperands
+from lightning_thd.loss.head_call import HeadCall
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
-from lightning_thd.loss.model_head.head_call import HeadCall, Job
-from lightning_thd.loss.model_head.wrapped import HeadOperands, language_model, text_config
-from lightning_thd.loss.mtp import targets_after
 from lightning_thd.loss.prepare import Call
 from lightning_thd.loss.tiles.logit_map import LogitMap
 from lightning_thd.loss.tiles.nll import Penalties
 from lightning_thd.loss.tiles.top import TopTokens
-from lightning_thd.loss.token_weights import Factors, Reduction, loss_weights
-from lightning_thd.loss.watch import SlotLosses, recorder, watcher_of
-from lightning_thd.parallel.shard import pack_value
+from lightning_thd.loss.watch import SlotLosses, watching
+from lightning_thd.parallel.shard import THDShard, gather_pack, pack_value
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
-# DeepSeek-V3 (arXiv:2412.19437, section 2.2): the mean loss of the further predictions times 0.3 at first.
+Reduction = Literal["tokens", "sequences"]
+# Gives targets int64 [T] and their factors ([T], or one number) from targets, their depth and V.
+Factors = Callable[[Tensor, int, int], tuple[Tensor, Tensor | float]]
+# DeepSeek-V3 (arXiv:2412.19437, section 2.2) starts with 0.3 times the mean loss of further predictions.
 _MTP_WEIGHT = 0.3
 
 
@@ -121,12 +126,13 @@ def causal_lm_loss(
             ``reduction="sequences"`` where the number of the step's sequences is unknown.
         NotImplementedError: for a model that does to its logits what cannot be followed.
     """
-    flags(return_parts=return_parts)
-    real_number(mtp_weight, "mtp_weight", advice="It is what the further predictions weigh.")
-    penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(model, z_loss))
+    if mtp_weight is not _MTP_WEIGHT:
+        real_number(mtp_weight, "mtp_weight", advice="It is what the further predictions weigh.")
     factors = loss_weights(batch, reduction, weights, class_weights, smoothed=label_smoothing > 0)
     scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
-    parts, _ = _loss(model, batch, penalties, factors, scale, mtp_weight=mtp_weight, watched=False)
+    call = HeadCall.of(model)
+    penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call) if z_loss is None else z_loss)
+    parts, _ = _loss(call, model, batch, penalties, factors, scale, mtp_weight=mtp_weight)
     return parts if return_parts else parts.loss
 
 
@@ -160,61 +166,62 @@ def causal_lm_loss_and_stats(
     Raises:
         ValueError: as ``causal_lm_loss``.
     """
-    penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(model, None))
     factors = loss_weights(batch, "tokens", None, None, smoothed=label_smoothing > 0)
-    scale = batch.loss_scale
-    parts, stats = _loss(model, batch, penalties, factors, scale, mtp_weight=_MTP_WEIGHT, watched=True)
+    call = HeadCall.of(model)
+    penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call))
+    parts, stats = _loss(call, model, batch, penalties, factors, batch.loss_scale, stats=True)
     assert stats is not None
     return parts.loss, stats
 
 
-def _z_loss(model: nn.Module, given: float | None) -> float:
-    if given is not None:
-        return given
-    config = text_config(language_model(model))
-    return float(getattr(config, "z_loss_coefficient", None) or 0.0)
+def _z_loss(call: HeadCall) -> float:
+    return float(getattr(call.config, "z_loss_coefficient", None) or 0.0)
 
 
 def _loss(
+    call: HeadCall,
     model: nn.Module,
     batch: THDBatch,
     penalties: Penalties,
-    factors: Factors,
+    factors: Factors | None,
     scale: float | None,
     *,
-    mtp_weight: float,
-    watched: bool,
+    mtp_weight: float = _MTP_WEIGHT,
+    stats: bool = False,
 ) -> tuple[LossParts, TokenStats | None]:
-    watcher, recorded, slots = watcher_of(batch), recorder(), list[SlotLosses]()
+    """Compute the loss; ``factors`` is None when every target counts ``scale``."""
+    watcher, recorded = watching(batch)
+    slots = list[SlotLosses]()
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
-        targets, weight = factors(targets_after(batch, depth), depth, operands.vocabulary)
-        call = operands.call(targets, logit_map)
-        wanted = watcher is not None or recorded is not None
-        see = slots.append if wanted and not depth else None
-        found = torch.stack([*linear_nll(call, penalties, token_weights=weight, see=see)])
-        return torch.cat([found, _watch(call)]) if watched else found
+        targets = targets_after(batch, depth) if depth else batch.targets
+        weight: Tensor | float = batch.loss_scale
+        if factors is not None:
+            targets, weight = factors(targets, depth, operands.vocabulary)
+        fused = operands.call(targets, logit_map)
+        see = slots.append if not depth and (watcher is not None or recorded is not None) else None
+        found = torch.stack([*linear_nll(fused, penalties, token_weights=weight, see=see)])
+        return torch.cat([found, _token_stats(fused)]) if stats else found
 
-    inner = language_model(model)
-    size = 5 if watched else 2
-    found = HeadCall.of(inner).run(model, lambda: Job(batch, values, size=size))
+    found = call.run(model, batch, values, size=5 if stats else 2)
     if watcher is not None and slots:
         watcher.see(batch, slots[-1], scale or 0.0)  # the last: a model may be called twice
     if recorded is not None:
         recorded += slots[-1:]
     loss, z_part, *sums = found["values"].unbind()
-    further = [value[0] for name, value in found.items() if name.startswith("value_")]
-    if further:
+    if "value_1" in found:
+        further = [value[0] for name, value in found.items() if name.startswith("value_")]
         loss = loss + torch.stack(further).mean() * mtp_weight
-    loss = pack_value(loss + found["aux_loss"] if "aux_loss" in found else loss, batch)
-    parts = LossParts(loss, pack_value(z_part.detach(), batch))
-    if not watched:
-        return parts, None
-    return parts, TokenStats(*(value.detach() for value in sums))
+    if "aux_loss" in found:
+        loss = loss + found["aux_loss"]
+    z_part = z_part.detach()
+    if isinstance(batch, THDShard):
+        loss, z_part = pack_value(loss, batch), pack_value(z_part, batch)
+    return LossParts(loss, z_part), TokenStats(*(value.detach() for value in sums)) if stats else None
 
 
 @torch.no_grad()
-def _watch(call: Call) -> Tensor:
+def _token_stats(call: Call) -> Tensor:
     """Return the sums of entropies, right guesses and ones over the targets of a call, ``[3]``."""
     results = linear_logprobs(call, entropy=True, top_k=1)
     known = call.targets != -100
@@ -252,7 +259,8 @@ def causal_lm_logprobs(
     wide = 3 + 2 * top_k if entropy else 2 + 2 * top_k
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
-        call = operands.call(targets_after(batch, depth), replace(logit_map, temperature=temperature))
+        targets = targets_after(batch, depth) if depth else batch.targets
+        call = operands.call(targets, replace(logit_map, temperature=temperature))
         results = linear_logprobs(call, entropy=entropy, top_k=top_k)
         columns = [part.flatten() for part in results if part is not None]
         if top_k:  # ids travel among the floats: fp32 holds all below 2^24
@@ -260,11 +268,138 @@ def causal_lm_logprobs(
             columns += [column for part in parts for column in part.unbind(1)]
         return torch.cat(columns)
 
-    inner = language_model(model)
-    found = HeadCall.of(inner).run(model, lambda: Job(batch, values, size=wide * batch.targets.numel()))
+    found = HeadCall.of(model).run(model, batch, values, size=wide * batch.targets.numel())
     columns = list(found["values"].chunk(wide))
     results = LogProbs(columns[0], columns[1] if entropy else None, columns[2 if entropy else 1])
     if top_k:
         logp, tokens = torch.stack(columns[-2 * top_k :], dim=1).detach().chunk(2, dim=1)
         results = results.with_top(TopTokens(logp, tokens.long()))
     return results
+
+
+def loss_weights(
+    batch: THDBatch,
+    reduction: Reduction,
+    weights: Tensor | None,
+    class_weights: Tensor | None,
+    *,
+    smoothed: bool,
+) -> Factors | None:
+    """Return the function that computes the factor of every slot's loss; None for the batch's scale only.
+
+    Targets become -100 where a weight of zero leaves nothing to do.
+
+    Args:
+        batch: the microbatch.
+        reduction: see ``causal_lm_loss``.
+        weights: ``[T]``.
+        class_weights: ``[V]``.
+        smoothed: whether labels are smoothed.
+
+    Raises:
+        TypeError: for another batch.
+        ValueError: for arguments that do not fit the batch.
+    """
+    check_batch(batch)
+    if not isinstance(reduction, str) or reduction not in get_args(Reduction):
+        raise ValueError(f"reduction is {reduction!r}, wanted 'tokens' or 'sequences'.")
+    given = [part for part in (batch.weights, weights) if part is not None]
+    if not given and class_weights is None and reduction == "tokens":
+        return None
+    if weights is not None:
+        check_tensors(weights=weights)
+    if class_weights is not None:
+        check_tensors(class_weights=class_weights)
+    if weights is not None and weights.shape != batch.targets.shape:
+        raise ValueError(
+            f"weights is {list(weights.shape)}, wanted one a slot, {list(batch.targets.shape)}: that of slot "
+            "i weighs the token after it. Weights of the data belong into the samples, as 'weights'."
+        )
+    if class_weights is not None and (class_weights.ndim != 1 or smoothed):
+        raise ValueError(
+            f"class_weights is {list(class_weights.shape)}"
+            + (" and label_smoothing above 0, wanted one of the two." if smoothed else ", wanted [V].")
+        )
+    scale = _sequence_scale(batch) if reduction == "sequences" else batch.loss_scale
+
+    def factors(targets: Tensor, depth: int, vocabulary: int) -> tuple[Tensor, Tensor | float]:
+        if depth:
+            raise ValueError(
+                "Weights and reduction='sequences' say nothing of predictions further than the next token, "
+                "and this model makes some. Use reduction='tokens' without weights."
+            )
+        wide = torch.float32 if targets.device.type == "mps" else torch.float64  # rounded once, at the end
+        total = torch.ones(targets.shape, dtype=wide, device=targets.device)
+        for part in given:
+            total = total * part.detach()
+        if class_weights is not None:
+            if len(class_weights) != vocabulary:
+                raise ValueError(
+                    f"class_weights has {len(class_weights)} entries, wanted {vocabulary}, one a row of "
+                    "the head."
+                )
+            total = total * class_weights.detach().index_select(0, targets.clamp(0, vocabulary - 1))
+        if reduction == "sequences":
+            total = total * _shares(batch, wide)
+        return torch.where(total == 0, IGNORE_INDEX, targets), total * scale
+
+    return factors
+
+
+def _sequence_scale(batch: THDBatch) -> float:
+    if batch.sequence_scale is None:
+        raise ValueError(
+            "reduction='sequences' needs batch.sequence_scale, the weight of the step's sequences, and this "
+            "batch was made with a loss_scale alone. Use THDDataModule, pass sequence_scale to "
+            "THDBatch.collate, or use reduction='tokens'."
+        )
+    return batch.sequence_scale
+
+
+def _shares(batch: THDBatch, dtype: torch.dtype) -> Tensor:
+    """Spread every sequence's share over its slots, ``[T]``; 0 in a trailing pad."""
+    shares = torch.tensor([*batch.sequence_shares, 0.0], dtype=dtype).to(batch.targets.device)
+    sequence = seq_idx_from_cu_seqlens(batch.cu_seqlens_padded, batch.targets.shape[-1])
+    return shares.index_select(0, sequence.flatten().clamp(0, len(shares) - 1))
+
+
+def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index: int = -100) -> Tensor:
+    """Shift targets left by ``depth`` inside every sequence.
+
+    Args:
+        targets: int64 ``[T]``, already the next token of the same sequence.
+        cu_seqlens: int32 ``[S + 1]``, the sequences' offsets in memory; last entry T.
+        depth: 0 for the targets themselves, 1 for the token after the next.
+        ignore_index: fills the last ``depth`` slots of every sequence.
+
+    Returns:
+        int64 ``[T]``. ``([6, 7, -100, 9, -100], [0, 3, 5], 1)`` becomes ``[7, -100, -100, -100, -100]``.
+
+    Raises:
+        TypeError: for arguments of another type.
+        ValueError: for a negative depth, or targets that are no row of integers.
+    """
+    check_tensors(targets=targets, cu_seqlens=cu_seqlens)
+    depth = whole_number(depth, "depth", advice="0 is the next token, 1 the one after it.")
+    if targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool:
+        raise ValueError(
+            f"targets is {targets.dtype} {list(targets.shape)}, wanted int64 [T]. Pass batch.targets."
+        )
+    total = targets.shape[0]
+    if depth == 0 or total == 0:
+        return targets
+    sequence = seq_idx_from_cu_seqlens(cu_seqlens, total).flatten()
+    shifted = torch.full_like(targets, ignore_index)
+    if depth < total:
+        same = sequence[depth:] == sequence[:-depth]
+        shifted[:-depth] = torch.where(same, targets[depth:], ignore_index)
+    return shifted
+
+
+def targets_after(batch: THDBatch, depth: int) -> Tensor:
+    """Shift a batch's targets by ``depth``; those of a shard over the whole pack, by one collective."""
+    if not isinstance(batch, THDShard):
+        return mtp_targets(batch.targets, batch.cu_seqlens_padded, depth)
+    layout = batch.layout
+    whole = mtp_targets(gather_pack(batch.targets, layout), layout.pack_offsets, depth)
+    return whole.index_select(0, layout.own)

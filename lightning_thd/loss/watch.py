@@ -54,16 +54,13 @@ def watch(watcher: Watcher) -> None:
     _WATCHER[:] = [weakref.ref(watcher)]
 
 
-def _present() -> Watcher | None:
-    return _WATCHER[0]() if _WATCHER else None
-
-
-def watcher_of(batch: THDBatch) -> Watcher | None:
-    """Return the watcher of a training batch, or None; a recorded step has none."""
-    watcher = _present()
-    if watcher is None or shapes_are_static() or not torch.is_grad_enabled():
-        return None
-    return watcher if watcher.wants(batch) else None
+def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
+    """Return the watcher of a training batch, and the list for a recorded step's losses; None for neither."""
+    recorded = _RECORDED.get()
+    watcher = _WATCHER[0]() if _WATCHER else None
+    if watcher is None or shapes_are_static() or not torch.is_grad_enabled() or not watcher.wants(batch):
+        return None, recorded
+    return watcher, recorded
 
 
 @contextmanager
@@ -74,21 +71,16 @@ def recorded_losses() -> Iterator[list[SlotLosses]]:
     replay, and :func:`show` hands them on.
     """
     found: list[SlotLosses] = []
-    token = _RECORDED.set(None if _present() is None else found)
+    token = _RECORDED.set(found if _WATCHER and _WATCHER[0]() is not None else None)
     try:
         yield found
     finally:
         _RECORDED.reset(token)
 
 
-def recorder() -> list[SlotLosses] | None:
-    """Return the list that the slot losses of a recorded step go to; None where none are wanted."""
-    return _RECORDED.get()
-
-
 def show(batch: THDBatch, slots: SlotLosses) -> None:
     """Hand the slot losses of a batch to the watcher that wants them, if there is one."""
-    watcher = watcher_of(batch)
+    watcher, _ = watching(batch)
     if watcher is not None:
         watcher.see(batch, slots, float(batch.loss_scale or 0.0))
 
@@ -124,10 +116,9 @@ def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = N
     factors = torch.ones_like(losses) if weights is None else weights.detach().to(losses.dtype)
     factors = torch.where(counts, factors, 0.0)
     summed = torch.where(counts, losses.detach() * factors, 0.0)
-    found = recorder()
+    watcher, found = watching(batch)
     if found is not None:  # by the scale of the batch, as those of causal_lm_loss
         scale: Tensor | float = 0.0 if batch.loss_scale is None else batch.loss_scale
         found.append(SlotLosses(summed * scale, factors * scale, None))
-    watcher = watcher_of(batch)
     if watcher is not None:
         watcher.see(batch, SlotLosses(summed, factors, None), 1.0)

@@ -1,8 +1,7 @@
-"""The boundaries of the pack that a model is running on -> any layer or function below that needs them.
+"""The boundaries of the pack that a model runs on, and the stack of running models in which layers find them.
 
 Some families hand keyword arguments down to their attention, some do not, and state-space layers never see
-any. So a model pushes a scope when it starts and pops it when it ends, and the layers look here when they
-were told nothing.
+any. A model therefore pushes a ``Scope`` when it starts and pops it when it ends (``announce``).
 
 Legend: T slots in a pack, S sequences (a trailing pad included).
 """
@@ -18,9 +17,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._static import shapes_are_static
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.thd_step import check_batch
-from lightning_thd.seqlens import seq_idx_from_cu_seqlens
+from lightning_thd.parallel.shard import THDShard
+from lightning_thd.seqlens import cu_seqlens_from_lengths, seq_idx_from_cu_seqlens
+
+REAL: Final = "cu_seq_lens_real"
+PACK_KWARGS: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", REAL)
+# What a model can ask of a mask.
+CAUSAL: Final = "causal"
+BIDIRECTIONAL: Final = "bidirectional"
 
 
 class Pack:
@@ -31,7 +38,7 @@ class Pack:
         cu_seqlens_k: the same for keys; ``cu_seqlens_q`` itself in self-attention.
         cu_seqlens_real: int32 ``[S + 1]``, cumulative lengths without padding inside sequences; None where
             there is none.
-        cache: what is worked out once a batch and shared by all layers (seq_idx, plans of padded groups).
+        cache: values computed once a batch and shared by all layers (seq_idx, plans of padded groups).
     """
 
     __slots__ = (
@@ -53,8 +60,8 @@ class Pack:
     ) -> None:
         self.cu_seqlens_q = cu_seqlens_q
         self.cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        # Host integers as shapes of tensors without storage: torch.compile makes a size that changes
-        # symbolic, while it compiles again for every new value of a plain int attribute.
+        # Host integers are kept as shapes of tensors without storage: torch.compile makes a size that changes
+        # symbolic, but compiles again for every new value of a plain int attribute.
         self._extent_q = cu_seqlens_q.new_empty(max_length_q, 0)
         self._extent_k = cu_seqlens_q.new_empty(max_length_q if max_length_k is None else max_length_k, 0)
         self._slots = cu_seqlens_q.new_empty(slots, 0)
@@ -65,8 +72,7 @@ class Pack:
 
     @classmethod
     def from_batch(cls, batch: THDBatch) -> Pack:
-        """Build a pack from a batch, with all lengths on the host, so that no device is ever read."""
-        check_batch(batch)
+        """Describe a checked batch, with all lengths on the host, so that no device is read."""
         padded = batch.lengths != batch.padded_lengths[: len(batch.lengths)]
         return cls(
             cu_seqlens_q=batch.cu_seqlens_padded,
@@ -94,10 +100,7 @@ class Pack:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the slots of every sequence, on the host.
-
-        A pack that was not made from a batch knows only the device tensor and reads it here, once.
-        """
+        """Return the slots of every sequence; a pack that was not made from a batch reads the device once."""
         if self._lengths is None:
             offsets = self.cu_seqlens_q.tolist()
             lengths = [there - here for here, there in pairwise(offsets)]
@@ -111,9 +114,9 @@ class Pack:
 
     @property
     def real_lengths(self) -> tuple[int, ...]:
-        """Return the tokens of every sequence without padding inside it, on the host.
+        """Return the tokens of every sequence without padding inside it; a trailing pad counts as its slots.
 
-        Slots of 8 and 4 that hold 5 and 4 tokens give 5 and 4; a trailing pad counts as its slots.
+        Slots of 8 and 4 that hold 5 and 4 tokens give 5 and 4.
         """
         if self.cu_seqlens_real is None:
             return self.lengths
@@ -125,7 +128,7 @@ class Pack:
     def token_bounds(self) -> Tensor:
         """Return offsets int32 ``[2 S + 1]`` that separate each sequence's tokens from its padding.
 
-        For layers whose tokens see later ones. Slots of 8 and 4 that hold 5 and 4 tokens give
+        Layers whose tokens see later ones use them. Slots of 8 and 4 that hold 5 and 4 tokens give
         ``[0, 5, 8, 12, 12]``; without padding inside sequences it is ``cu_seqlens_q``.
         """
         if self.cu_seqlens_real is None:
@@ -147,18 +150,13 @@ class Pack:
         return seq_idx
 
 
-# What a model can ask of a mask.
-CAUSAL: Final = "causal"
-BIDIRECTIONAL: Final = "bidirectional"
-
-
 class Scope:
     """One entry of the stack of running models: the model, its pack, and the entry below.
 
     Attributes:
         pack: the pack, or None for plain rows of equal length.
         outer: the entry below.
-        module: the model that pushed it; None for ``packed``.
+        module: the model that pushed it; None for a batch that was announced before any model runs.
         families: types of the configs that mean the language model; an inner model with another config (a
             vision tower) does not work on the pack.
         masks: the kinds of mask that the model has asked for so far, each once.
@@ -183,11 +181,11 @@ class Scope:
 
 
 class Caller:
-    """A running model without "thd", and what a model with it that runs inside has told it.
+    """A running model without "thd", and what a model with "thd" inside it has reported.
 
     Attributes:
-        labelled: the model, this one or one around it, that was given labels to make a loss of.
-        pack: what a model inside worked on, once it has run.
+        labelled: class name of the model, this one or one around it, that was given labels for a loss.
+        pack: the pack that a model inside worked on, once it has run.
     """
 
     __slots__ = ("labelled", "pack")
@@ -197,44 +195,29 @@ class Caller:
         self.pack: Pack | None = None
 
 
-# The top of the stack, one a thread, as backward recomputes checkpoints in threads of its own. No subclass
-# with a default: torch.compile (2.13) loses what a traced hook stores in one.
-_STATE = threading.local()
-_STATE.scope = None
-_STATE.caller = None
+# The top of the stack, one a thread, because backward recomputes checkpoints in threads of its own. Read it
+# by getattr(STATE, "scope", None). It is no subclass with defaults: torch.compile (2.13) loses what a traced
+# hook stores in one.
+STATE = threading.local()
+STATE.scope = None
+STATE.caller = None
 
 
 def current_scope() -> Scope | None:
     """Return the top entry of this thread's stack of running models, or None."""
-    scope: Scope | None = getattr(_STATE, "scope", None)
+    scope: Scope | None = getattr(STATE, "scope", None)
     return scope
-
-
-def set_scope(scope: Scope | None) -> None:
-    """Replace the top of this thread's stack; the caller restores it."""
-    _STATE.scope = scope
-
-
-def current_caller() -> Caller | None:
-    """Return the innermost running model of this thread that has no "thd", or None."""
-    caller: Caller | None = getattr(_STATE, "caller", None)
-    return caller
-
-
-def set_caller(caller: Caller | None) -> None:
-    """Replace the innermost running model without "thd"; the caller of this function restores it."""
-    _STATE.caller = caller
 
 
 @contextmanager
 def scoped(scope: Scope) -> Generator[None]:
     """Put ``scope`` on top of the stack inside this context."""
     before = current_scope()
-    set_scope(scope)
+    STATE.scope = scope
     try:
         yield
     finally:
-        set_scope(before)
+        STATE.scope = before
 
 
 @contextmanager
@@ -247,17 +230,34 @@ def packed(batch: THDBatch) -> Generator[None]:
     Args:
         batch: on the device of the model.
     """
+    check_batch(batch)
     with scoped(Scope(Pack.from_batch(batch), None)):
         yield
+
+
+def announced(batch: THDBatch, kwargs: dict[str, Any]) -> Scope:
+    """Return the scope under which a loss calls a model with ``kwargs``, made of a checked batch.
+
+    A recorded step works with sizes only, and a shard's layout knows the lengths of the whole pack.
+    """
+    if not isinstance(batch, THDShard) and not shapes_are_static():
+        return Scope(Pack.from_batch(batch), None)
+    pack = Pack(
+        cu_seqlens_q=kwargs["cu_seq_lens_q"],
+        max_length_q=kwargs["max_length_q"],
+        slots=kwargs["input_ids"].shape[-1],
+        cu_seqlens_real=kwargs.get(REAL),
+    )
+    return Scope(pack, None)
 
 
 def current_pack() -> Pack | None:
     """Return the pack that the running model works on; None outside of one.
 
     Raises:
-        RuntimeError: inside a backward pass that recomputes a layer nobody told about the pack.
+        RuntimeError: inside a backward pass that recomputes a layer to which no pack was carried.
     """
-    scope = current_scope()
+    scope: Scope | None = getattr(STATE, "scope", None)
     if scope is not None:
         return scope.pack
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
@@ -268,3 +268,140 @@ def current_pack() -> Pack | None:
             "max_length_q."
         )
     return None
+
+
+def model_pack() -> Pack | None:
+    """Return the pack that a model with "thd" has announced; None elsewhere, under ``packed`` too.
+
+    Whether a stock model leaks must not depend on whether another model of its family was built with "thd" in
+    this process.
+    """
+    scope: Scope | None = getattr(STATE, "scope", None)
+    return None if scope is None or scope.module is None else scope.pack
+
+
+def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pack | None:
+    """Return the pack that a model is called on, or None for plain rows.
+
+    Args:
+        outer: the entry of the model, or of the announced batch, around this call.
+        args: positional arguments of the call.
+        kwargs: named arguments of the call.
+
+    Raises:
+        ValueError: when the arguments describe a pack in part, or one of several rows.
+    """
+    tokens: Tensor | None = None
+    for value in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
+        tokens = value if isinstance(value, Tensor) and value.ndim >= 2 else tokens
+    known = None if outer is None else outer.pack
+    offsets = kwargs.get("cu_seq_lens_q")
+    if offsets is not None:
+        if known is not None and known.cu_seqlens_q is offsets:
+            return known
+        return _pack_from_kwargs(kwargs, tokens, known)
+    if outer is not None:
+        if outer.module is not None:
+            return known
+        assert known is not None
+        # Another model may be called under an announced batch, with rows of its own.
+        if tokens is None or (tokens.shape[0] == 1 and tokens.shape[1] == known.slots):
+            return known
+    return pack_from_positions(kwargs.get("position_ids"))
+
+
+def _pack_from_kwargs(kwargs: dict[str, Any], tokens: Tensor | None, outer: Pack | None) -> Pack:
+    missing = [name for name in ("max_length_q", "position_ids") if kwargs.get(name) is None]
+    if missing or tokens is None:
+        raise ValueError(
+            "A pack came with cu_seq_lens_q but without "
+            f"{', '.join(missing) or 'input_ids or inputs_embeds'}. Call model(**batch.hf_kwargs()), which "
+            "gives everything, or pass input_ids [1, T], position_ids that restart in every sequence, "
+            "cu_seq_lens_q/k (int32) and max_length_q/k (int)."
+        )
+    if tokens.shape[0] != 1:
+        raise ValueError(
+            f"A pack is one row, [1, T], but the input has shape {tuple(tokens.shape)}. Lay all sequences "
+            "end to end in one row, THDBatch.collate or THDBatch.from_padded."
+        )
+    _check_offsets(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"))
+    real = kwargs.get(REAL)
+    if real is None and outer is not None and outer.slots == tokens.shape[1]:
+        real = outer.cu_seqlens_real  # only the model that calls this one was given them
+    return Pack(
+        cu_seqlens_q=kwargs["cu_seq_lens_q"],
+        max_length_q=kwargs["max_length_q"],
+        max_length_k=kwargs.get("max_length_k"),
+        slots=tokens.shape[1],
+        cu_seqlens_real=real,
+    )
+
+
+def _check_offsets(offsets: Any, offsets_k: Any) -> None:
+    """Refuse values that are no offsets, and keys of other sequences than the queries'."""
+    for name, value in (("cu_seq_lens_q", offsets), ("cu_seq_lens_k", offsets_k)):
+        known = isinstance(value, Tensor)
+        if (known and value.ndim == 1 and value.dtype == torch.int32) or value is None:
+            continue
+        got = f"{value.dtype} of shape {tuple(value.shape)}" if known else type(value).__name__
+        raise ValueError(
+            f"{name} is {got}; wanted int32 offsets [sequences + 1], as THDBatch.hf_kwargs() and "
+            "lightning_thd.seqlens.cu_seqlens_from_lengths give."
+        )
+    if offsets_k is None or offsets_k is offsets:
+        return
+    message = (
+        "cu_seq_lens_k is not cu_seq_lens_q, but tokens of a pack attend to those of their own sequence. "
+        "Pass the same offsets for both, as THDBatch.hf_kwargs() does."
+    )
+    if offsets_k.shape != offsets.shape:
+        raise ValueError(message)
+    same = (offsets_k == offsets).all()
+    if same.device.type == "cpu" and not torch.compiler.is_compiling():
+        if not same:
+            raise ValueError(message)
+    else:
+        torch._assert_async(same, message)  # reading it would wait for the device, or break the graph
+
+
+def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
+    """Build a pack from positions that restart at 0, ``[B, T]`` or (M-RoPE) ``[3, B, T]``; reads the device.
+
+    transformers' flattening collator gives positions only. A new sequence begins where a position is not its
+    predecessor's plus one: ``[[0, 1, 0, 1, 2]]`` is lengths 2 and 3. None means one sequence a row.
+
+    Raises:
+        ValueError: when positions restart but do not say where exactly (M-RoPE, several rows).
+    """
+    if position_ids is None or position_ids.shape[-1] < 2:
+        return None
+    steps = position_ids.diff(dim=-1)
+    if torch.compiler.is_compiling():
+        # Reading would break the graph, and a pack taken for one sequence would leak.
+        torch._assert_async(
+            (steps >= 0).all() if position_ids.ndim == 3 else (steps == 1).all(),
+            "positions restart inside a row, but a compiled model cannot see where: pass cu_seq_lens_q/k and "
+            "max_length_q/k, as THDBatch.hf_kwargs() does.",
+        )
+        return None
+    if position_ids.ndim == 3:
+        if bool((steps[0] < 0).any()):
+            raise ValueError(
+                f"M-RoPE position_ids of shape {tuple(position_ids.shape)} go back inside a row, so this is "
+                "a pack, and its boundaries cannot be read off three rows of positions. Pass cu_seq_lens_q/k "
+                "and max_length_q/k, as THDBatch.hf_kwargs() does."
+            )
+        return None
+    continues = (steps == 1).tolist()
+    if all(all(row) for row in continues):
+        return None
+    if len(continues) != 1:
+        raise ValueError(
+            f"position_ids of shape {tuple(position_ids.shape)} restart inside a row. Packs go one row at a "
+            "time: lay all sequences end to end in one row, or pass rows that are one sequence each."
+        )
+    slots = position_ids.shape[-1]
+    starts = [0, *(i + 1 for i, goes_on in enumerate(continues[0]) if not goes_on), slots]
+    lengths = [end - start for start, end in pairwise(starts)]
+    offsets = cu_seqlens_from_lengths(lengths).to(position_ids.device)
+    return Pack(cu_seqlens_q=offsets, max_length_q=max(lengths), slots=slots, lengths=lengths)

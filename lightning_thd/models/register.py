@@ -1,35 +1,23 @@
-"""The name ``"thd"`` -> entries in transformers' tables of attentions and masks, on import.
+"""The name ``"thd"`` -> entries in transformers' tables of attentions and masks, as soon as it is imported.
 
-All that is replaced outside this package, each doing what it did for models without "thd":
-
-- ``PreTrainedModel.get_correct_attn_implementation``, ``set_attn_implementation`` and ``post_init``: a model
-  given "thd" gets its hooks here, and so does every model around it.
-- the forward of every ``PreTrainedModel`` class: looks for "thd" in the model's config (``front_door``).
-- ``PreTrainedModel.__setstate__``: a hooked model that was copied or unpickled is known again.
-- ``PreTrainedModel._set_gradient_checkpointing`` and torch's ``CheckpointWrapper``: recomputed layers find
-  the pack they were first run on.
-- ``masking_utils._preprocess_mask_arguments``: positions are not searched for packs under "thd".
-- when a "thd" model is built, the forward of its state-space layers, position embeddings, length-dependent
-  ropes, Gemma3n's embeddings and pooling heads (``adopt_*`` in this folder); outside a pack they do what
-  they did.
-
-Where transformers is too old, or has changed underneath, its import goes on and "thd" alone is refused.
+``import lightning_thd`` must not import transformers, and ``attn_implementation="thd"`` has to work in
+whatever order they are imported. When transformers is too old, or has changed underneath, its import goes on
+and only "thd" is refused.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Final
 
-from lightning_thd.models.import_hook import after_import
-
 NAME = "thd"
-# Before, Mamba2, Zamba2, FalconH1 and NemotronH hard-coded seq_idx=None in their fused calls: a silent leak.
+# Earlier releases of Mamba2, Zamba2, FalconH1 and NemotronH hard-coded seq_idx=None: a silent leak.
 OLDEST: Final = (5, 15)
+Callback = Callable[[ModuleType], None]
 _done: set[str] = set()
 
 
@@ -82,9 +70,10 @@ def _register_attention(modeling_utils: ModuleType) -> None:
         table.register(NAME, _refusal("it hands no boundaries to state-space layers"))
         return
     try:
+        from lightning_thd.models.announce import watch_models
         from lightning_thd.models.attend import thd_attention
 
-        _watch_models(modeling_utils.PreTrainedModel)
+        watch_models(modeling_utils.PreTrainedModel)
         table.register(NAME, thd_attention)
     except (AttributeError, ImportError, TypeError, ValueError) as error:
         table.register(NAME, _refusal(f"it has changed underneath ({error})"))
@@ -105,48 +94,53 @@ def _register_mask(masking_utils: ModuleType) -> None:
 
 
 def _watch_wrappers(checkpoint_wrapper: ModuleType) -> None:
-    """Patch torch's CheckpointWrapper, which FSDP strategies use, to carry the pack."""
-    from lightning_thd.models.hooks import carry_scope
-    from lightning_thd.models.mixers import has_mixers
+    from lightning_thd.models.announce import watch_wrappers
 
-    wrapper: Any = checkpoint_wrapper.CheckpointWrapper
-    initialize: Callable[..., None] = wrapper.__init__
-
-    @functools.wraps(initialize)
-    def __init__(self: Any, mod: Any, *args: Any, **kwargs: Any) -> None:
-        initialize(self, mod, *args, **kwargs)
-        self.checkpoint_fn = carry_scope(self.checkpoint_fn, compilable=not has_mixers(mod))
-
-    wrapper.__init__ = __init__
+    watch_wrappers(checkpoint_wrapper)
 
 
-def _watch_models(base: Any) -> None:
-    """Hook every model that gets "thd" attention, and every activation checkpointing switched on."""
-    from lightning_thd.models.front_door import guard_known_classes, watch_construction, watch_copies
+class _Finder:
+    """Import finder, first in ``sys.meta_path``, that runs a callback after a module was imported."""
 
-    checkpointing = _carrying_checkpoints(base)
-    watch_construction(base)
-    watch_copies(base)
-    base._set_gradient_checkpointing = checkpointing
-    guard_known_classes(base)
+    def __init__(self) -> None:
+        self.callbacks: dict[str, list[Callback]] = {}
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module from the next finder, with a loader that runs the callback."""
+        if name not in self.callbacks:
+            return None
+        for finder in sys.meta_path:
+            find_spec = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find_spec is None else find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                self._extend(spec)
+                return spec
+        return None
+
+    def _extend(self, spec: ModuleSpec) -> None:
+        loader = spec.loader
+        assert loader is not None
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for callback in self.callbacks.pop(spec.name, []):
+                callback(module)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
 
 
-def _carrying_checkpoints(base: Any) -> Callable[..., None]:
-    """Return a ``_set_gradient_checkpointing`` whose checkpoints carry the pack to their recomputation."""
-    from lightning_thd.models.hooks import carry_scope
-    from lightning_thd.models.mixers import has_mixers
+_finder = _Finder()
 
-    set_checkpointing: Callable[..., None] = base._set_gradient_checkpointing
-    if "gradient_checkpointing_func" not in inspect.signature(set_checkpointing).parameters:
-        raise TypeError("_set_gradient_checkpointing takes no gradient_checkpointing_func")
 
-    @functools.wraps(set_checkpointing)
-    def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(set_checkpointing).bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        bound.arguments["gradient_checkpointing_func"] = carry_scope(
-            bound.arguments["gradient_checkpointing_func"], compilable=not has_mixers(self)
-        )
-        set_checkpointing(*bound.args, **bound.kwargs)
-
-    return _set_gradient_checkpointing
+def after_import(name: str, callback: Callback) -> None:
+    """Run ``callback(module)`` after ``name`` has been imported; its errors fail the import."""
+    module = sys.modules.get(name)
+    if module is not None:
+        callback(module)
+        return
+    _finder.callbacks.setdefault(name, []).append(callback)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_thd.loss.model_head.lazy_logits import carry_values, open_values
+from lightning_thd.loss.lazy_logits import carry_values, open_values
 from lightning_thd.loss.tiles.logit_map import LogitMap
 
 SHAPE = (1, 4, 10)

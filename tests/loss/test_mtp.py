@@ -63,7 +63,7 @@ def test_a_model_that_calls_its_head_again_predicts_further_tokens() -> None:
 
 def sharded_targets(layout: str) -> bool:
     from lightning_thd.alignment import Alignment
-    from lightning_thd.loss.mtp import targets_after
+    from lightning_thd.loss.causal_lm import targets_after
     from lightning_thd.parallel import shard_batch
 
     align = Alignment.for_(cp=2)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss
-from lightning_thd.loss.model_head.wrapped import head_operands
+from lightning_thd.loss.head import head_operands
 from tests.loss.families import VOCAB, build
 from tests.loss.test_causal_lm import gradients, make_batch, oracle
 from tests.ranks import run_ranks

@@ -16,7 +16,7 @@ from lightning_thd.batch import THDBatch
 from lightning_thd.models import mixers, packed, register_thd
 from lightning_thd.models.mixers import MIXERS, adopt_mixers
 from lightning_thd.models.pack import Pack, Scope, scoped
-from lightning_thd.models.unknown_layers import refuse_unknown_layers
+from lightning_thd.models.refusals import refuse_unknown_layers
 from tests.models import matrix
 from tests.models.families import build
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_thd.models.inputs.positions import pack_from_positions
+from lightning_thd.models.pack import pack_from_positions
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12))

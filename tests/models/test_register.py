@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 import transformers
 
 from lightning_thd.models import register_thd
-from lightning_thd.models.import_hook import after_import
+from lightning_thd.models.register import after_import
 
 register_thd()
 
@@ -122,8 +122,7 @@ def test_another_transformers_refuses_thd_alone(
         "for x in [x for x in sys.modules if x.partition('.')[0] == 'transformers']: del sys.modules[x]\n"
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         # Some release of what lightning needs may have imported transformers, and the hooks are done.
-        "del sys.modules['lightning_thd.models.register']\n"
-        "from lightning_thd.models.register import register_thd\nregister_thd()\n"
+        "from lightning_thd.models import register\nregister._done.clear()\nregister.register_thd()\n"
         "import transformers.modeling_utils as m, transformers.masking_utils as k\n"
         f"table = (m if {table!r} == 'AttentionInterface' else k).{table}.table\n"
         "try: table['thd']()\nexcept ValueError as error: print(error)"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from lightning_thd.models import register_thd
-from lightning_thd.models.unknown_layers import refuse_early_release, refuse_unknown_layers
+from lightning_thd.models.refusals import refuse_early_release, refuse_unknown_layers
 from tests.models import matrix
 from tests.models.families import FAMILIES, build
 

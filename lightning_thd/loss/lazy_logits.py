@@ -20,7 +20,7 @@ from lightning_thd.loss.tiles.logit_map import LogitMap
 
 
 @dataclass(slots=True)
-class _Record:
+class Record:
     """The factors and cap that a model has applied to its logits so far."""
 
     inner: float = 1.0
@@ -29,12 +29,14 @@ class _Record:
     columns: int | None = None
 
     def multiply(self, factor: float) -> None:
+        """Record a factor, before or behind the cap."""
         if self.capped:
             self.outer *= factor
         else:
             self.inner *= factor
 
     def as_map(self) -> LogitMap:
+        """Return the recorded operations as a map."""
         if not self.capped:
             return LogitMap(scale=self.inner, valid_vocab_size=self.columns)
         # outer * tanh(inner * x) with the convention post = 1: cap = outer, scale = inner * cap
@@ -44,7 +46,7 @@ class _Record:
 class LazyLogits(Tensor):
     """A stand-in for logits ``[..., T, V]`` that stores a few values and records operations."""
 
-    record: _Record
+    record: Record
     count: int
     placements = ()  # a tensor-parallel head's hook compares these, then calls the two below
 
@@ -183,7 +185,7 @@ def carry_values(values: Tensor, shape: tuple[int, ...]) -> LazyLogits:
     """
     logits = _Carry.apply(values, shape)  # type: ignore[no-untyped-call]
     assert isinstance(logits, LazyLogits)
-    logits.record = _Record()
+    logits.record = Record()
     logits.count = values.numel()
     return logits
 

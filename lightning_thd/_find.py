@@ -1,0 +1,57 @@
+"""The one place that looks for transformers models inside other modules, and for their configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+
+def unwrapped(model: Any, *, on_peft: Callable[[Any], None] | None = None) -> Any:
+    """Return the model inside DDP, torch.compile and PEFT; ``on_peft`` is called with each PEFT wrapper."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            if on_peft is not None:
+                on_peft(model)
+            model = model.get_base_model()
+        elif not hasattr(model, "get_output_embeddings") and isinstance(
+            getattr(model, "module", None), nn.Module
+        ):
+            model = model.module
+        else:
+            return model
+
+
+def models_in(module: nn.Module | None) -> Iterator[tuple[str, Any]]:
+    """Yield the modules with a transformers config, and their paths, outer ones first."""
+    for name, child in module.named_modules() if module is not None else ():
+        if hasattr(getattr(child, "config", None), "get_text_config"):
+            yield name, child
+
+
+def outermost_models(module: nn.Module | None) -> dict[str, Any]:
+    """Return the models that no other model holds, by path; the path of ``module`` itself is ""."""
+    found: dict[str, Any] = {}
+    for name, child in models_in(module):
+        if not any(outer == "" or name.startswith(f"{outer}.") for outer in found):
+            found[name] = child
+    return found
+
+
+def model_with_head(module: nn.Module) -> Any | None:
+    """Return the outermost model that owns a language model's head, or None."""
+    for _, child in models_in(module):
+        # PEFT's wrappers lend the attributes of what they hold, but not its class's.
+        if hasattr(type(child), "get_output_embeddings") and isinstance(
+            child.get_output_embeddings(), nn.Module
+        ):
+            return child
+    return None
+
+
+def text_config(config: Any) -> Any:
+    """Return the config of the language model, which in a multimodal model's config is its text part."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config

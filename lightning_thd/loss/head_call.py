@@ -1,0 +1,235 @@
+"""One call of a model with its head replaced -> values computed from hidden states instead of logits.
+
+T slots, V vocabulary. The model's own ``forward`` runs through its ``__call__``, hooks and all: FSDP2
+gathers the head's weight and reduces its gradient, DDP sees its outputs, PEFT, Accelerate and activation
+checkpointing stay in place. The replacements are the same functions at every call, so that torch.compile need
+not compile again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd._find import text_config
+from lightning_thd.batch import THDBatch
+from lightning_thd.loss.dtensors import is_dtensor
+from lightning_thd.loss.head import (
+    LINEAR_FORWARD,
+    HeadOperands,
+    LinearHeads,
+    active_copy,
+    guess_logit_map,
+    head_operands,
+    language_model,
+)
+from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
+from lightning_thd.loss.tiles.logit_map import LogitMap
+from lightning_thd.models.pack import STATE, announced
+from lightning_thd.parallel.pipeline.stage import Stage, stage_of
+
+_ATTRIBUTE = "_thd_head_call"
+# Gives an operand's values: the head's operands, the number of earlier calls of the head, the logit map.
+Values = Callable[[HeadOperands, int, LogitMap], Tensor]
+
+
+@dataclass(slots=True)
+class _Job:
+    """One forward pass.
+
+    Attributes:
+        values: see ``HeadCall.run``.
+        size: likewise.
+        slots: T.
+        head: the model's head.
+        own_head_forward: a forward that was put on this head object before.
+        model_forward: the model's forward, which is replaced meanwhile.
+        stage: the stage of a pipeline that this rank holds.
+        logits: what the head returned, one entry a call of it.
+        seen: what the model did to the logits that it returned; None while it has not.
+    """
+
+    values: Values
+    size: int
+    slots: int
+    head: Any
+    own_head_forward: Any
+    model_forward: Any
+    stage: Stage | None
+    logits: list[LazyLogits] = field(default_factory=list)
+    seen: Record | None = None
+
+
+class HeadCall:
+    """Replaces the forward of a model and of its head, so that no logits are computed."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.logit_map: LogitMap = guess_logit_map(inner)
+        self._record: Record | None = None  # the operations that made ``logit_map``
+        self._job: _Job | None = None
+        self._heads = LinearHeads()
+        self._config: Any = None
+        self._text: Any = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> HeadCall:
+        """Return the ``HeadCall`` of the language model inside ``model``, made in the first call.
+
+        Raises:
+            ValueError: when there is no language model, or it would leak across sequences.
+        """
+        call = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+        if call is None or call.inner is not model:  # wrapped, new, or a copy that carries the original's
+            inner = language_model(model)
+            call = inner.__dict__.get(_ATTRIBUTE)
+            if call is None or call.inner is not inner:
+                call = inner.__dict__[_ATTRIBUTE] = cls(inner)
+        assert isinstance(call, HeadCall)
+        attention = getattr(call.config, "_attn_implementation", None)
+        if attention != "thd":
+            raise ValueError(
+                f"{type(call.inner).__name__} runs attn_implementation={attention!r}, which can let packed "
+                "sequences see each other without an error. Load it with attn_implementation='thd', or call "
+                "model.set_attn_implementation('thd')."
+            )
+        return call
+
+    @property
+    def config(self) -> Any:
+        """Return the config of the language model."""
+        if self._config is not self.inner.config:
+            self._config = self.inner.config
+            self._text = text_config(self._config)
+        return self._text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_nothing, ())  # copies and pickles of the model make their own
+
+    def run(self, model: nn.Module, batch: THDBatch, values: Values, *, size: int = 1) -> dict[str, Tensor]:
+        """Call the model on a batch with its head replaced, and return what the head computed.
+
+        The model is called again when it does something to its logits that its config does not say. The next
+        calls know.
+
+        Args:
+            model: what the user holds, wrappers included.
+            batch: the microbatch; it is announced to the model's layers.
+            values: gives ``[n]`` from the head's operands, how many times the head was called before, and
+                what the model does to its logits.
+            size: n, for pipeline stages that have no head.
+
+        Returns:
+            ``{"values": [n], "value_1": ..., "aux_loss": []}``: one value a call of the head.
+
+        Raises:
+            ValueError: for a wrapper that goes past the model's forward, and so past its replacement.
+        """
+        inner, stage, before = self.inner, stage_of(self.inner), getattr(STATE, "scope", None)
+        for _ in range(2):
+            head: Any = inner.get_output_embeddings()
+            own, own_head = inner.__dict__.get("forward"), head.__dict__.get("forward")
+            slots = batch.targets.numel()
+            job = self._job = _Job(values, size, slots, head, own_head, inner.forward, stage)
+            kwargs = batch.hf_kwargs()
+            STATE.scope = announced(batch, kwargs)
+            head.__dict__["forward"], inner.__dict__["forward"] = self.head_forward, self.forward
+            try:
+                outputs: dict[str, Tensor] = model(**kwargs)
+            finally:
+                STATE.scope, self._job = before, None
+                for module, forward in ((inner, own), (head, own_head)):
+                    if forward is None:
+                        del module.__dict__["forward"]
+                    else:
+                        module.__dict__["forward"] = forward
+            if job.seen is None:
+                raise ValueError(
+                    f"{type(model).__name__} never called {type(inner).__name__}.forward as it is now: "
+                    "it holds a forward from before, as PEFT's adaption prompts do. Use another adapter or "
+                    "wrapper for packs, or compute the loss from the model's own logits."
+                )
+            if job.seen == self._record:
+                break
+            self._record, found = job.seen, job.seen.as_map()
+            if found.agrees(self.logit_map):
+                break
+            self.logit_map = found
+            if stage is not None and not stage.again():
+                break
+        return outputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Run the model's forward and return the computed values in place of logits."""
+        assert self._job is not None
+        outputs: dict[str, Tensor] = self._finish(self._job.model_forward(*args, **kwargs))
+        return outputs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def head_forward(self, hidden: Tensor) -> LazyLogits:
+        """Compute the job's values from hidden states ``[1, T, H]`` and return them as lazy logits."""
+        job = self._job
+        assert job is not None
+        head, stage = job.head, job.stage
+        if stage is not None and not stage.holds_head:
+            values = stage.stand_in(job.size, hidden)
+            logits = carry_values(values, (*hidden.shape[:-1], head.out_features))
+            job.logits.append(logits)
+            return logits
+        operands = head_operands(head, hidden)
+        if type(head).forward is not LINEAR_FORWARD or job.own_head_forward is not None:
+            active: Any = active_copy(head)
+            base = getattr(active, "base_layer", active)
+            given = job.own_head_forward if base is head else base.__dict__.get("forward")
+            if not is_dtensor(base.weight):
+                self._heads.check(base, given, operands.hidden, operands.weight)
+        if operands.hidden.shape[:-1].numel() != job.slots:
+            raise ValueError(
+                f"The head got hidden states {list(operands.hidden.shape)} for {job.slots} targets, wanted "
+                "one a slot. Leave logits_to_keep alone, and pass no inputs that add tokens."
+            )
+        values = job.values(operands, len(job.logits), self.logit_map)
+        values = values if stage is None else stage.share(values)
+        logits = carry_values(values, (*operands.hidden.shape[:-1], operands.vocabulary))
+        job.logits.append(logits)
+        return logits
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _finish(self, outputs: Any) -> dict[str, Tensor]:
+        job = self._job
+        assert job is not None
+        logits = getattr(outputs, "logits", None)
+        if not any(logits is made for made in job.logits):
+            raise ValueError(
+                f"{type(self.inner).__name__}.forward returned a {type(outputs).__name__} whose logits did "
+                "not come from its head (get_output_embeddings()). Set config.return_dict=True if it is a "
+                "tuple; else use loss.fused_linear_cross_entropy on the last hidden states."
+            )
+        assert isinstance(logits, LazyLogits)
+        job.seen = logits.record
+        found = {"values": open_values(logits)}
+        further = [made for made in job.logits if made is not logits]
+        found |= {f"value_{depth}": open_values(made) for depth, made in enumerate(further, start=1)}
+        auxiliary = getattr(outputs, "aux_loss", None)
+        if isinstance(auxiliary, Tensor):
+            found["aux_loss"] = auxiliary * self._auxiliary_factor()
+        return found
+
+    def _auxiliary_factor(self) -> Any:
+        """Return the model's coefficient of the balancing loss of a mixture of experts."""
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            coefficient = getattr(self.inner, name, getattr(self.config, name, None))
+            if coefficient is not None:
+                return coefficient
+        raise ValueError(
+            f"{type(self.inner).__name__} returned an auxiliary loss, but neither it nor its config has "
+            "router_aux_loss_coef. Set config.router_aux_loss_coef, or config.output_router_logits=False."
+        )
+
+
+def _nothing() -> None:
+    return None

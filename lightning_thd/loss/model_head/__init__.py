@@ -1,1 +1,0 @@
-"""A model called without its head: its hidden states and the head's weight, for losses without logits."""

@@ -1,0 +1,517 @@
+"""A transformers model given "thd" -> the same model, announcing its packs to its layers.
+
+``watch_models`` patches ``PreTrainedModel``: a model that gets "thd" when it is built or switched gets two
+hooks, ``enter`` and ``leave``, and the forward of every model class is guarded. The hooks find the pack in
+the arguments of a call, or take the batch that a loss has announced. The guard sees the calls that the hooks
+miss: ``model.forward(...)``, a model whose config was switched by hand, and a model with "thd" inside one
+without. It announces the first and refuses the others, because sequences would see each other.
+
+Hooks are functions of this module, so that a model that carries them can be copied, pickled and compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import torch
+from torch import nn
+
+from lightning_thd.models.inputs.key_index import adopt_indexers
+from lightning_thd.models.inputs.masks import learn_window
+from lightning_thd.models.inputs.position_tables import adopt_position_tables
+from lightning_thd.models.inputs.ropes import adopt_ropes
+from lightning_thd.models.inputs.zero_embeddings import adopt_zero_embeddings
+from lightning_thd.models.mixers import adopt_mixers, has_mixers
+from lightning_thd.models.pack import (
+    PACK_KWARGS,
+    REAL,
+    STATE,
+    Caller,
+    Pack,
+    Scope,
+    current_scope,
+    find_pack,
+    packed,
+    scoped,
+)
+from lightning_thd.models.pooled_heads import (
+    adopt_classifier,
+    class_pools,
+    pool_each_sequence,
+    refuse_pooled_pack,
+)
+from lightning_thd.models.refusals import (
+    LABELS,
+    keep_labels_inside,
+    keeps_own_attention,
+    refuse_call,
+    refuse_own_attention,
+    refuse_unknown_layers,
+)
+
+if TYPE_CHECKING:
+    from lightning_thd.batch import THDBatch
+
+NAME: Final = "thd"
+# Keyed by identity, so that a copy is never taken for the model it was made of.
+_MODELS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# Classes of all models ever hooked. While it is empty, the guard need not watch calls of other models.
+_HOOKED: set[str] = set()
+
+
+# ---- Models that get "thd"
+
+
+def watch_models(base: Any) -> None:
+    """Hook every model that is built with "thd" or switched to it, and guard every model class.
+
+    Args:
+        base: ``PreTrainedModel``; AttributeError where it lacks what is patched, before anything is.
+    """
+    choose: Callable[..., str] = base.get_correct_attn_implementation
+    switch: Callable[..., None] = base.set_attn_implementation
+    finish: Callable[..., None] = base.post_init
+    restore: Callable[..., None] = base.__setstate__
+    set_checkpointing = _carrying_checkpoints(base)
+
+    @functools.wraps(choose)
+    def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:
+        chosen = choose(self, *args, **kwargs)
+        if chosen == NAME and keeps_own_attention(self):
+            chosen = choose(self, None)  # a vision tower does not run on packs
+        elif chosen == NAME:
+            refuse_own_attention(self)
+            install(self)
+        guard(type(self))
+        return chosen
+
+    @functools.wraps(switch)
+    def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        named = isinstance(attn_implementation, dict)
+        asked = attn_implementation.get("") if named else attn_implementation
+        with _unchanged_on_error(self):
+            switch(self, attn_implementation, *args, **kwargs)
+            if asked == NAME:  # transformers only logs that it cannot switch a class
+                self.config._attn_implementation_internal = self.get_correct_attn_implementation(NAME)
+            _settle(self, follow=asked is None)
+
+    @functools.wraps(finish)
+    def post_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        finish(self, *args, **kwargs)
+        if _mentions_thd(self.config):
+            _settle(self, follow=False)
+
+    @functools.wraps(restore)
+    def __setstate__(self: Any, state: Any) -> None:
+        restore(self, state)
+        guard(type(self))
+        if getattr(self, "_thd_installed", False):
+            adopt(self)
+
+    base.get_correct_attn_implementation = get_correct_attn_implementation
+    base.set_attn_implementation = set_attn_implementation
+    base.post_init = post_init
+    base.__setstate__ = __setstate__
+    base._set_gradient_checkpointing = set_checkpointing
+    waiting = list(base.__subclasses__())  # classes imported, and perhaps built, before this package
+    while waiting:
+        model_class = waiting.pop()
+        waiting.extend(model_class.__subclasses__())
+        if "forward" in vars(model_class):
+            guard(model_class)
+
+
+def install(model: Any) -> None:
+    """Hook ``model``, a PreTrainedModel under construction or finished, so that it announces its packs."""
+    if getattr(model, "_thd_installed", False):
+        return
+    model._thd_installed = True
+    names = _parameter_names(type(model))
+    model._thd_takes_use_cache = "use_cache" in inspect.signature(type(model).forward).parameters
+    model._thd_parameters = names
+    model._thd_takes_decoder = not names or any(name.startswith("decoder_") for name in names)
+    adopt(model)
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+    # It runs also when forward raises: a scope left by an exception would be used for the next batch.
+    model.register_forward_hook(leave, always_call=True)
+
+
+def adopt(model: Any) -> None:
+    """Patch the classes of a hooked model's layers to handle packs, in this process, once each.
+
+    A pickled model brings its hooks along, but the classes of a new process are not patched yet.
+    """
+    model._thd_checked = False
+    _MODELS[id(model)] = model
+    _HOOKED.add(type(model).__name__)
+    model._thd_pools = class_pools(type(model))
+    model._thd_own_class = not type(model).__module__.startswith("transformers.")
+    adopt_mixers(type(model))
+    adopt_position_tables(type(model))
+    adopt_ropes(type(model), model.config)
+    adopt_zero_embeddings(type(model))
+    adopt_indexers(type(model), model.config)
+    adopt_classifier(type(model))
+    learn_window(model.config)
+
+
+def _settle(model: nn.Module, *, follow: bool) -> None:
+    """Give "thd" to every model around a language model that has it, and take it where that has lost it.
+
+    Args:
+        model: a PreTrainedModel, finished; those inside it are settled first.
+        follow: False when the caller named the attention of the outer model, which then keeps "thd".
+
+    Raises:
+        ValueError: when "thd" cannot be right for one of them.
+    """
+    inside: list[Any] = [x for x in model.modules() if hasattr(type(x), "get_correct_attn_implementation")]
+    for inner in reversed(inside):
+        own, text = inner.config._attn_implementation, _language_config(inner.config)._attn_implementation
+        wanted = text if text == NAME or follow else own
+        if NAME in (own, wanted) and not keeps_own_attention(inner):
+            chosen = inner.get_correct_attn_implementation(wanted)
+            inner.config._attn_implementation_internal = chosen
+
+
+@contextmanager
+def _unchanged_on_error(model: nn.Module) -> Generator[None]:
+    """Restore the attention of every config of a model when switching it raises inside this context."""
+    waiting = [getattr(module, "config", None) for module in model.modules()]
+    before: dict[int, tuple[Any, str]] = {}
+    while waiting:
+        config: Any = waiting.pop()
+        if hasattr(config, "sub_configs") and id(config) not in before:
+            before[id(config)] = config, config._attn_implementation
+            waiting.extend(getattr(config, name, None) for name in config.sub_configs)
+    try:
+        yield
+    except BaseException:
+        for config, attention in before.values():
+            config._attn_implementation_internal = attention
+        raise
+
+
+def _language_config(config: Any) -> Any:
+    """Return the config of the language model inside a model's config, or the config itself."""
+    if not _mentions_thd(config):  # looking is slow for models of two stacks in one config
+        return config
+    try:
+        return config.get_text_config(decoder=True)
+    except ValueError:  # several language models
+        return config
+
+
+def _mentions_thd(config: Any) -> bool:
+    """Return whether a config or one inside it says "thd"."""
+    if config._attn_implementation == NAME:
+        return True
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if hasattr(inner, "sub_configs") and _mentions_thd(inner):
+            return True
+    return False
+
+
+# ---- A call of a model with "thd"
+
+
+def enter(
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Find the pack in a model's arguments, check it, and push it on the stack of running models."""
+    config = model.config
+    if config._attn_implementation != NAME:  # switched away by set_attn_implementation
+        return None
+    outer: Scope | None = getattr(STATE, "scope", None)
+    if outer is None and getattr(model, "_thd_packs_rows", False):
+        return None  # its forward decides what becomes a pack: see run_as_pack
+    # A loop may pass a batch in place of tensors, to run its whole step inside the model's call.
+    if args and isinstance(args[0], torch.Tensor | None):
+        named = _by_name(model._thd_parameters, args, kwargs)
+        args, kwargs = ((), named) if named is not None else (args, kwargs)
+    if outer is not None and outer.families:
+        families, masks = outer.families, outer.masks  # an inner model may be handed its caller's masks
+        if type(config) not in families and not _continues(outer, kwargs):
+            STATE.scope = Scope(None, outer, module=model, families=families)
+            return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
+        text = None
+    else:
+        text = config.get_text_config(decoder=True)
+        families, masks = (type(config), type(text)), ()
+    pack = find_pack(outer, args, kwargs)
+    if REAL in kwargs:  # no model takes it
+        kwargs = {name: value for name, value in kwargs.items() if name != REAL}
+    if pack is not None:
+        refuse_call(model, kwargs)
+        if torch.compiler.is_compiling() or not model._thd_checked:
+            _refuse_wrong_layers(model)
+        if text is not None:
+            if text._attn_implementation != NAME:
+                raise ValueError(_other_attention(model, text._attn_implementation))
+            if (caller := getattr(STATE, "caller", None)) is not None:
+                _report(model, pack, caller)
+            if any(name in kwargs for name in LABELS):
+                kwargs = keep_labels_inside(model, kwargs, pack)
+        if model._thd_takes_use_cache and kwargs.get("use_cache") is not False:
+            kwargs = {**kwargs, "use_cache": False}
+    STATE.scope = Scope(pack, outer, module=model, families=families, masks=masks)
+    return args, kwargs
+
+
+def leave(model: Any, args: tuple[Any, ...], output: Any) -> Any:
+    """Pop a model off the stack, and replace or refuse what it pooled of the whole pack."""
+    scope: Any = getattr(STATE, "scope", None)
+    if scope is None or scope.module is not model:  # enter raised or did nothing
+        return None
+    STATE.scope = scope.outer
+    if scope.pack is None or output is None:
+        return None
+    outermost = scope.outer is None or scope.outer.module is None
+    if model._thd_pools or getattr(model, "pooler", None) is not None:
+        return pool_each_sequence(model, scope.pack, output, outermost=outermost)
+    if outermost and model._thd_own_class:  # transformers' classes say in their names what they return
+        refuse_pooled_pack(model, scope.pack, output)
+    return None
+
+
+def run_as_pack(model: Any, forward: Callable[..., Any], batch: THDBatch, **kwargs: Any) -> Any:
+    """Run a model's forward on a pack from inside its call on other inputs, such as padded rows.
+
+    Returns:
+        What ``forward`` returns; what it pooled of the pack is one row a sequence.
+    """
+    with packed(batch):
+        return _call_announced(model, forward, (), {**batch.hf_kwargs(), **kwargs})
+
+
+def _call_announced(
+    model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a hooked model's forward as its hooks would, for a call that misses them."""
+    entered = enter(model, args, kwargs)
+    if entered is None:
+        return forward(*args, **kwargs)
+    output: Any = None
+    try:
+        output = forward(*entered[0], **entered[1])
+    finally:
+        pooled = leave(model, (), output)
+    return output if pooled is None else pooled
+
+
+def _continues(outer: Scope, kwargs: dict[str, Any]) -> bool:
+    """Return whether an inner model of another config continues the language model: it gets its slots."""
+    embeds = kwargs.get("inputs_embeds")
+    return embeds is not None and outer.pack is not None and embeds.shape[1] == outer.pack.slots
+
+
+def _report(model: Any, pack: Pack, caller: Caller) -> None:
+    """Report the pack to the model around this one, which has no "thd"; refuse it if it makes a loss."""
+    if caller.labelled is not None:
+        raise ValueError(
+            f"{caller.labelled} got labels, and {type(model).__name__}, a model inside it, a pack: a loss "
+            f"over the row would cross its sequences. Call set_attn_implementation('thd') on "
+            f"{caller.labelled}, so that it knows of packs, or leave labels out and compute the loss from "
+            "the logits."
+        )
+    caller.pack = pack
+
+
+def _other_attention(model: Any, attention: str | None) -> str:
+    """Return why a model cannot run packs whose language model has another attention."""
+    return (
+        f"{type(model).__name__} got a pack, and its language model runs attn_implementation={attention!r}, "
+        "through which sequences of a pack would see each other. Give all of it 'thd': call "
+        "set_attn_implementation('thd') on the whole model."
+    )
+
+
+def _refuse_wrong_layers(model: Any) -> None:
+    """Refuse layers that "thd" cannot make correct; checks each model once, or at every trace."""
+    if torch.compiler.is_compiling():
+        reason = _reason_of(id(model))
+    else:
+        reason = _unknown_layers(model)
+        model._thd_checked = reason is None
+    if reason is not None:
+        raise ValueError(reason)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _reason_of(model_id: int) -> str | None:
+    model = _MODELS.get(model_id)
+    if model is None:  # a class that copies or unpickles itself in a way of its own
+        return "A copied model cannot be looked at while it is compiled: call it once uncompiled before."
+    return _unknown_layers(model)
+
+
+def _unknown_layers(model: nn.Module) -> str | None:
+    try:
+        refuse_unknown_layers(model)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# ---- Calls that miss the hooks
+
+
+def guard(model_class: Any) -> None:
+    """Replace the forward of a PreTrainedModel class by one that looks for "thd" in the model's config.
+
+    Args:
+        model_class: its instances without "thd" do what they did.
+    """
+    forward = model_class.forward
+    if forward is nn.Module.forward or hasattr(forward, "_thd_unguarded"):
+        return
+    names = _parameter_names(model_class)
+
+    @functools.wraps(forward)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope: Scope | None = getattr(STATE, "scope", None)
+        if scope is not None and scope.module is self:  # announced by its hooks
+            return forward(self, *args, **kwargs)
+        if self.config._attn_implementation == NAME and getattr(self, "_thd_installed", False):
+            return _call_announced(self, functools.partial(forward, self), args, kwargs)
+        if _mentions_thd(self.config):
+            _refuse_unannounced(self)
+        if not _HOOKED:
+            return forward(self, *args, **kwargs)
+        return _watched(forward, self, names, args, kwargs)
+
+    guarded._thd_unguarded = forward  # type: ignore[attr-defined]
+    model_class.forward = guarded
+
+
+def _refuse_unannounced(model: Any) -> None:
+    """Refuse a model whose own or language model's config says "thd" while the model was never given it."""
+    if NAME in (model.config._attn_implementation, _language_config(model.config)._attn_implementation):
+        raise ValueError(
+            f"{type(model).__name__} has a config that says 'thd', but was built with another attention and "
+            "knows nothing of packs: its config or a part of it alone was switched, by hand or by a second "
+            "model built from the same config object. Call set_attn_implementation('thd') on the whole "
+            "model, or build it with attn_implementation='thd'. Do not assign to its config; give each model "
+            "a copy."
+        )
+
+
+def _watched(
+    forward: Callable[..., Any],
+    model: Any,
+    names: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a model without "thd", and refuse what it makes of a pack that a model inside it works on."""
+    scope = current_scope()
+    if scope is not None and scope.module is not None:
+        if scope.pack is not None and type(model.config) in scope.families:
+            raise ValueError(_other_attention(scope.module, model.config._attn_implementation))
+        return forward(model, *args, **kwargs)
+    before: Caller | None = getattr(STATE, "caller", None)
+    given = _by_name(names, args, kwargs) or kwargs
+    labelled = given.get("labels") is not None and given.get("shift_labels") is None
+    name = type(model).__name__ if labelled else None if before is None else before.labelled
+    STATE.caller = caller = Caller(name)
+    try:
+        output = forward(model, *args, **kwargs)
+    finally:
+        STATE.caller = before
+    if caller.pack is not None:
+        refuse_pooled_pack(model, caller.pack, output)
+        if before is not None:
+            before.pack = caller.pack
+    return output
+
+
+def _parameter_names(model_class: Any) -> tuple[str, ...]:
+    """Return the names of a model's forward arguments that can be given by position, in order."""
+    parameters = list(inspect.signature(model_class.forward).parameters.values())[1:]
+    known = itertools.takewhile(lambda x: x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD, parameters)
+    return tuple(parameter.name for parameter in known)
+
+
+def _by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return all arguments of a call by name, so that none is overlooked; None when a name is unknown.
+
+    ``("input_ids", "mask")``, ``(ids,)`` and ``{"mask": None}`` give ``{"input_ids": ids, "mask": None}``.
+    """
+    if len(args) > len(names) or any(name in kwargs for name in names[: len(args)]):
+        return None  # a call that Python refuses, or a forward of *args
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+# ---- Activation checkpoints
+
+
+def carry_scope(checkpoint: Callable[..., Any], *, compilable: bool) -> Callable[..., Any]:
+    """Wrap an activation checkpoint function so that it recomputes under the scope of its first run.
+
+    Backward recomputes after the model has returned, perhaps after other microbatches, and in another thread.
+
+    Args:
+        checkpoint: as transformers sets it on layers, ``checkpoint(function, *args)``.
+        compilable: whether torch.compile can take the layers whole. It then replays them from its graph, in
+            which the boundaries are inputs; layers that break the graph are recomputed by Python, and need
+            the scope.
+    """
+    if getattr(checkpoint, "_thd_carries", False):
+        return checkpoint
+
+    def checkpoint_with_scope(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        scope = current_scope()
+        if scope is None or torch.compiler.is_compiling():
+            return checkpoint(function, *args, **kwargs)
+
+        def run(*inputs: Any, **named: Any) -> Any:
+            with scoped(scope):
+                return function(*inputs, **named)
+
+        return checkpoint(run, *args, **kwargs)
+
+    carrying: Any = checkpoint_with_scope
+    if not compilable:
+        carrying = torch.compiler.disable(carrying, recursive=False)  # type: ignore[no-untyped-call]
+    carrying._thd_carries = True
+    return cast("Callable[..., Any]", carrying)
+
+
+def _carrying_checkpoints(base: Any) -> Callable[..., None]:
+    """Return a ``_set_gradient_checkpointing`` whose checkpoints carry the pack to their recomputation."""
+    set_checkpointing: Callable[..., None] = base._set_gradient_checkpointing
+    if "gradient_checkpointing_func" not in inspect.signature(set_checkpointing).parameters:
+        raise TypeError("_set_gradient_checkpointing takes no gradient_checkpointing_func")
+
+    @functools.wraps(set_checkpointing)
+    def _set_gradient_checkpointing(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(set_checkpointing).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        bound.arguments["gradient_checkpointing_func"] = carry_scope(
+            bound.arguments["gradient_checkpointing_func"], compilable=not has_mixers(self)
+        )
+        set_checkpointing(*bound.args, **bound.kwargs)
+
+    return _set_gradient_checkpointing
+
+
+def watch_wrappers(checkpoint_wrapper: Any) -> None:
+    """Patch torch's CheckpointWrapper, which FSDP strategies use, to carry the pack."""
+    wrapper: Any = checkpoint_wrapper.CheckpointWrapper
+    initialize: Callable[..., None] = wrapper.__init__
+
+    @functools.wraps(initialize)
+    def __init__(self: Any, mod: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, mod, *args, **kwargs)
+        self.checkpoint_fn = carry_scope(self.checkpoint_fn, compilable=not has_mixers(mod))
+
+    wrapper.__init__ = __init__

@@ -1,0 +1,317 @@
+"""Errors for models, adapters, layers and arguments with which a pack would not be exact.
+
+``refuse_own_attention`` runs when the attention is chosen, ``refuse_unknown_layers`` at a model's first pack,
+``refuse_call`` and ``keep_labels_inside`` once a call of a model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd.batch.samples import refuse_shifted
+from lightning_thd.models.inputs.position_tables import counts_in_sequences
+from lightning_thd.models.mixers import MIXERS
+from lightning_thd.models.pack import Pack
+from lightning_thd.parallel.context import layout
+from lightning_thd.seqlens.checks import host_values
+
+# ---- When the attention is chosen
+
+# Older modeling files keep a dictionary of attention classes instead of asking for a function.
+_TABLE = re.compile(r"(\w+_CLASSES)\[\s*(?:(?:self\.)?config\._)?attn_implementation\s*\]")
+_ATTENTION = re.compile(r"^class (\w*Attention\w*)\(nn\.Module\):", re.MULTILINE)
+
+
+def refuse_own_attention(model: Any) -> None:
+    """Refuse a model class whose attention ignores ``attn_implementation``: Bloom, Falcon, GPT-J, MPT, ..."""
+    source = _source(type(model))
+    table = next((name for name in _TABLE.findall(source) if "VISION" not in name), None)
+    if table is not None and not _sees_images(model):
+        raise ValueError(
+            f"{type(model).__name__} has an attention of its own, from {table}, which has no 'thd'. Use "
+            "padded rows with attn_implementation='eager', or a model whose modeling file uses transformers' "
+            "AttentionInterface."
+        )
+    names = _ATTENTION.findall(source)
+    has_tower = model.config.get_text_config() is not model.config
+    images_only = has_tower and bool(names) and all("Vision" in name for name in names)
+    mixers_only = bool(names) and all(name in MIXERS for name in names)
+    if not (type(model)._can_set_attn_implementation() or images_only or mixers_only):
+        raise ValueError(
+            f"{type(model).__name__} has an attention of its own that ignores attn_implementation, so 'thd' "
+            "would leave it leaking across sequences. Use padded rows with attn_implementation='eager', or a "
+            "model whose modeling file uses transformers' AttentionInterface."
+        )
+
+
+def keeps_own_attention(model: Any) -> bool:
+    """Return whether a model is a vision tower whose attention has no "thd"."""
+    if not _sees_images(model):
+        return False
+    return bool(_TABLE.findall(_source(type(model)))) or not type(model)._can_set_attn_implementation()
+
+
+def _sees_images(model: Any) -> bool:
+    names = list(inspect.signature(type(model).forward).parameters)
+    return names[1:2] == ["pixel_values"] and not any(name.endswith("input_ids") for name in names)
+
+
+def _source(model_class: type) -> str:
+    module = sys.modules.get(model_class.__module__)
+    try:
+        return "" if module is None else inspect.getsource(module)
+    except (OSError, TypeError):  # a class typed into a prompt has no source
+        return ""
+
+
+# ---- At a model's first pack
+
+_POSITION_TABLE = re.compile(r"Position\w*Embedding")
+# benchmarks.families found these with 5.15.0 (2026-11-22): moshi's logits differ by 1.1, longcat_flash's
+# experts get no gradients. Both are exact with 5.23; releases between were not measured.
+_EXACT_FROM: Final = {"moshi": (5, 23), "longcat_flash": (5, 23)}
+# Whether a modeling file asks transformers' attention table, by the name of its Python module.
+_ASKS: dict[str, bool] = {}
+
+
+class _Found(NamedTuple):
+    """A module of the language model, and the innermost PreTrainedModel that calls it."""
+
+    name: str
+    module: nn.Module
+    owner: Any
+
+
+def refuse_unknown_layers(model: nn.Module) -> None:
+    """Refuse layers that would silently mix sequences or count positions across them.
+
+    Raises:
+        ValueError: naming the layer.
+    """
+    installed = str(getattr(sys.modules.get("transformers"), "__version__", ""))
+    refuse_early_release(getattr(getattr(model, "config", None), "model_type", ""), installed)
+    aware = False
+    for found in _language_modules(model):
+        if hasattr(type(found.module).forward, "_thd_mixer"):
+            aware = True
+            continue
+        aware = aware or (found.module is not found.owner and _asks_for_attention(type(found.module)))
+        _refuse_layer(found)
+    if not aware:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that knows about packs: no attention that asks for its "
+            "implementation, and no state-space layer from lightning_thd.models.mixers.MIXERS. Feed it "
+            "padded rows, one sequence each."
+        )
+
+
+def refuse_early_release(model_type: str, installed: str) -> None:
+    """Refuse a model family that an early release of transformers computes differently."""
+    needed = _EXACT_FROM.get(model_type)
+    numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
+    if needed is not None and len(numbers) == 2 and numbers < needed:
+        raise ValueError(
+            f"{model_type} differs between a pack and its sequences alone with transformers {installed}; it "
+            f"is exact from {'.'.join(map(str, needed))} on. Install that, or feed it padded rows."
+        )
+
+
+def _refuse_layer(found: _Found) -> None:
+    """Refuse a layer with a state, one that reads neighbouring tokens, and one with positions of its own."""
+    module, kind = found.module, type(found.module).__name__
+    convolves = any(isinstance(x, nn.Conv1d) and x.kernel_size[0] > 1 for x in module.children())
+    if convolves or any(hasattr(module, name) for name in ("A_log", "dt_bias")):
+        raise ValueError(
+            f"{found.name} ({kind}) mixes tokens by a convolution or a state, and lightning_thd does not "
+            "know how to reset it between the sequences of a pack. Feed this model padded rows, one sequence "
+            f"each; or, if the layer is causal, set lightning_thd.models.mixers.MIXERS[{kind!r}] = None "
+            "before the model is built, and prove it with lightning_thd.models.check_packing(model)."
+        )
+    if getattr(module, "trigram_input", False):
+        raise ValueError(
+            f"{found.name} ({kind}) puts the tokens before and after each one beside it (trigram_input), "
+            "those of the neighbouring sequences of a pack too. Feed this model padded rows, one sequence "
+            "each, or build it with trigram_input=False."
+        )
+    if not _POSITION_TABLE.search(kind) or "Rotary" in kind or counts_in_sequences(module):
+        return
+    if "position_ids" not in inspect.signature(type(found.owner).forward).parameters:
+        raise ValueError(
+            f"{found.name} ({kind}) counts positions along the whole row, and {type(found.owner).__name__} "
+            "takes no position_ids to restart them in every sequence of a pack. Feed this model padded rows, "
+            "one sequence each."
+        )
+
+
+def _asks_for_attention(kind: type) -> bool:
+    name = kind.__module__
+    if name not in _ASKS:
+        _ASKS[name] = ".modeling_" in name and "get_interface(" in _source(kind)
+    return _ASKS[name]
+
+
+def _language_modules(model: Any) -> Iterator[_Found]:
+    """Yield the modules of the language model, without towers of another config and the inside of mixers."""
+    families = (type(model.config), type(model.config.get_text_config(decoder=True)))
+    stack = [_Found("", model, model)]
+    while stack:
+        found = stack.pop()
+        yield found
+        if hasattr(type(found.module).forward, "_thd_mixer"):
+            continue
+        for name, child in found.module.named_children():
+            inner = hasattr(child, "config") and hasattr(child, "get_input_embeddings")
+            if not inner or type(child.config) in families:
+                path = f"{found.name}.{name}" if found.name else name
+                stack.append(_Found(path, child, child if inner else found.owner))
+
+
+# ---- Once a call
+
+_CACHES: Final = ("past_key_values", "cache_params")
+
+
+def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a call on a pack that the model's class, adapters or arguments cannot make exact."""
+    kind = type(model).__name__
+    # A class that takes no inputs of a decoder runs only the encoder of such a config.
+    if model._thd_takes_decoder and getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{kind} got a pack. An encoder-decoder has two sequences for every sample, and a pack holds "
+            "one: feed it padded rows, or train its decoder alone."
+        )
+    if "MultipleChoice" in kind:
+        raise ValueError(
+            f"{kind} got a pack. It compares several sequences of every sample in one softmax, and a pack "
+            "does not say which belong together: feed it padded rows."
+        )
+    mask = kwargs.get("attention_mask")
+    # A multimodal model hands its text model the masks it asked for, one a layer type: "thd" gives None.
+    if mask is not None and not (isinstance(mask, dict) and all(x is None for x in mask.values())):
+        raise ValueError(
+            f"{kind} got a pack and an attention_mask. The boundaries of the pack are its mask: pass "
+            "attention_mask=None, and pad by a trailing sequence (THDBatch.collate(..., pad_to=))."
+        )
+    if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in _CACHES):
+        name = next((name for name in _CACHES if kwargs.get(name) is not None), "use_cache=True")
+        raise ValueError(
+            f"{kind} got a pack and {name}. Generation with a cache through 'thd' is not possible: call the "
+            "model with use_cache=False, or generate with model.set_attn_implementation('eager')."
+        )
+    if kwargs.get("pixel_values") is not None or kwargs.get("pixel_values_videos") is not None:
+        _refuse_plain_positions(model, kwargs.get("position_ids"))
+    # LoRA and its like change what a layer does to every token by itself, and need nothing.
+    adapters = getattr(model, "peft_config", None)
+    for name, config in adapters.items() if isinstance(adapters, dict) else ():
+        if getattr(config, "alora_invocation_tokens", None) is not None:
+            raise ValueError(
+                f"The adapter {name!r} is an activated LoRA: it begins at the last of its invocation tokens "
+                "in a row, and in a pack that is one place for all sequences. Use plain LoRA, or feed this "
+                "model padded rows."
+            )
+
+
+def _refuse_plain_positions(model: nn.Module, position_ids: Tensor | None) -> None:
+    """Refuse images for a model with M-RoPE when the pack's positions count like text."""
+    owners = (model, getattr(model, "model", None))
+    if position_ids is None or position_ids.ndim == 3:
+        return
+    if any(hasattr(owner, "get_rope_index") for owner in owners):
+        raise ValueError(
+            f"{type(model).__name__} got images in a pack and position_ids {tuple(position_ids.shape)} that "
+            "count like text. A model with M-RoPE needs position_ids [3, 1, T]: give every sample its own "
+            "[3, n], model.model.get_rope_index(...) of that sample alone, and THDBatch.collate lays them "
+            "end to end."
+        )
+
+
+def refuse_losing_adapters(wrapper: Any) -> None:
+    """Refuse adapters of a ``PeftModel`` that put tokens before every row, or add to the model's own loss."""
+    active = getattr(wrapper, "active_adapters", None) or [getattr(wrapper, "active_adapter", "default")]
+    configs = getattr(wrapper, "peft_config", None)
+    for name, config in configs.items() if isinstance(configs, dict) else ():
+        if name not in active:
+            continue
+        kind = getattr(getattr(config, "peft_type", None), "value", type(config).__name__)
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"The adapter {name!r} ({kind}) puts virtual tokens before every row, and a pack is one row: "
+                "only its first sequence would get them. Use LoRA, or feed this model padded rows."
+            )
+        if getattr(config, "orth_reg_weight", 0.0):
+            raise ValueError(
+                f"The adapter {name!r} ({kind}) adds a penalty to the loss that the model computes "
+                f"(orth_reg_weight={config.orth_reg_weight}), which a loss without logits would leave out. "
+                "Set orth_reg_weight=0.0, or use plain LoRA."
+            )
+
+
+# Losses that a causal LM makes of the next token, of the same token, and of a whole row.
+_SHIFTED: Final = ("ForCausalLM", "ForConditionalGeneration")
+_IN_PLACE: Final = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification")
+_ROW_LABELS: Final = ("start_positions", "end_positions", "next_sentence_label", "sentence_order_label")
+LABELS: Final = ("labels", *_ROW_LABELS)
+
+
+def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[str, Any]:
+    """Return arguments whose labels hide the first token of every sequence from the one before.
+
+    A causal LM's own loss shifts labels by one slot along the row; the first token of a sequence is never a
+    target of its own sequence, so hiding it changes nothing else.
+
+    Raises:
+        ValueError: for a loss that is neither a causal LM's nor one of single tokens or whole sequences, and
+            for labels that were shifted before, when they can be read without waiting for a device.
+    """
+    of_a_row = next((name for name in _ROW_LABELS if kwargs.get(name) is not None), None)
+    if of_a_row is not None:
+        raise ValueError(
+            f"{type(model).__name__} got a pack and {of_a_row}, which speaks of a whole row. Leave it out "
+            "and compute the loss of every sequence from batch.unpack(), or feed it padded rows."
+        )
+    labels = kwargs.get("labels")
+    if labels is None or kwargs.get("shift_labels") is not None:
+        return kwargs
+    # "LMHead" is in the names of BERT, GPT-2 and others of older naming.
+    kind = "ForCausalLM" if "LMHead" in type(model).__name__ else getattr(model, "loss_type", None)
+    if kind in _IN_PLACE:
+        return kwargs
+    if kind not in _SHIFTED:
+        raise ValueError(
+            f"{type(model).__name__} got a pack and labels, and its loss is not known to stay inside the "
+            "sequences of a pack. Leave labels out and compute the loss from the logits, or feed it padded "
+            "rows."
+        )
+    if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
+        raise ValueError(
+            f"{type(model).__name__} got labels and one rank's shard of a pack, whose last token's target is "
+            "on another rank. Leave labels out and use lightning_thd.causal_lm_loss(model, batch)."
+        )
+    _refuse_shifted(model, kwargs.get("input_ids"), labels)
+    starts = pack.cu_seqlens_q[:-1].long()
+    first = torch.zeros(pack.slots + 1, dtype=torch.bool, device=starts.device)
+    first = first.index_fill(0, starts, True)[:-1]  # an empty last sequence begins behind the row
+    return {**kwargs, "labels": labels.masked_fill(first, -100)}
+
+
+def _refuse_shifted(model: Any, input_ids: Any, labels: Any) -> None:
+    """Refuse labels that are the next tokens, as a batch's targets are: the model would shift them again."""
+    rows = [host_values(x) if isinstance(x, Tensor) else None for x in (input_ids, labels)]
+    if rows[0] is None or rows[1] is None or rows[0].shape != rows[1].shape:
+        return  # on a device, or being traced
+    ids, given = (row.reshape(-1) for row in rows if row is not None)
+    try:
+        refuse_shifted([(ids, given)], "labels=")
+    except ValueError as err:
+        raise ValueError(
+            f"{type(model).__name__} got labels with a pack: the labels are the next tokens already, as "
+            "batch.targets are, and the model shifts labels by itself. Pass shift_labels=labels beside them, "
+            "or use lightning_thd.causal_lm_loss(model, batch)."
+        ) from err
