@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_thd._checks import flags, host_ints, instance
-from lightning_thd.models.probe import check_packing
-from lightning_thd.models.probe.probe import check_options
-from lightning_thd.models.probe.report import PackingReport
+from lightning_thd.models.probe import check_options, check_packing
+from lightning_thd.models.probe_report import PackingReport
 
 
 class PackingCheck(L.Callback):

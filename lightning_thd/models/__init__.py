@@ -2,7 +2,7 @@
 
 from lightning_thd.models.pack import packed
 from lightning_thd.models.probe import check_packing
-from lightning_thd.models.probe.report import PackingLeakError, PackingReport
+from lightning_thd.models.probe_report import PackingLeakError, PackingReport
 from lightning_thd.models.register import register_thd
 
 __all__ = ["PackingLeakError", "PackingReport", "check_packing", "packed", "register_thd"]

@@ -22,11 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import nn
 
-from lightning_thd.models.inputs.key_index import adopt_indexers
-from lightning_thd.models.inputs.masks import learn_window
-from lightning_thd.models.inputs.position_tables import adopt_position_tables
-from lightning_thd.models.inputs.ropes import adopt_ropes
-from lightning_thd.models.inputs.zero_embeddings import adopt_zero_embeddings
+from lightning_thd._patches import patch
+from lightning_thd.models.masks import adopt_indexers, learn_window
 from lightning_thd.models.mixers import adopt_mixers, has_mixers
 from lightning_thd.models.pack import (
     PACK_KWARGS,
@@ -46,6 +43,7 @@ from lightning_thd.models.pooled_heads import (
     pool_each_sequence,
     refuse_pooled_pack,
 )
+from lightning_thd.models.positions import adopt_position_tables, adopt_ropes, adopt_zero_embeddings
 from lightning_thd.models.refusals import (
     LABELS,
     keep_labels_inside,
@@ -114,11 +112,11 @@ def watch_models(base: Any) -> None:
         if getattr(self, "_thd_installed", False):
             adopt(self)
 
-    base.get_correct_attn_implementation = get_correct_attn_implementation
-    base.set_attn_implementation = set_attn_implementation
-    base.post_init = post_init
-    base.__setstate__ = __setstate__
-    base._set_gradient_checkpointing = set_checkpointing
+    patch("attention chosen", base, "get_correct_attn_implementation", get_correct_attn_implementation)
+    patch("attention chosen", base, "set_attn_implementation", set_attn_implementation)
+    patch("attention chosen", base, "post_init", post_init)
+    patch("copies", base, "__setstate__", __setstate__)
+    patch("checkpoints", base, "_set_gradient_checkpointing", set_checkpointing)
     waiting = list(base.__subclasses__())  # classes imported, and perhaps built, before this package
     while waiting:
         model_class = waiting.pop()
@@ -390,7 +388,7 @@ def guard(model_class: Any) -> None:
         return _watched(forward, self, names, args, kwargs)
 
     guarded._thd_unguarded = forward  # type: ignore[attr-defined]
-    model_class.forward = guarded
+    patch("guard", model_class, "forward", guarded)
 
 
 def _refuse_unannounced(model: Any) -> None:
@@ -514,4 +512,4 @@ def watch_wrappers(checkpoint_wrapper: Any) -> None:
         initialize(self, mod, *args, **kwargs)
         self.checkpoint_fn = carry_scope(self.checkpoint_fn, compilable=not has_mixers(mod))
 
-    wrapper.__init__ = __init__
+    patch("checkpoints", wrapper, "__init__", __init__)

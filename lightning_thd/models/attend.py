@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.attention import varlen_attention
-from lightning_thd.models.inputs.key_index import stands_for_every_key
-from lightning_thd.models.inputs.masks import hides_nothing, shows_all, told_limit
+from lightning_thd.models.masks import hides_nothing, shows_all, stands_for_every_key, told_limit
 from lightning_thd.models.pack import CAUSAL, current_pack, current_scope
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens

@@ -1,9 +1,12 @@
 """State-space, linear-attention and short-convolution layers -> the same layers, reset at boundaries.
 
 transformers runs them over the whole row, so that state and convolution cross from one sequence into the
-next. Here the forward of their class is replaced once: outside a pack it does what it did; inside, it passes
-seq_idx and cu_seqlens to the fused kernels where those are installed, and runs on padded groups of sequences
-where not.
+next. Here the forward of their class is patched once: outside a pack it does what it did. Inside, it passes
+seq_idx and cu_seqlens to the fused kernels if those are installed, and else runs on padded groups of
+sequences. On a context-parallel shard it passes states between ranks (``passing``); a layer whose kernels
+give no state gathers the inputs of all ranks, runs on the whole pack and keeps its slots.
+
+Legend: T slots in a pack, N = T / cp slots of a shard.
 """
 
 from __future__ import annotations
@@ -11,21 +14,27 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_thd._imports import available
+from lightning_thd._known_bad import known_problems
+from lightning_thd._patches import patch
 from lightning_thd._static import shapes_are_static
-from lightning_thd.models.fused_kernels import boundaries, can_run
-from lightning_thd.models.pack import Pack, current_pack, current_scope
+from lightning_thd.models.pack import Pack, Scope, current_pack, current_scope, model_pack, scoped
 from lightning_thd.models.padded_groups import plan_groups, plan_static_group, run_grouped
 from lightning_thd.models.passing.adopt import adopt_functions, run_on_shard
-from lightning_thd.models.whole_pack import run_on_pack
-from lightning_thd.parallel.context import layout
+from lightning_thd.parallel.context import layout, traffic
+from lightning_thd.parallel.context.layout import ShardLayout
+from lightning_thd.parallel.shard import gather_pack
+from lightning_thd.seqlens import cu_seqlens_from_lengths
 
-# What must be installed for the layer's own kernels to keep sequences apart; None where they cannot.
+# The packages with which a layer's own kernels keep sequences apart; None for layers whose kernels cannot.
 _SSD: Final = ("mamba_ssm", "causal_conv1d")
 _DELTA: Final = ("fla", "causal_conv1d")
 _CONV: Final = ("causal_conv1d",)
@@ -73,7 +82,8 @@ def adopt_mixers(model_class: type) -> None:
             cls: Any = getattr(module, name, None)
             if cls is not None and not hasattr(cls.forward, "_thd_mixer"):
                 carried = adopt_functions(cls)
-                cls.forward = _pack_aware(cls.forward, kernels, carried, several=name in _SEVERAL)
+                several = name in _SEVERAL
+                patch("mixers", cls, "forward", _pack_aware(cls.forward, kernels, carried, several=several))
 
 
 def has_mixers(model: nn.Module) -> bool:
@@ -88,11 +98,8 @@ def _pack_aware(
 
     @functools.wraps(forward)
     def pack_aware_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        pack = current_pack()
-        scope = current_scope()
-        # Only for models that announced the pack: whether a stock model leaks must not depend on whether
-        # another model of its family was built with "thd" in this process.
-        if pack is None or scope is None or scope.module is None:
+        pack = current_pack() and model_pack()  # the first raises in a recomputation that lost its pack
+        if pack is None:
             return forward(self, *args, **kwargs)
         tokens = args[0] if args else kwargs[tokens_name]
         kwargs = {name: value for name, value in kwargs.items() if name not in _BOUNDARIES}
@@ -111,7 +118,7 @@ def _pack_aware(
 
 
 def _tokens_name(forward: Callable[..., Any]) -> str:
-    """Return the name of a layer's first argument, which decorators of transformers 5.15 hide."""
+    """Return the name of a layer's first argument; decorators of transformers 5.15 hide it."""
     first = list(inspect.signature(forward).parameters.values())[1]
     return "hidden_states" if first.kind is inspect.Parameter.VAR_POSITIONAL else first.name
 
@@ -145,3 +152,94 @@ def _refuse(module: nn.Module, tokens: Tensor, pack: Pack, kwargs: dict[str, Any
                 f"{type(module).__name__} got a pack and {name}. Call the model with use_cache=False and "
                 "attention_mask=None, as THDBatch.hf_kwargs() does."
             )
+
+
+def can_run(kernels: tuple[str, ...] | None, tokens: Tensor) -> bool:
+    """Return whether a layer's own kernels are usable on the device of its input and keep sequences apart.
+
+    Those of flash-linear-attention read the device to cut sequences into chunks, so a recorded step cannot
+    use them. Kernels whose backward is known to be wrong are not used.
+    """
+    if kernels is None or not _on_gpu(tokens) or ("fla" in kernels and shapes_are_static()):
+        return False
+    usable: bool = _usable(kernels, tokens.device.index or 0)
+    return usable
+
+
+def boundaries(kernels: tuple[str, ...], pack: Pack, layer: type) -> dict[str, Any]:
+    """Return the boundaries of sequences as keywords that transformers passes on to the kernels.
+
+    Kernels of flash-linear-attention also get the offsets on the host; without those they read the device.
+    """
+    found: dict[str, Any] = {"seq_idx": pack.seq_idx, "cu_seq_lens_q": pack.cu_seqlens_q}
+    if "fla" in kernels and _hands_on(layer):
+        if "cu_seqlens_cpu" not in pack.cache:
+            pack.cache["cu_seqlens_cpu"] = cu_seqlens_from_lengths(pack.lengths)
+        found["cu_seqlens_cpu"] = pack.cache["cu_seqlens_cpu"]
+    return found
+
+
+def _hands_on(layer: type) -> bool:
+    """Return whether transformers passes a layer's kernel only the keywords it takes, as since 5.20."""
+    rule = getattr(sys.modules.get(layer.__module__), "torch_chunk_gated_delta_rule", None)
+    return hasattr(rule, "__wrapped__")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _usable(kernels: tuple[str, ...], device: int) -> bool:
+    return all(map(available, kernels)) and all(_is_sound(kernel, _capability(device)) for kernel in kernels)
+
+
+@cache
+def _is_sound(kernel: str, capability: int | None) -> bool:
+    found = known_problems(kernel, capability=capability)
+    for entry in found:
+        rank_zero_warn(
+            f"{entry.problem}: {entry.instead}. Layers run on padded groups of sequences meanwhile."
+        )
+    return not found
+
+
+@cache
+def _capability(device: int) -> int | None:
+    return torch.cuda.get_device_capability(device)[0] if torch.cuda.is_available() else None
+
+
+def _on_gpu(tokens: Tensor) -> bool:
+    return tokens.is_cuda
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def run_on_pack(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], shard: ShardLayout
+) -> Any:
+    """Call a layer on the whole pack, gathered from ``[1, N, ...]``, and keep this rank's slots."""
+    scope = current_scope()
+    assert scope is not None
+
+    def gather(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(gather, value))
+        if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[:2] != (1, shard.local_slots):
+            return value
+        traffic.count(value.nbytes * (shard.cp - 1), "gathered")
+        if value.dtype == torch.bool or not value.is_floating_point():
+            return gather_pack(value[0].to(torch.int64), shard).to(value.dtype)[None]
+        return gather_pack(value[0], shard)[None]
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(cut, value))
+        if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[:2] != (1, shard.slots):
+            return value
+        return value.index_select(1, shard.own)
+
+    def whole_pack() -> Pack:
+        lengths = shard.padded_lengths
+        longest = max(1, *lengths)
+        return Pack(cu_seqlens_q=shard.pack_offsets, max_length_q=longest, slots=shard.slots, lengths=lengths)
+
+    pack = shard.once("pack", whole_pack)
+    whole = Scope(pack, scope.outer, module=scope.module, families=scope.families, masks=scope.masks)
+    with scoped(whole):
+        return cut(function(*map(gather, args), **{name: gather(value) for name, value in kwargs.items()}))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_thd._patches import patch
 from lightning_thd._static import shapes_are_static
 from lightning_thd.models.pack import Pack, Scope, current_scope, scoped
 from lightning_thd.models.padded_groups import group_rows
@@ -38,7 +39,8 @@ def adopt_classifier(model_class: Any) -> None:
     forward = model_class.forward
     if "ForSequenceClassification" in model_class.__name__ and not hasattr(forward, "_thd_pooled"):
         # The patch goes below the guard of announce, which must run first because it announces the pack.
-        model_class.forward = _classify_each_sequence(getattr(forward, "_thd_unguarded", forward))
+        patched = _classify_each_sequence(getattr(forward, "_thd_unguarded", forward))
+        patch("classifiers", model_class, "forward", patched)
 
 
 def class_pools(model_class: Any) -> bool:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.batch.samples import refuse_shifted
-from lightning_thd.models.inputs.position_tables import counts_in_sequences
 from lightning_thd.models.mixers import MIXERS
 from lightning_thd.models.pack import Pack
+from lightning_thd.models.positions import counts_in_sequences
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens.checks import host_values
 

@@ -81,7 +81,7 @@ def _register_attention(modeling_utils: ModuleType) -> None:
 
 def _register_mask(masking_utils: ModuleType) -> None:
     """Register "thd" as a mask; problems refuse models when called, never the import."""
-    from lightning_thd.models.inputs.masks import skip_position_scan, thd_mask
+    from lightning_thd.models.masks import skip_position_scan, thd_mask
 
     table: Any = getattr(masking_utils, "AttentionMaskInterface", None)
     if table is None or _too_old(_installed()):

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed
 from lightning_thd.models.attend import chunk_offsets, thd_attention
-from lightning_thd.models.inputs.masks import tell_limit
+from lightning_thd.models.masks import tell_limit
 from lightning_thd.models.pack import Scope, scoped
 from lightning_thd.parallel.context import layout
 from lightning_thd.parallel.shard import shard_batch

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_thd import THDBatch, _known_bad
 from lightning_thd._known_bad import TABLE, KnownBad, known_problems
 from lightning_thd._static import static_shapes
-from lightning_thd.models import fused_kernels, mixers
-from lightning_thd.models.fused_kernels import boundaries, can_run
+from lightning_thd.models import mixers
+from lightning_thd.models.mixers import boundaries, can_run
 from lightning_thd.models.pack import Pack
 
 FLA, SSD = ("fla", "causal_conv1d"), ("mamba_ssm", "causal_conv1d")
@@ -33,14 +33,14 @@ def pack() -> Pack:
 def versions(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """A device of compute capability 9 and packages that all import; versions as the test says."""
     found = {"transformers": "5.23.0", "fla-core": "0.6.0", "mamba-ssm": "2.3.2", "triton": "3.7.1"}
-    monkeypatch.setattr(fused_kernels, "_on_gpu", lambda tokens: True)
-    monkeypatch.setattr(fused_kernels, "available", lambda name: True)
-    monkeypatch.setattr(fused_kernels, "_capability", lambda device: 9)
+    monkeypatch.setattr(mixers, "_on_gpu", lambda tokens: True)
+    monkeypatch.setattr(mixers, "available", lambda name: True)
+    monkeypatch.setattr(mixers, "_capability", lambda device: 9)
     reading = functools.partial(known_problems, version_of=found.get)
-    monkeypatch.setattr(fused_kernels, "known_problems", reading)
-    fused_kernels._is_sound.cache_clear()
+    monkeypatch.setattr(mixers, "known_problems", reading)
+    mixers._is_sound.cache_clear()
     yield found
-    fused_kernels._is_sound.cache_clear()
+    mixers._is_sound.cache_clear()
 
 
 def test_kernels_run_where_all_is_well(versions: dict[str, str]) -> None:
@@ -66,7 +66,7 @@ def test_the_gated_backward_on_hopper_needs_another_triton_or_tilelang(versions:
     with pytest.warns(UserWarning, match=r"refuses its gated backward.*install triton>=3.7.1 or tilelang"):
         assert not can_run(FLA, TOKENS)
     assert can_run(SSD, TOKENS)
-    fused_kernels._is_sound.cache_clear()
+    mixers._is_sound.cache_clear()
     versions["tilelang"] = "0.1.15"
     assert can_run(FLA, TOKENS)
 

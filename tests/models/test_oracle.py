@@ -12,9 +12,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import lightning_thd.models.attend as attend
-import lightning_thd.models.inputs.position_tables as position_tables
-import lightning_thd.models.inputs.ropes as ropes
-import lightning_thd.models.inputs.zero_embeddings as zero_embeddings
+import lightning_thd.models.positions as positions
 from benchmarks.families import build
 from lightning_thd.models import PackingLeakError, check_packing, register_thd
 from lightning_thd.models.pack import Pack
@@ -37,7 +35,7 @@ def as_the_layer_says(module: Any, is_causal: bool | None) -> bool:
 
 
 def no_offset(patch: Patch) -> None:
-    patch.setattr(position_tables, "padded_positions", as_given)
+    patch.setattr(positions, "padded_positions", as_given)
 
 
 # Family, model class, its fix switched off, and what the probe then says.
@@ -52,7 +50,7 @@ WRONG: dict[str, tuple[str, str, Callable[[Patch], None], str]] = {
     "bart's row": (
         "bart",
         "BartForCausalLM",
-        lambda patch: patch.setattr(position_tables, "_starts_at_zero", along_the_row),
+        lambda patch: patch.setattr(positions, "_starts_at_zero", along_the_row),
         "differs between packed and alone|stock eager attention",
     ),
     "paligemma's mask": (
@@ -70,19 +68,19 @@ WRONG: dict[str, tuple[str, str, Callable[[Patch], None], str]] = {
     "phi3's longrope": (
         "phi3 longrope",
         "",
-        lambda patch: patch.setattr(ropes, "_depends_on_length", lambda kind: False),
+        lambda patch: patch.setattr(positions, "_depends_on_length", lambda kind: False),
         "differs between packed and alone|sequences of a pack see each other|stock eager attention",
     ),
     "llama's dynamic rope": (
         "llama dynamic",
         "",
-        lambda patch: patch.setattr(ropes, "_depends_on_length", lambda kind: False),
+        lambda patch: patch.setattr(positions, "_depends_on_length", lambda kind: False),
         "differs between packed and alone|sequences of a pack see each other|stock eager attention",
     ),
     "gemma3n's pad": (
         "gemma3n_text",
         "Gemma3nForCausalLM",
-        lambda patch: patch.setattr(zero_embeddings, "_TINY", 0.0),
+        lambda patch: patch.setattr(positions, "_TINY", 0.0),
         "has other gradients, or none that are finite, with a trailing pad",
     ),
 }

@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 from benchmarks.families import build, compare
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import register_thd
-from lightning_thd.models.inputs.position_tables import padded_positions
 from lightning_thd.models.pack import Pack
+from lightning_thd.models.positions import padded_positions
 
 register_thd()
 FAMILIES = {

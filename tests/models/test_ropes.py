@@ -105,7 +105,7 @@ def test_compiled_packed_equals_alone(name: str) -> None:
 @pytest.mark.parametrize("name", ROPES)
 def test_a_recorded_step_takes_short_sequences_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(name, "thd")
-    monkeypatch.setattr("lightning_thd.models.inputs.ropes.shapes_are_static", lambda: True)
+    monkeypatch.setattr("lightning_thd.models.positions.shapes_are_static", lambda: True)
     short, long = (THDBatch.collate([{"input_ids": ids} for ids in documents(x)]) for x in ((3, 12), (3, 13)))
     model(**short.hf_kwargs())
     with pytest.raises(ValueError, match=r"longer than 12 tokens.*in a recorded step.*at most 12 tokens"):

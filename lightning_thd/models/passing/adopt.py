@@ -1,7 +1,10 @@
 """transformers' convolutions, scans and delta rules -> the same functions, able to run on shards.
 
-The layers of transformers call them by the names of their module. Each is replaced there once: outside a
-shard it does what it did; inside, it works with the other ranks on the slots of the pack.
+The layers of transformers call them by the names of their module. Each is patched there once: outside a shard
+it does what it did; inside, it works with the other ranks on the slots of the pack. A convolution of width W
+reaches W - 1 slots back, as a window of attention does, so that the functions of attention plan its exchange.
+
+Legend: N slots of a shard, C channels, M slots of all stretches with the inputs before them.
 """
 
 from __future__ import annotations
@@ -11,17 +14,20 @@ import sys
 import threading
 from collections.abc import Callable
 from types import CellType, FunctionType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_thd.models.passing.convolution import convolve_shard
-from lightning_thd.models.passing.recurrences import DeltaRule, StateSpace
-from lightning_thd.models.passing.scan import scan_shard
+from lightning_thd._patches import patch
+from lightning_thd.models.padded_groups import Groups, plan_groups
+from lightning_thd.models.passing.scan import DeltaRule, StateSpace, scan_shard
+from lightning_thd.parallel.context import calls, partition, traffic
 from lightning_thd.parallel.context import layout as layouts
 from lightning_thd.parallel.context.layout import ShardLayout
+from lightning_thd.parallel.exchange import exchange_rows, keep_path
 
 _STATE = threading.local()
 _STATE.running = None
@@ -137,8 +143,9 @@ def adopt_functions(layer: type) -> frozenset[str]:
     """Patch the convolution and scan functions that a layer's own forward calls, so that they handle shards.
 
     Returns:
-        Names of what carries something along the sequence; none where the layer's forward is not known to
-        call just one convolution and, but for short convolutions, one scan. Its packs are then gathered.
+        Names of the functions that carry something along the sequence. There are none for a layer whose
+        forward is not known to call one convolution and, except for short convolutions, one scan; its packs
+        are then gathered.
     """
     module: Any = sys.modules[layer.__module__]
     names = _names_in(layer.forward)  # type: ignore[attr-defined]
@@ -149,7 +156,7 @@ def adopt_functions(layer: type) -> frozenset[str]:
     for name in (_CONVOLUTION, *scans, _FUSED):
         function = getattr(module, name, None)
         if function is not None and not hasattr(function, "_thd_shards"):
-            setattr(module, name, _aware(name, function))
+            patch("mixer kernels", module, name, _aware(name, function))
     return frozenset({_CONVOLUTION, *scans})
 
 
@@ -164,7 +171,7 @@ def run_on_shard(
     """Call a layer's forward on a shard, its states passed from rank to rank; a collective.
 
     Raises:
-        RuntimeError: when it did not, as where a kernel from elsewhere was put in their place.
+        RuntimeError: when the layer did not call ``wanted``, because another kernel took their place.
     """
     running, before = _Running(layout), getattr(_STATE, "running", None)
     _STATE.running = running
@@ -192,7 +199,7 @@ def _aware(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return _ON_SHARDS[name](original, running.layout, *args, **kwargs)
 
     on_shards._thd_shards = True  # type: ignore[attr-defined]
-    if not hasattr(original, "__wrapped__"):  # by which fused_kernels tells versions of transformers apart
+    if not hasattr(original, "__wrapped__"):  # mixers distinguishes versions of transformers by it
         del on_shards.__wrapped__
     return on_shards
 
@@ -209,3 +216,60 @@ def _names_in(forward: Callable[..., Any], depth: int = 4) -> set[str]:
         if isinstance(function, FunctionType):
             names |= _names_in(function, depth - 1)
     return names
+
+
+# ---- Convolutions
+
+
+class _Reach(NamedTuple):
+    """Stretches with the inputs before them: the slots of their rows, their groups, and this rank's rows."""
+
+    rows: Tensor
+    groups: Groups
+    own: Tensor
+
+
+def convolve_shard(
+    original: Callable[..., Tensor],
+    layout: ShardLayout,
+    x_1CN: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """Run a causal convolution, weight ``[C, W]``, over the stretches of a shard; a collective.
+
+    Returns:
+        ``[1, C, N]``. A rank receives at most W - 1 rows for each of its stretches.
+    """
+    left = weight.shape[-1] - 1
+    plan = calls.exchanged(layout, causal=True, left=left)
+    rows = x_1CN[0].transpose(0, 1)
+    if plan.group_rows:  # the same on every rank
+        assert layout.group is not None
+        sent = rows.index_select(0, plan.send_rows)
+        received = exchange_rows(sent, plan.send_counts, plan.receive_counts, layout.group)
+        traffic.count(received.numel() * received.element_size(), "convolution")
+        rows = keep_path(torch.cat([rows, received]), received)
+    reach = layout.once(("convolution", left), lambda: _reach(layout, left))
+    taken = torch.cat([rows.index_select(0, reach.rows), rows.new_zeros(1, rows.shape[1])])
+    outputs = []
+    for source in reach.groups.sources:
+        grid = taken.index_select(0, source.flatten()).unflatten(0, source.shape)  # type: ignore[no-untyped-call]
+        out = original(grid.transpose(1, 2).contiguous(), weight, bias, activation=activation)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    own: Tensor = torch.cat(outputs).index_select(0, reach.own)
+    return own.transpose(0, 1)[None]
+
+
+def _reach(layout: ShardLayout, left: int) -> _Reach:
+    plan = partition.plan_keys(layout.padded_lengths, **layout.cut, rank=layout.rank, causal=True, left=left)
+    groups = plan_groups(plan.kv_lengths.tolist(), torch.device("cpu"))
+    ends = np.cumsum(plan.kv_lengths)
+    own = partition.ranges(ends - plan.q_lengths, ends)
+    sources = tuple(source.to(layout.device, non_blocking=True) for source in groups.sources)
+    return _Reach(
+        calls.needed_call(layout, causal=True, left=left).kv_index,
+        Groups(sources=sources, back=groups.back),
+        layout.put(groups.back.numpy()[own]),
+    )

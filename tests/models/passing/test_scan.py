@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_thd.alignment import Layout
 from lightning_thd.models.passing import scan
-from lightning_thd.models.passing.adopt import run_delta_rule, scan_state_space
-from lightning_thd.models.passing.convolution import convolve_shard
+from lightning_thd.models.passing.adopt import convolve_shard, run_delta_rule, scan_state_space
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.context.states import Stretches, plan_states

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Relative error of a softmax in fp32, of the largest logit, with room for a few layers.
+# The rounding of a softmax in fp32, relative to the largest logit, with room for a few layers.
 _SOFTMAX = 1e-5
 
 

@@ -18,21 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd._checks import flags, host_ints, instance, real_number, whole_number
+from lightning_thd._find import text_config
 from lightning_thd.batch import THDBatch
-from lightning_thd.models.probe.inputs import (
-    LENGTHS,
-    Forward,
-    default_forward,
-    embedding_of,
-    random_pack,
-    slots_of,
-    text_config,
+from lightning_thd.models.pack import packed
+from lightning_thd.models.probe_model import (
+    BatchNorms,
+    first_leaking_module,
+    in_fp32,
+    is_stock,
+    lengths_to_reach,
+    logits_alone,
+    no_zero_weights,
     undisturbed,
+    working_dtype,
 )
-from lightning_thd.models.probe.report import PackingLeakError, PackingReport
-from lightning_thd.models.probe.stock import is_stock, lengths_to_reach, logits_alone
-from lightning_thd.models.probe.trace import first_leaking_module
-from lightning_thd.models.probe.visible import BatchNorms, in_fp32, no_zero_weights, working_dtype
+from lightning_thd.models.probe_report import PackingLeakError, PackingReport
+
+Forward = Callable[[nn.Module, THDBatch], Any]
+LENGTHS = (7, 1, 16, 3, 8)
 
 # Relative to the largest logit. A leak is judged between two runs of the same shapes, so only the order of
 # sums in expert kernels remains; packed against alone differs by the rounding of the dtype over the depth of
@@ -378,3 +381,72 @@ class _Probe:
                 torch.arange(length),
                 tolerance=report.tolerance,
             )
+
+
+# ---- The pack and the call
+
+
+def slots_of(batch: THDBatch, index: int) -> slice:
+    """Return the slots of one sequence of a batch."""
+    start = sum(batch.lengths[:index])
+    return slice(start, start + batch.lengths[index])
+
+
+def random_pack(model: nn.Module, vocab_size: int | None, lengths: Sequence[int], seed: int) -> THDBatch:
+    """Build a pack of random ordinary tokens on the model's device."""
+    if len(lengths) < 2 or min(lengths) < 1:
+        raise ValueError(
+            f"lengths={tuple(lengths)}: a leak needs at least two sequences of at least one token, for "
+            f"example lengths={LENGTHS}."
+        )
+    config = text_config(getattr(model, "config", None))
+    size = vocab_size or getattr(config, "vocab_size", None)
+    if size is None or size < 8:
+        raise ValueError(
+            f"vocab_size={size} of {type(model).__name__}: pass the number of tokens, at least 8, as "
+            "check_packing(model, vocab_size=...)."
+        )
+    ordinary = _ordinary_tokens(model, size)
+    generator = torch.Generator().manual_seed(seed)
+    picked = [ordinary[torch.randint(len(ordinary), (n,), generator=generator)] for n in lengths]
+    return THDBatch.collate([{"input_ids": ids} for ids in picked]).to(embedding_of(model).weight.device)
+
+
+def _ordinary_tokens(model: nn.Module, vocab_size: int) -> Tensor:
+    """Return all token ids except those a config gives a meaning, such as an image's placeholder."""
+    config = getattr(model, "config", None)
+    special: set[int] = set()
+    for source in (config, text_config(config)):
+        for name, value in vars(source).items() if source is not None else ():
+            if name.endswith(("token_id", "token_ids", "token_index")):
+                special.update(value if isinstance(value, list | tuple) else [value])
+    tokens = torch.arange(vocab_size)
+    meant = torch.tensor([token for token in special if isinstance(token, int)], dtype=torch.int64)
+    return tokens[~torch.isin(tokens, meant)]
+
+
+def embedding_of(model: nn.Module) -> nn.Embedding:
+    """Return the token embedding of a model, at whose output gradients are measured."""
+    get = getattr(model, "get_input_embeddings", None)
+    found: Any = get() if get is not None else None
+    if found is None:
+        found = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if not hasattr(found, "weight"):
+        raise ValueError(
+            f"{type(model).__name__} has no nn.Embedding to find its inputs at. Give it a "
+            "get_input_embeddings()."
+        )
+    embedding: nn.Embedding = found
+    return embedding
+
+
+def default_forward(model: nn.Module) -> Forward:
+    """Return the function that calls a model on a batch, for users who gave none."""
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        return lambda model, batch: model(batch)
+
+    def forward(model: nn.Module, batch: THDBatch) -> Any:
+        with packed(batch):
+            return model(**batch.hf_kwargs())
+
+    return forward

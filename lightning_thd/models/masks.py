@@ -1,4 +1,9 @@
-"""A request to transformers' mask builder -> None, or an error where "thd" could not honour the mask."""
+"""The masks that models ask for under "thd" -> None, a stand-in that carries a window, or an error.
+
+DeepSeek's sparse attention scores all pairs of tokens and keeps ``index_topk`` keys a query. A sequence of at
+most that many tokens keeps them all. Its attention is then the plain causal one, and the scores, through
+which no gradient goes, need not be computed. Longer sequences are refused.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from lightning_thd.models.inputs.key_index import keeps_all_keys, longest_sequence
-from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, Pack, current_scope
+from lightning_thd._patches import patch
+from lightning_thd.models.pack import BIDIRECTIONAL, CAUSAL, STATE, Pack, Scope
+from lightning_thd.parallel.context import layout
 
 _MASKING_UTILS = "transformers.masking_utils"
 _UNDERSTOOD = (
@@ -23,7 +29,7 @@ _UNDERSTOOD = (
     "sliding_window_overlay",
     "blockwise_overlay",
 )
-# Families whose layers hand the mask to the attention as it is, so that it may say more than it shows.
+# Families whose layers hand the mask to the attention unchanged, so that its shape can encode a window.
 HANDS_MASKS_ON = ("llama4_text", "phimoe")
 
 
@@ -39,25 +45,22 @@ def thd_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> Tensor | None:
-    """Return no mask for "thd", or one that tells a window; raise for masks it could not honour.
+    """Return no mask for "thd", or a stand-in that carries a window; the arguments are transformers'.
 
     Args:
         q_length: T.
-        mask_function: what the mask would show, as transformers composes it.
+        mask_function: the mask as transformers composes it of functions.
         attention_mask: the user's padding mask ``[B, T]``; must be None or all true.
         local_size: window or chunk that only a mask would carry in some families.
-        config: of the model.
-        device: of the model.
-        allow_is_causal_skip: False where the caller needs a mask that is more than causal.
-        allow_is_bidirectional_skip: the same of a bidirectional mask, which also sets the former False.
-
-    Returns:
-        None, or what says a window or chunk to the attention of a family that only its mask would tell.
+        config: the model's.
+        device: the model's.
+        allow_is_causal_skip: False when the caller needs a mask that is more than causal.
+        allow_is_bidirectional_skip: the same for a bidirectional mask, which also sets the former False.
 
     Raises:
         ValueError: when the mask would hide or show anything the attention does not know about.
     """
-    scope = current_scope()
+    scope: Scope | None = getattr(STATE, "scope", None)
     kind = CAUSAL if allow_is_bidirectional_skip is None else BIDIRECTIONAL
     if scope is not None and kind not in scope.masks:
         scope.masks = (*scope.masks, kind)
@@ -70,12 +73,20 @@ def thd_mask(
         )
     plain = allow_is_causal_skip if allow_is_bidirectional_skip is None else allow_is_bidirectional_skip
     if not plain:
-        plain, wanted, window = _plain_after_all(mask_function, kind)
+        plain, wanted, window = _equals_plain(mask_function, kind)
         local_size = local_size or window
         if wanted and keeps_all_keys(config, q_length):
             return nothing_hidden(device)
         if wanted:
-            raise ValueError(_wants_its_mask(config))
+            limit = getattr(config, "index_topk", None)
+            keep = "Use "
+            if limit is not None:
+                keep = f"Use sequences of at most {limit} tokens, which keep all keys, or "
+            raise ValueError(
+                f"{type(config).__name__}: this model chooses the keys of every token by an index, or adds "
+                f"to its mask, so it needs the causal mask itself, which 'thd' never builds. {keep}padded "
+                "rows with attn_implementation='eager'."
+            )
     if not plain:
         raise ValueError(
             f"{type(config).__name__}: this model needs a mask with a pattern of its own (tokens that see "
@@ -98,17 +109,6 @@ def thd_mask(
     return None
 
 
-def _wants_its_mask(config: Any) -> str:
-    """Return why a model cannot run that adds to its causal mask, or chooses keys by it."""
-    limit = getattr(config, "index_topk", None)
-    advice = "" if limit is None else f"Use sequences of at most {limit} tokens, which keep all keys, or "
-    return (
-        f"{type(config).__name__}: this model chooses the keys of every token by an index, or adds to its "
-        f"mask, so it needs the causal mask itself, which 'thd' never builds. {advice or 'Use '}padded rows "
-        "with attn_implementation='eager'."
-    )
-
-
 def nothing_hidden(device: torch.device | None) -> Tensor:
     """Return a mask of no entries, ``[0, 1, 0, 0]``, for layers that must be handed one."""
     return torch.empty((0, 1, 0, 0), dtype=torch.bool, device=device)
@@ -121,9 +121,9 @@ def hides_nothing(mask: Tensor | None) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def shows_all(mask: Tensor, pack: Pack | None) -> bool:
-    """Return whether a padding mask ``[B, 1, 1, T]`` that a model made of nothing hides no token.
+    """Return whether a padding mask ``[B, 1, 1, T]`` that a model made by itself hides no token.
 
-    It then stands for attention in both directions, whatever the layer says. Reads the device, once a pack.
+    It then means attention in both directions, whatever the layer says. Reads the device, once a pack.
     """
     if mask.ndim != 4 or mask.shape[1:3] != (1, 1):
         return False
@@ -136,24 +136,23 @@ def shows_all(mask: Tensor, pack: Pack | None) -> bool:
 
 
 def tell_limit(size: int, *, chunk: bool, device: torch.device | None) -> Tensor:
-    """Return an empty mask whose shape tells a window, ``[0, size]``, or a chunk, ``[0, 0, size]``."""
+    """Encode a window in the shape of an empty mask, ``[0, size]``, or a chunk, ``[0, 0, size]``."""
     return torch.empty((0, 0, size) if chunk else (0, size), dtype=torch.bool, device=device)
 
 
 def told_limit(mask: Tensor | None) -> tuple[int | None, int | None]:
-    """Return the window and chunk that a mask's shape tells: ``[0, 8]`` is a window of 8; else None twice."""
+    """Decode window and chunk from a mask's shape: ``[0, 8]`` is a window of 8; another shape is neither."""
     if mask is None or mask.ndim not in (2, 3) or mask.shape[0] != 0:
         return None, None
     return (mask.shape[1], None) if mask.ndim == 2 else (None, mask.shape[2])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _plain_after_all(mask_function: Callable[..., Any] | None, kind: str) -> tuple[bool, bool, int | None]:
-    """Return whether a composed mask equals a plain one, whether that is wanted itself, and its window.
+def _equals_plain(mask_function: Callable[..., Any] | None, kind: str) -> tuple[bool, bool, int | None]:
+    """Return whether a composed mask equals a plain one, whether the model wants the mask itself, its window.
 
-    Text through a multimodal model asks for blocks of tokens that see each other, and there are none. Looks
-    at their ids, a device read. A causal mask that nothing was added to and that must not be skipped is
-    wanted for itself.
+    A multimodal model asks for blocks of tokens that see each other, and text has none; reading their ids
+    reads the device. A causal mask without additions that must not be skipped is wanted for itself.
     """
     window: int | None = None
     added = kind == BIDIRECTIONAL
@@ -181,25 +180,23 @@ def _parts(mask_function: Callable[..., Any] | None) -> Iterator[Callable[..., A
         yield from _parts(part)
 
 
-# Config classes of the models built so far, and whether their attention call carries the window that a mask
-# would.
+# Whether the attention call of a model is given the window that a mask would carry, by its config class.
 _PASSES_WINDOW: dict[type, bool] = {}
 
 
 def learn_window(config: Any) -> None:
-    """Find out from the modeling file of ``config`` whether its attention is passed the window."""
+    """Search the modeling file of ``config`` for a window that is passed to its attention."""
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     module = sys.modules.get(name)
     source = "" if module is None else inspect.getsource(module)
-    # As an argument, or as an attribute of the layers that have one, which thd_attention looks at too.
+    # Layers pass it as an argument, or hold it as an attribute, which thd_attention reads too.
     _PASSES_WINDOW[type(config)] = re.search(r"\bsliding_window=|self\.sliding_window =", source) is not None
 
 
 def skip_position_scan(masking_utils: ModuleType) -> None:
     """Skip transformers' search for packs in position_ids under "thd", which reads the device.
 
-    The boundaries are known from cu_seq_lens, and a mask that is "packed" could not be told from a special
-    one.
+    A mask that it marks as packed would also look like a special one.
     """
     namespace: Any = masking_utils
     original: Callable[..., Any] = namespace._preprocess_mask_arguments
@@ -221,4 +218,68 @@ def skip_position_scan(masking_utils: ModuleType) -> None:
             position_ids = None
         return original(config, inputs_embeds, attention_mask, past_key_values, position_ids, *args, **kwargs)
 
-    namespace._preprocess_mask_arguments = preprocess
+    patch("masks", namespace, "_preprocess_mask_arguments", preprocess)
+
+
+# ---- Layers that choose the keys of every query
+
+# Each takes the causal mask and returns the indices of the keys it keeps, int32 [B, T, K].
+_INDEXERS: Final = (
+    "AXK2Indexer",
+    "DeepseekV32Indexer",
+    "Dots3NoteTextIndexer",
+    "GlmMoeDsaIndexer",
+    "HYV4Indexer",
+    "MistralLarge4TextIndexer",
+)
+# Configs of the models whose indexers know packs.
+_ADOPTED: set[type] = set()
+
+
+def adopt_indexers(model_class: type, config: Any) -> None:
+    """Patch the indexers of a model class to keep all keys of a sequence of at most ``index_topk`` tokens."""
+    for base in model_class.__mro__:
+        module = sys.modules.get(base.__module__)
+        for name in _INDEXERS:
+            cls: Any = getattr(module, name, None)
+            if cls is not None and not hasattr(cls.forward, "_thd_indexer"):
+                patch("indexers", cls, "forward", _all_keys(cls.forward))
+            if cls is not None:
+                _ADOPTED.add(type(config))
+
+
+def keeps_all_keys(config: Any, q_length: int) -> bool:
+    """Return whether a model's indexers keep every key of the running pack, or of ``q_length`` slots."""
+    return type(config) in _ADOPTED and longest_sequence(q_length) <= config.index_topk
+
+
+def longest_sequence(q_length: int) -> int:
+    """Return the length of the longest sequence of the running pack, or ``q_length`` without one."""
+    scope: Scope | None = getattr(STATE, "scope", None)
+    if scope is None or scope.pack is None:
+        return q_length
+    shard = layout.layout_of(scope.pack.cu_seqlens_q) if layout.in_use else None
+    return scope.pack.max_length_q if shard is None else max(shard.padded_lengths)
+
+
+def every_key(like: Tensor) -> Tensor:
+    """Return indices that mean all keys, int32 ``[B, T, 0]`` for tokens ``[B, T, ...]``."""
+    return torch.empty((*like.shape[:2], 0), dtype=torch.int32, device=like.device)
+
+
+def stands_for_every_key(name: str, value: Any) -> bool:
+    """Return whether an argument of an attention is what ``every_key`` made."""
+    return name == "indices" and isinstance(value, Tensor) and value.shape[-1] == 0
+
+
+def _all_keys(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def forward_in_pack(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        scope: Scope | None = getattr(STATE, "scope", None)
+        longest = longest_sequence(hidden_states.shape[1])
+        if scope is None or scope.module is None or longest > self.index_topk:
+            return forward(self, hidden_states, *args, **kwargs)
+        return every_key(hidden_states)
+
+    forward_in_pack._thd_indexer = True  # type: ignore[attr-defined]
+    return forward_in_pack

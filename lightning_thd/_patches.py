@@ -1,0 +1,132 @@
+"""Every place where this package replaces a function of Lightning, torch or transformers.
+
+``patch`` makes the lasting ones and refuses a row that is not listed. Rows marked "for a while" are undone by
+the code that makes them, at the end of a ``with`` block or a run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+
+class Patch(NamedTuple):
+    """One replacement.
+
+    Attributes:
+        what: the names that are replaced.
+        why: what they do not do by themselves.
+        where: the module that does it.
+        until: when it can go.
+        upstream: the issue or pull request that would make it unnecessary, "" where none is known.
+    """
+
+    what: str
+    why: str
+    where: str
+    until: str
+    upstream: str = ""
+
+
+_HOOK = "transformers calls a hook when a model's attention is chosen"
+PATCHES: Final[dict[str, Patch]] = {
+    "attention chosen": Patch(
+        "PreTrainedModel.get_correct_attn_implementation, .set_attn_implementation, .post_init",
+        "A model that gets 'thd', and every model around it, must announce its packs.",
+        "models/announce.py",
+        _HOOK,
+    ),
+    "guard": Patch(
+        "forward of every PreTrainedModel class",
+        "A call that misses the hooks would run 'thd' attention without the boundaries of the pack.",
+        "models/announce.py",
+        _HOOK,
+    ),
+    "copies": Patch(
+        "PreTrainedModel.__setstate__",
+        "A copied or unpickled model must be known, and its classes patched in a new process.",
+        "models/announce.py",
+        _HOOK,
+    ),
+    "checkpoints": Patch(
+        "PreTrainedModel._set_gradient_checkpointing, torch's CheckpointWrapper.__init__",
+        "Layers that are recomputed in backward must find the pack they were first run on.",
+        "models/announce.py",
+        "torch.utils.checkpoint carries context variables to the recomputation",
+    ),
+    "masks": Patch(
+        "transformers.masking_utils._preprocess_mask_arguments",
+        "It searches position_ids for packs, which reads the device, although 'thd' needs no mask.",
+        "models/masks.py",
+        "an attention can say that it wants no search",
+    ),
+    "indexers": Patch(
+        "forward of DeepSeek's indexers and their like",
+        "They score all pairs of slots, across sequences; short sequences keep all keys anyway.",
+        "models/masks.py",
+        "indexers take cu_seq_lens",
+    ),
+    "mixers": Patch(
+        "forward of state-space, linear-attention and short-convolution layers",
+        "They carry a state along the row, from one sequence into the next.",
+        "models/mixers.py",
+        "every layer takes cu_seq_lens without fused kernels too",
+    ),
+    "mixer kernels": Patch(
+        "causal_conv1d_fn, mamba2_chunk_scan and delta rules in transformers' modeling files",
+        "On a context-parallel shard the state comes from another rank.",
+        "models/passing/adopt.py",
+        "transformers has context parallelism for them",
+    ),
+    "position tables": Patch(
+        "forward of learned and sinusoidal position embeddings",
+        "They count along the row.",
+        "models/positions.py",
+        "they take position_ids in every family",
+    ),
+    "ropes": Patch(
+        "forward of rotary embeddings in models with longrope or dynamic ropes",
+        "Their frequencies depend on the longest position of the whole call.",
+        "models/positions.py",
+        "they look at each sequence",
+    ),
+    "zero embeddings": Patch(
+        "forward of Gemma 3n's scaled word embeddings",
+        "The zero embedding of padding gives NaN gradients.",
+        "models/positions.py",
+        "its norm has an epsilon under the root",
+    ),
+    "classifiers": Patch(
+        "forward of ...ForSequenceClassification",
+        "They pool a whole pack to one row.",
+        "models/pooled_heads.py",
+        "they take cu_seq_lens",
+    ),
+    "postponed weights": Patch(
+        "PreTrainedModel._load_pretrained_model, ._finalize_model_loading, for a while",
+        "A rank of a pipeline reads only the weights that it keeps.",
+        "models/weights.py",
+        "from_pretrained reads a part of a model",
+    ),
+    "seeded weights": Patch(
+        "the functions of transformers.initialization, for a while",
+        "Every weight gets the values it has in the whole model, whatever part a rank keeps.",
+        "models/weights.py",
+        "initialisers take a generator",
+    ),
+    "head call": Patch(
+        "forward of a model and of its head, on the objects, for a while",
+        "A loss computes its values from hidden states, without logits.",
+        "loss/head_call.py",
+        "models return the last hidden states and the head's operands in place of logits",
+    ),
+}
+# What ``patch`` has replaced in this process: (row, "module.Class.name").
+APPLIED: Final[set[tuple[str, str]]] = set()
+
+
+def patch(row: str, owner: Any, name: str, value: Any) -> None:
+    """Replace ``owner.name``, a lasting patch that ``PATCHES`` lists under ``row``."""
+    assert row in PATCHES, row
+    path = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    APPLIED.add((row, f"{path}.{name}"))
+    setattr(owner, name, value)

@@ -1,0 +1,303 @@
+"""Layers that turn positions into numbers -> the same layers, counting inside every sequence of a pack.
+
+Three kinds of transformers' layers do not take a pack as it is. Their classes are patched once; outside a
+pack they do what they did.
+
+- Position embeddings of the RoBERTa kind start at ``padding_idx + 1`` and skip padding tokens. Those of the
+  BART kind count along the row.
+- Longrope and dynamic ropes look at the longest position of the whole call, so one long sequence of a pack
+  would turn the positions of all short ones. Sequences up to the length the model was first trained on are
+  computed together, and each longer one by itself.
+- Gemma3n takes the root of a token's mean square. Its padding token has a zero embedding, where the root's
+  gradient is infinite. Times the zero gradient of a trailing pad that is NaN in every weight.
+
+Legend: T slots in a pack.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd._patches import patch
+from lightning_thd._static import shapes_are_static
+from lightning_thd.models.pack import Pack, current_pack, model_pack
+from lightning_thd.parallel.context import layout
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
+
+_ROW_COUNTER = re.compile(r"\w*(Learned|Sinusoidal)PositionalEmbedding")
+_FROM_TOKENS_NAME = "create_position_ids_from_input_ids"
+_FROM_TOKENS = re.compile(rf"{_FROM_TOKENS_NAME}\(\s*input_ids,\s*self\.padding_idx")
+
+
+def adopt_position_tables(model_class: type) -> None:
+    """Patch the position embeddings a model class uses to restart in every sequence of a pack."""
+    for base in model_class.__mro__:
+        module = sys.modules.get(base.__module__)
+        if module is None or ".modeling_" not in base.__module__:
+            continue
+        tables = [cls for cls in vars(module).values() if inspect.isclass(cls) and issubclass(cls, nn.Module)]
+        told = any(hasattr(cls, "config_class") and "position_ids" in _parameters(cls) for cls in tables)
+        for cls in tables:
+            if cls.__module__ != base.__module__ or hasattr(cls.forward, "_thd_positions"):
+                continue
+            names = _parameters(cls)
+            if "position_ids" in names and _skips_padding(cls.forward):
+                patch("position tables", cls, "forward", _from_padding_index(cls.forward, names))
+            elif not told and _ROW_COUNTER.fullmatch(cls.__name__) and len(names) > 1:
+                patch("position tables", cls, "forward", _from_sequence_starts(cls.forward))
+
+
+def counts_in_sequences(module: nn.Module) -> bool:
+    """Return whether a position embedding restarts in every sequence of a pack."""
+    return hasattr(type(module).forward, "_thd_positions")
+
+
+def _skips_padding(forward: Callable[..., Any]) -> bool:
+    called = inspect.unwrap(forward).__code__.co_names  # is fast to test, reading the source is not
+    return _FROM_TOKENS_NAME in called and bool(_FROM_TOKENS.search(inspect.getsource(forward)))
+
+
+def _parameters(cls: Any) -> list[str]:
+    return list(inspect.signature(cls.forward).parameters)[1:]
+
+
+def _from_padding_index(forward: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def forward_in_pack(self: Any, *args: Any, **kwargs: Any) -> Any:
+        pack = model_pack()
+        if pack is None:
+            return forward(self, *args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given["position_ids"] = padded_positions(
+            given.get("input_ids"), given.get("position_ids"), self.padding_idx, pack
+        )
+        return forward(self, **given)
+
+    forward_in_pack._thd_positions = True  # type: ignore[attr-defined]
+    return forward_in_pack
+
+
+def padded_positions(
+    input_ids: Tensor | None, position_ids: Tensor | None, padding_idx: int, pack: Pack
+) -> Tensor:
+    """Count positions of each sequence as RoBERTa does: from ``padding_idx + 1``, skipping padding.
+
+    ``[[5, 6, 7, 1, 8]]`` in sequences of 2 and 3 with ``padding_idx`` 1 gives ``[[2, 3, 2, 1, 3]]``; all are
+    int64 ``[1, T]``.
+    """
+    if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:  # sequences begin on other ranks
+        assert position_ids is not None
+        return position_ids + (padding_idx + 1)
+    if input_ids is None:
+        return _starts_at_zero(pack)[None] + (padding_idx + 1)
+    real = input_ids.ne(padding_idx).long()
+    before = real.cumsum(1) - real
+    first = before[0].index_select(0, pack.cu_seqlens_q[:-1].long().clamp(max=pack.slots - 1))
+    counted = before - first.index_select(0, _members(pack)) + 1
+    return counted * real + padding_idx
+
+
+def _from_sequence_starts(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def forward_in_pack(
+        self: nn.Module, like: Any, past: Any = 0, position_ids: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        pack = model_pack()
+        if pack is None:
+            told = {} if position_ids is None else {"position_ids": position_ids}
+            return forward(self, like, past, **told, **kwargs)
+        if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
+            raise ValueError(
+                f"{type(self).__name__} counts positions along the row and cannot be told those of a shard. "
+                "Train this model without context parallelism."
+            )
+        if position_ids is not None:  # counted along the row by the model
+            return forward(
+                self, like, past, position_ids=_starts_at_zero(pack).view_as(position_ids), **kwargs
+            )
+        # Compute the positions of a row as long as the longest sequence, and look up each slot's.
+        row = like[:, : pack.max_length_q] if isinstance(like, Tensor) else torch.Size((1, pack.max_length_q))
+        table = forward(self, row, past, **kwargs)
+        return table.index_select(-2, _starts_at_zero(pack))
+
+    forward_in_pack._thd_positions = True  # type: ignore[attr-defined]
+    return forward_in_pack
+
+
+def _members(pack: Pack) -> Tensor:
+    return seq_idx_from_cu_seqlens(pack.cu_seqlens_q, pack.slots).long()
+
+
+def _starts_at_zero(pack: Pack) -> Tensor:
+    """Count the slots of every sequence from 0; int64 ``[T]``."""
+    starts = pack.cu_seqlens_q[:-1].long().index_select(0, _members(pack))
+    return torch.arange(pack.slots, device=starts.device) - starts
+
+
+# ---- Ropes whose frequencies depend on length
+
+
+def adopt_ropes(model_class: type, config: Any) -> None:
+    """Patch the length-dependent rotary embeddings a model class uses to treat each sequence by itself."""
+    if not any(_depends_on_length(kind) for kind in _rope_types(config)):
+        return
+    for base in model_class.__mro__:
+        module = sys.modules.get(base.__module__)
+        for name, cls in list(vars(module).items()) if module is not None else ():
+            if inspect.isclass(cls) and name.endswith("RotaryEmbedding"):
+                rotary: Any = cls
+                if not hasattr(rotary.forward, "_thd_rope"):
+                    patch("ropes", rotary, "forward", _by_sequence(rotary.forward))
+
+
+def _depends_on_length(kind: str) -> bool:
+    return "dynamic" in kind or kind == "longrope"
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    """Yield the types of rope in a config and its inner configs, one a layer type or one for all."""
+    inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    for source in (config, *inner):
+        parameters = getattr(source, "rope_parameters", None) or {}
+        for entry in (parameters, *parameters.values()):
+            if isinstance(entry, dict) and isinstance(entry.get("rope_type"), str):
+                yield entry["rope_type"]
+
+
+def _by_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def forward_in_pack(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        pack = current_pack() and model_pack()  # the first raises in a recomputation that lost its pack
+        kind = self.rope_type
+        layer_type = kwargs.get("layer_type", args[0] if args else None)
+        kind = kind[layer_type] if isinstance(kind, dict) else kind
+        if pack is None or not _depends_on_length(kind):
+            return forward(self, x, position_ids, *args, **kwargs)
+        run = functools.partial(_forget_and_run, forward, self, x)
+        limit = _original_length(self, kind, layer_type)
+        # One call for all is right when none is longer than the limit; the longest is known on the host.
+        shard = layout.layout_of(pack.cu_seqlens_q) if layout.in_use else None
+        longest = pack.max_length_q if shard is None else max(shard.padded_lengths)
+        if longest <= limit:
+            return run(position_ids, *args, **kwargs)
+        if shard is not None or shapes_are_static():
+            where = "in a recorded step" if shard is None else "under context parallelism"
+            raise ValueError(
+                f"{type(self).__name__} has a rope of type {kind!r}, which turns a sequence longer than "
+                f"{limit} tokens differently from a shorter one, and lengths cannot be told apart {where}. "
+                f"Use sequences of at most {limit} tokens."
+            )
+        if position_ids.shape[-1] != pack.slots:
+            raise ValueError(
+                f"{type(self).__name__} turns {position_ids.shape[-1]} positions of a pack of {pack.slots} "
+                f"slots by a rope of type {kind!r}: keys of its own, which belong to no sequence. Use "
+                f"sequences of at most {limit} tokens, or padded rows with attn_implementation='eager'."
+            )
+        return _one_by_one(run, pack, position_ids, limit, args, kwargs)
+
+    forward_in_pack._thd_rope = True  # type: ignore[attr-defined]
+    return forward_in_pack
+
+
+def _original_length(rotary: Any, kind: str, layer_type: str | None) -> int:
+    """Return the longest sequence whose frequencies are the original ones."""
+    limit: int
+    if kind == "longrope":
+        parameters = rotary.config.rope_parameters
+        parameters = parameters if layer_type is None else parameters[layer_type]
+        limit = parameters["original_max_position_embeddings"]
+    else:
+        limit = rotary.original_max_seq_len
+    return limit
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _one_by_one(
+    run: Callable[..., Any],
+    pack: Pack,
+    position_ids: Tensor,
+    limit: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Tensor | tuple[Tensor, ...]:
+    """Compute rotary embeddings of short sequences in one call and of every long one in its own."""
+    lengths = pack.real_lengths
+    is_long = torch.tensor([n > limit for n in lengths]).repeat_interleave(torch.tensor(pack.lengths))
+    is_long = is_long.to(position_ids.device)
+    short = position_ids.masked_fill(is_long, 0)
+    if lengths != pack.lengths:  # padding may count beyond the limit
+        short = short.clamp(max=limit - 1)
+    whole: Tensor | tuple[Tensor, ...] = run(short, *args, **kwargs)
+    ends = torch.tensor(pack.lengths).cumsum(0).tolist()
+    for end, slots, length in zip(ends, pack.lengths, lengths, strict=True):
+        if length > limit:
+            positions = position_ids[..., end - slots : end]
+            own = run(positions if length == slots else positions.clamp(max=length - 1), *args, **kwargs)
+            if isinstance(whole, Tensor):  # cosine and sine as one complex number
+                whole = _place(own, whole, end)
+            else:
+                whole = tuple(_place(one, all_of, end) for one, all_of in zip(own, whole, strict=True))
+    return whole
+
+
+def _place(value: Tensor, whole: Tensor, end: int) -> Tensor:
+    """Return ``whole`` with the slots before ``end`` replaced by ``value``."""
+    placed = whole.clone()
+    placed[..., end - value.shape[-2] : end, :] = value
+    return placed
+
+
+def _forget_and_run(
+    forward: Callable[..., Any], rotary: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a rotary embedding with its original frequencies, as if it had seen no longer sequence."""
+    layer_type = kwargs.get("layer_type", args[0] if args else None)
+    kind, prefix = (
+        (rotary.rope_type, "") if layer_type is None else (rotary.rope_type[layer_type], f"{layer_type}_")
+    )
+    if "dynamic" in kind:  # keeps the frequencies of the longest sequence it has met
+        setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
+        original = getattr(rotary, f"{prefix}original_inv_freq")
+        rotary.register_buffer(f"{prefix}inv_freq", original.to(position_ids.device), persistent=False)
+    return forward(rotary, x, position_ids, *args, **kwargs)
+
+
+# ---- Embeddings of padding that are zero
+
+# Its square is far above the smallest number of float32 and bfloat16, and far below every epsilon of a norm.
+_TINY = 1e-12
+_TINY_HALF = 2.0**-11  # its square is one of the smallest numbers of float16
+
+
+def adopt_zero_embeddings(model_class: type) -> None:
+    """Patch the embeddings of Gemma3n and its kind, whose zero rows for padding give NaN gradients."""
+    for base in model_class.__mro__:
+        module = sys.modules.get(base.__module__)
+        names = [] if module is None else list(vars(module))
+        if any(name.endswith("AltUp") for name in names):
+            for name in names:
+                cls: Any = getattr(module, name)
+                if name.endswith("ScaledWordEmbedding") and not hasattr(cls.forward, "_thd_nonzero"):
+                    patch("zero embeddings", cls, "forward", _nonzero(cls.forward))
+
+
+def _nonzero(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def forward_in_pack(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        output: Tensor = forward(self, input_ids, *args, **kwargs)
+        if self.padding_idx is None or model_pack() is None:
+            return output
+        tiny = _TINY_HALF if output.dtype == torch.float16 else _TINY
+        padding = (input_ids == self.padding_idx)[..., None]
+        return torch.where(padding & (output == 0), tiny, output)
+
+    forward_in_pack._thd_nonzero = True  # type: ignore[attr-defined]
+    return forward_in_pack

@@ -1,0 +1,320 @@
+"""What the leak probe does to a model and restores: random state, zero weights, rounding, attention, hooks.
+
+A layer whose output projection is zero, as many are when training begins, lets everything pass and shows no
+leak. A batch norm averages over all sequences of a pack, but not in ``eval()``. Stock eager attention with
+the same weights gives the logits to compare with. Hooks on every module find the first one that leaks.
+
+Legend: T slots of a run, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Generator[None]:
+    """Switch the model to eval mode inside this context, and restore modes and random state after it.
+
+    A compiled model runs uncompiled, because its graphs would skip the hooks of the probe.
+    """
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+            torch.manual_seed(0)
+            yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.float64, torch.float32, *_HALF)
+_NOISE = 0.02  # standard deviation, transformers' usual initialisation
+
+
+@contextmanager
+def no_zero_weights(model: nn.Module) -> Generator[None]:
+    """Fill parameters that are zero throughout with noise inside this context, but none that are cut."""
+    zeros = [parameter for parameter in model.parameters() if _is_zero(parameter)]
+    with torch.no_grad():
+        for seed, parameter in enumerate(zeros):
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+            parameter.normal_(0.0, _NOISE, generator=generator)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter in zeros:
+                parameter.zero_()
+
+
+def _is_zero(parameter: Tensor) -> bool:
+    if type(parameter) not in (nn.Parameter, Tensor) or parameter.dtype not in _DTYPES:
+        return False
+    if parameter.device.type == "meta" or parameter.is_inference() or not parameter.numel():
+        return False
+    return not bool(parameter.detach().any())
+
+
+def working_dtype(model: nn.Module, logits: Tensor) -> torch.dtype:
+    """Return the least precise dtype that a model computes in, whatever it casts its logits to."""
+    device = logits.device.type
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p.ndim > 1} | {logits.dtype}
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtypes.add(torch.get_autocast_dtype(device))
+    return min(dtypes, key=lambda dtype: (dtype.itemsize, dtype == torch.float16))
+
+
+@contextmanager
+def in_fp32(model: nn.Module, *, most: int) -> Generator[bool]:
+    """Compute in fp32 inside this context, without autocast; yield False for a model that cannot or does.
+
+    Its weights come back to the bit. At most ``most`` parameters are held twice, and none cut over ranks.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    halves = [tensor for tensor in tensors if tensor.dtype in _HALF]
+    devices = {tensor.device.type for tensor in tensors} - {"meta"}
+    plain = all(type(x) in (nn.Parameter, Tensor) and not (x.is_meta or x.is_inference()) for x in halves)
+    rounded = bool(halves) or any(torch.is_autocast_enabled(device) for device in devices)
+    if not rounded or not plain or sum(tensor.numel() for tensor in halves) > most:
+        yield False
+        return
+    held, default = [tensor.data for tensor in halves], torch.get_default_dtype()
+    with ExitStack() as stack:
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        try:
+            torch.set_default_dtype(torch.float32)  # Lightning's "bf16-true" sets another
+            for tensor in halves:
+                tensor.data = tensor.data.float()
+            yield True
+        finally:
+            torch.set_default_dtype(default)
+            for tensor, data in zip(halves, held, strict=True):
+                tensor.data = data
+
+
+class BatchNorms:
+    """The batch norms of a model that average over their input in training, and which of them ran."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: dict[nn.Module, str] = {
+            module: name
+            for name, module in model.named_modules()
+            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        }
+        self.ran: list[str] = []
+
+    @contextmanager
+    def watched(self) -> Generator[None]:
+        """Note which of them run inside this context."""
+        handles = [module.register_forward_pre_hook(self._note) for module in self._names]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, module: nn.Module, _: object) -> None:
+        if (name := self._names[module]) not in self.ran:
+            self.ran.append(name)
+
+
+# ---- Stock attention
+
+# Slots. Longer sequences make the probe slow on a CPU; the report names the limits beyond.
+_REACH = 1024
+_LIMITS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "attention_window_size",
+    "chunk_size",
+    "mamba_chunk_size",
+)
+
+
+def is_stock(model: nn.Module) -> bool:
+    """Return whether a model has a transformers config that names its attention."""
+    return bool(_attention_configs(model))
+
+
+@contextmanager
+def eager(model: nn.Module) -> Generator[None]:
+    """Switch every layer of the model to transformers' own eager attention inside this context."""
+    configs = _attention_configs(model)
+    chosen = [config._attn_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = "eager"
+        yield
+    finally:
+        for config, name in zip(configs, chosen, strict=True):
+            config._attn_implementation_internal = name
+
+
+def logits_alone(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Run one document ``[T]`` through the model as a user of plain transformers would; ``[T, V]``."""
+    config: Any = model.config
+    no_cache = {} if getattr(config, "use_cache", None) is None else {"use_cache": False}
+    with eager(model):
+        output = model(input_ids=input_ids[None], **no_cache)
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def lengths_to_reach(model: nn.Module, longest: int) -> tuple[list[int], list[str]]:
+    """Find sequence lengths to try beyond windows, chunks and ropes, and the limits too far away, as text."""
+    limits = {name: size for config in _attention_configs(model) for name, size in _limits(config)}
+    far = [f"{name} {size}" for name, size in limits.items() if size >= _REACH]
+    near = [size for size in limits.values() if longest <= size < _REACH]
+    return ([max(near) + 5] if near else []), far
+
+
+def _limits(config: Any) -> Iterator[tuple[str, int]]:
+    for name in _LIMITS:
+        size = getattr(config, name, None)
+        if isinstance(size, int) and not isinstance(size, bool):
+            yield name, size
+    rope = getattr(config, "rope_parameters", None) or {}
+    for entry in (rope, *rope.values()):
+        if isinstance(entry, dict) and "dynamic" in str(entry.get("rope_type")):
+            yield "max_position_embeddings", config.max_position_embeddings
+        if isinstance(entry, dict) and entry.get("rope_type") == "longrope":
+            yield "original_max_position_embeddings", entry["original_max_position_embeddings"]
+
+
+def _attention_configs(model: nn.Module) -> list[Any]:
+    """Return the configs from which layers read their attention, except a vision tower's."""
+    found: dict[int, Any] = {}
+    root: Any = getattr(model, "config", None)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation_internal", None) is not None:
+            same = config._attn_implementation_internal == getattr(
+                root, "_attn_implementation_internal", None
+            )
+            if same or config is root:
+                found[id(config)] = config
+    return list(found.values())
+
+
+# ---- The first module that leaks
+
+
+class _Call(NamedTuple):
+    """The inputs and outputs of one call of a module, cut down to the rows that are compared."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+
+_Key = tuple[str, int]  # name of a module, how often it had been called before
+
+
+def first_leaking_module(
+    model: nn.Module,
+    first: Callable[[], Tensor],
+    second: Callable[[], Tensor],
+    first_rows: Tensor,
+    second_rows: Tensor,
+    *,
+    tolerance: float = 1e-6,
+) -> str | None:
+    """Return the first module whose inputs agree in two runs while its outputs differ, or None.
+
+    Args:
+        model: the model that both runs call.
+        first: runs it.
+        second: runs it on other inputs.
+        first_rows: int64 ``[N]``, slots of the first run whose values should equal
+        second_rows: int64 ``[N]``, those of the second.
+        tolerance: allowed difference, relative to the largest entry of a tensor.
+    """
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    with _recorded(model, first_rows) as calls:
+        first()
+    with _recorded(model, second_rows) as others:
+        second()
+    for key, call in calls.items():  # in the order in which the calls ended: inner modules first
+        other = others.get(key)
+        if other is None:
+            continue
+        clean = _agree(call.inputs, other.inputs, tolerance)
+        if clean and not _agree(call.outputs, other.outputs, tolerance):
+            return f"{key[0] or 'the model itself'} ({kinds[key[0]]})"
+    return None
+
+
+def _agree(ours: Iterable[Tensor], theirs: Iterable[Tensor], tolerance: float) -> bool:
+    for a, b in zip(ours, theirs, strict=False):
+        if a.shape != b.shape:
+            continue
+        largest = a.abs().max().item() if a.numel() else 0.0
+        if a.numel() and not (a - b).abs().max().item() <= tolerance * largest:
+            return False
+    return True
+
+
+@contextmanager
+def _recorded(model: nn.Module, rows: Tensor) -> Generator[dict[_Key, _Call]]:
+    """Record the per-token tensors of every call of every module, for packs of a few dozen tokens."""
+    calls: dict[_Key, _Call] = {}
+    counts: defaultdict[str, int] = defaultdict(int)
+    handles = []
+    slots: list[int] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if not slots:
+                slots.extend(_find_slots(args, kwargs))
+            key = (name, counts[name])
+            counts[name] += 1
+            calls[key] = _Call(
+                _token_rows((*args, *kwargs.values()), slots, rows), _token_rows((output,), slots, rows)
+            )
+
+        return hook
+
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_hook(watch(name), with_kwargs=True))
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _find_slots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Return T, the number of ids the embedding got: its call is the first of all modules' to end."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return [value.numel()]
+    return []
+
+
+def _token_rows(values: Iterable[Any], slots: list[int], rows: Tensor) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in _tensors(values):
+        dim = next((d for d, size in enumerate(value.shape) if slots and size == slots[0]), None)
+        if dim is not None and value.is_floating_point():
+            found.append(value.detach().movedim(dim, 0)[rows.to(value.device)].float().cpu())
+    return found
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

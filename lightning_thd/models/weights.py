@@ -1,0 +1,367 @@
+"""Models built on the meta device -> the weights that a rank keeps, drawn by name or read from a folder.
+
+A drawn weight gets the values it has in the whole model, whatever part a rank keeps: its generator is seeded
+with the job's seed and the weight's name. Building the model on the host under that seed gives other values,
+because it draws all weights from one stream. ``from_pretrained`` gives a model without memory, whose tensors
+transformers reads and converts later (a mixture's experts lie in the folder one by one) into a copy of the
+model's skeleton that holds only what the rank keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_thd._imports import available
+
+# ---- Drawn
+
+
+def draw_weights(module: nn.Module, device: torch.device, *, seed: int) -> None:
+    """Allocate everything that is on the meta device and set its initial values, in place.
+
+    A transformers model fills its modules by its ``_init_weights``, others by their ``reset_parameters()``;
+    buffers such as a rope's frequencies are computed there too. The seed is the same on all ranks.
+
+    Raises:
+        ValueError: naming tensors to which nothing gives values.
+    """
+    filled = _with_memory(module, device)
+    if not filled:
+        return
+    names = {id(tensor): name for name, tensor in filled.items()}
+    kept = [t for t in [*module.parameters(), *module.buffers()] if id(t) not in names]
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), torch.no_grad(), _untouched(kept), _seeded(names, seed):
+        _initialise(module, names, seed)
+    left = [name for name, tensor in filled.items() if _is_unset(tensor)]
+    if left:
+        raise ValueError(
+            f"{type(module).__name__} holds {left[:4]} on the meta device, and no _init_weights() or "
+            "reset_parameters() of the modules that own them gives them values. Write one, or build the "
+            "model with its weights."
+        )
+
+
+def _with_memory(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Replace what is on the meta device by memory marked as unset; shared tensors stay shared."""
+    made: dict[int, Tensor] = {}
+    found: dict[str, Tensor] = {}
+    for path, child in module.named_modules():
+        for held in (child._parameters, child._buffers):
+            for name, tensor in held.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = new = _like(tensor, device)
+                    found[f"{path}.{name}" if path else name] = new
+                held[name] = made[id(tensor)]
+    return found
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    data = torch.empty_like(tensor.detach(), device=device)
+    if data.dtype != torch.bool:
+        data.fill_(_unset(data.dtype))
+    if not isinstance(tensor, nn.Parameter):
+        return data
+    made = nn.Parameter(data, tensor.requires_grad)
+    made.__dict__.update({k: v for k, v in vars(tensor).items() if k != "_is_hf_initialized"})
+    return made
+
+
+def _unset(dtype: torch.dtype) -> float | int:
+    """Return the value that marks an entry as not set yet: NaN, or the largest integer."""
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.bool or not tensor.numel():
+        return False
+    mark = _unset(tensor.dtype)
+    return bool((tensor.isnan() if mark != mark else tensor == mark).any())
+
+
+def _initialise(module: nn.Module, names: Mapping[int, str], seed: int) -> None:
+    """Call the initialiser of every module that owns unset tensors, children before parents."""
+    adapters: dict[str, Any] = {}
+    owners: Counter[int] = Counter()
+    for child in module.modules():
+        adapters |= vars(child).get("peft_config") or {}
+        owners.update(map(id, child.parameters(recurse=False)))
+
+    def walk(child: nn.Module, path: str, model: Any) -> None:
+        unset = [t for t in [*child.parameters(), *child.buffers()] if id(t) in names]
+        if not unset:
+            return
+        own: Any = child if _is_model(child) else model
+        added = getattr(child, "adapter_layer_names", ())  # PEFT's, not the model's own
+        for name, below in child.named_children():
+            walk(below, f"{path}.{name}" if path else name, None if name in added else own)
+        torch.manual_seed(_seed_of(f"{path}()", seed))
+        if added:
+            _initialise_adapters(child, path, adapters)
+            return
+        if own is not None:  # a block may fill what its children hold
+            own._init_weights(child)
+        tensors = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+        mine = [tensor for tensor in tensors if id(tensor) in names]
+        reset: Any = getattr(child, "reset_parameters", None)
+        if reset is not None and any(map(_is_unset, mine)):
+            reset()
+        for tensor in mine:
+            if owners[id(tensor)] > 1:  # an embedding's rows are not the head's to fill again
+                tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+    walk(module, "", None)
+
+
+def _initialise_adapters(layer: Any, path: str, configs: Mapping[str, Any]) -> None:
+    """Initialise LoRA adapters as their config asks."""
+    for name in getattr(layer, "r", ()):
+        how = getattr(configs.get(name), "init_lora_weights", None)
+        if how is True or how == "gaussian":
+            layer.reset_lora_parameters(name, how)
+        elif how is not False:  # that leaves what nn.Linear draws
+            raise ValueError(
+                f"The adapter {name!r} of {path} on the meta device has init_lora_weights={how!r}; True, "
+                "False and 'gaussian' need no weights of the model. Build the model in __init__, with its "
+                "weights."
+            )
+    if not hasattr(layer, "reset_lora_parameters") and any(map(_is_unset, layer.parameters())):
+        raise ValueError(
+            f"{path} ({type(layer).__name__}) was added to a model on the meta device, and only LoRA "
+            "adapters are given values there. Build the model in __init__, with its weights."
+        )
+
+
+def _is_model(module: nn.Module) -> bool:
+    return hasattr(module, "config") and callable(getattr(type(module), "_init_weights", None))
+
+
+def _seed_of(name: str, seed: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextlib.contextmanager
+def _untouched(tensors: list[Tensor]) -> Generator[None]:
+    """Mark tensors in this context so that transformers' initialisers leave them alone."""
+    marked = [tensor for tensor in tensors if not hasattr(tensor, "_is_hf_initialized")]
+    for tensor in marked:
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for tensor in marked:
+            del tensor._is_hf_initialized  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _seeded(names: Mapping[int, str], seed: int) -> Generator[None]:
+    """Seed every call that fills a named tensor by that name, inside this context."""
+    if not available("transformers"):
+        yield
+        return
+    from transformers import initialization
+
+    before = {name: call for name, call in vars(initialization).items() if _fills(name) and callable(call)}
+
+    def seeded(call: Callable[..., Any]) -> Callable[..., Any]:
+        def filling(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if id(tensor) in names:
+                torch.manual_seed(_seed_of(names[id(tensor)], seed))
+            return call(tensor, *args, **kwargs)
+
+        return filling
+
+    try:
+        for name, call in before.items():
+            setattr(initialization, name, seeded(call))
+        with initialization.guard_torch_init_functions():
+            yield
+    finally:
+        for name, call in before.items():
+            setattr(initialization, name, call)
+
+
+def _fills(name: str) -> bool:
+    return name.endswith("_") and not name.startswith("_")
+
+
+# ---- Read
+
+_ATTRIBUTE = "_thd_unread"
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A model built by ``from_pretrained`` on the meta device whose tensors are still to be read.
+
+    Attributes:
+        skeleton: a copy of the model on the meta device.
+        tensors: its parameters and buffers by name, which wrappers and cuts keep.
+        versions: the tensors' versions, which count what was written into them.
+        files: paths of safetensors files.
+        options: how to read them.
+    """
+
+    skeleton: nn.Module
+    tensors: dict[str, Tensor]
+    versions: dict[str, int]
+    files: list[str]
+    options: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of the model has nothing of its own to read
+
+
+@contextlib.contextmanager
+def postponed_reading() -> Generator[None]:
+    """Make ``from_pretrained`` build models on the meta device, without reading weights.
+
+    Only folders of safetensors are postponed. Others, quantised models and those with a ``device_map`` are
+    read at once, as always.
+    """
+    from transformers import PreTrainedModel
+
+    kind: Any = PreTrainedModel
+    read, finish = kind._load_pretrained_model, kind._finalize_model_loading
+
+    def postpone(model: Any, state: Any, files: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = state is None and options.hf_quantizer is None and options.device_map is None
+        names = [str(file) for file in files or ()]
+        if not plain or not names or not all(name.endswith(".safetensors") for name in names):
+            return read(model, state, files, options, *args, **kwargs)
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        tensors |= dict(model.named_buffers(remove_duplicate=False))
+        skeleton = copy.deepcopy(model)
+        versions = {name: tensor._version for name, tensor in tensors.items()}
+        model.__dict__[_ATTRIBUTE] = _Unread(skeleton, tensors, versions, names, options)
+        return _nothing_found(), None
+
+    def finish_later(model: Any, options: Any, found: Any) -> Any:
+        if model.__dict__.get(_ATTRIBUTE) is None:
+            return finish(model, options, found)
+        model.tie_weights(recompute_mapping=False)
+        return found
+
+    kind._load_pretrained_model = staticmethod(postpone)
+    kind._finalize_model_loading = staticmethod(finish_later)
+    try:
+        yield
+    finally:
+        kind._load_pretrained_model, kind._finalize_model_loading = staticmethod(read), staticmethod(finish)
+
+
+def read_weights(module: nn.Module) -> None:
+    """Read the tensors that a module still holds of models built under ``postponed_reading``, in place.
+
+    Tensors that are in no folder, such as the frequencies of a rope, stay on the meta device for
+    ``draw_weights``.
+
+    Raises:
+        ValueError: when a tensor has another shape, or cannot be converted.
+    """
+    for child in list(module.modules()):
+        unread = child.__dict__.pop(_ATTRIBUTE, None)
+        if unread is not None:
+            _read(module, unread)
+
+
+def require_unchanged(module: nn.Module) -> None:
+    """Refuse models whose tensors were replaced or written into since ``from_pretrained``, before the cut."""
+    held = {id(tensor) for tensor in module.parameters()}
+    for child in module.modules():
+        unread = child.__dict__.get(_ATTRIBUTE)
+        if unread is None:
+            continue
+        lost = [n for n, t in unread.tensors.items() if id(t) not in held and isinstance(t, nn.Parameter)]
+        known = {id(tensor) for tensor in unread.tensors.values()}
+        added = [n for n, p in child.named_parameters() if id(p) not in known and n in unread.tensors]
+        shapes = {n: _tensor(unread.skeleton, n).shape for n in unread.tensors}
+        written = [
+            n for n, t in unread.tensors.items() if t._version != unread.versions[n] or t.shape != shapes[n]
+        ]
+        if written or (lost and added):
+            raise ValueError(
+                f"{(written or added)[:4]} of {type(child).__name__} changed after from_pretrained, which "
+                "reads nothing under a pipeline until the model is cut: the change or what is read would "
+                "be lost. Build the model in __init__, where it is read whole."
+            )
+
+
+def _read(module: nn.Module, unread: _Unread) -> None:
+    held = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    kept = {name: tensor for name, tensor in unread.tensors.items() if id(tensor) in held and tensor.is_meta}
+    skeleton: Any = unread.skeleton
+    expected = list(skeleton.state_dict())
+    for path, child in skeleton.named_modules():
+        for tensors in (child._parameters, child._buffers):
+            for name in [name for name in tensors if f"{path}.{name}".lstrip(".") not in kept]:
+                del tensors[name]
+    found, _ = type(skeleton)._load_pretrained_model(
+        skeleton, None, unread.files, unread.options, expected_keys=expected
+    )
+    _check(skeleton, found, kept)
+    read: dict[int, Tensor] = {}
+    for name, tensor in kept.items():
+        new = _tensor(skeleton, name)
+        if not new.is_meta:
+            read[id(tensor)] = _as(tensor, new)
+    for child in module.modules():
+        for held_here in (child._parameters, child._buffers):
+            for name, stands in held_here.items():
+                if id(stands) in read:
+                    held_here[name] = read[id(stands)]  # type: ignore[assignment]
+
+
+def _check(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> None:
+    """Raise for tensors that do not fit the model, and warn of those the folder lacks."""
+    wrong = [*map(str, found.mismatched_keys), *map(str, found.conversion_errors), *found.error_msgs]
+    if wrong:
+        raise ValueError(
+            f"The folder of {type(skeleton).__name__} holds tensors that do not fit the model: {wrong[:4]}. "
+            "Give from_pretrained the config they were saved with."
+        )
+    alone = {id(tensor): True for tensor in kept.values()}
+    for name, tensor in kept.items():  # a tied weight is read under one of its names
+        if not _tensor(skeleton, name).is_meta:
+            alone[id(tensor)] = False
+    persistent = set(skeleton.state_dict())
+    missing = [name for name, tensor in kept.items() if alone[id(tensor)] and name in persistent]
+    if missing:
+        warnings.warn(
+            f"The folder of {type(skeleton).__name__} lacks {missing[:4]}, which get random values.",
+            stacklevel=2,
+        )
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    path, _, own = name.rpartition(".")
+    owner = module.get_submodule(path)
+    found = owner._parameters.get(own, owner._buffers.get(own))
+    assert found is not None
+    return found
+
+
+def _as(wanted: Tensor, new: Tensor) -> Tensor:
+    """Return a tensor with the dtype and ``requires_grad`` of the one it replaces."""
+    data = new.detach().to(wanted.dtype)
+    return nn.Parameter(data, wanted.requires_grad) if isinstance(wanted, nn.Parameter) else data
+
+
+def _nothing_found() -> Any:
+    from transformers.core_model_loading import LoadStateDictInfo
+
+    fields = LoadStateDictInfo.__dataclass_fields__
+    return LoadStateDictInfo(**{name: {} if "errors" in name else set() for name in fields})
