@@ -52,6 +52,11 @@ def model_with_head(module: nn.Module) -> Any | None:
     return None
 
 
+def model_config(module: nn.Module | None) -> Any | None:
+    """Return the transformers config of the first model in a module, or None."""
+    return next((model.config for _, model in models_in(module)), None)
+
+
 def text_config(config: Any) -> Any:
     """Return the config of the language model, which in a multimodal model's config is its text part."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_thd._find import outermost_models
 from lightning_thd.callbacks.meter import Seen, microbatches
 from lightning_thd.cuda_graph.limits.fingerprint import only_looking
 from lightning_thd.flops.model import FlopsModel
@@ -82,7 +83,7 @@ class ModuleFlops:
             tries = self._tries.get(stage, 0)
             if stage not in self._found and tries < _MAX_WATCHED:
                 self._tries[stage] = tries + 1
-                self._calls = {name: _Calls(model) for name, model in models_in(self._module).items()}
+                self._calls = {name: _Calls(model) for name, model in outermost_models(self._module).items()}
         elif batch is not None:
             self._count(batch)
 
@@ -261,16 +262,6 @@ def _share(calls: int, slots: int, microbatches: int, total: int) -> float:
     return slots / total
 
 
-def models_in(module: nn.Module) -> dict[str, nn.Module]:
-    """Find the outermost modules with a transformers config, each once, by path; a bare model's is ""."""
-    found: dict[str, nn.Module] = {}
-    for name, child in module.named_modules():
-        inside = any(name.startswith(f"{outer}.") or outer == "" for outer in found)
-        if not inside and getattr(getattr(child, "config", None), "model_type", None):
-            found[name] = child
-    return found
-
-
 def find_model(
     module: nn.Module,
     *,
@@ -284,7 +275,7 @@ def find_model(
     Returns:
         None, having said why, when there is no config, or one of an unknown family.
     """
-    models = models_in(module)
+    models = outermost_models(module)
     members = []
     for path, child in models.items():
         name = path or type(module).__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -12,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_thd._checks import flags, host_ints, instance
+from lightning_thd._find import models_in
 from lightning_thd.models.probe import check_options, check_packing
 from lightning_thd.models.probe_report import PackingReport
 
@@ -83,10 +83,10 @@ def find_model(pl_module: nn.Module, name: str | None) -> nn.Module:
                 f"{[child for child, _ in pl_module.named_children()]}."
             )
         return modules[name]
-    for module in modules.values():
-        config: Any = getattr(module, "config", None)
-        if hasattr(config, "get_text_config") and hasattr(module, "get_input_embeddings"):
-            return module
+    for _, model in models_in(pl_module):
+        if hasattr(model, "get_input_embeddings"):
+            found: nn.Module = model
+            return found
     raise MisconfigurationException(
         f"PackingCheck found no transformers model in {type(pl_module).__name__}. Name the attribute that "
         "holds yours, PackingCheck(model='net', vocab_size=...); its forward takes a THDBatch and returns "

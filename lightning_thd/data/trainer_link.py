@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
+from lightning_thd._find import model_config
 from lightning_thd.alignment import Alignment
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, Packs, Sequences
@@ -105,15 +106,6 @@ def _recipe(module: nn.Module | None) -> Any | None:
     for child in module.modules() if module is not None else ():
         if (recipe := child.__dict__.get("_thd_fp8")) is not None:
             return recipe
-    return None
-
-
-def model_config(module: nn.Module | None) -> Any | None:
-    """Find the transformers config of the model that is trained."""
-    for child in module.modules() if module is not None else ():
-        config = getattr(child, "config", None)
-        if config is not None and hasattr(config, "get_text_config"):
-            return config
     return None
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 from torch.utils.data import DataLoader
 
+from lightning_thd._find import unwrapped
 from lightning_thd.batch import THDBatch
 from lightning_thd.batch.samples import PER_TOKEN, check_attention_mask
 from lightning_thd.data import THDDataModule
@@ -79,8 +80,7 @@ def evaluation_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def arguments_of(model: Any) -> frozenset[str]:
     """Return the names of the arguments of a model's ``forward``, under its adapters if it has any."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return frozenset(inspect.signature(inner.forward).parameters)
+    return frozenset(inspect.signature(unwrapped(model).forward).parameters)
 
 
 def keyed_loader(loader: Any, *, pin_memory: bool) -> DataLoader[Any]:

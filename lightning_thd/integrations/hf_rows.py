@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_thd._find import unwrapped
 from lightning_thd.batch import THDBatch
 from lightning_thd.integrations.hf_options import refuse_devices
 from lightning_thd.models.announce import NAME, run_as_pack
@@ -63,9 +64,7 @@ class PackedRowsMixin:
     def _pack_models(self) -> None:
         for model in (self.model, getattr(self, "ref_model", None)):  # type: ignore[attr-defined]
             if model is not None:
-                unwrapped = self.accelerator.unwrap_model(model)
-                base = unwrapped.get_base_model() if hasattr(unwrapped, "peft_config") else unwrapped
-                pack_rows(base)
+                pack_rows(unwrapped(self.accelerator.unwrap_model(model)))
 
     def _refuse_what_rows_cannot(self) -> None:
         for name, why in REFUSED_FOR_ROWS.items():

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_thd._find import models_in
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.exchange import keep_path
 
@@ -112,7 +113,9 @@ def memory_of_rank(device: torch.device) -> int:
 def towers_of(model: nn.Module) -> list[nn.Module]:
     """List the modules of a multimodal model beside its language model, such as a vision tower."""
     embedding, head = (_called(model, f"get_{side}_embeddings") for side in ("input", "output"))
-    language = _language_model(model, embedding)
+    # The language model is the innermost transformers model that holds the input embedding.
+    around = [x for _, x in models_in(model) if any(inner is embedding for inner in x.modules())]
+    language: nn.Module | None = around[-1] if around else None
     found: list[nn.Module] = []
 
     def walk(module: nn.Module) -> None:
@@ -135,16 +138,6 @@ def _called(model: Any, getter: str) -> nn.Module | None:
     except NotImplementedError:  # transformers' word for a model that has none
         return None
     return part if isinstance(part, nn.Module) else None
-
-
-def _language_model(model: nn.Module, embedding: nn.Module | None) -> nn.Module | None:
-    """Return the innermost transformers model that holds the input embedding."""
-    around = [
-        module
-        for module in model.modules()
-        if hasattr(module, "_no_split_modules") and any(inner is embedding for inner in module.modules())
-    ]
-    return around[-1] if around else None
 
 
 class TowerPaths:

@@ -12,9 +12,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
+from lightning_thd._find import model_config
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.data.trainer_link import model_config
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing.sharing import Sharing, check_tiling
 from lightning_thd.parallel.context import traffic

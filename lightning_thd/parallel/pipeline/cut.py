@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lightning_thd._find import model_with_head
 from lightning_thd.parallel.draws import has_dropout
 from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.experts import (
@@ -82,12 +83,9 @@ def cut_model(
 
 def language_model_of(model: nn.Module) -> Any:
     """Return the Hugging Face model with a head that wrappers such as PEFT's hold."""
-    for module in model.modules():
-        own = hasattr(type(module), "get_output_embeddings")  # PEFT's wrappers lend those of what they hold
-        if own and hasattr(module, "config"):
-            head: Any = module.get_output_embeddings()  # type: ignore[operator]
-            if isinstance(head, nn.Module):
-                return module
+    found = model_with_head(model)
+    if found is not None:
+        return found
     raise ValueError(
         "pipeline_parallel_size > 1 cuts Hugging Face causal language models, and "
         f"{type(model).__name__} holds none (looked for a module with config and get_output_embeddings())."
