@@ -33,12 +33,6 @@ def adamw(
 
     It steps as the plain one does, gradient clipping and scaling included. Sharded parameters (DTensor) and
     devices without fused kernels keep torch's own choice.
-
-    Args:
-        groups: parameters, or groups of them.
-        lr: learning rate.
-        betas: of the two running means.
-        options: more of AdamW's own.
     """
     given: list[Any] = list(groups)
     parameters = [p for g in given for p in (g["params"] if isinstance(g, dict) else [g])]
@@ -57,15 +51,6 @@ def warmup_and_cosine(step: int, *, steps: int, warmup_fraction: float, final: f
     A function of the step alone: a run resumed with more steps takes the rate of the longer run from its
     second step on (the first has the rate that was saved), where a schedule that remembers its length would
     rise again.
-
-    Args:
-        step: from 0; past the last, the rate stays ``final``.
-        steps: of the whole run, 2 or more.
-        warmup_fraction: part of the steps in which the rate rises, one at least.
-        final: part of the peak that is left at the end.
-
-    Returns:
-        From 0 to 1. Of 10 steps with a tenth of warm-up, step 0 gives 0.5 and step 1 gives 1.
     """
     warmup = min(steps - 1, max(1, round(warmup_fraction * steps)))
     if step < warmup:

@@ -288,17 +288,6 @@ def loss_weights(
     """Return the function that computes the factor of every slot's loss; None for the batch's scale only.
 
     Targets become -100 where a weight of zero leaves nothing to do.
-
-    Args:
-        batch: the microbatch.
-        reduction: see ``causal_lm_loss``.
-        weights: ``[T]``.
-        class_weights: ``[V]``.
-        smoothed: whether labels are smoothed.
-
-    Raises:
-        TypeError: for another batch.
-        ValueError: for arguments that do not fit the batch.
     """
     check_batch(batch)
     if not isinstance(reduction, str) or reduction not in get_args(Reduction):

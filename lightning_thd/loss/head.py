@@ -93,11 +93,7 @@ class HeadOperands:
 
 
 def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
-    """Read a head's operands, perhaps PEFT's, during its forward call, when FSDP2 has gathered its weight.
-
-    Raises:
-        ValueError: for a head that does more than multiply and add.
-    """
+    """Read a head's operands, perhaps PEFT's, during its forward call, when FSDP2 has gathered its weight."""
     head = active_copy(head)
     base: Any = getattr(head, "base_layer", head)
     weight, bias = getattr(base, "weight", None), getattr(base, "bias", None)
@@ -185,17 +181,7 @@ class LinearHeads:
         self._known: list[object] = [LINEAR_FORWARD]
 
     def check(self, base: Any, given: Callable[..., Any] | None, hidden: Tensor, weight: Tensor) -> None:
-        """Refuse a head that does more than multiply and add.
-
-        Args:
-            base: the head, under its adapters.
-            given: the ``forward`` that was put on this head object, if any.
-            hidden: hidden states ``[..., H]``; the comparison uses their dtype and device.
-            weight: ``[V, H]``, gathered, this rank's rows.
-
-        Raises:
-            ValueError: naming the head.
-        """
+        """Refuse a head that does more than multiply and add."""
         forward = type(base).forward if given is None else given
         if any(forward is known for known in self._known) or not _can_read(hidden, weight):
             return

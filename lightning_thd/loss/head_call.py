@@ -78,11 +78,7 @@ class HeadCall:
 
     @classmethod
     def of(cls, model: nn.Module) -> HeadCall:
-        """Return the ``HeadCall`` of the language model inside ``model``, made in the first call.
-
-        Raises:
-            ValueError: when there is no language model, or it would leak across sequences.
-        """
+        """Return the ``HeadCall`` of the language model inside ``model``, made in the first call."""
         call = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
         if call is None or call.inner is not model:  # wrapped, new, or a copy that carries the original's
             inner = language_model(model)

@@ -67,11 +67,7 @@ _HOOKED: set[str] = set()
 
 
 def watch_models(base: Any) -> None:
-    """Hook every model that is built with "thd" or switched to it, and guard every model class.
-
-    Args:
-        base: ``PreTrainedModel``; AttributeError where it lacks what is patched, before anything is.
-    """
+    """Hook every model that is built with "thd" or switched to it, and guard every model class."""
     choose: Callable[..., str] = base.get_correct_attn_implementation
     switch: Callable[..., None] = base.set_attn_implementation
     finish: Callable[..., None] = base.post_init
@@ -162,12 +158,7 @@ def adopt(model: Any) -> None:
 def _settle(model: nn.Module, *, follow: bool) -> None:
     """Give "thd" to every model around a language model that has it, and take it where that has lost it.
 
-    Args:
-        model: a PreTrainedModel, finished; those inside it are settled first.
-        follow: False when the caller named the attention of the outer model, which then keeps "thd".
-
-    Raises:
-        ValueError: when "thd" cannot be right for one of them.
+    ``follow`` is False when the caller named the attention of the outer model, which then keeps "thd".
     """
     inside: list[Any] = [x for x in model.modules() if hasattr(type(x), "get_correct_attn_implementation")]
     for inner in reversed(inside):
@@ -282,11 +273,7 @@ def leave(model: Any, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def run_as_pack(model: Any, forward: Callable[..., Any], batch: THDBatch, **kwargs: Any) -> Any:
-    """Run a model's forward on a pack from inside its call on other inputs, such as padded rows.
-
-    Returns:
-        What ``forward`` returns; what it pooled of the pack is one row a sequence.
-    """
+    """Run a model's forward on a pack from inside its call on other inputs, such as padded rows."""
     with packed(batch):
         return _call_announced(model, forward, (), {**batch.hf_kwargs(), **kwargs})
 
@@ -364,11 +351,7 @@ def _unknown_layers(model: nn.Module) -> str | None:
 
 
 def guard(model_class: Any) -> None:
-    """Replace the forward of a PreTrainedModel class by one that looks for "thd" in the model's config.
-
-    Args:
-        model_class: its instances without "thd" do what they did.
-    """
+    """Replace the forward of a PreTrainedModel class by one that looks for "thd" in the model's config."""
     forward = model_class.forward
     if forward is nn.Module.forward or hasattr(forward, "_thd_unguarded"):
         return

@@ -47,18 +47,9 @@ def thd_mask(
 ) -> Tensor | None:
     """Return no mask for "thd", or a stand-in that carries a window; the arguments are transformers'.
 
-    Args:
-        q_length: T.
-        mask_function: the mask as transformers composes it of functions.
-        attention_mask: the user's padding mask ``[B, T]``; must be None or all true.
-        local_size: window or chunk that only a mask would carry in some families.
-        config: the model's.
-        device: the model's.
-        allow_is_causal_skip: False when the caller needs a mask that is more than causal.
-        allow_is_bidirectional_skip: the same for a bidirectional mask, which also sets the former False.
-
-    Raises:
-        ValueError: when the mask would hide or show anything the attention does not know about.
+    ``attention_mask`` must be None or all true. ``local_size`` is a window or chunk that only a mask would
+    carry in some families. A skip that is not allowed asks for a mask that is more than causal or
+    bidirectional; the second also forbids the first.
     """
     scope: Scope | None = getattr(STATE, "scope", None)
     kind = CAUSAL if allow_is_bidirectional_skip is None else BIDIRECTIONAL

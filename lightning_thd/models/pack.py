@@ -252,11 +252,7 @@ def announced(batch: THDBatch, kwargs: dict[str, Any]) -> Scope:
 
 
 def current_pack() -> Pack | None:
-    """Return the pack that the running model works on; None outside of one.
-
-    Raises:
-        RuntimeError: inside a backward pass that recomputes a layer to which no pack was carried.
-    """
+    """Return the pack that the running model works on; None outside of one."""
     scope: Scope | None = getattr(STATE, "scope", None)
     if scope is not None:
         return scope.pack
@@ -281,16 +277,7 @@ def model_pack() -> Pack | None:
 
 
 def find_pack(outer: Scope | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pack | None:
-    """Return the pack that a model is called on, or None for plain rows.
-
-    Args:
-        outer: the entry of the model, or of the announced batch, around this call.
-        args: positional arguments of the call.
-        kwargs: named arguments of the call.
-
-    Raises:
-        ValueError: when the arguments describe a pack in part, or one of several rows.
-    """
+    """Return the pack that a model is called on, or None for plain rows."""
     tokens: Tensor | None = None
     for value in (*args[:1], kwargs.get("inputs_embeds"), kwargs.get("input_ids")):
         tokens = value if isinstance(value, Tensor) and value.ndim >= 2 else tokens
@@ -369,9 +356,6 @@ def pack_from_positions(position_ids: Tensor | None) -> Pack | None:
 
     transformers' flattening collator gives positions only. A new sequence begins where a position is not its
     predecessor's plus one: ``[[0, 1, 0, 1, 2]]`` is lengths 2 and 3. None means one sequence a row.
-
-    Raises:
-        ValueError: when positions restart but do not say where exactly (M-RoPE, several rows).
     """
     if position_ids is None or position_ids.shape[-1] < 2:
         return None

@@ -48,12 +48,7 @@ _MANY = 300_000_000  # parameters whose gradients, twice, still fit where the mo
 
 
 def check_options(vocab_size: object, tolerance: object) -> None:
-    """Refuse a number of tokens and a tolerance that are none.
-
-    Raises:
-        TypeError: for what is no number.
-        ValueError: for fewer than 8 tokens, and a tolerance that is not finite.
-    """
+    """Refuse a number of tokens and a tolerance that are none."""
     if vocab_size is not None:
         whole_number(vocab_size, "vocab_size", least=8, advice="It is the number of tokens.")
     if tolerance is not None:

@@ -90,11 +90,7 @@ class _Found(NamedTuple):
 
 
 def refuse_unknown_layers(model: nn.Module) -> None:
-    """Refuse layers that would silently mix sequences or count positions across them.
-
-    Raises:
-        ValueError: naming the layer.
-    """
+    """Refuse layers that would silently mix sequences or count positions across them."""
     installed = str(getattr(sys.modules.get("transformers"), "__version__", ""))
     refuse_early_release(getattr(getattr(model, "config", None), "model_type", ""), installed)
     aware = False
@@ -265,10 +261,6 @@ def keep_labels_inside(model: Any, kwargs: dict[str, Any], pack: Pack) -> dict[s
 
     A causal LM's own loss shifts labels by one slot along the row; the first token of a sequence is never a
     target of its own sequence, so hiding it changes nothing else.
-
-    Raises:
-        ValueError: for a loss that is neither a causal LM's nor one of single tokens or whole sequences, and
-            for labels that were shifted before, when they can be read without waiting for a device.
     """
     of_a_row = next((name for name in _ROW_LABELS if kwargs.get(name) is not None), None)
     if of_a_row is not None:

@@ -31,9 +31,6 @@ def draw_weights(module: nn.Module, device: torch.device, *, seed: int) -> None:
 
     A transformers model fills its modules by its ``_init_weights``, others by their ``reset_parameters()``;
     buffers such as a rope's frequencies are computed there too. The seed is the same on all ranks.
-
-    Raises:
-        ValueError: naming tensors to which nothing gives values.
     """
     filled = _with_memory(module, device)
     if not filled:
@@ -268,9 +265,6 @@ def read_weights(module: nn.Module) -> None:
 
     Tensors that are in no folder, such as the frequencies of a rope, stay on the meta device for
     ``draw_weights``.
-
-    Raises:
-        ValueError: when a tensor has another shape, or cannot be converted.
     """
     for child in list(module.modules()):
         unread = child.__dict__.pop(_ATTRIBUTE, None)

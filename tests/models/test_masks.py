@@ -11,11 +11,10 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from lightning_thd.models.inputs import masks
 from transformers import masking_utils
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.models import register_thd
+from lightning_thd.models import masks, register_thd
 from lightning_thd.models.masks import (
     hides_nothing,
     nothing_hidden,

@@ -140,12 +140,10 @@ _CONVOLUTION_ALONE: Final = frozenset({"Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm
 
 
 def adopt_functions(layer: type) -> frozenset[str]:
-    """Patch the convolution and scan functions that a layer's own forward calls, so that they handle shards.
+    """Patch the convolution and scan functions that a layer's forward calls to handle shards; name them.
 
-    Returns:
-        Names of the functions that carry something along the sequence. There are none for a layer whose
-        forward is not known to call one convolution and, except for short convolutions, one scan; its packs
-        are then gathered.
+    There are none for a layer whose forward is not known to call one convolution and, except for short
+    convolutions, one scan. Its packs are then gathered.
     """
     module: Any = sys.modules[layer.__module__]
     names = _names_in(layer.forward)  # type: ignore[attr-defined]
@@ -168,11 +166,7 @@ def run_on_shard(
     layout: ShardLayout,
     wanted: frozenset[str],
 ) -> Any:
-    """Call a layer's forward on a shard, its states passed from rank to rank; a collective.
-
-    Raises:
-        RuntimeError: when the layer did not call ``wanted``, because another kernel took their place.
-    """
+    """Call a layer's forward on a shard, its states passed from rank to rank; a collective."""
     running, before = _Running(layout), getattr(_STATE, "running", None)
     _STATE.running = running
     try:
