@@ -15,7 +15,7 @@ class Patch(NamedTuple):
     Attributes:
         what: the names that are replaced.
         why: what they do not do by themselves.
-        where: the module that does it.
+        where: the module that does it, or the folder of several.
         until: when it can go.
         upstream: the issue or pull request that would make it unnecessary, "" where none is known.
     """
@@ -118,6 +118,73 @@ PATCHES: Final[dict[str, Patch]] = {
         "A loss computes its values from hidden states, without logits.",
         "loss/head_call.py",
         "models return the last hidden states and the head's operands in place of logits",
+    ),
+    "experts' loss": Patch(
+        "transformers' load_balancing_loss_func in one modeling file, for a while",
+        "The balancing loss of a pipeline is over the layers of all stages.",
+        "parallel/pipeline",
+        "the loss of the routers is a method of the model",
+    ),
+    "cut layers": Patch(
+        "forward of layers cut by tensor parallelism, sequence parallelism or pipelines, on the objects",
+        "A rank holds a part of a layer, and exchanges what the layer needs of other ranks.",
+        "parallel",
+        "torch's tensor-parallel styles do the same for packs",
+    ),
+    "metrics": Patch(
+        "_forward_cache, _computed and process_group of torchmetrics' objects",
+        "A metric logged by one microbatch of several must show the step's value.",
+        "strategies",
+        "Lightning logs several microbatches of a step",
+    ),
+    "pipeline logs": Patch(
+        "LightningModule.log on the object, for a while",
+        "Only the stage that holds the head knows the values that a step logs.",
+        "strategies",
+        "Lightning has pipelines",
+    ),
+    "graphed step": Patch(
+        "training_step of a LightningModule and forward of a model or layer, on the objects, for a while",
+        "A captured step is replayed in place of the user's code.",
+        "cuda_graph",
+        "Lightning replays graphs by itself",
+    ),
+    "recorded reads": Patch(
+        "nn.Module.__getattribute__, LightningModule._trainer, torch.get_rng_state and .set_rng_state, "
+        "torch.utils.checkpoint.get_device_states, for a while",
+        "A capture must know what the step reads, and may not save random states.",
+        "cuda_graph",
+        "torch reports what a captured region depends on",
+    ),
+    "autocast on meta": Patch(
+        "torch.is_autocast_enabled and its kin, torch.amp.autocast_mode.is_autocast_available, for a while",
+        "Steps are tried on the meta device, which has no autocast state.",
+        "cuda_graph",
+        "autocast supports the meta device",
+    ),
+    "saving": Patch(
+        "Trainer.save_checkpoint on the object, for a while",
+        "The time of saving is no part of a step's time.",
+        "callbacks",
+        "Lightning has a hook after a checkpoint was written",
+    ),
+    "rows as packs": Patch(
+        "forward of a TRL trainer's model, on the object",
+        "TRL's losses compare rows, and the model runs on packs.",
+        "integrations",
+        "TRL packs the rows of pairs and groups",
+    ),
+    "resumed counters": Patch(
+        "counters of Lightning's loops; hooks of LightningDataModule, on the object",
+        "A resumed Trainer must stand at the step that the data goes on with.",
+        "data",
+        "Lightning asks the data module for its position",
+    ),
+    "worker info": Patch(
+        "torch.utils.data._utils.worker._worker_info, for a while",
+        "An iterable dataset asks it for its share of the files.",
+        "data",
+        "datasets take their share as an argument",
     ),
 }
 # What ``patch`` has replaced in this process: (row, "module.Class.name").

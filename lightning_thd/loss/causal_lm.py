@@ -128,10 +128,10 @@ def causal_lm_loss(
     """
     if mtp_weight is not _MTP_WEIGHT:
         real_number(mtp_weight, "mtp_weight", advice="It is what the further predictions weigh.")
-    factors = loss_weights(batch, reduction, weights, class_weights, smoothed=label_smoothing > 0)
-    scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
     call = HeadCall.of(model)
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call) if z_loss is None else z_loss)
+    factors = loss_weights(batch, reduction, weights, class_weights, smoothed=label_smoothing > 0)
+    scale = batch.sequence_scale if reduction == "sequences" else batch.loss_scale
     parts, _ = _loss(call, model, batch, penalties, factors, scale, mtp_weight=mtp_weight)
     return parts if return_parts else parts.loss
 
@@ -166,9 +166,9 @@ def causal_lm_loss_and_stats(
     Raises:
         ValueError: as ``causal_lm_loss``.
     """
-    factors = loss_weights(batch, "tokens", None, None, smoothed=label_smoothing > 0)
     call = HeadCall.of(model)
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=_z_loss(call))
+    factors = loss_weights(batch, "tokens", None, None, smoothed=label_smoothing > 0)
     parts, stats = _loss(call, model, batch, penalties, factors, batch.loss_scale, stats=True)
     assert stats is not None
     return parts.loss, stats

@@ -68,11 +68,11 @@ _HOOKED: set[str] = set()
 
 def watch_models(base: Any) -> None:
     """Hook every model that is built with "thd" or switched to it, and guard every model class."""
+    set_checkpointing = _carrying_checkpoints(base)
     choose: Callable[..., str] = base.get_correct_attn_implementation
     switch: Callable[..., None] = base.set_attn_implementation
     finish: Callable[..., None] = base.post_init
     restore: Callable[..., None] = base.__setstate__
-    set_checkpointing = _carrying_checkpoints(base)
 
     @functools.wraps(choose)
     def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:

@@ -1,0 +1,39 @@
+"""The transformers models inside wrappers, modules and other models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from lightning_thd._find import model_config, model_with_head, models_in, outermost_models, unwrapped
+from tests.models.families import build
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.reference = build("llama", "eager"), build("llama", "eager")
+
+
+def test_models_are_found_by_path_outer_ones_first() -> None:
+    holder = Holder()
+    assert [name for name, _ in models_in(holder)][:2] == ["policy", "policy.model"]
+    assert outermost_models(holder) == {"policy": holder.policy, "reference": holder.reference}
+    assert outermost_models(holder.policy) == {"": holder.policy}
+    assert model_with_head(holder) is holder.policy
+    assert model_config(holder) is holder.policy.config
+    assert model_config(nn.Linear(2, 2)) is model_config(None) is model_with_head(nn.Linear(2, 2)) is None
+
+
+def test_wrappers_are_taken_off() -> None:
+    peft = pytest.importorskip("peft")
+    model = build("llama", "eager")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    seen: list[object] = []
+    compiled = torch.compile(nn.parallel.DataParallel(wrapped))
+    assert unwrapped(compiled, on_peft=seen.append) is model
+    assert seen == [wrapped]
+    assert model_with_head(wrapped) is model
