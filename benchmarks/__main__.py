@@ -41,6 +41,7 @@ NAMES = (
     "profile_step",
     "import_time",
     "balance",
+    "host_time",
     "throughput_overhead",
     "reading",
     "loading",

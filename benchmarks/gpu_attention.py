@@ -11,10 +11,9 @@ from torch import Tensor
 from benchmarks.gpu_parts import Row, median_us, part
 from lightning_thd._imports import available
 from lightning_thd.attention import SUPPORT, varlen_attention
-from lightning_thd.attention.frontdoor import describe, run
-from lightning_thd.attention.kernels.cpu_op import varlen_attention_cpu
-from lightning_thd.attention.kernels.kernel import Offsets
-from lightning_thd.attention.spec import make_spec
+from lightning_thd.attention.entry import describe, run
+from lightning_thd.attention.kernels.cpu import varlen_attention_cpu
+from lightning_thd.attention.spec import Offsets, make_spec
 from lightning_thd.attention.support import Kernel, missing, why_not
 
 # bf16 keeps 8 bits; out is rounded once, weights and gradients a few times on the way.

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from lightning_thd.attention.choice import Way, choose_way
-from lightning_thd.attention.kernels.kernel import Offsets, RawKernel
+from lightning_thd.attention.kernels.raw import RawKernel
 from lightning_thd.attention.merge import AtHand, Ring, joined, merged_attention, split
-from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.attention.spec import AttentionSpec, Offsets
 from lightning_thd.parallel.context import calls, traffic
 from lightning_thd.parallel.context.costs import LayerSizes
 from lightning_thd.parallel.context.layout import ShardLayout

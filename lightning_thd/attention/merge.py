@@ -2,7 +2,7 @@
 
 Softmax over keys in parts is the sum of the parts' results, each weighted by exp(lse of the part - lse of
 all). The backward of a flash kernel recomputes weights from lse, so given the lse of all keys it returns the
-right gradients for any part of them (``kernels.kernel``): nothing but out and lse is kept of the forward.
+right gradients for any part of them (``kernels.raw``): nothing but out and lse is kept of the forward.
 
 Keys are either all at hand, as one tensor, or come from one rank after the other around a ring; then the
 backward brings them again and sends their gradients home.
@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd.attention.kernels.kernel import Offsets, RawKernel, Saved
-from lightning_thd.attention.kernels.kernel import widen as widen_heads
-from lightning_thd.attention.kernels.sinks import apply_sinks, sinks_gradient
-from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.attention.kernels.raw import RawKernel, Saved, apply_sinks, sinks_gradient
+from lightning_thd.attention.kernels.raw import widen as widen_heads
+from lightning_thd.attention.spec import AttentionSpec, Offsets
 from lightning_thd.parallel.context.calls import BlockCall, RingStep
 
 

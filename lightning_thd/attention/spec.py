@@ -1,11 +1,13 @@
-"""The options of a call -> one frozen description that every kernel understands, in flash-attn's words."""
+"""The options and offsets of a call -> one frozen description that every kernel understands, checked."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_thd._checks import instance
 
@@ -102,3 +104,53 @@ def _window_sides(window: Window, *, causal: bool) -> tuple[int, int]:
             f"for example window=({window // 2}, {window // 2})."
         )
     return window - 1, -1
+
+
+@dataclass(frozen=True, slots=True)
+class Offsets:
+    """Offsets of sequences, int32 ``[S + 1]`` on the device of q, and the longest lengths, on the host."""
+
+    cu_q: Tensor
+    cu_kv: Tensor
+    max_q: int
+    max_kv: int
+
+    def checked(self, rows: int, keys: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Read offsets on the CPU as ints and check that they cover every row of q and every one of k."""
+        return _checked(self.cu_q, rows, self.max_q, "q"), _checked(self.cu_kv, keys, self.max_kv, "kv")
+
+
+def _checked(cu_seqlens: Tensor, total: int, max_seqlen: int, side: str) -> tuple[int, ...]:
+    offsets, longest, fall = read_offsets(cu_seqlens)
+    name = f"cu_seqlens_{side}"
+    if offsets[0] != 0 or offsets[-1] != total:
+        raise ValueError(
+            f"{name} runs from {offsets[0]} to {offsets[-1]} but must run from 0 to {total}, the rows of "
+            f"{'q' if side == 'q' else 'k and v'}. GPU kernels leave rows outside every sequence unwritten "
+            "and gradients turn NaN: give padding at the end a sequence of its own."
+        )
+    if fall is not None:
+        raise ValueError(
+            f"{name} falls from {offsets[fall]} to {offsets[fall + 1]} at sequence {fall}; offsets never "
+            "decrease. Build them with lightning_thd.seqlens.cu_seqlens_from_lengths."
+        )
+    if longest > max_seqlen:
+        raise ValueError(
+            f"max_seqlen_{side}={max_seqlen} but {name} has a sequence of {longest}: GPU kernels would "
+            f"leave its end out. Pass max_seqlen_{side}={longest} or more."
+        )
+    return offsets
+
+
+def read_offsets(cu_seqlens: Tensor) -> tuple[tuple[int, ...], int, int | None]:
+    """Return offsets on the CPU as ints, the longest sequence, and where the offsets fall, if they do."""
+    array = cu_seqlens.numpy()
+    return _parse(array.tobytes(), array.dtype.str)
+
+
+@lru_cache(maxsize=32)
+def _parse(raw: bytes, dtype: str) -> tuple[tuple[int, ...], int, int | None]:
+    offsets = np.frombuffer(raw, dtype)
+    lengths = np.diff(offsets)
+    lowest = int(lengths.argmin())
+    return tuple(offsets.tolist()), int(lengths.max()), lowest if lengths[lowest] < 0 else None

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.attention import varlen_attention
+from lightning_thd.attention.entry import BoundAttention
 from lightning_thd.models.masks import hides_nothing, shows_all, stands_for_every_key, told_limit
-from lightning_thd.models.pack import CAUSAL, current_pack, current_scope
+from lightning_thd.models.pack import CAUSAL, Pack, current_pack, current_scope
 from lightning_thd.parallel.context import layout
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
 
@@ -71,11 +72,10 @@ def thd_attention(
     """Attend inside the sequences of a pack: the function behind ``attn_implementation="thd"``.
 
     The boundaries come from the arguments, else from the pack the model announced, else every row is one
-    sequence.
+    sequence. Layers of one kind share what was checked and chosen for the announced pack.
 
     Args:
-        module: the attention layer; its ``is_causal`` and ``sliding_window`` stand in for arguments not
-            given.
+        module: the attention layer; its ``is_causal`` and ``sliding_window`` replace arguments not given.
         query: ``[B, H, T, D]``.
         key: ``[B, G, T, D]``.
         value: ``[B, G, T, E]``.
@@ -95,35 +95,97 @@ def thd_attention(
     Returns:
         ``[B, T, H, E]`` and None for the weights.
     """
-    told_window, chunk = told_limit(attention_mask)
-    both_ways = attention_mask is not None and shows_all(attention_mask, current_pack())
-    _refuse(module, None if both_ways or hides_nothing(attention_mask) else attention_mask, dropout, others)
+    told_window, chunk, both_ways = None, None, False
+    if attention_mask is not None:
+        told_window, chunk = told_limit(attention_mask)
+        both_ways = shows_all(attention_mask, current_pack())
+    compiling = torch.compiler.is_compiling()
+    if compiling or attention_mask is not None or dropout or not others.keys() <= _INERT:
+        _refuse(
+            module, None if both_ways or hides_nothing(attention_mask) else attention_mask, dropout, others
+        )
     causal = not both_ways and _is_causal(module, is_causal)
-    if cu_seq_lens_q is not None:
+    window = getattr(module, "sliding_window", None) if sliding_window == _UNSET else sliding_window
+    window = window if told_window is None else told_window
+    pack = current_pack() if cu_seq_lens_q is None else _announced(cu_seq_lens_q, cu_seq_lens_k)
+    options = (causal, window, scaling, softcap)
+    given = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if pack is None or compiling:
+        bounds = _boundaries(module, query, key, given, causal=causal, chunk=chunk)
+        return _attend_unbound(query, key, value, bounds, options, s_aux), None
+    kind = _kind(query, key, value, s_aux, *options, chunk, max_length_q, max_length_k)
+    bound = pack.cache.get(kind)
+    if bound is None:
+        bounds = _boundaries(module, query, key, given, causal=causal, chunk=chunk)
+        if query.shape[0] != 1:
+            return _attend_unbound(query, key, value, bounds, options, s_aux), None
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        bound = BoundAttention(q, k, v, *bounds, sinks=s_aux, **_options(*options))
+        pack.cache[kind] = bound
+    return bound(query, key, value, s_aux), None
+
+
+def _announced(cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None) -> Pack | None:
+    """Return the announced pack if the offsets passed to a layer are the pack's own."""
+    scope = current_scope()
+    pack = None if scope is None else scope.pack
+    if pack is None or cu_seq_lens_q is not pack.cu_seqlens_q:
+        return None
+    return pack if cu_seq_lens_k is None or cu_seq_lens_k is pack.cu_seqlens_k else None
+
+
+def _kind(query: Tensor, key: Tensor, value: Tensor, s_aux: Tensor | None, *options: Any) -> tuple[Any, ...]:
+    """Return all that the kernel of a layer depends on but the values of its tensors."""
+    device = query.device
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    sinks = None if s_aux is None else (s_aux.shape, s_aux.dtype, s_aux.device)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return (
+        *(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype),
+        *(device, key.device, value.device, autocast, deterministic, sinks, options),
+    )
+
+
+def _boundaries(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    given: tuple[Tensor | None, Tensor | None, int | None, int | None],
+    *,
+    causal: bool,
+    chunk: int | None,
+) -> _Boundaries:
+    """Return the boundaries of a layer's sequences, checked against its queries and keys."""
+    if given[0] is not None:
         _refuse_other_keys(module, query, key)
-        bounds = _given(query, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        bounds = _given(query, *given)
     else:
         bounds = _ambient(module, query, key, causal=causal)
     if not causal:
         bounds = _without_padding(module, bounds)
+    return bounds if chunk is None else _in_chunks(module, bounds, chunk, query.shape[0] * query.shape[2])
+
+
+def _options(
+    causal: bool, window: int | None, scaling: float | None, softcap: float | None
+) -> dict[str, Any]:
+    """Return the options of ``varlen_attention``; a window goes to both sides if not causal."""
+    sides = window if causal or window is None else (window - 1, window - 1)
+    return {"causal": causal, "window": sides, "scale": scaling, "softcap": softcap}
+
+
+def _attend_unbound(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: _Boundaries,
+    options: tuple[Any, ...],
+    s_aux: Tensor | None,
+) -> Tensor:
     rows, _, slots, _ = query.shape
-    if chunk is not None:
-        bounds = _in_chunks(module, bounds, chunk, rows * slots)
-    window = getattr(module, "sliding_window", None) if sliding_window == _UNSET else sliding_window
-    window = window if told_window is None else told_window
     q_THD, k_THD, v_THD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out_THD = varlen_attention(
-        q_THD,
-        k_THD,
-        v_THD,
-        *bounds,
-        causal=causal,
-        window=window if causal or window is None else (window - 1, window - 1),
-        scale=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out_THD.view(rows, slots, *out_THD.shape[1:]), None
+    out_THD = varlen_attention(q_THD, k_THD, v_THD, *bounds, sinks=s_aux, **_options(*options))
+    return out_THD.view(rows, slots, *out_THD.shape[1:])
 
 
 def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
@@ -161,11 +223,12 @@ def _refuse_other_keys(module: nn.Module, query: Tensor, key: Tensor) -> None:
 
 def _given(
     query: Tensor,
-    cu_seq_lens_q: Tensor,
+    cu_seq_lens_q: Tensor | None,
     cu_seq_lens_k: Tensor | None,
     max_length_q: int | None,
     max_length_k: int | None,
 ) -> _Boundaries:
+    assert cu_seq_lens_q is not None
     if query.shape[0] != 1:
         raise ValueError(
             f"A pack is one row, but attention got {query.shape[0]} rows together with cu_seq_lens_q. Lay "

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_thd.attention import frontdoor
+from lightning_thd.attention import entry
 from tests.attention import standins
 
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """CPU tensors pass for CUDA tensors, so that doubles of GPU libraries are chosen; none is installed."""
-    monkeypatch.setattr(frontdoor, "_device_type", lambda x: "cuda")
+    monkeypatch.setattr(entry, "_device_type", lambda x: "cuda")
     standins.forget()
     yield monkeypatch
     monkeypatch.undo()

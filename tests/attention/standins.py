@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_thd._imports import available
 from lightning_thd.attention.kernels import cpu, te
-from lightning_thd.attention.kernels.cpu_op import varlen_attention_cpu
+from lightning_thd.attention.kernels.cpu import varlen_attention_cpu
 from lightning_thd.attention.spec import AttentionSpec
 
 HALF = (torch.float16, torch.bfloat16)

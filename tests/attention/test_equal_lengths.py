@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from lightning_thd.attention.kernels import cpu, flash_cpu
-from lightning_thd.attention.kernels.plan import make_plan
+from lightning_thd.attention.kernels import cpu, cpu_tiles
+from lightning_thd.attention.kernels.cpu_plan import make_plan
 from lightning_thd.attention.spec import AttentionSpec, make_spec
 
 
@@ -49,10 +49,10 @@ def test_bidirectional_sequences_too(monkeypatch: pytest.MonkeyPatch, dtype: tor
 
 def test_it_is_one_call_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    for name in ("forward", "backward"):
-        original = getattr(flash_cpu, name)
+    for name in ("flash_forward", "flash_backward"):
+        original = getattr(cpu_tiles, name)
         monkeypatch.setattr(
-            flash_cpu, name, lambda *a, _run=original, **kw: (calls.append(a[1].shape[0]), _run(*a, **kw))[1]
+            cpu_tiles, name, lambda *a, _run=original, **kw: (calls.append(a[1].shape[0]), _run(*a, **kw))[1]
         )
     spec = make_spec(32, causal=True, window=None, scale=None, softcap=None)
     both([16] * 100, torch.float32, spec, 4)

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_thd.attention import frontdoor, varlen_attention
+from lightning_thd.attention import entry, varlen_attention
 from lightning_thd.attention.kernels import te, torch_varlen
 from lightning_thd.attention.kernels.flash import Flash2, Flash3, Flash4
-from lightning_thd.attention.kernels.kernel import Offsets
-from lightning_thd.attention.spec import make_spec
+from lightning_thd.attention.spec import Offsets, make_spec
 from lightning_thd.attention.support import Request, choose
 from tests.attention import standins
 from tests.attention.oracle import dense_attention
@@ -190,9 +189,9 @@ def test_torchs_path_compiles_without_breaks(monkeypatch: pytest.MonkeyPatch, si
             value_size=v.shape[2],
             spec=spec,
             sinks=sink is not None,
-            capability=frontdoor._capability(0),
+            capability=entry._capability(0),
         )
-        return frontdoor.run(choose("auto", request), q * 2, k, v, Offsets(at, at, 6, 6), spec, sink)
+        return entry.run(choose("auto", request), q * 2, k, v, Offsets(at, at, 6, 6), spec, sink)
 
     torch._dynamo.reset()
     q, k, v = (

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from lightning_thd.attention.kernels.masks import Masks, hidden_pairs
-from lightning_thd.attention.kernels.plan import Tiles
-from lightning_thd.attention.kernels.rows import Spaced
+from lightning_thd.attention.kernels.cpu_plan import Spaced, Tiles
+from lightning_thd.attention.kernels.cpu_tiles import Masks, hidden_pairs
 from lightning_thd.attention.spec import make_spec
 
 

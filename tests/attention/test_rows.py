@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_thd.attention.kernels.rows import Rows, Spaced
+from lightning_thd.attention.kernels.cpu_plan import Rows, Spaced
 
 CASES = [
     Rows((0,), 3),

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from lightning_thd.attention.kernels.sinks import apply_sinks, sinks_gradient
+from lightning_thd.attention.kernels.raw import apply_sinks, sinks_gradient
 
 
 def test_worked_value() -> None:

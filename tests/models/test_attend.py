@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from lightning_thd.attention import entry
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import packed
 from lightning_thd.models.attend import chunk_offsets, thd_attention
@@ -198,3 +199,28 @@ def test_the_masks_a_model_asks_for_say_what_its_layers_see(
         out, _ = thd_attention(layer, q, k, v, None)
     allowed = torch.ones(5, 5, dtype=torch.bool)
     torch.testing.assert_close(out, oracle(q, k, v, allowed.tril() if causal else allowed))
+
+
+def test_layers_of_one_kind_choose_their_kernel_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+    choose = entry.choose
+    monkeypatch.setattr(entry, "choose", lambda *a: (chosen.append(a), choose(*a))[1])
+    q, k, v = (x.float() for x in qkv(1, 7))
+    batch = THDBatch.collate([{"input_ids": [1] * 4}, {"input_ids": [1] * 3}])
+    plain = thd_attention(Layer(), q, k, v, None, cu_seq_lens_q=batch.cu_seqlens, max_length_q=4)[0]
+    chosen.clear()
+    with packed(batch):
+        for _ in range(3):
+            out, _ = thd_attention(Layer(), q, k, v, None)
+            assert torch.equal(out, plain)
+        assert len(chosen) == 1
+        thd_attention(Layer(), q, k, v, None, sliding_window=2)
+        thd_attention(Layer(is_causal=False), q, k, v, None)
+        thd_attention(Layer(), q.double(), k.double(), v.double(), None)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert thd_attention(Layer(), q, k, v, None)[0].dtype == torch.bfloat16
+        assert len(chosen) == 5
+        assert thd_attention(Layer(), q, k, v, None)[0].dtype == torch.float32
+        with pytest.raises(ValueError, match="7 slots of a pack to 5 keys"):
+            thd_attention(Layer(), q, k[:, :, :5], v[:, :, :5], None)
+    assert len(chosen) == 5

@@ -1,32 +1,312 @@
-"""q, k, v in THD and host offsets -> out and log-sum-exp on the CPU, in memory linear in T.
+"""q, k, v in THD and offsets -> attention on the CPU, in memory linear in T, as a torch operator or directly.
+
+Runs on torch's own flash kernel for CPUs, which is top-left causal, wants E == D, and kills the process on an
+empty sequence; the calls of ``cpu_plan`` never ask it for anything else. Softcap runs on matrix products.
 
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size, B tiles in a
     call.
-Runs on torch's own flash kernel for CPUs, which is top-left causal, wants E == D, and kills the process on an
-empty sequence; the calls of ``plan`` never ask it for anything else. Softcap runs on matrix products
-(``tiled``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
-from lightning_thd.attention.kernels import flash_cpu, tiled
-from lightning_thd.attention.kernels.kernel import Offsets, Saved
-from lightning_thd.attention.kernels.masks import Masks
-from lightning_thd.attention.kernels.plan import GROUPED_ELEMENTS, SHORT, Piece, Plan, Tiles, make_plan
-from lightning_thd.attention.kernels.sinks import apply_sinks
-from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.attention.kernels import cpu_tiles
+from lightning_thd.attention.kernels.cpu_plan import (
+    GROUPED_ELEMENTS,
+    SHORT,
+    Piece,
+    Plan,
+    Tiles,
+    make_plan,
+    whole_tile,
+)
+from lightning_thd.attention.kernels.cpu_tiles import Masks
+from lightning_thd.attention.kernels.raw import Saved, apply_sinks, sinks_gradient
+from lightning_thd.attention.spec import AttentionSpec, Offsets, read_offsets
 
 # Scores one softcap call may hold: 8 MiB in fp32.
 _SCORES = 1 << 21
 # Elements a call may return per tensor before its heads are taken a few at a time: 8 MiB in fp32.
 _CALL_ELEMENTS = 1 << 21
+# Up to so many short sequences, a kernel call each costs less host time than copies to a padded one.
+_FEW = 4
+
+
+class CpuAttention:
+    """The CPU kernel with the offsets of one batch checked and its calls planned, for layers of one kind."""
+
+    __slots__ = ("_at", "_spec", "_work")
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> None:
+        cu_q, cu_kv = at.checked(q.shape[0], k.shape[0])
+        self._at, self._spec = at, spec
+        self._work = _work(cu_q, cu_kv, spec, q.shape[1:], k.shape[1], v.shape[2], q.dtype)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attend to THD tensors of the shapes and dtype that were bound; ``[Tq, H, E]``."""
+        if not is_plain(q, k, v):
+            return operator(q, k, v, self._at, self._spec, sinks)
+        if self._work.few is not None and sinks is None:
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            return _attend_few(q, k, v, self._work.few, self._spec.scale)[0].transpose(0, 1)
+        out: Tensor = _Attention.apply(self._work, q, k, v, sinks)  # type: ignore[no-untyped-call]
+        return out
+
+    def heads_first(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attend to ``[1, H, T, D]``; returns ``[1, T, H, E]``."""
+        if self._work.few is not None and sinks is None and is_plain(q, k, v):
+            return _attend_few(q, k, v, self._work.few, self._spec.scale).transpose(1, 2)
+        q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
+        return self(q, k, v, sinks).unsqueeze(0)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
+    """Attend on the CPU: directly if nothing watches the call, else through the torch operator."""
+    if is_plain(q, k, v):
+        return CpuAttention(q, k, v, at, spec)(q, k, v, sinks)
+    return operator(q, k, v, at, spec, sinks)
+
+
+def operator(
+    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
+    """Call the torch operator: opaque to torch.compile and dispatch modes, known to meta tensors."""
+    _refuse_forward_mode(q, k, v, sinks)
+    offsets = (at.cu_q, at.cu_kv)
+    out: Tensor = varlen_attention_cpu(q, k, v, *offsets, sinks, at.max_q, at.max_kv, *_options(spec))[0]
+    return out
+
+
+def _options(spec: AttentionSpec) -> tuple[int, int, float, float]:
+    return spec.left, spec.right, spec.scale, spec.softcap
+
+
+def is_plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether a call need not be an operator: no compiler, mode, transform or subclass sees it."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) is type(k) is type(v) is Tensor
+        and q.device.type == "cpu"
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and getattr(forward_ad, "_current_level", -1) < 0
+    )
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Refuse dual tensors: torch finds no tangent in a custom operator and takes it for 0."""
+    if torch.compiler.is_compiling() or getattr(forward_ad, "_current_level", 0) < 0:
+        return
+    tangent_of: Any = forward_ad.unpack_dual
+    if any(x is not None and tangent_of(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "Attention on packs has no forward-mode derivative (torch.func.jvp). Use the backward pass, or "
+            "padded rows with attn_implementation='eager'."
+        )
+
+
+class _Few(NamedTuple):
+    """Lengths of queries and keys of a few sequences, and which of them are causal."""
+
+    rows: list[int]
+    keys: list[int]
+    causal: list[bool]
+
+
+class _Work:
+    """The kernel calls of one batch's offsets for layers of one kind, forward and backward."""
+
+    def __init__(
+        self, cu_q: tuple[int, ...], cu_kv: tuple[int, ...], spec: AttentionSpec, width: tuple[int, int]
+    ) -> None:
+        self.cu_q, self.cu_kv, self.spec, self.width = cu_q, cu_kv, spec, width
+        self.few: _Few | None = None
+        self._plans: dict[bool, Plan] = {}
+
+    def plan(self, *, by_keys: bool) -> Plan:
+        """Return the calls of the forward, or of the backward, which is cut by keys."""
+        if by_keys not in self._plans:
+            self._plans[by_keys] = _plan(self.cu_q, self.cu_kv, self.width, self.spec, by_keys=by_keys)
+        return self._plans[by_keys]
+
+
+@lru_cache(maxsize=32)
+def _work(
+    cu_q: tuple[int, ...],
+    cu_kv: tuple[int, ...],
+    spec: AttentionSpec,
+    width: tuple[int, int],
+    kv_heads: int,
+    value_size: int,
+    dtype: torch.dtype,
+) -> _Work:
+    work = _Work(cu_q, cu_kv, spec, width)
+    shares = width[0] == kv_heads or cpu_tiles.kernel_shares_heads()
+    exact = dtype in (torch.float32, torch.float64)  # torch's own backward in half precision is slow
+    if len(cu_q) <= _FEW + 1 and not spec.softcap and value_size == width[1] and shares and exact:
+        work.few = _few(cu_q, cu_kv, spec)
+    return work
+
+
+def _few(cu_q: tuple[int, ...], cu_kv: tuple[int, ...], spec: AttentionSpec) -> _Few | None:
+    """Return the sequences if each is short and one kernel call without a mask, else None."""
+    rows, keys = ([b - a for a, b in pairwise(cu)] for cu in (cu_q, cu_kv))
+    if min(*rows, *keys) == 0 or max(*rows, *keys) > SHORT:
+        return None
+    causal = []
+    for tile in (whole_tile(a, b, b - a) for a, b in zip(rows, keys, strict=True)):
+        if not tile.is_top_left(spec.left, spec.right) and not tile.sees_all(spec.left, spec.right):
+            return None
+        causal.append(not tile.sees_all(spec.left, spec.right))
+    return _Few(rows, keys, causal)
+
+
+def _attend_few(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    few: _Few,
+    scale: float,
+) -> Tensor:
+    """Attend to ``[1, H, T, D]`` by one differentiable kernel call a sequence, without copies of rows."""
+    q, k, v = _dense_rows(q), _dense_rows(k), _dense_rows(v)
+    if len(few.rows) == 1:
+        whole: Tensor = cpu_tiles.flash(q, k, v, 0.0, few.causal[0], scale=scale)[0]
+        return whole
+    parts = torch.split(q, few.rows, 2), torch.split(k, few.keys, 2), torch.split(v, few.keys, 2)
+    each = zip(*parts, few.causal, strict=True)
+    return torch.cat([cpu_tiles.flash(q, k, v, 0.0, causal, scale=scale)[0] for q, k, v, causal in each], 2)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, work: _Work, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        out, lse = _forward(work.plan(by_keys=False), q, k, v, work.spec, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.work = work
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        work: _Work = ctx.work
+        if torch.is_grad_enabled():  # create_graph=True: the operator refuses a second derivative
+            cu_q, cu_kv = (torch.tensor(cu, dtype=torch.int32) for cu in (work.cu_q, work.cu_kv))
+            dq, dk, dv = _backward_op(grads[0], q, k, v, out, lse, cu_q, cu_kv, *_options(work.spec))
+        else:
+            dq, dk, dv = _backward(work.plan(by_keys=True), grads[0], q, k, v, out, lse, work.spec)
+        dsinks = None if sinks is None else sinks_gradient(grads[0], out, lse, sinks)
+        return None, dq, dk, dv, dsinks
+
+
+@torch.library.custom_op("lightning_thd::varlen_attention_cpu", mutates_args=(), device_types="cpu")
+def varlen_attention_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    sinks: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Run ``forward`` as a torch operator: lengths are data, so other lengths never compile again."""
+    spec = AttentionSpec(left=left, right=right, scale=scale, softcap=softcap)
+    at = Offsets(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    cu_q, cu_kv = at.checked(q.shape[0], k.shape[0])
+    return forward(q, k, v, cu_q, cu_kv, spec=spec, sinks=sinks)
+
+
+@varlen_attention_cpu.register_fake
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[0], q.shape[1], dtype=wide)
+
+
+@torch.library.custom_op("lightning_thd::varlen_attention_cpu_backward", mutates_args=(), device_types="cpu")
+def _backward_op(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    spec = AttentionSpec(left=left, right=right, scale=scale, softcap=softcap)
+    cu_q, cu_kv = read_offsets(cu_seqlens_q)[0], read_offsets(cu_seqlens_kv)[0]
+    return backward(grad_out, q, k, v, out, lse, cu_q, cu_kv, spec=spec)
+
+
+@_backward_op.register_fake
+def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, _, _, *ctx.options = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, sinks)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, sinks = ctx.saved_tensors
+    dq, dk, dv = _backward_op(grad_out, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_kv, *ctx.options)
+    dsinks = None if sinks is None else sinks_gradient(grad_out, out, lse, sinks)
+    return dq, dk, dv, None, None, dsinks, *([None] * 6)
+
+
+varlen_attention_cpu.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _second_derivative(*_: Any) -> tuple[None, ...]:
+    raise NotImplementedError(
+        "Attention on packs has no second derivative (create_graph=True). Use padded rows with "
+        "attn_implementation='eager' for gradient penalties and Hessians."
+    )
+
+
+_backward_op.register_autograd(_second_derivative)
+
+
+class CpuKernel:
+    """The CPU kernel as a ``RawKernel``, for results that are merged with those on other keys."""
+
+    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
+        """Return both head sizes unchanged: the CPU kernel runs any."""
+        return head_size, value_size
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention output and log-sum-exp of packed sequences, the latter in fp64 for fp64 inputs."""
+        return forward(q, k, v, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
+
+    def backward(
+        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv from the output's gradient and what the forward pass saved."""
+        return backward(grad, *saved, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
 
 
 def forward(
@@ -39,23 +319,19 @@ def forward(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend within every sequence.
+    """Attend within every sequence of ``[Tq, H, D]``, ``[Tkv, G, D]`` and ``[Tkv, G, E]``.
 
-    Args:
-        q_THD: ``[Tq, H, D]`` float.
-        k_THD: ``[Tkv, G, D]``.
-        v_THE: ``[Tkv, G, E]``.
-        cu_q: S + 1 offsets, the last Tq.
-        cu_kv: S + 1 offsets, the last Tkv.
-        spec: window, scale and softcap.
-        sinks: ``[H]`` logits of a key without a value that every query sees, or None.
-
-    Returns:
-        out ``[Tq, H, E]`` in the dtype of q and lse ``[Tq, H]`` in fp32 (fp64 for fp64), the sink included;
-        a query that sees nothing has out 0 and lse -inf.
+    Returns out ``[Tq, H, E]`` in the dtype of q and lse ``[Tq, H]`` in fp32 (fp64 for fp64), the sink
+    included; a query that sees nothing has out 0 and lse -inf.
     """
-    plan = _plan(cu_q, cu_kv, q_THD, spec, by_keys=False)
-    q, k, v = (_dense_rows(x) for x in (q_THD, k_THD, v_THE))
+    plan = _plan(tuple(cu_q), tuple(cu_kv), q_THD.shape[1:], spec, by_keys=False)
+    return _forward(plan, q_THD, k_THD, v_THE, spec, sinks)
+
+
+def _forward(
+    plan: Plan, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (_dense_rows(x) for x in (q, k, v))
     if plan.at_once is not None and q.shape[2] == v.shape[2] and q.dtype != torch.float16:
         out, lse = _forward_at_once(plan.at_once, q, k, v, spec)
         return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
@@ -87,18 +363,31 @@ def backward(
     out and lse may hold more than these keys gave (a sink, other ranks' keys): weights are recomputed from
     lse.
     """
-    plan = _plan(cu_q, cu_kv, q_THD, spec, by_keys=True)
-    by_q = tuple(_dense_rows(x) for x in (grad_out, q_THD, out, lse))
-    by_k = tuple(_dense_rows(x) for x in (k_THD, v_THE))
-    if plan.at_once is not None and q_THD.shape[2] == v_THE.shape[2] and q_THD.dtype == lse.dtype:
+    plan = _plan(tuple(cu_q), tuple(cu_kv), q_THD.shape[1:], spec, by_keys=True)
+    return _backward(plan, grad_out, q_THD, k_THD, v_THE, out, lse, spec)
+
+
+def _backward(
+    plan: Plan,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    by_q = tuple(_dense_rows(x) for x in (grad, q, out, lse))
+    by_k = tuple(_dense_rows(x) for x in (k, v))
+    if plan.at_once is not None and q.shape[2] == v.shape[2] and q.dtype == lse.dtype:
         return _backward_at_once(plan.at_once, by_q, by_k, spec)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q_THD, *by_k))
-    for grad, blanks in ((dq, plan.blank_q), (dk, plan.blank_k), (dv, plan.blank_k)):
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, *by_k))
+    for x, blanks in ((dq, plan.blank_q), (dk, plan.blank_k), (dv, plan.blank_k)):
         for start, stop in blanks:
-            grad[start:stop] = 0.0
-    kernel = _Kernel(spec, Masks(spec, lse.dtype), q_THD.shape[2], v_THE.shape[2])
+            x[start:stop] = 0.0
+    kernel = _Kernel(spec, Masks(spec, lse.dtype), q.shape[2], v.shape[2])
     for piece in plan.pieces:
-        for heads, kv_heads in _head_slices(piece.q.total, q_THD, k_THD, at_least=torch.get_num_threads()):
+        for heads, kv_heads in _head_slices(piece.q.total, q, k, at_least=torch.get_num_threads()):
             _piece_backward(
                 piece,
                 kernel,
@@ -116,7 +405,7 @@ def _forward_at_once(
     (call,) = piece.calls
     causal = call.is_top_left(spec.left, spec.right)
     given = (call.q.view(q), call.k.view(k), call.k.view(v))
-    out, lse = flash_cpu.forward(*given, causal=causal, mask=None, scale=spec.scale)
+    out, lse = cpu_tiles.flash_forward(*given, causal=causal, mask=None, scale=spec.scale)
     return out.flatten(0, 1).contiguous(), lse.flatten(0, 1).contiguous()
 
 
@@ -132,29 +421,9 @@ def _backward_at_once(
     grad, q, out, lse = (call.q.view(x) for x in by_q)
     k, v = (call.k.view(x) for x in by_k)
     causal = call.is_top_left(spec.left, spec.right)
-    grads = flash_cpu.backward(grad, q, k, v, out, lse, causal=causal, mask=None, scale=spec.scale)
+    grads = cpu_tiles.flash_backward(grad, q, k, v, out, lse, causal=causal, mask=None, scale=spec.scale)
     dq, dk, dv = (x.flatten(0, 1).contiguous() for x in grads)
     return dq, dk, dv
-
-
-class CpuKernel:
-    """The CPU kernel as a ``RawKernel``, for results that are merged with those on other keys."""
-
-    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
-        """Return both head sizes unchanged: the CPU kernel runs any."""
-        return head_size, value_size
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor]:
-        """Return attention output and log-sum-exp of packed sequences, the latter in fp64 for fp64 inputs."""
-        return forward(q, k, v, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
-
-    def backward(
-        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv from the output's gradient and what the forward pass saved."""
-        return backward(grad, *saved, at.cu_q.tolist(), at.cu_kv.tolist(), spec=spec)
 
 
 def _piece_forward(
@@ -232,22 +501,28 @@ class _Kernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Tiles) -> tuple[Tensor, Tensor]:
         spec = self.spec
         if spec.softcap:
-            return tiled.forward(q, k, v, mask=self.masks.of(call), scale=spec.scale, softcap=spec.softcap)
+            return cpu_tiles.capped_forward(
+                q, k, v, mask=self.masks.of(call), scale=spec.scale, softcap=spec.softcap
+            )
         causal = call.is_top_left(spec.left, spec.right)
         mask = None if causal else self.masks.of(call)
         q, k, v = (self.widen(x) for x in (q, k, v))
-        out, lse = flash_cpu.forward(q, k, v, causal=causal, mask=mask, scale=spec.scale)
+        out, lse = cpu_tiles.flash_forward(q, k, v, causal=causal, mask=mask, scale=spec.scale)
         return out[..., : self.value_size], lse
 
     def backward(self, by_q: list[Tensor], by_k: list[Tensor], call: Tiles) -> tuple[Tensor, Tensor, Tensor]:
         (grad, q, out, lse), (k, v), spec = by_q, by_k, self.spec
         if spec.softcap:
             mask = self.masks.of(call)
-            return tiled.backward(grad, q, k, v, out, lse, mask=mask, scale=spec.scale, softcap=spec.softcap)
+            return cpu_tiles.capped_backward(
+                grad, q, k, v, out, lse, mask=mask, scale=spec.scale, softcap=spec.softcap
+            )
         causal = call.is_top_left(spec.left, spec.right)
         mask = None if causal else self.masks.of(call)
         grad, q, k, v, out = (self.widen(x) for x in (grad, q, k, v, out))
-        dq, dk, dv = flash_cpu.backward(grad, q, k, v, out, lse, causal=causal, mask=mask, scale=spec.scale)
+        dq, dk, dv = cpu_tiles.flash_backward(
+            grad, q, k, v, out, lse, causal=causal, mask=mask, scale=spec.scale
+        )
         return dq[..., : self.head_size], dk[..., : self.head_size], dv[..., : self.value_size]
 
     def widen(self, x: Tensor) -> Tensor:
@@ -257,20 +532,25 @@ class _Kernel:
 
 
 def _plan(
-    cu_q: Sequence[int], cu_kv: Sequence[int], q: Tensor, spec: AttentionSpec, *, by_keys: bool
+    cu_q: tuple[int, ...],
+    cu_kv: tuple[int, ...],
+    width: Sequence[int],
+    spec: AttentionSpec,
+    *,
+    by_keys: bool,
 ) -> Plan:
-    num_heads = q.shape[1]
-    # a call of one sequence feeds as many threads as there are heads
-    alone = torch.get_num_threads() <= num_heads
+    """Plan the calls for queries of ``width``: heads and head size."""
+    heads, size = width
+    one_sequence_is_enough = torch.get_num_threads() <= heads  # a call of one feeds as many threads as heads
     return make_plan(
-        tuple(cu_q),
-        tuple(cu_kv),
+        cu_q,
+        cu_kv,
         left=spec.left,
         right=spec.right,
         by_keys=by_keys,
-        max_cells=max(1, _SCORES // num_heads) if spec.softcap else None,
-        grouped=min(SHORT, GROUPED_ELEMENTS // (num_heads * q.shape[2])) if alone else SHORT,
-        width=num_heads * q.shape[2],
+        max_cells=max(1, _SCORES // heads) if spec.softcap else None,
+        grouped=min(SHORT, GROUPED_ELEMENTS // (heads * size)) if one_sequence_is_enough else SHORT,
+        width=heads * size,
     )
 
 

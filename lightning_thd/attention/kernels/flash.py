@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_thd.attention.kernels.kernel import Offsets, RawKernel, Saved, empty_gradients, one_size
-from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.attention.kernels.raw import RawKernel, Saved, empty_gradients, one_size
+from lightning_thd.attention.spec import AttentionSpec, Offsets
 
 
 class Flash2:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._imports import require
-from lightning_thd.attention.kernels.kernel import Offsets
-from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.attention.spec import AttentionSpec, Offsets
 
 _CHOOSES = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
 # Lengths of the longest sequence differ from batch to batch; what is older than this many calls is of no use.

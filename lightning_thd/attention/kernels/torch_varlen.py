@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_thd.attention.kernels import kernel
-from lightning_thd.attention.kernels.kernel import Offsets, Saved
-from lightning_thd.attention.spec import AttentionSpec
+from lightning_thd.attention.kernels import raw
+from lightning_thd.attention.kernels.raw import Saved
+from lightning_thd.attention.spec import AttentionSpec, Offsets
 
 
 class AtenFlash:
     """The raw kernel of torch itself: aten's flash attention for CUDA."""
 
-    sizes = staticmethod(kernel.one_size)
+    sizes = staticmethod(raw.one_size)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
@@ -79,12 +79,12 @@ def is_plain_causal(spec: AttentionSpec) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
     """Attend by ``torch.nn.attention.varlen``, or by the raw kernel where that has no such option."""
     if sinks is not None:
-        return kernel.attend(AtenFlash(), q, k, v, at, spec, sinks)
+        return raw.attend(AtenFlash(), q, k, v, at, spec, sinks)
     value_size, heads = v.shape[2], q.shape[1]
-    q, k, v = kernel.widen(AtenFlash(), q, k, v)
+    q, k, v = raw.widen(AtenFlash(), q, k, v)
     options = public_options(spec, shared_heads=k.shape[1] != heads)
     if options is None:  # this torch's public function takes less than the operators under it
-        return kernel.attend(AtenFlash(), q, k, v, at, spec, None)[..., :value_size]
+        return raw.attend(AtenFlash(), q, k, v, at, spec, None)[..., :value_size]
     out: Tensor = _varlen_attn()(q, k, v, at.cu_q, at.cu_kv, at.max_q, at.max_kv, **options)
     return out[..., :value_size]
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.attention.kernels import te
-from lightning_thd.attention.kernels.kernel import Offsets
-from lightning_thd.attention.spec import make_spec
+from lightning_thd.attention.spec import Offsets, make_spec
 from lightning_thd.cuda_graph.capture.recording import RecordingBackend
 
 # What DotProductAttention works out from device tensors when it is None: the longest lengths by max().item(),

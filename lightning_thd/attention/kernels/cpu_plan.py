@@ -6,16 +6,21 @@ with all the keys it sees, so that nothing is merged. Backward: into columns of 
 queries that see it, which keeps causality in the kernel's top-left form without a mask and leaves only dq to
 add up. Short sequences are cut together: those of one length that lie side by side are read in place, others
 are padded to a common length and copied.
+
+Legend: T slots, N rows of a piece, B tiles of a call, H heads.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from lightning_thd.attention.kernels.rows import Rows, Spaced
+import numpy as np
+import torch
+from torch import Tensor
 
 # Causal sequences up to SHORT tokens share calls: at 8 heads of 64 a call's overhead (about 20 us) equals the
 # arithmetic of 40 tokens. Padding within a call may add PADDING of the arithmetic, or FREE_PAIRS (the
@@ -28,8 +33,8 @@ FREE_PAIRS = 1500
 GROUPED_ELEMENTS = 72 * 8 * 64
 # Rows in one call of short sequences: with 8 heads of 64 in fp32, 1 MiB a tensor, so copies stay in cache.
 CALL_ROWS = 512
-# What a forward call costs beside its arithmetic, in rows x keys x heads x head size: 25 us, where a score of
-# a head of 64 takes 4.5 ns (a core of a Zen 4 server).
+# A forward call costs as much beside its arithmetic as this many rows x keys x heads x head size: 25 us, when
+# a score of a head of 64 takes 4.5 ns (a core of a Zen 4 server).
 CALL_PRODUCTS = 350_000
 # Keys that the kernel's forward takes at a time: AVX-512 has 16 fp32 values, and a rest costs an exp each.
 KEYS = 16
@@ -45,15 +50,130 @@ COLUMN_ROWS = 4096
 MASK_CELLS = 1 << 20
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Blocks of ``length`` rows of a packed tensor, which a piece reads as its own N rows.
+
+    ``lengths`` are the real rows of every block, or None; beyond them a block's first row repeats.
+    """
+
+    starts: tuple[int, ...]
+    length: int
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def total(self) -> int:
+        """N, padding included."""
+        return len(self.starts) * self.length
+
+    @cached_property
+    def span(self) -> tuple[int, int] | None:
+        """First row and one past the last where the blocks lie side by side, else None."""
+        adjoining = all(b - a == self.length for a, b in pairwise(self.starts))
+        if self.lengths is not None or not adjoining:
+            return None
+        return self.starts[0], self.starts[0] + self.total
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return rows of ``[T, ...]`` as ``[N, ...]``: a view where there is a span, else a copy."""
+        if self.span is None:
+            return x.index_select(0, self._indices)
+        start, stop = self.span
+        return x if (start, stop) == (0, x.shape[0]) else x[start:stop]
+
+    def put(self, x: Tensor, part: Tensor) -> None:
+        """Write ``[N, ...]`` to x ``[T, ...]``; padded rows are dropped."""
+        if self.span is not None:
+            x[slice(*self.span)].copy_(part)
+        else:
+            self.put_tiles(x, part.view(len(self.starts), self.length, *part.shape[1:]), self._blocks)
+
+    def put_tiles(self, x: Tensor, part: Tensor, tiles: Spaced) -> None:
+        """Write ``[B, length, ...]``, a run of every block, to x ``[T, ...]``; padded rows are dropped."""
+        if self.span is not None:
+            tiles.view(self.take(x)).copy_(part)
+            return
+        real, target = self._targets(tiles)
+        part = part.flatten(0, 1)
+        x.index_copy_(0, target, (part if real is None else part.index_select(0, real)).to(x.dtype))
+
+    def fill_padding(self, part: Tensor, value: float) -> None:
+        """Set the padded rows of ``[N, ...]`` to a value, in place."""
+        part.index_fill_(0, self._padded, value)
+
+    def prepare(self, tiles: Iterable[Spaced]) -> None:
+        """Make all index tensors at once: small and lasting, between large ones they would split the heap."""
+        if self.span is None:
+            _ = self._indices, self._padded
+            for each in (*tiles, self._blocks):
+                self._targets(each)
+
+    @cached_property
+    def _blocks(self) -> Spaced:
+        return Spaced(0, self.length, len(self.starts), self.length)
+
+    @cached_property
+    def _indices(self) -> Tensor:
+        grid = np.where(self._real, np.arange(self.length), 0) + np.array(self.starts)[:, None]
+        return torch.from_numpy(grid.ravel())
+
+    @cached_property
+    def _padded(self) -> Tensor:
+        return torch.from_numpy(np.flatnonzero(~self._real))
+
+    @cached_property
+    def _known_targets(self) -> dict[Spaced, tuple[Tensor | None, Tensor]]:
+        return {}
+
+    def _targets(self, tiles: Spaced) -> tuple[Tensor | None, Tensor]:
+        """Return which rows of the tiles are real, None for all, and where they lie in the packed tensor."""
+        if tiles not in self._known_targets:
+            inside = slice(tiles.start, tiles.start + tiles.length)
+            real = self._real[:, inside]
+            grid = np.array(self.starts)[:, None] + np.arange(self.length)[inside]
+            which = None if real.all() else torch.from_numpy(np.flatnonzero(real))
+            self._known_targets[tiles] = which, torch.from_numpy(grid[real])
+        return self._known_targets[tiles]
+
+    @cached_property
+    def _real(self) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+        lengths = (self.length,) * len(self.starts) if self.lengths is None else self.lengths
+        real: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = (
+            np.arange(self.length)[None, :] < np.array(lengths)[:, None]
+        )
+        return real
+
+
+@dataclass(frozen=True, slots=True)
+class Spaced:
+    """Equal, evenly spaced runs of a piece's rows, one a tile; they may overlap."""
+
+    start: int
+    step: int
+    count: int
+    length: int
+
+    def view(self, x: Tensor) -> Tensor:
+        """Return the runs of ``[N, ...]`` as a view ``[B, length, ...]``, to read where they overlap."""
+        stride = x.stride()
+        return x.as_strided(
+            (self.count, self.length, *x.shape[1:]),
+            (self.step * stride[0], *stride),
+            x.storage_offset() + self.start * stride[0],
+        )
+
+    def add(self, x: Tensor, part: Tensor) -> None:
+        """Add ``[B, length, ...]`` to the runs of x, in a fixed order where they overlap."""
+        step = self.length if self.count == 1 else self.step
+        for low in range(0, self.length, step):
+            width = min(step, self.length - low)
+            run = Spaced(self.start + low, self.step, self.count, width)
+            run.view(x).add_(part if width == self.length else part[:, low : low + width])
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Equal tiles for one kernel call; in each, local query i stands at local key ``i + shift``.
-
-    Attributes:
-        q: queries of every tile, counted from the piece's first.
-        k: keys of every tile, counted from the piece's first.
-        shift: keys minus rows where the tile ends on the diagonal.
-    """
+    """Equal tiles for one kernel call, counted from a piece's first rows; query i is at key ``i + shift``."""
 
     q: Spaced
     k: Spaced
@@ -82,13 +202,9 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Kernel calls whose rows no other piece touches, so that it can run by itself.
+    """Kernel calls on rows q and k, which no other piece touches; gradients of rows in several calls add up.
 
-    Attributes:
-        q: the query rows that the calls count from.
-        k: the key rows likewise.
-        calls: the kernel calls. A row may lie in several of a backward: gradients add up.
-        once: every key is in exactly one tile, and the first call has every query.
+    ``once`` says that every key is in exactly one tile and that the first call has every query.
     """
 
     q: Rows
@@ -101,8 +217,7 @@ class Piece:
 class Plan:
     """All kernel calls of a pack, and the rows that get zeros: those that see, or are seen by, nothing.
 
-    ``at_once`` is one call for the whole pack, where its sequences are all of one length and none is cut: it
-    computes what the pieces do.
+    If all sequences have one length and none is cut, ``at_once`` is one call that computes the same.
     """
 
     pieces: tuple[Piece, ...]
@@ -126,17 +241,14 @@ def make_plan(
     """Cut the sequences of a pack into kernel calls; every layer of a step gets the same plan from the cache.
 
     Args:
-        cu_q: offsets of the query sequences, S + 1 ints.
-        cu_kv: offsets of the key sequences, S + 1 ints.
+        cu_q: S + 1 offsets of the queries.
+        cu_kv: S + 1 offsets of the keys.
         left: keys seen before a query's position, -1 for all.
         right: keys seen after it, -1 for all, 0 for causal.
         by_keys: cut into columns of keys (a backward) instead of rows of queries (a forward).
         max_cells: rows x keys of any call, for a path that holds its scores; None for the flash kernel.
         grouped: rows up to which short sequences share padded calls; longer ones only with equal neighbours.
-        width: query heads x head size, which tells what a call's arithmetic takes beside its overhead.
-
-    Returns:
-        The plan. ``((0, 3, 5), (0, 3, 5), left=-1, right=0)`` is one call of two triangles padded to 3 rows.
+        width: query heads x head size, which sets a call's arithmetic against its overhead.
     """
     singles: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
     triangles: list[tuple[int, int]] = []
@@ -152,7 +264,7 @@ def make_plan(
         if rows == 0 or keys == 0:
             blank_k.append((k0, k1))
             continue
-        whole = _tile(rows, keys, keys - rows)
+        whole = whole_tile(rows, keys, keys - rows)
         if max_cells is None and whole.is_top_left(left, right) and rows <= SHORT and q0 == k0:
             triangles.append((rows, q0))
         elif cutter.takes_whole(whole):
@@ -175,7 +287,8 @@ def make_plan(
     return replace(plan, at_once=_one_call(cu_q, cu_kv)) if whole_pack and uncut else plan
 
 
-def _tile(rows: int, keys: int, shift: int, *, step: int = 0, count: int = 1) -> Tiles:
+def whole_tile(rows: int, keys: int, shift: int, *, step: int = 0, count: int = 1) -> Tiles:
+    """Return the tile of a whole sequence, or of ``count`` equal ones."""
     return Tiles(Spaced(0, step or rows, count, rows), Spaced(0, step or keys, count, keys), shift)
 
 
@@ -193,7 +306,7 @@ def _one_call(cu_q: tuple[int, ...], cu_kv: tuple[int, ...]) -> Piece | None:
 
 def _block(q_starts: tuple[int, ...], k_starts: tuple[int, ...], rows: int, keys: int, shift: int) -> Piece:
     """Return sequences of one shape as a piece of one call."""
-    tiles = _tile(rows, keys, shift, count=len(q_starts))
+    tiles = whole_tile(rows, keys, shift, count=len(q_starts))
     return Piece(Rows(q_starts, rows), Rows(k_starts, keys), (tiles,), once=True)
 
 

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_thd.attention.kernels import plan as plan_module
-from lightning_thd.attention.kernels.masks import hidden_pairs
-from lightning_thd.attention.kernels.plan import Plan, make_plan
-from lightning_thd.attention.kernels.rows import Rows, Spaced
+from lightning_thd.attention.kernels import cpu_plan as plan_module
+from lightning_thd.attention.kernels.cpu_plan import Plan, Rows, Spaced, make_plan
+from lightning_thd.attention.kernels.cpu_tiles import hidden_pairs
 
 Pair = tuple[int, int]
 

@@ -59,6 +59,32 @@ def test_equals_dense_forward_and_backward(case: str, cross: bool, sinks: bool) 
         torch.testing.assert_close(got, want, atol=1e-11, rtol=1e-11)
 
 
+@pytest.mark.parametrize(
+    "case", ["causal", "bidirectional", "window wider than any sequence", "softcap and scale"]
+)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    "lengths", [([5], [5]), ([1, 9, 128, 3], None), ([4, 2], [4, 7]), ([3, 3, 3, 3, 3], None)]
+)
+def test_a_few_short_sequences_equal_dense(lengths: tuple, heads: tuple[int, int], case: str) -> None:
+    """Up to four go to the kernel one by one, differentiated by torch itself."""
+    lengths_q, lengths_kv = lengths[0], lengths[1] or lengths[0]
+    options, (left, right) = CASES[case]
+    q = torch.randn(sum(lengths_q), heads[0], 16, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(sum(lengths_kv), heads[1], 16, dtype=torch.float64, requires_grad=True) for _ in "kv")
+    out = varlen_attention(q, k, v, cu(lengths_q), cu(lengths_kv), 128, 128, **options)
+    expected, _ = dense_attention(
+        q, k, v, lengths_q, lengths_kv,
+        left=left, right=right, scale=options.get("scale"), softcap=options.get("softcap"),
+    )  # fmt: skip
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+    grad = torch.randn_like(out)
+    for got, want in zip(
+        torch.autograd.grad(out, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad), strict=True
+    ):
+        torch.testing.assert_close(got, want, atol=1e-11, rtol=1e-11)
+
+
 @pytest.mark.parametrize("value", [None, {"input_ids": [1]}, 3.0, torch.tensor(200)])
 def test_a_longest_sequence_is_a_number_of_the_host(value: object) -> None:
     offsets = cu(LENGTHS)
@@ -177,7 +203,7 @@ def test_meta_tensors_get_shapes_without_reading_offsets() -> None:
 
 
 def test_the_operator_keeps_torchs_contract() -> None:
-    from lightning_thd.attention.kernels.cpu_op import varlen_attention_cpu
+    from lightning_thd.attention.kernels.cpu import varlen_attention_cpu
 
     q, k, v = (torch.randn(9, h, 8, requires_grad=True) for h in (4, 2, 2))
     sinks = torch.randn(4, requires_grad=True)

@@ -1,33 +1,24 @@
-"""Raw flash kernels -> one differentiable call; what context parallelism and sinks build on.
+"""Raw flash kernels and sinks -> one differentiable call; context parallelism builds on the same parts.
 
 A raw kernel is a forward that returns out and the log-sum-exp, and a backward that recomputes its weights
-from them. Because of that, out and lse given to the backward may hold more than the keys at hand: a sink, or
-the keys of other ranks. The gradients to q, k and v are then those of the whole.
+from them. So out and lse given to the backward may hold more than the keys at hand: a sink, or the keys of
+other ranks. The gradients to q, k and v are then those of the whole.
+
+A sink is one more key that every query of a head sees, with a learned logit and no value (gpt_oss). It only
+rescales: ``lse' = log(exp(lse) + exp(sink))`` and ``out' = out * exp(lse - lse')``.
 
 Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_thd.attention.kernels.sinks import apply_sinks, sinks_gradient
-from lightning_thd.attention.spec import AttentionSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Offsets:
-    """Offsets of sequences, int32 ``[S + 1]`` on the device of q, and the longest lengths, on the host."""
-
-    cu_q: Tensor
-    cu_kv: Tensor
-    max_q: int
-    max_kv: int
+from lightning_thd.attention.spec import AttentionSpec, Offsets
 
 
 class Saved(NamedTuple):
@@ -58,10 +49,7 @@ class RawKernel(Protocol):
 
 
 def one_size(head_size: int, value_size: int) -> tuple[int, int] | None:
-    """Return one head size for q, k and v: a multiple of 8 up to 256, as flash-attn 2 and 3 want.
-
-    ``(100, 64)`` gives ``(104, 104)``.
-    """
+    """Return one head size for q, k and v, a multiple of 8 up to 256: ``(100, 64)`` gives ``(104, 104)``."""
     size = -(-max(head_size, value_size) // 8) * 8
     return (size, size) if size <= 256 else None
 
@@ -123,3 +111,23 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv = ctx.kernel.backward(grad, Saved(q, k, v, out, finite), at, ctx.spec)
         dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
         return None, dq, dk, dv, None, None, dsinks
+
+
+def apply_sinks(out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Rescale out and lse as if every query saw one more key, of logit ``sinks[h]`` and value zero.
+
+    One key of logit 0 and a sink of logit 0 halve out and make lse log 2.
+    """
+    total = torch.logaddexp(lse_TH, sinks.to(lse_TH.dtype))
+    return out_THE * (lse_TH - total).exp().unsqueeze(-1).to(out_THE.dtype), total
+
+
+def sinks_gradient(grad_out: Tensor, out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient ``[H]`` to ``sinks``, from the out and lse that include them.
+
+    It is minus the sink's weight times ``grad_out . out``, summed over the rows.
+    """
+    delta = torch.linalg.vecdot(grad_out.to(lse_TH.dtype), out_THE.to(lse_TH.dtype))
+    weight = (sinks.to(lse_TH.dtype) - lse_TH).exp()
+    gradient: Tensor = -(weight * delta).sum(0)
+    return gradient.to(sinks.dtype)

@@ -1,0 +1,289 @@
+"""varlen_attention: packed q, k, v and offsets -> packed output, on the fastest kernel that supports a call.
+
+Shapes, dtypes and devices are checked everywhere; values of cu_seqlens only if they are on the CPU, because
+reading them from a device would wait for it.
+
+Legend: T slots, S sequences, H query heads, G key-value heads, D head size, E value head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_thd._checks import instance, whole_number
+from lightning_thd.attention.context_parallel import context_parallel_attention
+from lightning_thd.attention.kernels import cpu, flash, raw, te, torch_varlen
+from lightning_thd.attention.spec import AttentionSpec, Offsets, Window, make_spec
+from lightning_thd.attention.support import Backend, Kernel, Request, choose
+from lightning_thd.parallel.context import layout
+
+
+def varlen_attention(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    causal: bool = True,
+    window: Window = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attend within every sequence of a pack and never across.
+
+    Args:
+        q_THD: ``[Tq, H, D]`` float; every row belongs to a sequence. Under autocast q, k and v are cast to
+            its dtype.
+        k_THD: ``[Tkv, G, D]``; G divides H.
+        v_THD: ``[Tkv, G, E]``; E may differ from D.
+        cu_seqlens_q: int32 ``[S + 1]`` on the device of q, first entry 0, last Tq. Sequences may be empty.
+        cu_seqlens_kv: int32 ``[S + 1]``, first entry 0, last Tkv.
+        max_seqlen_q: longest query sequence or more, an int known on the host.
+        max_seqlen_kv: longest key sequence or more.
+        causal: hide later keys. Where a sequence has Lq queries and Lkv keys, query i stands at key
+            ``i + Lkv - Lq`` (bottom-right, as flash-attn), with or without causal.
+        window: None; or with ``causal`` an int W: a query sees the last W keys, its own included, as Hugging
+            Face's ``sliding_window``; or ``(left, right)`` keys before and after its own, -1 for all, as
+            flash-attn's ``window_size``: W is ``(W - 1, 0)``.
+        scale: of the scores; None is ``D ** -0.5``.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None is none.
+        sinks: ``[H]`` logits of one more key, without a value, that every query sees; or None.
+        backend: "cpu", "torch", "flash", "te", or "auto": the first that runs exactly this
+            (``support_table()``).
+
+    Returns:
+        ``[Tq, H, E]`` in the dtype of q; 0 for a query that sees no key. One sequence of one token returns v.
+    """
+    if isinstance(q_THD, Tensor) and isinstance(k_THD, Tensor) and isinstance(v_THD, Tensor):
+        q_THD, k_THD, v_THD = _autocast(q_THD, k_THD, v_THD)
+    spec = make_spec(q_THD.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
+    _check_tensors(q_THD, k_THD, v_THD, cu_seqlens_q, cu_seqlens_kv)
+    _check_sinks(sinks, q_THD)
+    longest_q, longest_kv = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
+    at = Offsets(cu_seqlens_q, cu_seqlens_kv, longest_q, longest_kv)
+    if layout.in_use:  # some batch of this process is cut for context parallelism
+        out: Tensor = _attend_shard(q_THD, k_THD, v_THD, at, spec, sinks, backend)
+        return out
+    return run(choose(backend, describe(q_THD, v_THD, spec, sinks)), q_THD, k_THD, v_THD, at, spec, sinks)
+
+
+class BoundAttention:
+    """``varlen_attention`` with all checks made and the kernel chosen: for layers of one kind and one batch.
+
+    It takes tensors of the shapes, dtypes and device, under the autocast, that it was bound with; the caller
+    compares these. Offsets on the CPU are read and checked once, here.
+    """
+
+    __slots__ = ("_casts", "_run")
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_kv: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_kv: int,
+        *,
+        sinks: Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        cast = _autocast(q, k, v)
+        self._casts = None if cast[0] is q and cast[1] is k and cast[2] is v else cast[0].dtype
+        q, k, v = cast
+        _check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_kv)
+        _check_sinks(sinks, q)
+        spec = make_spec(q.shape[2], **options)
+        at = Offsets(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        self._run = _bind(q, k, v, at, spec, sinks)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attend to ``[1, H, T, D]``, as transformers has it; returns ``[1, T, H, E]``."""
+        if self._casts is not None:
+            q, k, v = q.to(self._casts), k.to(self._casts), v.to(self._casts)
+        if type(self._run) is cpu.CpuAttention:
+            return self._run.heads_first(q, k, v, sinks)
+        q, k, v = q[0].transpose(0, 1), k[0].transpose(0, 1), v[0].transpose(0, 1)
+        return self._run(q, k, v, sinks).unsqueeze(0)
+
+
+def _bind(
+    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    if layout.in_use:
+        shard = layout.layout_of(at.cu_q)
+        if shard is not None:
+            return lambda q, k, v, sinks: _attend_shard(q, k, v, at, spec, sinks, "auto")
+        layout.refuse_unknown_offsets(at.cu_q, q.shape[0])
+    name = choose("auto", describe(q, v, spec, sinks))
+    if name == "cpu" and cpu.is_plain(q, k, v):
+        return cpu.CpuAttention(q, k, v, at, spec)
+    return lambda q, k, v, sinks: run(name, q, k, v, at, spec, sinks)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_shard(
+    q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None, backend: Backend
+) -> Tensor:
+    """Attend across context-parallel ranks if the offsets are a shard's, else on this rank only."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, *, sinks: Tensor | None) -> Tensor:
+        return run(choose(backend, describe(q, v, spec, sinks)), q, k, v, at, spec, sinks)
+
+    shard = layout.layout_of(at.cu_q)
+    if shard is None:
+        layout.refuse_unknown_offsets(at.cu_q, q.shape[0])
+        return attend(q, k, v, at, sinks=sinks)
+    merging = partial(_raw_kernel, q, v, spec, sinks, backend)
+    return context_parallel_attention(attend, merging, q, k, v, layout=shard, spec=spec, sinks=sinks)
+
+
+def _raw_kernel(
+    q: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None, backend: Backend
+) -> raw.RawKernel:
+    """Choose a kernel that returns the log-sum-exp, so that context parallelism can merge its results."""
+    name = choose(backend, describe(q, v, spec, sinks, needs_lse=True))
+    if name == "cpu":
+        return cpu.CpuKernel()
+    return torch_varlen.AtenFlash() if name == "torch" else flash.KERNELS[int(name[-1])]
+
+
+def describe(
+    q: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None, *, needs_lse: bool = False
+) -> Request:
+    """Collect the features of a call that decide which kernels can run it."""
+    return Request(
+        device=_device_type(q),
+        dtype=q.dtype,
+        head_size=q.shape[2],
+        value_size=v.shape[2],
+        spec=spec,
+        sinks=sinks is not None,
+        needs_lse=needs_lse,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        capability=_capability(q.device.index or 0) if q.is_cuda else None,
+    )
+
+
+def run(
+    name: Kernel, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec, sinks: Tensor | None
+) -> Tensor:
+    """Run a given kernel on checked tensors, without context parallelism; ``[Tq, H, E]``."""
+    if name == "cpu":
+        return cpu.attend(q, k, v, at, spec, sinks)
+    if name == "torch":
+        return torch_varlen.attend(q, k, v, at, spec, sinks)
+    if name == "te":
+        attended: Tensor = te.attend(q, k, v, at, spec, self_attention=at.cu_q is at.cu_kv)
+        return attended
+    return raw.attend(flash.KERNELS[int(name[-1])], q, k, v, at, spec, sinks)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast q, k and v under autocast as torch's attention does: rotary embeddings leave q and k in fp32."""
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _device_type(x: Tensor) -> str:
+    """Return the device type whose kernel is chosen: meta tensors use the CPU kernel, which infers shapes."""
+    return "cpu" if x.is_meta else x.device.type
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _capability(index: int) -> int:
+    return _capability_of(index)
+
+
+@cache
+def _capability_of(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> None:
+    """Check the shapes, dtypes and devices of q, k, v and offsets, without reading a value."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        instance(x, name, Tensor, advice="Pass a tensor [slots, heads, head size].")
+        if x.dim() != 3:
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}; want three dimensions, [slots, heads, head size]. "
+                "A batch [B, L, H, D] becomes one with .flatten(0, 1)."
+            )
+        if not x.is_floating_point():
+            raise ValueError(f"{name} is {x.dtype}; want a floating dtype.")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q is {q.dtype}, k is {k.dtype} and v is {v.dtype}; want one dtype. "
+            "Cast them, or run under autocast, which casts all three."
+        )
+    if k.shape[0] != v.shape[0] or k.shape[1] != v.shape[1]:
+        raise ValueError(
+            f"k has {k.shape[0]} slots of {k.shape[1]} heads and v has {v.shape[0]} of {v.shape[1]}; "
+            "want the same."
+        )
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q has head size {q.shape[2]} and k {k.shape[2]}; want the same.")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            f"{q.shape[1]} query heads are not divisible by {k.shape[1]} key-value heads; every one of them "
+            "must serve the same number of query heads. Under tensor parallelism its size must divide both."
+        )
+    _check_offsets(cu_seqlens_q, q.device, "q")
+    _check_offsets(cu_seqlens_kv, q.device, "kv")
+    if cu_seqlens_q.shape != cu_seqlens_kv.shape:
+        raise ValueError(
+            f"cu_seqlens_q has {cu_seqlens_q.shape[0]} entries and cu_seqlens_kv {cu_seqlens_kv.shape[0]}; "
+            "want one sequence of keys for every sequence of queries (it may be empty)."
+        )
+    if k.device != q.device or v.device != q.device:
+        raise ValueError(f"q is on {q.device}, k on {k.device} and v on {v.device}; want one device.")
+
+
+def _check_offsets(cu_seqlens: Tensor, device: torch.device, side: str) -> None:
+    """Check the dtype, shape and device of ``cu_seqlens_q`` or ``cu_seqlens_kv``."""
+    name = f"cu_seqlens_{side}"
+    instance(cu_seqlens, name, Tensor, advice="Make it with seqlens.cu_seqlens_from_lengths.")
+    if cu_seqlens.device != device:
+        raise ValueError(
+            f"{name} is on {cu_seqlens.device} but q is on {device}; move it once a batch, not once a "
+            f"layer: {name}.to({str(device)!r}), or batch.to for a THDBatch."
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"{name} has shape {list(cu_seqlens.shape)}; want [sequences + 1], at least one sequence."
+        )
+    if cu_seqlens.dtype != torch.int32:
+        raise ValueError(
+            f"{name} is {cu_seqlens.dtype}; want int32, as GPU kernels do: {name}.to(torch.int32)."
+        )
+
+
+def _host_int(max_seqlen: int, name: str) -> int:
+    """Return a longest sequence as a Python integer; refuse a tensor, which kernels would read."""
+    return whole_number(max_seqlen, name, advice="Pass an int known on the host: batch.max_seqlen.")
+
+
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Check the shape, dtype and device of the sinks."""
+    if sinks is None:
+        return
+    instance(sinks, "sinks", Tensor, advice="Pass one float a query head, or None.")
+    if sinks.shape != (q.shape[1],) or sinks.device != q.device or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks is {sinks.dtype} {list(sinks.shape)} on {sinks.device}; want one float for each of the "
+            f"{q.shape[1]} query heads, on {q.device}."
+        )

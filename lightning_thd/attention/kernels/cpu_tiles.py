@@ -1,0 +1,209 @@
+"""Batches of tiles -> out and log-sum-exp, and back: torch's flash kernel for CPUs, or products for softcap.
+
+Legend: B tiles, R rows of queries, K keys, H query heads, G key-value heads, D head size, E value head size.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lightning_thd.attention.kernels.cpu_plan import Tiles
+from lightning_thd.attention.spec import AttentionSpec
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+# The causal mask that is kept has this many rows and keys, 256 KiB in fp32.
+_SMALL = 256
+
+
+@cache
+def _triangle(dtype: torch.dtype) -> Tensor:
+    return torch.full((_SMALL, _SMALL), -torch.inf, dtype=dtype, device="cpu").triu_(1)
+
+
+class Masks:
+    """The additive masks of one kernel run, built on first use and shared by tiles of equal geometry."""
+
+    def __init__(self, spec: AttentionSpec, dtype: torch.dtype) -> None:
+        self._spec = spec
+        self._dtype = dtype
+        self._made: dict[tuple[int, int, int], Tensor] = {}
+        self._diagonal: Tensor | None = None
+
+    def of(self, tiles: Tiles) -> Tensor | None:
+        """Return ``[rows, keys]`` with 0 where seen and -inf where hidden, or None when all is seen."""
+        left, right = self._spec.left, self._spec.right
+        if tiles.sees_all(left, right):
+            return None
+        last = tiles.shift + tiles.rows
+        if left < 0 and right == 0 and tiles.shift >= 0 and max(last, tiles.keys) <= _SMALL:
+            return _triangle(self._dtype)[tiles.shift : last, : tiles.keys]
+        if left < 0 and right == 0 and tiles.shift == tiles.keys - tiles.rows:
+            return self._ending_on_diagonal(tiles.rows, tiles.keys)
+        key = (tiles.rows, tiles.keys, tiles.shift)
+        if key not in self._made:
+            hidden = hidden_pairs(*key, left=left, right=right)
+            self._made[key] = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+        return self._made[key]
+
+    def _ending_on_diagonal(self, rows: int, keys: int) -> Tensor:
+        """Return a tile's causal mask as a corner of the largest one made so far."""
+        have = (0, 0) if self._diagonal is None else tuple(self._diagonal.shape)
+        if self._diagonal is None or rows > have[0] or keys > have[1]:
+            height, width = max(rows, have[0]), max(keys, have[1])
+            whole = torch.full((height, width), -torch.inf, dtype=self._dtype)
+            self._diagonal = whole.triu_(width - height + 1)
+        return self._diagonal[self._diagonal.shape[0] - rows :, self._diagonal.shape[1] - keys :]
+
+
+def hidden_pairs(rows: int, keys: int, shift: int, *, left: int, right: int) -> Tensor:
+    """Return bool ``[rows, keys]``: the keys that each query of a tile, at key i + shift, may not see."""
+    distance = torch.arange(keys) - torch.arange(rows)[:, None] - shift
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left >= 0:
+        hidden |= distance < -left
+    if right >= 0:
+        hidden |= distance > right
+    return hidden
+
+
+def flash_forward(
+    q_BRHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, *, causal: bool, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend inside every tile by torch's flash kernel; ``causal`` lets query i see keys 0..i.
+
+    Takes an additive mask ``[R, K]``; returns out ``[B, R, H, D]`` and lse ``[B, R, H]``.
+    """
+    dtype = q_BRHD.dtype
+    k, v = (_share_heads(x, q_BRHD.shape[2]) for x in (k_BKGD, v_BKGD))
+    # CPUs multiply fp16 slowly: in fp32 the forward takes 0.45 of the time (benchmarks/attention_kernels.py)
+    wide = torch.float32 if dtype == torch.float16 else dtype
+    heads_first = (x.to(wide).transpose(1, 2) for x in (q_BRHD, k, v))
+    out, lse = flash(*heads_first, 0.0, causal, attn_mask=_expand(mask), scale=scale)
+    return out.transpose(1, 2).to(dtype), lse.transpose(1, 2)
+
+
+def flash_backward(
+    grad: Tensor,
+    q_BRHD: Tensor,
+    k_BKGD: Tensor,
+    v_BKGD: Tensor,
+    out: Tensor,
+    lse_BRH: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of ``flash_forward`` to q, k and v, in their shapes and dtype.
+
+    Half precision goes backward in fp32: torch's own backward for it takes 2.4 times as long on a CPU, and is
+    four times further from fp64 in dv (benchmarks/attention.py).
+    """
+    narrow, wide = q_BRHD.dtype, torch.promote_types(q_BRHD.dtype, torch.float32)
+    k, v = (_share_heads(x, q_BRHD.shape[2]) for x in (k_BKGD, v_BKGD))
+    heads_first = (x.to(wide).transpose(1, 2) for x in (grad, q_BRHD, k, v, out))
+    mask = _expand(mask if mask is None else mask.to(wide))
+    grads = _flash_backward(*heads_first, lse_BRH.transpose(1, 2), 0.0, causal, attn_mask=mask, scale=scale)
+    dq, dk, dv = (x.transpose(1, 2) for x in grads)
+    kv_heads = k_BKGD.shape[2]
+    return dq.to(narrow), _sum_heads(dk, kv_heads).to(narrow), _sum_heads(dv, kv_heads).to(narrow)
+
+
+@cache
+def kernel_shares_heads() -> bool:
+    """Return whether torch's kernel takes fewer key-value than query heads, forward and backward."""
+    q, kv = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 1, 8)
+    try:
+        out, lse = flash(q, kv, kv, 0.0, False)
+        grads = _flash_backward(q, q, kv, kv, out, lse, 0.0, False)
+    except RuntimeError:
+        return False
+    return torch.equal(out, q) and grads[2].shape == kv.shape and torch.equal(grads[2], 2 * kv)
+
+
+def _share_heads(x: Tensor, heads: int) -> Tensor:
+    if x.shape[2] == heads or kernel_shares_heads():
+        return x
+    return x.repeat_interleave(heads // x.shape[2], 2)
+
+
+def _sum_heads(x: Tensor, kv_heads: int) -> Tensor:
+    return x if x.shape[2] == kv_heads else x.unflatten(2, (kv_heads, -1)).sum(3)  # type: ignore[no-untyped-call]
+
+
+def _expand(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask[None, None]
+
+
+def capped_forward(
+    q_BRHD: Tensor, k_BKGD: Tensor, v_BKGE: Tensor, *, mask: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Attend inside every tile by plain matrix products, with capped scores.
+
+    The scores of one call exist at a time, in fp32 (fp64 for fp64), and are computed again in the backward.
+    Takes an additive mask ``[R, K]``; returns out ``[B, R, H, E]`` and lse ``[B, R, H]``.
+    """
+    weights = _tanh_scores(q_BRHD, k_BKGD, scale / softcap).mul_(softcap)
+    if mask is not None:
+        weights += mask
+    # Scores lie within the cap, so the largest weight before normalising is 1 and none overflows.
+    top = weights.amax(-1, keepdim=True)
+    total = weights.sub_(top).exp_().sum(-1, keepdim=True)
+    out = (weights @ _kv_heads(v_BKGE, weights.dtype)) / total
+    return _rows(out).to(q_BRHD.dtype), _rows(total.log() + top)[..., 0]
+
+
+def capped_backward(
+    grad: Tensor,
+    q_BRHD: Tensor,
+    k_BKGD: Tensor,
+    v_BKGE: Tensor,
+    out: Tensor,
+    lse_BRH: Tensor,
+    *,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of ``capped_forward``; those to k and v stay in the dtype of lse."""
+    groups, wide = q_BRHD.shape[2] // k_BKGD.shape[2], lse_BRH.dtype
+    tanh = _tanh_scores(q_BRHD, k_BKGD, scale / softcap)
+    weights = tanh * softcap
+    if mask is not None:
+        weights += mask
+    weights = weights.sub_(_q_heads(lse_BRH.unsqueeze(-1), wide, groups)).exp_()
+    dout = _q_heads(grad, wide, groups)
+    delta = torch.linalg.vecdot(dout, _q_heads(out, wide, groups)).unsqueeze(-1)
+    dv = (weights.transpose(-1, -2) @ dout).sum(2)
+    dscores = (dout @ _kv_heads(v_BKGE, wide).transpose(-1, -2)).sub_(delta).mul_(weights)
+    dscores *= tanh.square_().neg_().add_(1.0).mul_(scale)
+    dq = dscores @ _kv_heads(k_BKGD, wide)
+    dk = (dscores.transpose(-1, -2) @ _q_heads(q_BRHD, wide, groups)).sum(2)
+    return _rows(dq).to(q_BRHD.dtype), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _tanh_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Compute ``tanh(scale * q . k)`` as ``[B, G, H / G, R, K]``."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    queries = _q_heads(q, wide, q.shape[2] // k.shape[2])
+    return (queries @ _kv_heads(k, wide).transpose(-1, -2)).mul_(scale).tanh_()
+
+
+def _q_heads(x: Tensor, dtype: torch.dtype, groups: int) -> Tensor:
+    """Reshape ``[B, R, H, D]`` to ``[B, G, H / G, R, D]``."""
+    batch, length, heads, size = x.shape
+    return x.to(dtype).reshape(batch, length, heads // groups, groups, size).permute(0, 2, 3, 1, 4)
+
+
+def _kv_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Reshape ``[B, K, G, D]`` to ``[B, G, 1, K, D]``."""
+    return x.to(dtype).transpose(1, 2).unsqueeze(2)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Reshape ``[B, G, H / G, R, D]`` to ``[B, R, H, D]``."""
+    return x.flatten(1, 2).transpose(1, 2)
