@@ -1,6 +1,6 @@
 """The same scalar loss from torch's linear_cross_entropy, liger-kernel and cut-cross-entropy.
 
-Each runs where it computes the same function, and refuses, naming the setting, where it does not.
+Each runs if it computes the same function, and refuses a setting that it does not honour.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_thd._imports import require
-from lightning_thd.loss.prepare import Prepared, Settings
+from lightning_thd.loss.prepare import Prepared
+from lightning_thd.loss.tiles.head import Settings
 from lightning_thd.loss.tiles.nll import Penalties
 
 _IGNORE = -100
 
-# What each can do besides the plain loss.
+# What each library honours besides the plain loss.
 _ABILITIES = {
     "torch": frozenset({"bias"}),  # label_smoothing makes it fall back to whole logits
     "liger": frozenset({"label_smoothing", "bias", "softcap", "z_loss"}),
@@ -25,23 +26,15 @@ _ABILITIES = {
 }
 
 
-# Options of cut-cross-entropy by which gradients are summed in fp32, not in bf16; an older one has the last.
+# Options of cut-cross-entropy that sum gradients in fp32, not in bf16; older versions have only the last.
 _WIDE_SUMS = ("accum_e_fp32", "accum_c_fp32", "use_kahan")
 
 
 def run(backend: str, prepared: Prepared, weights: Tensor, penalties: Penalties, *, alike: bool) -> Tensor:
     """Compute the weighted sum of the cross entropy with another library, without reading the device.
 
-    Args:
-        backend: "torch", "liger" or "cce".
-        prepared: the operands and targets.
-        weights: ``[R]``; one value for all rows that count, 0 for the rest.
-        penalties: label smoothing and z-loss.
-        alike: all tokens were given one weight.
-
-    Raises:
-        ValueError: for an unknown backend, or one that cannot honour a setting.
-        ModuleNotFoundError: when its package is absent.
+    ``weights`` ``[R]`` hold one value for all rows that count, 0 for the rest; ``alike`` says that all tokens
+    were given one weight.
     """
     if backend not in _ABILITIES:
         raise ValueError(f"backend is {backend!r}, wanted 'auto', {', '.join(map(repr, _ABILITIES))}.")

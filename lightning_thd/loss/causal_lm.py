@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from lightning_thd._checks import instance, real_number, whole_number
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.thd_step import check_batch
-from lightning_thd.loss.checks import check_tensors
 from lightning_thd.loss.head import HeadOperands
 from lightning_thd.loss.head_call import HeadCall
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
 from lightning_thd.loss.prepare import Call
-from lightning_thd.loss.tiles.logit_map import LogitMap
+from lightning_thd.loss.tiles.head import LogitMap
 from lightning_thd.loss.tiles.nll import Penalties
-from lightning_thd.loss.tiles.top import TopTokens
+from lightning_thd.loss.tiles.logprobs import TopTokens
 from lightning_thd.loss.watch import SlotLosses, watching
 from lightning_thd.parallel.shard import THDShard, gather_pack, pack_value
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
@@ -295,10 +294,6 @@ def loss_weights(
     given = [part for part in (batch.weights, weights) if part is not None]
     if not given and class_weights is None and reduction == "tokens":
         return None
-    if weights is not None:
-        check_tensors(weights=weights)
-    if class_weights is not None:
-        check_tensors(class_weights=class_weights)
     if weights is not None and weights.shape != batch.targets.shape:
         raise ValueError(
             f"weights is {list(weights.shape)}, wanted one a slot, {list(batch.targets.shape)}: that of slot "
@@ -368,7 +363,6 @@ def mtp_targets(targets: Tensor, cu_seqlens: Tensor, depth: int, *, ignore_index
         TypeError: for arguments of another type.
         ValueError: for a negative depth, or targets that are no row of integers.
     """
-    check_tensors(targets=targets, cu_seqlens=cu_seqlens)
     depth = whole_number(depth, "depth", advice="0 is the next token, 1 the one after it.")
     if targets.ndim != 1 or targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(

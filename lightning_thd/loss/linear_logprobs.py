@@ -15,12 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd.loss.checks import refuse_double_backward
-from lightning_thd.loss.prepare import Call, Operands, Settings, make_head, prepare
-from lightning_thd.loss.tiles.logit_map import LogitMap
-from lightning_thd.loss.tiles.logits import Head
+from lightning_thd.loss.prepare import Call, prepare, refuse_double_backward, scoring_head
+from lightning_thd.loss.tiles.head import LogitMap, Operands, Settings
+from lightning_thd.loss.tiles.logprobs import (
+    Top,
+    TopTokens,
+    gradients,
+    may_round,
+    rounded_statistics,
+    softmax_statistics,
+)
 from lightning_thd.loss.tiles.products import without_autocast
-from lightning_thd.loss.tiles.rounded import may_round, rounded_statistics
 from lightning_thd.loss.tiles.softmax import (
     MAX,
     SUM,
@@ -28,11 +33,8 @@ from lightning_thd.loss.tiles.softmax import (
     TOTAL,
     WEIGHTED,
     RowGradients,
-    gradients,
-    softmax_statistics,
+    merge_ranks,
 )
-from lightning_thd.loss.tiles.top import Top, TopTokens
-from lightning_thd.loss.tiles.vocab_parallel import merge_statistics, sum_over_ranks
 
 
 class _Three(NamedTuple):
@@ -165,21 +167,18 @@ def fused_linear_logprobs(
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def linear_logprobs(call: Call, *, entropy: bool, top_k: int = 0) -> LogProbs:
     """Compute ``fused_linear_logprobs`` from the arguments as one ``Call``."""
-    if not isinstance(entropy, bool):
-        raise TypeError(f"entropy is {entropy!r}, wanted True or False.")
-    if isinstance(top_k, bool) or not isinstance(top_k, int):
-        raise TypeError(f"top_k is {top_k!r}, wanted a number of tokens.")
     prepared = prepare(call)
-    settings = prepared.settings
-    if not 0 <= top_k <= settings.vocabulary:
-        raise ValueError(f"top_k is {top_k}, wanted 0 to the vocabulary's {settings.vocabulary} tokens.")
-    found = row_logprobs(prepared.operands, prepared.targets, settings, entropy=entropy, top_k=top_k)
+    if not 0 <= top_k <= prepared.settings.vocabulary:
+        raise ValueError(
+            f"top_k is {top_k}, wanted 0 to the vocabulary's {prepared.settings.vocabulary} tokens."
+        )
+    found = row_logprobs(prepared.operands, prepared.targets, prepared.settings, entropy=entropy, top_k=top_k)
     results = LogProbs(found.logp, found.entropy if entropy else None, found.lse).with_top(found.top)
     return results.map(prepared.restore)
 
 
 class RowValues(NamedTuple):
-    """Log-probability, entropy, lse and mean logit of prepared rows ``[R]``."""
+    """Log-probability, entropy, lse and mean logit of prepared rows ``[R]``, and their likeliest tokens."""
 
     logp: Tensor
     entropy: Tensor
@@ -199,17 +198,11 @@ def row_logprobs(
 ) -> RowValues:
     """Compute log-probability, entropy, lse and mean logit of prepared rows, ``[R]`` each.
 
-    Args:
-        operands: of ``prepare``.
-        targets: int64 ``[R]``; an ignored target gives a log-probability that means nothing.
-        settings: of ``prepare``.
-        entropy: whether the entropy is wanted; zeros without gradient otherwise.
-        mean: whether the mean logit is wanted, likewise.
-        top_k: number of likeliest tokens wanted.
+    An ignored target gives a log-probability that means nothing. Entropy and mean logit are zeros without a
+    gradient unless they are wanted.
     """
-    wanted = _Wanted(entropy, mean, top_k)
     *values, logits, tokens = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        *operands, targets, settings, wanted
+        *operands, targets, settings, _Wanted(entropy, mean, top_k)
     )
     top = TopTokens(logits - values[2].detach()[:, None], tokens) if top_k else None
     return RowValues(values[0], values[1], values[2], values[3], top)
@@ -223,23 +216,19 @@ class _Wanted(NamedTuple):
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        low_x: Tensor | None,
-        low_weight: Tensor | None,
-        targets: Tensor,
-        settings: Settings,
-        wanted: _Wanted,
-    ) -> tuple[Tensor, ...]:
-        head = make_head((hidden, weight, bias, low_x, low_weight), targets, settings)
-        top = Top(head, wanted.top_k)
-        with without_autocast(hidden.device):
-            stats, exact = _statistics(head, targets, wanted, top)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        operands, (targets, settings, wanted) = arguments[:5], arguments[5:]
+        head = scoring_head(operands, targets, settings)
+        top, exact = Top(head, wanted.top_k), None
+        with without_autocast(head.hidden.device):
+            kinds: dict[str, bool] = {"entropy": wanted.entropy, "total": wanted.mean}
+            if may_round(head) and not wanted.top_k:
+                stats, exact = rounded_statistics(head, targets, **kinds)
+            else:
+                seen = top.update if wanted.top_k else None
+                stats = softmax_statistics(head, targets, **kinds, seen=seen)
             if settings.tp_group is not None:
-                stats, others = merge_statistics(stats, top.columns(), weight.shape[0], settings.tp_group)
+                stats, others = merge_ranks(stats, top.columns(), head.weight.shape[0], settings.tp_group)
                 top.merge(others)
         log_sum = stats[SUM].log()
         lse = stats[MAX] + log_sum
@@ -253,7 +242,7 @@ class _LinearLogprobs(torch.autograd.Function):
         centre = stats[TOTAL] / settings.vocabulary
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, low_x, low_weight, targets, lse, spread, exact)
+        ctx.save_for_backward(*operands, targets, lse, spread, exact)
         constant = [*([] if wanted.entropy else [spread]), *([] if wanted.mean else [centre])]
         ctx.mark_non_differentiable(*constant, top.logits, top.tokens)
         return logp, spread, lse, centre, top.logits, top.tokens
@@ -262,12 +251,10 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_double_backward("fused_linear_logprobs")
         *operands, targets, lse, entropy, exact = ctx.saved_tensors
-        hidden, _, bias, low_x, low_weight = operands
-        settings: Settings = ctx.settings
-        head = make_head(tuple(operands), targets, settings)
-        wanted = _row_gradients(grads[:4], entropy, settings.vocabulary)
-        needs = ctx.needs_input_grad
-        with without_autocast(hidden.device):
+        group, needs = ctx.settings.tp_group, ctx.needs_input_grad
+        head = scoring_head(tuple(operands), targets, ctx.settings)
+        wanted = _row_gradients(grads[:4], entropy, ctx.settings.vocabulary)
+        with without_autocast(head.hidden.device):
             found = gradients(
                 head,
                 targets,
@@ -275,23 +262,10 @@ class _LinearLogprobs(torch.autograd.Function):
                 wanted,
                 needs=(needs[0], needs[1], needs[2], needs[3] or needs[4]),
                 exact=exact,
-            )
-            d_hidden = None if found.hidden is None else found.hidden.to(hidden.dtype)
-            d_low_x = None if found.low_rank[0] is None else found.low_rank[0].to(low_x.dtype)
-            if settings.tp_group is not None and not settings.partial_hidden:
-                d_hidden, d_low_x = _reduced(d_hidden, d_low_x, settings)
-        d_bias = None if found.bias is None else found.bias.to(bias.dtype)
-        d_low_weight = None if found.low_rank[1] is None else found.low_rank[1].to(low_weight.dtype)
-        return d_hidden, found.weight, d_bias, d_low_x, d_low_weight, None, None, None
-
-
-def _statistics(head: Head, targets: Tensor, wanted: _Wanted, top: Top) -> tuple[Tensor, Tensor | None]:
-    """Compute the statistics of every row, and which rows of each tile may not be rounded (None: all)."""
-    if may_round(head) and not wanted.top_k:
-        return rounded_statistics(head, targets, entropy=wanted.entropy, total=wanted.mean)
-    seen = top.update if wanted.top_k else None
-    stats = softmax_statistics(head, targets, entropy=wanted.entropy, total=wanted.mean, seen=seen)
-    return stats, None
+            ).like(tuple(operands))
+            if group is not None and not ctx.settings.partial_hidden:
+                found[0], found[3] = _reduced(found[0], found[3], group)
+        return (*found, None, None, None)
 
 
 def _row_gradients(grads: tuple[Tensor | None, ...], entropy: Tensor, vocabulary: int) -> RowGradients:
@@ -313,13 +287,14 @@ def _row_gradients(grads: tuple[Tensor | None, ...], entropy: Tensor, vocabulary
 
 
 def _reduced(
-    d_hidden: Tensor | None, d_low_x: Tensor | None, settings: Settings
+    d_hidden: Tensor | None, d_low_x: Tensor | None, group: dist.ProcessGroup
 ) -> tuple[Tensor | None, Tensor | None]:
-    assert settings.tp_group is not None
+    """Sum the gradients of hidden and of a LoRA's input over ranks, in one all-reduce."""
     if d_hidden is None or d_low_x is None:
-        only = d_hidden if d_low_x is None else d_low_x
-        if only is not None:
-            sum_over_ranks([only], settings.tp_group)
+        for part in (d_hidden, d_low_x):
+            if part is not None:
+                dist.all_reduce(part, group=group)
         return d_hidden, d_low_x
-    first, second = sum_over_ranks([d_hidden, d_low_x.to(d_hidden.dtype)], settings.tp_group)
-    return first, second.to(d_low_x.dtype)
+    joined, width = torch.cat([d_hidden, d_low_x.to(d_hidden.dtype)], dim=1), d_hidden.shape[1]
+    dist.all_reduce(joined, group=group)
+    return joined[:, :width], joined[:, width:].to(d_low_x.dtype)

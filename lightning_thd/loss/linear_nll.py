@@ -1,32 +1,37 @@
 """Hidden states and the head's weight -> one scalar: the cross entropy over a pack, without logits.
 
-T slots, H hidden size, V vocabulary. Where the scalar's gradients can be made in the forward pass they are
-(``nll_tiles``, 6THV operations); under tensor parallelism, in fp16, or where nothing needs a gradient, the
-loss is put together from ``linear_logprobs``.
+T slots, H hidden size, V vocabulary. A scalar's gradient is known up to a factor before anybody asks for it.
+So tiles of logits become gradients while they are there, and are never made again (``tiles/nll``, 6THV
+operations). Under tensor parallelism, in fp16, or if nothing needs a gradient, the loss is put together from
+``linear_logprobs``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._checks import real_number
+from lightning_thd._static import shapes_are_static
 from lightning_thd.loss import backends
-from lightning_thd.loss.checks import check_call
 from lightning_thd.loss.dtensors import plain
 from lightning_thd.loss.linear_logprobs import row_logprobs
-from lightning_thd.loss.prepare import Call, Prepared, prepare
-from lightning_thd.loss.scalar_loss import Needs, scalar_loss
-from lightning_thd.loss.tiles.gradient_sums import HeadGradients
-from lightning_thd.loss.tiles.logit_map import LogitMap
-from lightning_thd.loss.tiles.logits import Head
+from lightning_thd.loss.prepare import Call, Prepared, prepare, refuse_double_backward
+from lightning_thd.loss.tiles.budget import stash_shape
+from lightning_thd.loss.tiles.head import Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Penalties, nll_and_gradients
+from lightning_thd.loss.tiles.products import without_autocast
 from lightning_thd.loss.watch import SlotLosses
+
+# A head, its targets and weights ``[R]``, and which operands need gradients -> a scalar, a part of it to
+# report, and the gradients.
+Job = Callable[[Head, Tensor, Tensor, Needs], tuple[Tensor, Tensor, HeadGradients]]
 
 
 def fused_linear_cross_entropy(
@@ -123,78 +128,111 @@ def linear_nll(
     backend: str = "auto",
     see: Callable[[SlotLosses], None] | None = None,
 ) -> NLL:
-    """Compute ``fused_linear_cross_entropy`` from the arguments as one ``Call``.
-
-    ``see`` is told the losses of single rows, detached.
-    """
-    given, call = call.targets, without_weightless(call, token_weights)
-    prepared = prepare(call)
-    settings = prepared.settings
-    weights = row_weights(token_weights, prepared)
-    if mean:
-        weights = weights / (plain(given) != call.ignore_index).sum().clamp_min(1)
+    """Compute ``fused_linear_cross_entropy`` from a ``Call``; ``see`` gets the losses of rows, detached."""
+    prepared, weights = prepare_weighted(call, token_weights, mean=mean)
+    operands, targets, settings = prepared.operands, prepared.targets, prepared.settings
     if backend != "auto":
         alike = not isinstance(token_weights, Tensor) or token_weights.ndim == 0
         loss = backends.run(backend, prepared, weights, penalties, alike=alike)
         return NLL(loss, torch.zeros_like(loss))
-    operands = prepared.operands
     wants_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
     if wants_gradient and settings.tp_group is None and settings.compute != torch.float16:
-        seen = None if see is None else torch.zeros_like(weights)
-        found_now = NLL(
-            *scalar_loss(operands, prepared.targets, settings, call.chunk, _NLLJob(weights, penalties, seen))
-        )
-        if see is not None and seen is not None:
-            see(SlotLosses(seen, weights, prepared.kept))
-        return found_now
-    found = row_logprobs(operands, prepared.targets, settings, mean=penalties.label_smoothing > 0)
-    losses = weights * penalties.loss(found.logp, found.lse, found.mean_logit)
-    if prepared.counts is not None:
-        losses = torch.where(prepared.counts, losses, 0.0)
-    if see is not None:
-        see(SlotLosses(losses.detach(), weights, prepared.kept))
-    z_part = (
-        penalties.z_part(weights, found.lse.detach()) if penalties.z_loss else torch.zeros_like(losses.sum())
-    )
-    return NLL(losses.sum(), z_part.detach())
-
-
-def without_weightless(call: Call, token_weights: Tensor | float | None) -> Call:
-    """Return the call with targets of weight 0 ignored, so that a NaN in their rows has no effect."""
-    check_call(call)
-    targets = plain(call.targets)
-    if not isinstance(token_weights, Tensor) or token_weights.shape != targets.shape or not targets.ndim:
-        return call
-    return replace(call, targets=torch.where(token_weights.detach() == 0, call.ignore_index, targets))
-
-
-def row_weights(token_weights: Tensor | float | None, prepared: Prepared) -> Tensor:
-    """Select the token weights of the rows that are multiplied; 0 for ignored targets."""
-    targets, kept, counts = prepared.targets, prepared.kept, prepared.counts
-    dtype = prepared.settings.accumulator
-    if token_weights is None or not isinstance(token_weights, Tensor) or token_weights.ndim == 0:
-        one = 1.0 if token_weights is None else token_weights
-        if not isinstance(one, Tensor):
-            real_number(one, "token_weights")
-        weights = torch.ones(targets.shape, dtype=dtype, device=targets.device) * one
+        losses = None if see is None else torch.zeros_like(weights)
+        job = partial(nll_and_gradients, penalties=penalties, seen=losses)
+        found = NLL(*scalar_loss(*operands, targets, weights, settings, job, "fused_linear_cross_entropy"))
     else:
-        if token_weights.numel() != prepared.shape.numel():
+        rows = row_logprobs(operands, targets, settings, mean=penalties.label_smoothing > 0)
+        weighted = weights * penalties.loss(rows.logp, rows.lse, rows.mean_logit)
+        if prepared.counts is not None:
+            weighted = torch.where(prepared.counts, weighted, 0.0)
+        total, losses = weighted.sum(), weighted.detach()
+        z_part = penalties.z_part(weights, rows.lse.detach()) if penalties.z_loss else torch.zeros_like(total)
+        found = NLL(total, z_part.detach())
+    if see is not None and losses is not None:
+        see(SlotLosses(losses, weights, prepared.kept))
+    return found
+
+
+def prepare_weighted(
+    call: Call, token_weights: Tensor | float | None, *, mean: bool, share: float = 1.0
+) -> tuple[Prepared, Tensor]:
+    """Prepare a call, and return the weights ``[R]`` of its rows times ``share``, 0 for ignored targets.
+
+    Targets of weight 0 are ignored, so that a NaN in their rows has no effect; they count in a mean.
+    """
+    each = isinstance(token_weights, Tensor) and token_weights.ndim > 0
+    given = plain(call.targets) if each or mean else call.targets
+    if isinstance(token_weights, Tensor) and each:
+        if token_weights.numel() != given.numel():
             raise ValueError(
                 f"token_weights is {list(token_weights.shape)}, wanted one a token, the shape of targets: "
-                f"{list(prepared.shape)}."
+                f"{list(given.shape)}."
             )
-        weights = token_weights.detach().flatten().to(dtype)
+        weightless = token_weights.detach().reshape(given.shape) == 0
+        call = replace(call, targets=torch.where(weightless, call.ignore_index, given))
+    elif token_weights is not None and not isinstance(token_weights, Tensor):
+        token_weights = real_number(token_weights, "token_weights")
+    prepared = prepare(call)
+    kept, wide = prepared.kept, prepared.settings.accumulator
+    if isinstance(token_weights, Tensor) and each:
+        weights = token_weights.detach().flatten().to(wide)
         weights = weights if kept is None else weights[kept]
-    return weights if counts is None else torch.where(counts, weights, 0.0)
+    else:
+        weights = torch.ones(prepared.targets.shape, dtype=wide, device=prepared.targets.device)
+        weights = weights if token_weights is None else weights * token_weights
+    if prepared.counts is not None:
+        weights = torch.where(prepared.counts, weights, 0.0)
+    if share != 1.0:
+        weights = weights * share
+    if mean:
+        weights = weights / (given != call.ignore_index).sum().clamp_min(1)
+    return prepared, weights
 
 
-class _NLLJob:
-    name = "fused_linear_cross_entropy"
+class _ScalarLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *_, ctx.settings, ctx.job, ctx.name = arguments
+        ctx.save_for_backward(*arguments[:7])  # a change in place before the backward pass is noticed
+        loss, part, ctx.found = _run(ctx, arguments[:7])
+        ctx.mark_non_differentiable(part)
+        return loss, part
 
-    def __init__(self, weights: Tensor, penalties: Penalties, seen: Tensor | None) -> None:
-        self.further: tuple[Tensor, ...] = (weights,)
-        self.penalties, self.seen = penalties, seen
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward(ctx.name)
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint gives them a single time
+        # Handed out once, to be scaled in place; a second backward through a retained graph makes them again.
+        found, ctx.found = ctx.found, None
+        if found is None:
+            *_, found = _run(ctx, saved)
+        upstream = grads[0]
+        if upstream.device.type != "cpu" or shapes_are_static() or float(upstream) != 1.0:
+            for part in (found.hidden, found.weight, found.bias, *found.low_rank):
+                if part is not None:
+                    part.mul_(upstream)
+        return (*found.like(saved[:5]), None, None, None, None, None)
 
-    def run(self, head: Head, targets: Tensor, *, needs: Needs) -> tuple[Tensor, Tensor, HeadGradients]:
-        weights = self.further[0]
-        return nll_and_gradients(head, targets, weights, self.penalties, needs=needs, seen=self.seen)
+
+# Operands, targets, weights ``[R]``, settings, a job and the name of the public function -> a scalar whose
+# gradients are computed in the forward pass, and the part of it to report.
+scalar_loss: Callable[..., tuple[Tensor, Tensor]] = _ScalarLoss.apply
+
+
+def _run(ctx: Any, saved: tuple[Any, ...]) -> tuple[Tensor, Tensor, HeadGradients]:
+    """Run a job on tiles with as many rows as the kept logits allow."""
+    how, hidden, needs = ctx.settings, saved[0], ctx.needs_input_grad
+    tile = stash_shape(
+        hidden.shape[0],
+        how.columns,
+        device=hidden.device,
+        itemsize=how.accumulator.itemsize,
+        kept_itemsize=(how.compute if how.native else how.accumulator).itemsize,
+        chunk=how.chunk,
+    )
+    head = Head(saved[:5], saved[5], how, tile)
+    with without_autocast(hidden.device):
+        result: tuple[Tensor, Tensor, HeadGradients] = ctx.job(
+            head, saved[5], saved[6], (needs[0], needs[1], needs[2], needs[3] or needs[4])
+        )
+    return result

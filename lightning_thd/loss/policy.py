@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lightning_thd._checks import instance, real_number, whole_number
 from lightning_thd.batch import IGNORE_INDEX
-from lightning_thd.loss.checks import check_tensors
 from lightning_thd.loss.rollouts import PackedRollouts
 
 GRPOKind = Literal["grpo", "dr_grpo", "token_mean"]
@@ -179,7 +178,6 @@ def gspo_loss(
     """
     low, high = _bounds(clip, clip_high)
     given = _given(rollouts, logp=logp, old_logp=old_logp)
-    check_tensors(advantages=advantages)
     rows = rollouts.shape[0]
     if advantages.shape != (rows,):
         raise ValueError(f"advantages is {list(advantages.shape)}, wanted one a row: [{rows}].")
@@ -189,7 +187,6 @@ def gspo_loss(
     losses = torch.where(rollouts.counts > 0, losses, 0.0)
     losses = losses + rollouts.means(_divergence(given["logp"], reference_logp, beta, rollouts), group=group)
     if weights is not None:
-        check_tensors(weights=weights)
         if weights.shape != (rows,):
             raise ValueError(f"weights is {list(weights.shape)}, wanted one a row: [{rows}].")
         losses = torch.where(weights != 0, losses, 0.0) * weights.detach()
@@ -218,7 +215,6 @@ def group_advantages(
         TypeError: for arguments of another type.
         ValueError: when the rewards are not whole groups, or a group of one is to be normalised.
     """
-    check_tensors(rewards=rewards)
     real_number(epsilon, "epsilon", least=0.0)
     instance(normalise, "normalise", bool, advice="Pass True or False.")
     group_size = whole_number(group_size, "group_size", least=None, advice="It is the rollouts of a prompt.")
@@ -250,9 +246,6 @@ def _ratio(distance: Tensor) -> Tensor:
 
 def _given(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Tensor) -> dict[str, Tensor]:
     """Check values of slots, and set them to 0 where no response token is predicted or its factor is 0."""
-    if not isinstance(rollouts, PackedRollouts):
-        raise TypeError(f"rollouts is a {type(rollouts).__name__}, wanted PackedRollouts.")
-    check_tensors(**values)
     counts = rollouts.batch.targets != IGNORE_INDEX
     if isinstance(factors, Tensor) and factors.shape == counts.shape:
         counts = counts & (factors != 0)
@@ -266,7 +259,6 @@ def _given(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Te
 
 
 def _advantages(advantages: Tensor, rollouts: PackedRollouts) -> Tensor:
-    check_tensors(advantages=advantages)
     slots, rows = rollouts.batch.targets.shape, rollouts.shape[0]
     if advantages.shape == slots == (rows,) and max(rollouts.batch.lengths) > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Arguments of a fused loss -> checked, flattened, selected rows, and how results get their shape again."""
+"""Arguments of a fused loss -> checked, flattened, selected rows, and results in the caller's shape again."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd.loss.checks import (
-    check_call,
-    check_operands,
-    check_rows,
-    check_target_values,
-    check_targets,
-)
+from lightning_thd._static import shapes_are_static
 from lightning_thd.loss.dtensors import group_of_operands, is_dtensor, local_hidden, plain
 from lightning_thd.loss.tiles.budget import tile_shape
-from lightning_thd.loss.tiles.logit_map import LogitMap
-from lightning_thd.loss.tiles.logits import Head
-from lightning_thd.loss.tiles.products import accumulator_dtype, has_autocast
-from lightning_thd.loss.tiles.rows import rows_with_target
+from lightning_thd.loss.tiles.head import Head, LogitMap, Operands, Settings
+from lightning_thd.loss.tiles.products import has_autocast, is_native
 from lightning_thd.parallel.exchange import all_gather_rows
 
-Operands = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# Below this share of ignored rows their products cost less than a copy of the others.
+_WORTH_SKIPPING = 0.05
+# Types that hold no DTensor.
+_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+# Devices whose host waits when it reads the number of loss tokens, so that the caller's is taken.
+_WAITS = {"cuda"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +30,8 @@ class Call:
     """The arguments common to all fused losses, described at ``fused_linear_logprobs``.
 
     ``logit_map`` holds temperature, cap, scale and valid columns. ``partial_hidden`` leaves the gradient of
-    ``hidden`` a partial sum over ``tp_group``.
+    ``hidden`` a partial sum over ``tp_group``. At most ``loss_tokens`` targets count; a caller who knows the
+    number on the host spares a GPU the wait for it.
     """
 
     hidden: Tensor
@@ -47,35 +46,7 @@ class Call:
     sequence_parallel: bool = False
     partial_hidden: bool = False
     chunk: int | Literal["auto"] = "auto"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """The settings of a call: dtypes, tile size, vocabulary and group.
-
-    Attributes:
-        logit_map: between product and softmax.
-        vocabulary: columns that exist, over all ranks.
-        columns: columns that exist on this rank.
-        start: vocabulary index of this rank's first column.
-        compute: dtype of the products' inputs.
-        accumulator: dtype of their sums and of the results.
-        tile: tokens and columns of a tile.
-        tp_group: ranks that share the vocabulary.
-        partial_hidden: the gradient of hidden is left for the caller to reduce over ``tp_group``.
-        ignore_index: marks rows that do not count; None where all do.
-    """
-
-    logit_map: LogitMap
-    vocabulary: int
-    columns: int
-    start: int
-    compute: torch.dtype
-    accumulator: torch.dtype
-    tile: tuple[int, int]
-    tp_group: dist.ProcessGroup | None
-    partial_hidden: bool
-    ignore_index: int | None = None
+    loss_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,10 +57,10 @@ class Prepared:
         operands: hidden ``[R, H]``, weight, bias, and a LoRA's ``[R, r]`` and ``[V, r]``, on the path of
             the gradient.
         targets: int64 ``[R]``.
-        counts: bool ``[R]``, False where the target is ignored; None where all count.
-        kept: int64 ``[R]``, where they stand in ``shape`` flattened; None for all.
+        counts: bool ``[R]``, False where the target is ignored; None if all count.
+        kept: int64 ``[R]``, their places in ``shape`` flattened; None for all.
         shape: what the caller wants back.
-        settings: the rest.
+        settings: dtypes, tile size, vocabulary and group.
     """
 
     operands: Operands
@@ -105,135 +76,234 @@ class Prepared:
         if self.counts is not None:
             counts = self.counts.view(-1, *[1] * len(rest))
             values = torch.where(counts, values, values.new_zeros(()))
-        if self.kept is None:
-            return values.view(*self.shape, *rest)
-        whole = values.new_zeros(self.shape.numel(), *rest).index_copy(0, self.kept, values)
-        return whole.view(*self.shape, *rest)
+        if self.kept is not None:  # added: rows that fill up ``kept`` are zeros
+            values = values.new_zeros(self.shape.numel(), *rest).index_add(0, self.kept, values)
+        return values.view(*self.shape, *rest)
 
 
-def make_head(operands: Operands, targets: Tensor, settings: Settings) -> Head:
-    """Build the ``Head`` that the tile loops take from prepared operands."""
-    hidden, weight, bias, low_x, low_weight = operands
-    ignored = settings.ignore_index
-    return Head(
-        hidden=hidden,
-        weight=weight,
-        bias=bias,
-        low_rank=None if low_x is None or low_weight is None else (low_x, low_weight),
-        counts=None if ignored is None else targets != ignored,
-        logit_map=settings.logit_map,
-        columns=settings.columns,
-        start=settings.start,
-        compute=settings.compute,
-        accumulator=settings.accumulator,
-        tile=settings.tile,
+def scoring_head(operands: Operands, targets: Tensor, settings: Settings) -> Head:
+    """Build the ``Head`` of a loop that keeps no logits."""
+    hidden, itemsize = operands[0], settings.accumulator.itemsize
+    tile = tile_shape(
+        hidden.shape[0], settings.columns, device=hidden.device, itemsize=itemsize, chunk=settings.chunk
     )
+    return Head(operands, targets, settings, tile)
 
 
 def prepare(call: Call) -> Prepared:
     """Check the arguments of a fused loss, flatten them and select the rows to multiply."""
-    check_call(call)
-    call = _local(call)
-    hidden, weight, group = call.hidden, call.weight, call.tp_group
+    given = (call.hidden, call.weight, call.bias, call.targets)
+    if not {type(x) for x in given} <= _PLAIN:
+        call = _local(call)
+    hidden, weight, group, low_rank = call.hidden, call.weight, call.tp_group, call.low_rank
     autocast = has_autocast(hidden.device)
-    check_operands(hidden, weight, call.bias, call.low_rank, autocast=autocast)
-    if call.sequence_parallel and (group is None or hidden.ndim != 2):
-        raise ValueError(
-            f"sequence_parallel=True came with tp_group={group} and hidden {list(hidden.shape)}, "
-            "wanted the group whose ranks hold the rows, and [T / P, H]."
-        )
-    ranks = 1 if group is None else dist.get_world_size(group)
-    shape = hidden.shape[:-1] if not call.sequence_parallel else torch.Size([hidden.shape[0] * ranks])
-    check_targets(call.targets, hidden, shape)
-    x = None if call.low_rank is None else call.low_rank[0].flatten(0, -2)
-    hidden = hidden.flatten(0, -2)
-    if call.sequence_parallel:
-        assert group is not None
-        hidden, x = _gathered(hidden, x, group)
-    selected = _select(call, hidden, x, _settings(call, hidden, autocast))
-    check_target_values(selected.targets, call.ignore_index, selected.settings.vocabulary)
-    return selected
-
-
-def _local(call: Call) -> Call:
-    """Replace DTensors by this rank's part of them."""
-    if not any(is_dtensor(x) for x in (call.hidden, call.weight, call.bias, call.targets)):
-        return call
-    hidden, group, partial = call.hidden, call.tp_group, call.partial_hidden
-    if is_dtensor(call.weight):
-        group = group_of_operands(hidden, call.weight, group)
-    if is_dtensor(hidden):
-        hidden, partial = local_hidden(hidden, group, call.low_rank is None)
-    return replace(
-        call,
-        hidden=hidden,
-        weight=plain(call.weight),
-        bias=None if call.bias is None else plain(call.bias),
-        targets=plain(call.targets),
-        tp_group=group,
-        partial_hidden=partial,
-    )
-
-
-def _gathered(hidden: Tensor, x: Tensor | None, group: dist.ProcessGroup) -> tuple[Tensor, Tensor | None]:
-    if x is None:
-        return all_gather_rows(hidden, group), None
-    both = all_gather_rows(torch.cat([hidden, x], dim=1), group)
-    return both[:, : hidden.shape[1]], both[:, hidden.shape[1] :]
-
-
-def _settings(call: Call, hidden: Tensor, autocast: bool) -> Settings:
-    group, shard = call.tp_group, call.weight.shape[0]
+    check_operands(hidden, weight, call.bias, low_rank, autocast=autocast)
+    shape = hidden.shape[:-1]
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    start = rank * shard
-    valid = call.logit_map.valid_vocab_size
+    if call.sequence_parallel:
+        if group is None or hidden.ndim != 2:
+            raise ValueError(
+                f"sequence_parallel=True came with tp_group={group} and hidden {list(hidden.shape)}, "
+                "wanted the group whose ranks hold the rows, and [T / P, H]."
+            )
+        shape = torch.Size([hidden.shape[0] * ranks])
+    _check_targets(call.targets, hidden, shape)
+    x = None if low_rank is None else low_rank[0].flatten(0, -2)
+    hidden = hidden.flatten(0, -2)
+    if call.sequence_parallel and group is not None:
+        both = all_gather_rows(hidden if x is None else torch.cat([hidden, x], dim=1), group)
+        hidden, x = both[:, : weight.shape[1]], None if x is None else both[:, weight.shape[1] :]
+    shard, valid, chunk = weight.shape[0], call.logit_map.valid_vocab_size, call.chunk
     vocabulary = shard * ranks if valid is None else valid
     if vocabulary > shard * ranks:
         raise ValueError(
             f"valid_vocab_size is {vocabulary} but weight has {shard * ranks} rows over {ranks} "
             "rank(s), wanted at most that many. It counts the entries that exist among padded ones."
         )
-    columns = max(0, min(shard, vocabulary - start))
-    accumulator = accumulator_dtype(hidden, call.weight)
-    compute = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
-    if autocast and accumulator == torch.float64:
-        compute = accumulator  # autocast leaves fp64 alone
-    itemsize = accumulator.itemsize
-    return Settings(
-        logit_map=call.logit_map,
-        vocabulary=vocabulary,
-        columns=columns,
-        start=start,
-        compute=compute,
-        accumulator=accumulator,
-        tile=tile_shape(hidden.shape[0], columns, device=hidden.device, itemsize=itemsize, chunk=call.chunk),
-        tp_group=group,
-        partial_hidden=call.sequence_parallel or call.partial_hidden,
-    )
-
-
-def _select(call: Call, hidden: Tensor, x: Tensor | None, settings: Settings) -> Prepared:
-    targets = call.targets.long()
-    shape, flat = targets.shape, targets.flatten()
+    if chunk != "auto" and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk is {chunk!r}, wanted 'auto' or the number of tokens in a tile, at least 1.")
+    wide = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+    compute = hidden.dtype
+    if autocast:  # which leaves fp64 alone
+        compute = wide if wide == torch.float64 else torch.get_autocast_dtype(hidden.device.type)
+    targets, shape = call.targets.flatten().long(), call.targets.shape
     kept: Tensor | None = None
     picked: Tensor | None = None
     all_count = False
     if call.rows is not None:
-        picked = check_rows(call.rows, flat.numel(), hidden.device)
-        shape = picked.shape
+        picked = _check_rows(call.rows, targets.numel(), hidden.device)
+        shape, targets = picked.shape, targets[picked]
     else:
-        kept, all_count = rows_with_target(flat, call.ignore_index)
+        known = call.loss_tokens if hidden.device.type in _WAITS else None
+        kept, targets, all_count = rows_with_target(targets, call.ignore_index, at_most=known)
         picked = kept
     if picked is not None:
-        flat, hidden = flat[picked], hidden.index_select(0, picked)
+        hidden = hidden.index_select(0, picked)
         x = None if x is None else x.index_select(0, picked)
-    low_weight = None if call.low_rank is None else call.low_rank[1]
-    counts = None if all_count else flat != call.ignore_index
+    _check_target_values(targets, call.ignore_index, vocabulary)
     return Prepared(
-        operands=(hidden, call.weight, call.bias, x, low_weight),
-        targets=flat,
-        counts=counts,
+        operands=(hidden, weight, call.bias, x, None if low_rank is None else low_rank[1]),
+        targets=targets,
+        counts=None if all_count else targets != call.ignore_index,
         kept=kept,
         shape=shape,
-        settings=replace(settings, ignore_index=None if counts is None else call.ignore_index),
+        settings=Settings(
+            logit_map=call.logit_map,
+            vocabulary=vocabulary,
+            columns=max(0, min(shard, vocabulary - rank * shard)),
+            start=rank * shard,
+            compute=compute,
+            accumulator=wide,
+            native=is_native(compute, hidden.device),
+            chunk=chunk,
+            tp_group=group,
+            partial_hidden=call.sequence_parallel or call.partial_hidden,
+            ignore_index=None if all_count else call.ignore_index,
+        ),
     )
+
+
+def _local(call: Call) -> Call:
+    """Replace DTensors by this rank's part of them."""
+    hidden, group, partial = call.hidden, call.tp_group, call.partial_hidden
+    if is_dtensor(call.weight):
+        group = group_of_operands(hidden, call.weight, group)
+    if is_dtensor(hidden):
+        hidden, partial = local_hidden(hidden, group, call.low_rank is None)
+    bias = None if call.bias is None else plain(call.bias)
+    weight, targets = plain(call.weight), plain(call.targets)
+    return replace(
+        call, hidden=hidden, weight=weight, bias=bias, targets=targets, tp_group=group, partial_hidden=partial
+    )
+
+
+def rows_with_target(
+    targets: Tensor, ignore_index: int, *, at_most: int | None = None
+) -> tuple[Tensor | None, Tensor, bool]:
+    """Return the rows whose target ``[T]`` counts, their targets, and whether all of these count.
+
+    In fine-tuning most tokens have no target; leaving their rows out saves their products. How many are left
+    is data. It is read from the device, and shapes vary from batch to batch; ``static_shapes`` turns that
+    off, for the capture of a graph. With ``at_most``, the most that count, nothing is read; what is missing
+    is filled up with rows that do not count.
+
+    Returns:
+        int64 ``[R]``, or None if all rows should be multiplied; ``[R]``. ``[5, -100, -100, 7]`` gives
+        ``([0, 3], [5, 7], True)``.
+    """
+    capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
+    if shapes_are_static() or targets.is_meta or capturing:
+        return None, targets, False
+    counts, total = targets != ignore_index, targets.numel()
+    number = counts.sum()
+    kept = int(number) if at_most is None else min(at_most, total)
+    if at_most is not None:
+        torch._assert_async(number <= kept, f"more targets count than the {kept} that the caller knows of")
+    if kept > (1.0 - _WORTH_SKIPPING) * total:
+        return None, targets, at_most is None and kept == total
+    if at_most is None:
+        rows = counts.nonzero().squeeze(1)
+        return rows, targets[rows], True
+    rows = counts.nonzero_static(size=kept, fill_value=0).squeeze(1)
+    real = torch.arange(kept, device=targets.device) < number
+    return rows, torch.where(real, targets[rows], ignore_index), False
+
+
+def check_operands(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_rank: tuple[Tensor, Tensor] | None,
+    *,
+    autocast: bool,
+) -> None:
+    """Check shapes, dtypes and devices of hidden ``[..., H]``, weight ``[V, H]``, bias ``[V]`` and LoRA."""
+    if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}, wanted [T, H] and [V, H] with "
+            "one H. Pass the head's weight as nn.Linear stores it, one row a vocabulary entry."
+        )
+    if hidden.dtype not in _FLOATS or weight.dtype not in _FLOATS:
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}, wanted fp32, fp64, bf16 or fp16."
+        )
+    if hidden.dtype != weight.dtype and not autocast:
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}, wanted one dtype. Cast one of them, or "
+            "call under torch.autocast, which casts both."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias is {list(bias.shape)}, wanted [{weight.shape[0]}], one a row of weight.")
+    if low_rank is not None:
+        x, w = low_rank
+        if x.shape[:-1] != hidden.shape[:-1] or w.shape != (weight.shape[0], x.shape[-1]):
+            raise ValueError(
+                f"low_rank is {list(x.shape)} and {list(w.shape)}, wanted {[*hidden.shape[:-1], 'r']} and "
+                f"[{weight.shape[0]}, r] beside hidden {list(hidden.shape)}."
+            )
+    others = [("weight", weight), ("bias", bias), *[("low_rank", part) for part in low_rank or ()]]
+    for name, tensor in others:
+        if tensor is not None and tensor.device != hidden.device:
+            raise _elsewhere(name, tensor, hidden)
+
+
+def _elsewhere(name: str, tensor: Tensor, hidden: Tensor) -> ValueError:
+    return ValueError(
+        f"{name} is on {tensor.device} and hidden on {hidden.device}, wanted one device. Move one: "
+        f"{name}.to(hidden.device)."
+    )
+
+
+def _check_targets(targets: Tensor, hidden: Tensor, shape: torch.Size) -> None:
+    """Check that targets are integers of ``shape`` (sequence parallel: of all ranks' rows) on the device."""
+    if targets.shape != shape:
+        raise ValueError(
+            f"targets is {list(targets.shape)} and hidden {list(hidden.shape)}, wanted one target a token: "
+            f"{list(shape)}. Targets are already shifted: targets[i] is what token i should predict."
+        )
+    if targets.dtype.is_floating_point or targets.dtype in (torch.bool, torch.uint8):
+        raise ValueError(f"targets is {targets.dtype}, wanted int64 indices into the vocabulary.")
+    if targets.device != hidden.device:
+        raise _elsewhere("targets", targets, hidden)
+
+
+def _check_target_values(targets: Tensor, ignore_index: int, vocabulary: int) -> None:
+    """Check that targets are in the whole vocabulary; an error on the CPU, a device assert elsewhere."""
+    if targets.is_meta:
+        return
+    wrong = ((targets < 0) | (targets >= vocabulary)) & (targets != ignore_index)
+    if targets.device.type != "cpu":
+        torch._assert_async(~wrong.any(), f"a target is outside the vocabulary of {vocabulary}")
+    elif not shapes_are_static() and bool(wrong.any()):
+        at = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"targets[{at}] is {int(targets[at])}, wanted 0 to {vocabulary - 1} or "
+            f"ignore_index={ignore_index}. "
+            "Tokenizer and model differ in vocabulary, or valid_vocab_size is too small."
+        )
+
+
+def _check_rows(rows: Tensor, tokens: int, device: torch.device) -> Tensor:
+    """Check the ``rows`` argument, int64 ``[R]`` or bool ``[T]``, and return it as indices."""
+    if rows.device != device:
+        raise ValueError(f"rows is on {rows.device} and hidden on {device}, wanted one device. Move rows.")
+    if rows.dtype == torch.bool:
+        if rows.shape != (tokens,):
+            raise ValueError(f"rows is bool {list(rows.shape)}, wanted [{tokens}], one entry a token.")
+        return rows.nonzero().squeeze(1)
+    if rows.ndim != 1 or rows.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"rows is {rows.dtype} {list(rows.shape)}, wanted int64 [R] or bool [{tokens}].")
+    if rows.device.type == "cpu" and rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= tokens):
+        raise ValueError(
+            f"rows goes from {int(rows.min())} to {int(rows.max())}, wanted indices 0 to {tokens - 1}."
+        )
+    return rows.long()
+
+
+def refuse_double_backward(name: str) -> None:
+    """Refuse ``create_graph=True``, a backward pass that is itself recorded."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{name} was differentiated with create_graph=True, but it keeps no logits to differentiate "
+            "twice. Use create_graph=False, or materialised logits for a second derivative."
+        )

@@ -299,45 +299,38 @@ TOP = {
     "teacher_weight": None,
     "teacher_topk": (torch.zeros(4, 2), torch.zeros(4, 2).long()),
 }
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"kind": "js"}, ValueError, "kind is 'js', wanted one of kl, reverse_kl, jsd"),
-    ({"alpha": 1.5}, ValueError, "alpha is 1.5 and beta 0.5, wanted alpha from 0 to 1"),
-    ({"alpha": "1"}, TypeError, "alpha is a str"),
-    ({"beta": 1.0}, ValueError, "its ends the mixture is kind='kl'"),
-    ({"reduction": "none"}, ValueError, "reduction is 'none'"),
-    ({"temperature": 0.0}, ValueError, "temperature is 0.0"),
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "js"}, "kind is 'js', wanted one of kl, reverse_kl, jsd"),
+    ({"alpha": 1.5}, "alpha is 1.5 and beta 0.5, wanted alpha from 0 to 1"),
+    ({"beta": 1.0}, "its ends the mixture is kind='kl'"),
+    ({"reduction": "none"}, "reduction is 'none'"),
+    ({"temperature": 0.0}, "temperature is 0.0"),
     (
         {"teacher_weight": None},
-        ValueError,
         "No teacher: pass teacher_hidden and teacher_weight",
     ),
     (
         {"teacher_weight": torch.randn(100, 8)},
-        ValueError,
         r"\[100, 8\] beside.*need valid_vocab_size",
     ),
-    ({"teacher_hidden": torch.randn(5, 8)}, ValueError, r"teacher_hidden is \[5, 8\]"),
-    ({"teacher_hidden": [1.0]}, TypeError, "teacher_hidden is a list"),
+    ({"teacher_hidden": torch.randn(5, 8)}, r"teacher_hidden is \[5, 8\]"),
     (
         {"teacher_topk": TOP["teacher_topk"]},
-        ValueError,
         "teacher_topk came with kind='kl', teacher_hidden given",
     ),
-    ({**TOP, "kind": "jsd"}, ValueError, "wanted it alone and kind='kl'"),
-    ({**TOP, "teacher_topk": torch.zeros(4, 2)}, TypeError, "teacher_topk is a Tensor, wanted a pair"),
+    ({**TOP, "kind": "jsd"}, "wanted neither, and kind='kl'"),
     (
         {**TOP, "teacher_topk": (torch.zeros(3, 2), torch.zeros(3, 2).long())},
-        ValueError,
         r"wanted two of \[4, 'k'\]",
     ),
-    ({**TOP, "teacher_topk": (torch.zeros(4, 2), torch.zeros(4, 2))}, ValueError, "and int64 tokens"),
-    ({"token_weights": torch.ones(3)}, ValueError, r"token_weights is \[3\]"),
+    ({**TOP, "teacher_topk": (torch.zeros(4, 2), torch.zeros(4, 2))}, "and int64 tokens"),
+    ({"token_weights": torch.ones(3)}, r"token_weights is \[3\]"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), BAD)
-def test_messages(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_messages(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         fused_linear_distillation(**{**GOOD, **changes})
 
 

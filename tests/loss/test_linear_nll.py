@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,11 @@ from lightning_thd.loss import (
     fused_linear_logprobs,
     static_shapes,
 )
+from lightning_thd.loss.linear_logprobs import linear_logprobs
+from lightning_thd.loss.linear_nll import linear_nll
+from lightning_thd.loss.prepare import Call, rows_with_target
+from lightning_thd.loss.tiles.nll import Penalties
+from tests.device_reads import RefuseDeviceReads
 from tests.loss.oracles import Case, relative, wide
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -236,3 +242,32 @@ def test_meta_tensors_give_shapes() -> None:
     loss.backward()
     assert loss.shape == ()
     assert [leaf.grad.shape for leaf in meta if leaf.grad is not None] == [leaf.shape for leaf in leaves]
+
+
+@pytest.mark.parametrize("at_most", [2, 3, 5])
+def test_a_number_of_loss_tokens_known_on_the_host_is_not_read(at_most: int) -> None:
+    targets = torch.full((40,), -100)
+    targets[3], targets[7] = 5, 6
+    with RefuseDeviceReads():
+        rows, kept, all_count = rows_with_target(targets, -100, at_most=at_most)
+    assert rows is not None
+    assert not all_count
+    assert kept.tolist() == [5, 6, *[-100] * (at_most - 2)]
+    assert rows[:2].tolist() == [3, 7]
+    with pytest.raises(RuntimeError, match="more targets count than the 1"):
+        rows_with_target(targets, -100, at_most=1)
+
+
+def test_rows_that_fill_up_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_thd.loss.prepare._WAITS", {"cpu"})
+    leaves, targets = Case(ignored=0.6).tensors()
+    call = Call(hidden=leaves[0], weight=leaves[1], targets=targets)
+    count = int((targets != -100).sum())
+    found = []
+    for loss_tokens in (None, count, count + 4):
+        given = replace(call, loss_tokens=loss_tokens)
+        loss = linear_nll(given, Penalties(), token_weights=None).loss
+        logp = linear_logprobs(given, entropy=False).logp
+        found.append((loss, logp, *torch.autograd.grad(loss + logp.square().sum(), leaves)))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))

@@ -226,16 +226,14 @@ def test_group_advantages() -> None:
 
 GRPO: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"logp": torch.zeros(26)}, ValueError, r"logp is \[26\], wanted one a slot"),
-    ({"logp": None}, TypeError, "logp is a NoneType"),
     ({"advantages": torch.ones(3)}, ValueError, r"advantages is \[3\], wanted one a row, \[4\]"),
-    ({"rollouts": None}, TypeError, "rollouts is a NoneType, wanted PackedRollouts"),
     ({"kind": "x"}, ValueError, "kind is 'x', wanted one of grpo"),
     ({"kind": "dr_grpo"}, ValueError, "got max_tokens=None"),
     ({"beta": 0.1}, ValueError, "beta is 0.1 and reference_logp absent"),
     ({"reference_logp": torch.zeros(27)}, ValueError, "reference_logp given"),
-    ({"clip": 0.0}, ValueError, "clip=0.0"),
+    ({"clip": 0.0}, ValueError, "clip=0.0; wanted a finite number above 0.0"),
     ({"largest_ratio": 1.0}, ValueError, "largest_ratio=1.0"),
-    ({"scale": "1"}, TypeError, "scale is a str"),
+    ({"scale": "1"}, TypeError, "scale is a str.*wanted a number"),
 ]
 
 
@@ -250,7 +248,7 @@ def test_messages(changes: dict[str, Any], error: type[Exception], message: str)
 def test_messages_of_the_others() -> None:
     rollouts, _ = make_rollouts()
     zeros, ones = torch.zeros(27), torch.ones(4)
-    with pytest.raises(ValueError, match="dual_clip=1.0"):
+    with pytest.raises(ValueError, match="dual_clip is 1.0"):
         policy.ppo_clip_loss(zeros, zeros, ones, rollouts, dual_clip=1.0)
     with pytest.raises(ValueError, match=r"advantages is \[27\], wanted one a row: \[4\]"):
         policy.gspo_loss(zeros, zeros, zeros, rollouts)

@@ -18,7 +18,6 @@ from lightning_thd.integrations.evaluation import mean_loss
 from lightning_thd.loss import (
     causal_lm_logprobs,
     causal_lm_loss,
-    fused_linear_cross_entropy,
     fused_linear_logprobs,
 )
 from lightning_thd.loss.causal_lm import loss_weights
@@ -198,7 +197,6 @@ def test_without_entropy_the_rest_is_the_same_bit_for_bit() -> None:
     ("arguments", "error", "message"),
     [
         ({"reduction": "mean"}, ValueError, "reduction is 'mean', wanted 'tokens' or 'sequences'"),
-        ({"weights": 2.0}, TypeError, "weights is a float, wanted a torch.Tensor"),
         ({"weights": torch.ones(3)}, ValueError, r"weights is \[3\], wanted one a slot, \[28\]"),
         ({"class_weights": torch.ones(3)}, ValueError, rf"class_weights has 3 entries, wanted {VOCAB}"),
         (
@@ -206,7 +204,7 @@ def test_without_entropy_the_rest_is_the_same_bit_for_bit() -> None:
             ValueError,
             "label_smoothing above 0, wanted one of the two",
         ),
-        ({"label_smoothing": "0.1"}, TypeError, "label_smoothing is a str, wanted a Python number"),
+        ({"label_smoothing": "0.1"}, TypeError, "label_smoothing is a str.*wanted a number"),
         ({"z_loss": torch.ones(())}, TypeError, "z_loss is a Tensor"),
     ],
 )
@@ -226,34 +224,17 @@ def test_an_unknown_number_of_sequences_is_said() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"hidden": [[1.0]]}, "hidden is a list, wanted a torch.Tensor"),
-        ({"weight": None}, "weight is a NoneType, wanted a torch.Tensor"),
-        ({"targets": 3}, "targets is a int, wanted a torch.Tensor"),
-        ({"bias": 0.0}, "bias is a float, wanted a torch.Tensor"),
-        ({"low_rank": torch.ones(2, 2)}, "low_rank is a Tensor, wanted a pair of tensors"),
-        ({"temperature": "1"}, "temperature is a str, wanted a Python number"),
-        ({"softcap": torch.ones(())}, "softcap is a Tensor, wanted a Python number"),
-        ({"ignore_index": 1.5}, "ignore_index is 1.5, wanted an int"),
-        ({"valid_vocab_size": 9.0}, "valid_vocab_size is 9.0, wanted an int or None"),
-        ({"sequence_parallel": 1}, "sequence_parallel is 1, wanted True or False"),
-        ({"tp_group": "tp"}, "tp_group is a str, wanted a torch.distributed.ProcessGroup"),
+        ({"temperature": "1"}, "temperature is a str.*wanted a number"),
+        ({"softcap": torch.ones(())}, "softcap is a Tensor.*wanted a number"),
+        ({"valid_vocab_size": 9.0}, "valid_vocab_size is a float, 9.0; wanted a whole number"),
     ],
 )
-def test_arguments_of_another_type(arguments: dict[str, Any], message: str) -> None:
+def test_settings_of_another_type(arguments: dict[str, Any], message: str) -> None:
     good = {"hidden": torch.randn(4, 16), "weight": torch.randn(101, 16), "targets": torch.arange(4)}
-    for function in (fused_linear_logprobs, fused_linear_cross_entropy):
-        with pytest.raises(TypeError, match=message):
-            function(**{**good, **arguments})
+    with pytest.raises(TypeError, match=message):
+        fused_linear_logprobs(**{**good, **arguments})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"entropy": 1}, TypeError, "entropy is 1, wanted True or False"),
-        ({"top_k": 1.0}, TypeError, "top_k is 1.0, wanted a number of tokens"),
-        ({"top_k": 102}, ValueError, "top_k is 102, wanted 0 to the vocabulary's 101 tokens"),
-    ],
-)
-def test_messages_of_logprobs(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        fused_linear_logprobs(torch.randn(4, 16), torch.randn(101, 16), torch.arange(4), **arguments)
+def test_more_top_tokens_than_the_vocabulary_has() -> None:
+    with pytest.raises(ValueError, match="top_k is 102, wanted 0 to the vocabulary's 101 tokens"):
+        fused_linear_logprobs(torch.randn(4, 16), torch.randn(101, 16), torch.arange(4), top_k=102)

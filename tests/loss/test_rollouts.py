@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.loss import PackedRollouts, fused_linear_logprobs
-from lightning_thd.loss.rollouts.reduce import segment_sums
+from lightning_thd.loss.rollouts import segment_sums
 from tests.loss.families import build
 from tests.ranks import run_ranks
 

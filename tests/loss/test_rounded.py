@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_thd.loss import fused_linear_logprobs
-from lightning_thd.loss.tiles import rounded
+from lightning_thd.loss.tiles import logprobs
 from lightning_thd.loss.tiles.products import cpu_multiplies_bf16
 from tests.loss.oracles import relative
 
@@ -67,7 +67,7 @@ def test_a_certain_target_has_no_loss() -> None:
 
 def test_only_rows_that_need_it_are_multiplied_again(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: dict[str, float] = {}
-    choose = rounded.rounding_shows
+    choose = logprobs.rounding_shows
     for kind in ("flat", "peaked", "certain", "offset"):
 
         def spy(*arguments: object, kind: str = kind, **named: bool) -> Tensor:
@@ -75,7 +75,7 @@ def test_only_rows_that_need_it_are_multiplied_again(monkeypatch: pytest.MonkeyP
             shares[kind] = found.float().mean().item()
             return found
 
-        monkeypatch.setattr(rounded, "rounding_shows", spy)
+        monkeypatch.setattr(logprobs, "rounding_shows", spy)
         hidden, weight, targets = operands(kind)
         fused_linear_logprobs(hidden, weight, targets, entropy=False)
     assert shares["flat"] < 0.2

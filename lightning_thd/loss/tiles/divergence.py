@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd.loss.tiles.gradient_sums import GradientSums, HeadGradients
-from lightning_thd.loss.tiles.logits import Head
+from lightning_thd.loss.tiles.head import GradientSums, Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Stash
-from lightning_thd.loss.tiles.processor import exponential
-from lightning_thd.loss.tiles.softmax import MAX, SUM
-from lightning_thd.loss.tiles.vocab_parallel import merge_ranks, merge_statistics, sum_over_ranks
+from lightning_thd.loss.tiles.products import exponential
+from lightning_thd.loss.tiles.softmax import MAX, SUM, merge_parts, merge_ranks
 
 Kind = Literal["kl", "reverse_kl", "jsd"]
 
@@ -72,35 +70,15 @@ class Divergence:
         return torch.logaddexp(s + math.log1p(-self.beta), t + math.log(self.beta))
 
 
-class Teacher(Protocol):
-    """The interface of a teacher that returns its log-probabilities tile by tile."""
-
-    def fill(self, rows: slice) -> Tensor:
-        """Select the rows to compute, and return the statistics ``[n, c]`` that ranks merge."""
-        ...
-
-    def open(self, stats: Tensor) -> None:
-        """Receive the softmax statistics of the whole vocabulary, merged over ranks."""
-        ...
-
-    def logprobs(self, columns: slice) -> Tensor:
-        """Return a tile of log-probabilities, ``[c, v]``, which may be overwritten."""
-        ...
-
-
 class HeadTeacher:
-    """A teacher given by its hidden states and head.
-
-    Args:
-        head: the operands, with the rows, columns and tiles of the student's.
-    """
+    """A teacher given by its hidden states and head, with the rows, columns and tiles of the student's."""
 
     def __init__(self, head: Head) -> None:
         self._stash = Stash(head)
         self._lse = head.hidden.new_empty(0)
 
     def fill(self, rows: slice) -> Tensor:
-        """Compute the logits of some rows and return their statistics, ``[5, c]``."""
+        """Compute the logits of some rows and return their statistics, ``[5, c]``, which ranks merge."""
         return self._stash.fill(rows, _nowhere(rows, self._lse), total=False)
 
     def open(self, stats: Tensor) -> None:
@@ -113,7 +91,7 @@ class HeadTeacher:
 
 
 class TopTeacher:
-    """A teacher given by its likeliest tokens only.
+    """A teacher of which only the likeliest tokens are known.
 
     Args:
         logp: ``[R, k]``, log-probabilities that add up to 1.
@@ -143,16 +121,11 @@ class TopTeacher:
 
 
 def divergence_and_gradients(
-    head: Head,
-    teacher: Teacher,
-    weights: Tensor,
-    divergence: Divergence,
-    *,
-    needs: tuple[bool, bool, bool, bool],
-    group: dist.ProcessGroup | None,
-    partial_hidden: bool,
+    head: Head, teacher: HeadTeacher | TopTeacher, weights: Tensor, divergence: Divergence, *, needs: Needs
 ) -> tuple[Tensor, HeadGradients]:
     """Return the sum of ``weights * divergence`` over the rows, ``[]``, and its gradients.
+
+    Ranks that share the vocabulary run one or two collectives a tile of rows.
 
     Args:
         head: the student's operands; the rows of its tiles are those whose logits are kept.
@@ -160,17 +133,16 @@ def divergence_and_gradients(
         weights: ``[R]`` in the student's accumulator's dtype; 0 for rows that do not count.
         divergence: what is compared.
         needs: whether the student's hidden, weight, bias and LoRA need gradients.
-        group: ranks that share the vocabulary; one or two collectives a tile of rows.
-        partial_hidden: leave the gradient of hidden a partial sum over the group.
     """
-    losses = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.accumulator)
+    group = head.how.tp_group
+    losses = head.hidden.new_zeros(head.hidden.shape[0], dtype=head.how.accumulator)
     sums = GradientSums(head, needs=needs, rows_outside=True)
     stash = Stash(head)
-    for rows in head.row_tiles():
-        lse = _open(stash, teacher, rows, group)[:, None]
+    for rows in head.row_tiles:
+        lse = _open(stash, teacher, rows)[:, None]
         inner = losses.new_zeros(rows.stop - rows.start)
         if divergence.couples_columns:
-            for columns in head.column_tiles():
+            for columns in head.column_tiles:
                 t = teacher.logprobs(columns).to(losses.dtype)
                 parts = divergence.terms(stash.logits(columns) - lse, t)
                 losses[rows] += parts[0]
@@ -178,46 +150,46 @@ def divergence_and_gradients(
             if group is not None:
                 dist.all_reduce(inner, group=group)
         sums.open(rows)
-        for columns in head.column_tiles():
+        for columns in head.column_tiles:
             t, z = teacher.logprobs(columns).to(losses.dtype), stash.logits(columns)
             s = z - lse
             if not divergence.couples_columns:
                 losses[rows] += divergence.terms(s, t)[0]
             dz = divergence.gradient(s, t, inner).mul_(weights[rows, None])
-            if head.counts is not None:  # a divergence may be infinite where nothing counts
+            if head.counts is not None:  # a divergence may be infinite in rows that do not count
                 dz.masked_fill_(~head.counts[rows, None], 0.0)
-            sums.add(_to_raw(head, dz, z), rows, columns)
+            sums.add(_to_raw(head.how.logit_map, dz, z), rows, columns)
         sums.close(rows)
     del stash
     found = sums.result()
     if group is not None:
         dist.all_reduce(losses, group=group)
-        for part in () if partial_hidden else (found.hidden, found.low_rank[0]):
+        for part in () if head.how.partial_hidden else (found.hidden, found.low_rank[0]):
             if part is not None:
-                sum_over_ranks([part], group)
+                dist.all_reduce(part, group=group)
     weighted = weights * losses
     return (weighted if head.counts is None else torch.where(head.counts, weighted, 0.0)).sum(), found
 
 
-def _open(stash: Stash, teacher: Teacher, rows: slice, group: dist.ProcessGroup | None) -> Tensor:
+def _open(stash: Stash, teacher: HeadTeacher | TopTeacher, rows: slice) -> Tensor:
     """Fill the stashes of student and teacher with some rows, and return the student's log-sums, ``[c]``."""
     head = stash.head
     stats = stash.fill(rows, _nowhere(rows, head.hidden), total=False)
     others = teacher.fill(rows).to(stats.dtype)
-    if group is not None:
-        stats, every = merge_statistics(stats, others, head.weight.shape[0], group)
-        others = merge_ranks(every) if len(others) else others
+    if head.how.tp_group is not None:
+        stats, every = merge_ranks(stats, others, head.weight.shape[0], head.how.tp_group)
+        others = merge_parts(every) if len(others) else others
     teacher.open(others)
     return stats[MAX] + stats[SUM].log()
 
 
 def _nowhere(rows: slice, like: Tensor) -> Tensor:
+    """Return targets that are in no tile, ``[c]``."""
     return torch.full((rows.stop - rows.start,), -1, device=like.device)
 
 
-def _to_raw(head: Head, dz: Tensor, z: Tensor) -> Tensor:
+def _to_raw(logit_map: LogitMap, dz: Tensor, z: Tensor) -> Tensor:
     """Convert a gradient of mapped logits ``z`` to one of the raw products, in place."""
-    logit_map = head.logit_map
     dz.mul_(logit_map.scale / logit_map.temperature)
     if logit_map.softcap is not None:  # 1 - tanh^2, with tanh = z * temperature / cap
         dz.mul_(1.0 - (z * (logit_map.temperature / logit_map.softcap)).square())

@@ -1,26 +1,26 @@
 """Hidden states x head weight -> a weighted negative log-likelihood and its gradients, 6THV operations.
 
-R rows, H hidden size, V vocabulary. A scalar's gradient is known up to a factor before anybody asks for
-it, so the logits of a few rows are kept just long enough to become gradients, and never made again. The
-few rows span the whole vocabulary: their number follows from a byte budget.
+R rows, H hidden size, V vocabulary. A scalar's gradient is known up to a factor before anybody asks for it.
+So the logits of a few rows are kept just long enough to become gradients, and never made again. The few rows
+span the whole vocabulary: their number follows from a byte budget.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
 
-from lightning_thd.loss.tiles.gradient_sums import GradientSums, HeadGradients
-from lightning_thd.loss.tiles.logits import Head
+from lightning_thd._checks import real_number
+from lightning_thd.loss.tiles.head import GradientSums, Head, HeadGradients, Needs
 from lightning_thd.loss.tiles.softmax import (
     MAX,
     SUM,
     TARGET,
     TOTAL,
     RowGradients,
+    blank_statistics,
     logit_gradient,
     update_statistics,
 )
@@ -39,13 +39,9 @@ class Penalties:
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("label_smoothing", "z_loss"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise TypeError(f"{name} is a {type(value).__name__}, wanted a Python number.")
-        if not 0.0 <= self.label_smoothing < 1.0:
+        if not 0.0 <= real_number(self.label_smoothing, "label_smoothing") < 1.0:
             raise ValueError(f"label_smoothing is {self.label_smoothing!r}, wanted at least 0 and below 1.")
-        if not 0.0 <= self.z_loss < float("inf"):
+        if not real_number(self.z_loss, "z_loss") >= 0.0:
             raise ValueError(f"z_loss is {self.z_loss!r}, wanted a finite factor, 0 or more; 1e-4 is usual.")
 
     def loss(self, logp: Tensor, lse: Tensor, mean_logit: Tensor) -> Tensor:
@@ -76,9 +72,9 @@ def nll_and_gradients(
     head: Head,
     targets: Tensor,
     weights: Tensor,
-    penalties: Penalties,
+    needs: Needs,
     *,
-    needs: tuple[bool, bool, bool, bool],
+    penalties: Penalties,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, HeadGradients]:
     """Return the sum of ``weights * loss`` over the rows, the part that ``z_loss`` adds, and the gradients.
@@ -87,19 +83,19 @@ def nll_and_gradients(
         head: the operands; all columns on this rank, the rows of its tiles those whose logits are kept.
         targets: int64 ``[R]``.
         weights: ``[R]`` in the accumulator's dtype; 0 for rows that do not count.
-        penalties: label smoothing and z-loss.
         needs: whether hidden, weight, bias and the LoRA need gradients.
+        penalties: label smoothing and z-loss.
         seen: ``[R]`` in the accumulator's dtype, filled with the losses of the rows, or None.
     """
-    loss, z_part = head.hidden.new_zeros((2,), dtype=head.accumulator).unbind()
+    loss, z_part = head.hidden.new_zeros((2,), dtype=head.how.accumulator).unbind()
     sums = GradientSums(head, needs=needs, rows_outside=True)
     stash = Stash(head)
-    for rows in head.row_tiles():
+    for rows in head.row_tiles:
         stats = stash.fill(rows, targets[rows], total=penalties.label_smoothing > 0)
         log_sum = stats[SUM].log()
         lse = stats[MAX] + log_sum
         logp = stats[TARGET] - stats[MAX] - log_sum
-        row_losses = weights[rows] * penalties.loss(logp, lse, stats[TOTAL] / head.columns)
+        row_losses = weights[rows] * penalties.loss(logp, lse, stats[TOTAL] / head.how.columns)
         if head.counts is not None:
             row_losses = torch.where(head.counts[rows], row_losses, 0.0)
         loss += row_losses.sum()
@@ -107,9 +103,9 @@ def nll_and_gradients(
             seen[rows] = row_losses
         if penalties.z_loss:
             z_part += penalties.z_part(weights[rows], lse)
-        wanted = penalties.gradients(weights[rows], lse, head.columns)
+        wanted = penalties.gradients(weights[rows], lse, head.how.columns)
         sums.open(rows)
-        for columns in head.column_tiles():
+        for columns in head.column_tiles:
             sums.add(stash.gradient(columns, targets[rows], lse, wanted), rows, columns)
         sums.close(rows)
     del stash  # before the weight's gradient is rounded
@@ -119,38 +115,38 @@ def nll_and_gradients(
 class Stash:
     """The logits of a few rows over all columns, kept from one pass over the tiles to the next.
 
-    Kept exact in the accumulator's dtype, except where a CPU multiplies bf16 natively: products are
+    Kept exact in the accumulator's dtype, except if a CPU multiplies bf16 natively: products are then
     rounded to bf16 as the model's own head would, and kept so, at half the memory.
     """
 
     def __init__(self, head: Head) -> None:
-        self.head = head
+        self.head, how = head, head.how
         rows = min(head.tile[0], head.hidden.shape[0])
-        dtype = head.compute if head.native else head.accumulator
-        self.kept = head.hidden.new_empty(rows * head.columns, dtype=dtype)
+        dtype = how.compute if how.native else how.accumulator
+        self.kept = head.hidden.new_empty(rows * how.columns, dtype=dtype)
         self.scratch = head.scratch()
-        self.wide = head.scratch() if head.native else None
+        self.wide = head.scratch() if how.native else None
         self.rows = slice(0, 0)
 
     def fill(self, rows: slice, targets: Tensor, *, total: bool) -> Tensor:
         """Compute the logits of ``rows`` and return their statistics, ``[5, c]``."""
-        self.rows = rows
-        head = self.head
-        stats = head.hidden.new_zeros((5, rows.stop - rows.start), dtype=head.accumulator)
-        stats[MAX] = -torch.inf
-        for columns in head.column_tiles():
-            kept, weight = self._tile(columns).view(-1), head.weight_tile(columns)
+        self.rows, head = rows, self.head
+        x, count = head.inputs(rows), rows.stop - rows.start
+        stats = blank_statistics(head.hidden, count, head.how.accumulator)
+        for columns in head.column_tiles:
+            kept, w = self.kept[columns.start * count :], head.weights(columns)
             if self.wide is None:
-                z = head.logits(rows, columns, weight, kept)
+                z = head.logits(x, w, rows, columns, kept)
             else:
-                z = head.rounded_logits(rows, columns, weight, kept, self.wide)
+                z = head.rounded_logits(x, w, rows, columns, kept, self.wide)
             e = self.scratch[: z.numel()].view_as(z)
             update_statistics(stats, z, e, targets - columns.start, entropy=False, total=total)
         return stats
 
     def logits(self, columns: slice) -> Tensor:
         """Return a tile's mapped logits, ``[c, v]``, to be read until the next tile is asked for."""
-        z = self._tile(columns)
+        count = self.rows.stop - self.rows.start
+        z = self.kept[columns.start * count : columns.stop * count].view(count, -1)
         if self.wide is None:
             return z
         wide = self.wide[: z.numel()].view_as(z)
@@ -160,8 +156,4 @@ class Stash:
         """Return the gradient of a tile's raw products, ``[c, v]``, in place of its logits."""
         z = self.logits(columns)
         e = self.scratch[: z.numel()].view_as(z)
-        return logit_gradient(self.head.logit_map, z, e, targets - columns.start, lse, wanted)
-
-    def _tile(self, columns: slice) -> Tensor:
-        rows = self.rows.stop - self.rows.start
-        return self.kept[columns.start * rows : columns.stop * rows].view(rows, -1)
+        return logit_gradient(self.head.how.logit_map, z, e, targets - columns.start, lse, wanted)

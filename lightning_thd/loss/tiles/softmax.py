@@ -1,27 +1,71 @@
-"""Hidden states x head weight, in tiles of tokens and vocabulary -> statistics of the softmax, and gradients.
+"""Tiles of logits -> statistics of their softmax, merged over tiles and ranks, and gradients of the logits.
 
-R rows (tokens with a target), H hidden size, V vocabulary columns held here, c x v one tile. The
-vocabulary is the outer loop: a tile of the weight is read once, widened once, and its gradient is finished
-before the next one. Memory is two tiles; nothing of size R x V exists at any time.
+R rows (tokens with a target), c x v one tile, P ranks of the tensor-parallel group, of which rank k holds the
+columns k * V/P to (k + 1) * V/P.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd.loss.tiles.gradient_sums import GradientSums, HeadGradients
-from lightning_thd.loss.tiles.logit_map import LogitMap
-from lightning_thd.loss.tiles.logits import Head
-from lightning_thd.loss.tiles.processor import exponential
+from lightning_thd._static import shapes_are_static
+from lightning_thd.loss.tiles.head import LogitMap
+from lightning_thd.loss.tiles.products import exponential
+from lightning_thd.parallel.exchange import stacked
 
 # Exponents below this are zero in any dtype; sums of them times zero must not meet an infinity.
 LOWEST = -1e4
-# Columns of the statistics: largest logit m, sum e^(z-m), sum e^(z-m) (z-m), the target's z, sum z.
+# Rows of the statistics: largest logit m, sum e^(z-m), sum e^(z-m) (z-m), the target's z, sum z.
 MAX, SUM, WEIGHTED, TARGET, TOTAL = range(5)
+# Groups whose shards were seen to be equal; accelerators read the sizes back once, the CPU every time.
+_EQUAL_SHARDS: set[tuple[int, int]] = set()
+
+
+def blank_statistics(like: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """Return the statistics ``[5, R]`` of rows of which no tile was seen."""
+    stats = like.new_zeros((5, rows), dtype=dtype)
+    stats[MAX] = -torch.inf
+    return stats
+
+
+def update_statistics(
+    stats: Tensor, z: Tensor, e: Tensor, targets: Tensor, *, entropy: bool, total: bool
+) -> None:
+    """Update the statistics ``[5, c]`` of some rows with a tile of their logits.
+
+    Args:
+        stats: changed in place.
+        z: ``[c, v]``; destroyed when ``entropy`` is wanted.
+        e: scratch ``[c, v]``.
+        targets: int64 ``[c]``, counted from the tile's first column.
+        entropy: fill WEIGHTED.
+        total: fill TOTAL.
+    """
+    here, index = _targets_here(targets, z.shape[1])
+    stats[TARGET] += torch.where(here, z.gather(1, index).squeeze(1), 0.0)
+    if total:
+        stats[TOTAL] += z.sum(1)
+    largest = torch.maximum(stats[MAX], z.amax(1))
+    base = largest.masked_fill(largest == -torch.inf, 0.0)  # -inf minus -inf is NaN
+    shift = (stats[MAX] - base).clamp_min_(LOWEST)
+    decay = shift.exp()
+    if entropy:
+        exponential(z.sub_(base[:, None]).clamp_min_(LOWEST), out=e)
+        stats[WEIGHTED] = decay * (stats[WEIGHTED] + stats[SUM] * shift) + z.mul_(e).sum(1)
+    else:
+        exponential(torch.sub(z, base[:, None], out=e), out=e)
+    stats[SUM] = decay * stats[SUM] + e.sum(1)
+    stats[MAX] = largest
+
+
+def _targets_here(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+    """Return which rows have their target in a tile, ``[c]``, and an index safe for all, ``[c, 1]``."""
+    here = (targets >= 0) & (targets < columns)
+    return here, targets.clamp(0, columns - 1)[:, None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,118 +90,6 @@ class RowGradients:
         )
 
 
-def softmax_statistics(
-    head: Head,
-    targets: Tensor,
-    *,
-    entropy: bool,
-    total: bool,
-    seen: Callable[[Tensor, slice, slice], None] | None = None,
-) -> Tensor:
-    """Compute five statistics of every row's logits, ``[5, R]``, in one pass over the tiles.
-
-    Args:
-        head: the operands.
-        targets: int64 ``[R]``, vocabulary indices; rows of targets held elsewhere get TARGET 0.
-        entropy: fill WEIGHTED.
-        total: fill TOTAL.
-        seen: is shown every tile of logits ``[c, v]``, its rows and its columns; must not change it.
-    """
-    stats = head.hidden.new_zeros((5, head.hidden.shape[0]), dtype=head.accumulator)
-    stats[MAX] = -torch.inf
-    first, second = head.scratch(), head.scratch()
-    for columns in head.column_tiles():
-        weight = head.weight_tile(columns)
-        for rows in head.row_tiles():
-            z = head.logits(rows, columns, weight, first)
-            if seen is not None:
-                seen(z, rows, columns)
-            e = second[: z.numel()].view_as(z)
-            update_statistics(
-                stats[:, rows], z, e, targets[rows] - head.start - columns.start, entropy, total
-            )
-    return stats
-
-
-def update_statistics(
-    stats: Tensor, z: Tensor, e: Tensor, targets: Tensor, entropy: bool, total: bool
-) -> None:
-    """Update the statistics ``[5, c]`` of some rows with a tile of their logits.
-
-    Args:
-        stats: changed in place.
-        z: ``[c, v]``; destroyed when ``entropy`` is wanted.
-        e: scratch ``[c, v]``.
-        targets: int64 ``[c]``, counted from the tile's first column.
-        entropy: fill WEIGHTED.
-        total: fill TOTAL.
-    """
-    here, index = _targets_here(targets, z.shape[1])
-    stats[TARGET] += torch.where(here, z.gather(1, index).squeeze(1), 0.0)
-    if total:
-        stats[TOTAL] += z.sum(1)
-    largest = torch.maximum(stats[MAX], z.amax(1))
-    base = without_infinity(largest)
-    shift = (stats[MAX] - base).clamp_min_(LOWEST)
-    decay = shift.exp()
-    if entropy:
-        exponential(z.sub_(base[:, None]).clamp_min_(LOWEST), out=e)
-        stats[WEIGHTED] = decay * (stats[WEIGHTED] + stats[SUM] * shift) + z.mul_(e).sum(1)
-    else:
-        exponential(torch.sub(z, base[:, None], out=e), out=e)
-    stats[SUM] = decay * stats[SUM] + e.sum(1)
-    stats[MAX] = largest
-
-
-def without_infinity(largest: Tensor) -> Tensor:
-    """Replace maxima of rows that hold only -inf by 0, as -inf minus -inf is NaN."""
-    return largest.masked_fill(largest == -torch.inf, 0.0)
-
-
-def _targets_here(targets: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return which rows have their target in a tile, ``[c]``, and an index safe for all, ``[c, 1]``."""
-    here = (targets >= 0) & (targets < columns)
-    return here, targets.clamp(0, columns - 1)[:, None]
-
-
-def gradients(
-    head: Head,
-    targets: Tensor,
-    lse: Tensor,
-    wanted: RowGradients,
-    *,
-    needs: tuple[bool, bool, bool, bool],
-    exact: Tensor | None = None,
-) -> HeadGradients:
-    """Recompute the logits tile by tile and return the gradients of the operands.
-
-    Args:
-        head: the operands of the forward pass.
-        targets: int64 ``[R]``.
-        lse: ``[R]``, over the whole vocabulary.
-        wanted: the gradients of the outputs.
-        needs: whether hidden, weight, bias and the LoRA need theirs.
-        exact: bool ``[tiles, R]``, the rows of each tile of columns whose logits may not be rounded, as
-            ``rounded_statistics`` chose them; None for all.
-    """
-    sums = GradientSums(head, needs=needs, rows_outside=False)
-    first, second = head.scratch(), head.scratch()
-    narrow = None if exact is None else head.scratch(head.compute)
-    for i, columns in enumerate(head.column_tiles()):
-        weight = head.weight_tile(columns)
-        sums.open(columns)
-        for rows in head.row_tiles():
-            if exact is None or narrow is None:
-                z = head.logits(rows, columns, weight, first)
-            else:
-                z = head.mixed_logits(rows, columns, weight, narrow, first, exact[i])
-            e = second[: z.numel()].view_as(z)
-            local = targets[rows] - head.start - columns.start
-            sums.add(logit_gradient(head.logit_map, z, e, local, lse[rows], wanted.at(rows)), rows, columns)
-        sums.close(columns)
-    return sums.result()
-
-
 def logit_gradient(
     logit_map: LogitMap, z: Tensor, e: Tensor, targets: Tensor, lse: Tensor, wanted: RowGradients
 ) -> Tensor:
@@ -168,8 +100,8 @@ def logit_gradient(
         z: ``[c, v]``.
         e: scratch ``[c, v]``.
         targets: int64 ``[c]``, counted from the tile's first column.
-        lse: ``[c]``.
-        wanted: of these rows.
+        lse: ``[c]``, over the whole vocabulary.
+        wanted: the factors of these rows.
     """
     factor = logit_map.scale / logit_map.temperature
     direct = (wanted.direct * factor)[:, None]
@@ -189,3 +121,59 @@ def logit_gradient(
     if logit_map.softcap is not None:  # 1 - tanh^2, with tanh = z * temperature / cap
         dz.mul_(z.mul_(logit_map.temperature / logit_map.softcap).square_().neg_().add_(1.0))
     return dz
+
+
+def merge_parts(every: Tensor) -> Tensor:
+    """Merge the statistics ``[P, 5, R]`` of all ranks, or tiles, into ``[5, R]``."""
+    largest = every[:, MAX].amax(0)
+    base = largest.masked_fill(largest == -torch.inf, 0.0)
+    shift = (every[:, MAX] - base).clamp_min(LOWEST)  # columns that only pad have the maximum -inf
+    decay = shift.exp()
+    sums = every[:, SUM]
+    merged = torch.empty_like(every[0])
+    merged[MAX] = largest
+    merged[SUM] = (sums * decay).sum(0)
+    merged[WEIGHTED] = (decay * (every[:, WEIGHTED] + sums * shift)).sum(0)
+    merged[TARGET] = every[:, TARGET].sum(0)
+    merged[TOTAL] = every[:, TOTAL].sum(0)
+    return merged
+
+
+def merge_ranks(
+    stats: Tensor, others: Tensor, columns: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Combine every rank's statistics in one all-gather of ``[5 + n, R + 1]``.
+
+    Args:
+        stats: ``[5, R]``.
+        others: ``[n, R]`` of the same dtype, which the caller merges.
+        columns: V of this rank's shard; travels along, so that unequal shards are found without a collective.
+        group: the tensor-parallel group.
+
+    Returns:
+        ``[5, R]`` and ``[P, n, R]``, the same on every rank.
+
+    Raises:
+        ValueError: when the shards differ in size.
+    """
+    ranks = dist.get_world_size(group)
+    sent = torch.cat([stats, others])
+    sent = torch.cat([sent, sent.new_full((len(sent), 1), float(columns))], dim=1)
+    every = stacked(sent, group).view(ranks, *sent.shape)
+    _check_equal(every[:, 0, -1], group)
+    return merge_parts(every[:, : len(stats), :-1]), every[:, len(stats) :, :-1]
+
+
+def _check_equal(columns: Tensor, group: dist.ProcessGroup) -> None:
+    # Keyed by object: a set entry of a dead group can only skip a check for a group of the same id and size.
+    key = (id(group), dist.get_world_size(group))
+    if shapes_are_static() or (columns.is_cuda and key in _EQUAL_SHARDS):
+        return
+    sizes = [int(size) for size in columns.tolist()]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"The ranks of tp_group hold {sizes} rows of the head's weight, wanted the same number on each. "
+            "Pad the vocabulary to a multiple of the group (model.resize_token_embeddings(pad_to_multiple_of="
+            f"{len(sizes)})) and pass valid_vocab_size."
+        )
+    _EQUAL_SHARDS.add(key)

@@ -9,6 +9,7 @@ unpacked, ``logp[b, n]`` is the log-probability of ``input_ids[b, n]``, and nobo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,8 +20,7 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss.causal_lm import causal_lm_logprobs
 from lightning_thd.loss.linear_logprobs import LogProbs
-from lightning_thd.loss.rollouts.plan import check_masks, index_plan
-from lightning_thd.loss.rollouts.reduce import segment_sums, sum_over_group
+from lightning_thd.parallel.exchange import mapped, reduced
 
 Of = Literal["prediction", "token"]
 
@@ -74,7 +74,7 @@ class PackedRollouts:
             TypeError: for another kind of alignment or size.
             ValueError: when the shapes differ, nothing is real, or a response token is masked out.
         """
-        mask, response = check_masks(input_ids, attention_mask, response_mask)
+        mask, response = _check_masks(input_ids, attention_mask, response_mask)
         lengths: list[int] = mask.sum(1).tolist()
         rows = [row for row, length in enumerate(lengths) if length]
         kept = [lengths[row] for row in rows]
@@ -82,7 +82,7 @@ class PackedRollouts:
         labels = torch.split(torch.where(response[mask], input_ids[mask], -100).cpu(), kept)
         samples = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
         batch = THDBatch.collate(samples, align=align, pad_to=pad_to, sequence_ids=rows)
-        held, predicted, row = index_plan(mask.cpu(), batch)
+        held, predicted, row = _index_plan(mask.cpu(), batch)
         device = input_ids.device
         first = torch.arange(mask.shape[1], device=device) == mask.int().argmax(1, keepdim=True)
         return cls(
@@ -263,3 +263,72 @@ class PackedRollouts:
                 "them where the model runs: from_padded keeps the device of input_ids."
             )
         return index
+
+
+def _check_masks(
+    input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Check the masks and return attention and response mask as bool ``[B, N]``."""
+    given = (input_ids, attention_mask, response_mask)
+    shapes = [list(x.shape) for x in given if x is not None]
+    if input_ids.ndim != 2 or any(shape != shapes[0] for shape in shapes):
+        raise ValueError(
+            f"from_padded() got shapes {shapes} for ids, attention mask and response mask, wanted one [B, N]."
+        )
+    if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+        raise ValueError(f"input_ids is {input_ids.dtype}, wanted integers. Pass the tokenizer's ids.")
+    devices = {x.device for x in given if x is not None}
+    if len(devices) > 1 or input_ids.is_meta:
+        raise ValueError(
+            f"from_padded() got tensors on {', '.join(sorted(map(str, devices)))}, wanted one device that "
+            "holds values. Move them there."
+        )
+    mask = attention_mask.bool()
+    response = mask if response_mask is None else response_mask.bool()
+    if not bool(mask.any()):
+        raise ValueError(f"from_padded() got an attention_mask {shapes[1]} without a real token.")
+    if bool((response & ~mask).any()):
+        row = int((response & ~mask).any(1).nonzero()[0])
+        raise ValueError(
+            f"response_mask marks tokens of row {row} that attention_mask hides, wanted a part of it. "
+            "Multiply the two."
+        )
+    return mask, response
+
+
+def _index_plan(mask: Tensor, batch: THDBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute for every slot the token it holds, the one it predicts, and its row of the mask ``[B, N]``."""
+    nowhere = mask.numel()
+    tokens = mask.flatten().nonzero().squeeze(1)
+    sequences = len(batch.lengths)
+    lengths = torch.tensor(batch.lengths)
+    padded = torch.tensor(batch.padded_lengths[:sequences])
+    real_starts, slot_starts = lengths.cumsum(0) - lengths, padded.cumsum(0) - padded
+    slots = torch.arange(len(tokens)) + torch.repeat_interleave(slot_starts - real_starts, lengths)
+    held = torch.full((sum(batch.padded_lengths),), nowhere)
+    held[slots] = tokens
+    following = torch.cat([tokens[1:], tokens.new_full((1,), nowhere)])
+    following[lengths.cumsum(0) - 1] = nowhere
+    predicted = torch.full_like(held, nowhere)
+    predicted[slots] = following
+    slots_of = torch.tensor(batch.padded_lengths)
+    rows = torch.tensor([*batch.sequence_ids, *[mask.shape[0]] * (len(slots_of) - sequences)])
+    return held, predicted, torch.repeat_interleave(rows, slots_of)
+
+
+def segment_sums(values: Tensor, segment: Tensor, num_segments: int) -> Tensor:
+    """Add up values ``[T]`` by segment, without atomics and without reading the device, ``[B]``.
+
+    The segments ``[T]`` never fall; entries of ``num_segments`` and above are left out.
+    ``([1., 2., 3.], [0, 0, 2], 3)`` becomes ``[3., 0., 3.]``.
+    """
+    bounds = torch.arange(num_segments + 1, device=segment.device)
+    offsets = torch.searchsorted(segment.contiguous(), bounds)
+    sums: Tensor = torch.segment_reduce(values, "sum", offsets=offsets, initial=0, unsafe=True)
+    return sums
+
+
+def sum_over_group(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum a tensor over ranks, with the gradient of the sum of all ranks' losses."""
+    total = partial(reduced, group=group)
+    return mapped(values, total, total)

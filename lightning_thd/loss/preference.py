@@ -1,0 +1,429 @@
+"""Log-probabilities of responses -> preference losses of pairs, or of responses liked or not.
+
+P pairs, N responses, S sequences, T slots. Everything takes one number a response, as
+``PackedRollouts.sequence_logprobs`` or ``sequence_sums`` give it. With the chosen responses in the first half
+of the rows and the rejected ones in the second, ``chosen, rejected = logps.chunk(2)``. A loss is the mean
+over its pairs. For a step of several microbatches or ranks, pass ``scale``, ranks x microbatches / the pairs
+of the whole step: the mean over them is then exact whatever the packing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from lightning_thd._checks import instance, real_number
+from lightning_thd.batch import IGNORE_INDEX, THDBatch
+from lightning_thd.loss.rollouts import segment_sums, sum_over_group
+from lightning_thd.seqlens import seq_idx_from_cu_seqlens
+
+__all__ = [
+    "DPOKind",
+    "dpo_loss",
+    "kto_loss",
+    "orpo_loss",
+    "reward_pair_loss",
+    "sequence_sums",
+    "simpo_loss",
+]
+
+DPOKind = Literal[
+    "sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
+    "apo_zero", "apo_down", "discopop", "sigmoid_norm",
+]  # fmt: skip
+# DiscoPOP's temperature, arXiv:2406.08414, equation 5.
+_DISCOPOP_TAU = 0.05
+
+
+def sequence_sums(values: Tensor, batch: THDBatch, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Sum values of slots over the loss tokens of every sequence; differentiable.
+
+    Args:
+        values: floats ``[T]``, log-probabilities of ``causal_lm_logprobs`` for example.
+        batch: the pack they belong to.
+        group: context-parallel ranks, each with other slots of the same sequences; the gradient is that of
+            the sum of all ranks' losses, so that their mean is right.
+
+    Returns:
+        ``[S]``, in the order of ``batch.sequence_ids``. Values ``[1, 2, 4]`` of the sequences ``[5, 6]`` and
+        ``[7]`` give ``[1, 0]``: the last token of a sequence predicts nothing.
+
+    Raises:
+        ValueError: for another number of slots.
+    """
+    instance(batch, "batch", THDBatch, advice="Pass the pack.")
+    if not values.is_floating_point() or values.device != batch.targets.device:
+        raise ValueError(
+            f"values is {values.dtype} on {values.device}, wanted floats on {batch.targets.device}. Pass "
+            "what causal_lm_logprobs(model, batch) gives."
+        )
+    if values.shape != batch.targets.shape:
+        raise ValueError(f"values is {list(values.shape)}, wanted one a slot: {list(batch.targets.shape)}.")
+    sequence = seq_idx_from_cu_seqlens(batch.cu_seqlens_padded, values.shape[0]).flatten().long()
+    counted = torch.where(batch.targets != IGNORE_INDEX, values, 0.0)
+    total = segment_sums(counted, sequence, len(batch.lengths))
+    return total if group is None else sum_over_group(total, group)
+
+
+def dpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    kind: DPOKind = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    chosen_tokens: Tensor | None = None,
+    rejected_tokens: Tensor | None = None,
+    weights: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute the DPO loss, or a variant, of pairs of responses and their reference log-probabilities.
+
+    With ``c`` and ``r`` the differences of log-probabilities from the reference's, and ``d = beta (c - r)``:
+
+    - "sigmoid": ``-log sigmoid(d)``, DPO, arXiv:2305.18290, equation 7; with ``label_smoothing`` e
+      ``-(1 - e) log sigmoid(d) - e log sigmoid(-d)``, cDPO.
+    - "hinge": ``max(0, 1 - d)``, SLiC, arXiv:2305.10425.
+    - "ipo": ``(c / tokens - r / tokens - 1 / (2 beta))^2``, IPO, arXiv:2310.12036, equation 17, averaged over
+      each response's tokens.
+    - "robust": ``(-(1 - e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2 e)``, arXiv:2403.00409.
+    - "exo_pair": the reverse divergence from ``(1 - e, e)``, EXO, arXiv:2402.00856, equation 16; needs e > 0.
+    - "nca_pair": ``-log sigmoid(b c) - (log sigmoid(-b c) + log sigmoid(-b r)) / 2``, NCA, arXiv:2402.05369.
+    - "bco_pair": ``-log sigmoid(b c) - log sigmoid(-b r)``, BCO without its shift, arXiv:2404.04656.
+    - "sppo_hard": ``(c - 1 / (2 b))^2 + (r + 1 / (2 b))^2``, SPPO, arXiv:2405.00675, equation 4.7.
+    - "apo_zero": ``1 - sigmoid(b c) + sigmoid(b r)``; "apo_down": ``sigmoid(b c) + 1 - sigmoid(d)``, APO,
+      arXiv:2408.06266, equations 7 and 8.
+    - "discopop": a blend of ``-log sigmoid(d)`` and ``e^-d``, arXiv:2406.08414, equation 5.
+    - "sigmoid_norm": "sigmoid" of ``c / tokens`` and ``r / tokens``.
+
+    Args:
+        chosen: floats ``[P]``, sums of log-probabilities in nats.
+        rejected: likewise, of the same pairs.
+        reference_chosen: of the chosen responses under the reference.
+        reference_rejected: likewise.
+        kind: the variant.
+        beta: strength of the pull to the reference.
+        label_smoothing: share of labels that are taken to be wrong, for "sigmoid", "robust" and "exo_pair".
+        chosen_tokens: ``[P]``, tokens of each response, for "ipo" and "sigmoid_norm".
+        rejected_tokens: likewise.
+        weights: floats ``[P]``; the loss is then divided by their sum.
+        scale: see the module; replaces the division.
+
+    Returns:
+        ``[]``. Equal log-probabilities everywhere give ``log 2`` for "sigmoid".
+
+    Raises:
+        TypeError: for arguments of another type.
+        ValueError: for shapes or settings that do not fit.
+    """
+    if kind not in get_args(DPOKind):
+        raise ValueError(f"kind is {kind!r}, wanted one of {', '.join(get_args(DPOKind))}.")
+    given = {"chosen": chosen, "rejected": rejected}
+    given |= {"reference_chosen": reference_chosen, "reference_rejected": reference_rejected}
+    _check_rows(**given)
+    real_number(beta, "beta", above=0.0)
+    _check_smoothing(kind, label_smoothing)
+    chosen, rejected, reference_chosen, reference_rejected = _counted(
+        weights, chosen, rejected, reference_chosen, reference_rejected
+    )
+    c, r = chosen - reference_chosen, rejected - reference_rejected
+    if kind in ("ipo", "sigmoid_norm"):
+        if chosen_tokens is None or rejected_tokens is None:
+            raise ValueError(
+                f"kind={kind!r} averages over tokens, wanted chosen_tokens and rejected_tokens, the tokens "
+                "of each response."
+            )
+        _check_rows(chosen=chosen, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens)
+        c, r = c / chosen_tokens.clamp_min(1), r / rejected_tokens.clamp_min(1)
+    return _weighted_mean(_DPO[kind](c, r, beta, label_smoothing), weights, scale)
+
+
+def _smoothed(z: Tensor, e: float) -> Tensor:
+    """Return ``-(1 - e) log sigmoid(z) - e log sigmoid(-z)``, the loss of a margin with label smoothing."""
+    loss = -(1.0 - e) * logsigmoid(z)
+    return loss - e * logsigmoid(-z) if e else loss
+
+
+def _robust(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
+    d = beta * (c - r)
+    right = -(1.0 - e) * logsigmoid(d)
+    return (right + e * logsigmoid(-d) if e else right) / (1.0 - 2.0 * e)
+
+
+def _exo(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
+    d = beta * (c - r)
+    limit = torch.finfo(d.dtype).max / 2  # whose sigmoid is 0 or 1; 0 times infinity would be NaN
+    d = d.clamp(-limit, limit)
+    likelier = d.sigmoid() * (logsigmoid(d) - math.log1p(-e))
+    return likelier + (-d).sigmoid() * (logsigmoid(-d) - math.log(e))
+
+
+def _discopop(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
+    d = beta * (c - r)
+    blend = (d / _DISCOPOP_TAU).sigmoid()
+    # e^-d alone overflows where the blend leaves nothing of it
+    return -logsigmoid(d) * (1.0 - blend) + (logsigmoid(d / _DISCOPOP_TAU) - d).exp()
+
+
+_DPO: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
+    "sigmoid": lambda c, r, beta, e: _smoothed(beta * (c - r), e),
+    "sigmoid_norm": lambda c, r, beta, e: _smoothed(beta * (c - r), e),
+    "robust": _robust,
+    "exo_pair": _exo,
+    "discopop": _discopop,
+    "hinge": lambda c, r, beta, _: (1.0 - beta * (c - r)).relu(),
+    "ipo": lambda c, r, beta, _: (c - r - 0.5 / beta).square(),
+    "nca_pair": lambda c, r, beta, _: (
+        -logsigmoid(beta * c) - 0.5 * logsigmoid(-beta * c) - 0.5 * logsigmoid(-beta * r)
+    ),
+    "bco_pair": lambda c, r, beta, _: -logsigmoid(beta * c) - logsigmoid(-beta * r),
+    "sppo_hard": lambda c, r, beta, _: (c - 0.5 / beta).square() + (r + 0.5 / beta).square(),
+    "apo_zero": lambda c, r, beta, _: 1.0 - (beta * c).sigmoid() + (beta * r).sigmoid(),
+    "apo_down": lambda c, r, beta, _: (beta * c).sigmoid() + 1.0 - (beta * (c - r)).sigmoid(),
+}
+
+
+def orpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    weights: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute ORPO's odds-ratio term of chosen and rejected responses, without a reference.
+
+    ``-beta log sigmoid(log odds(chosen) - log odds(rejected))`` with ``odds = p / (1 - p)`` and p the
+    geometric mean of a response's token probabilities; arXiv:2403.07691, equations 4 and 7. Its first
+    term is the cross entropy of the chosen responses: ``causal_lm_loss``.
+
+    Args:
+        chosen: floats ``[P]``, means of log-probabilities over each response's tokens, below 0.
+        rejected: likewise.
+        beta: the paper's lambda.
+        weights: floats ``[P]``; the loss is then divided by their sum.
+        scale: see the module; replaces the division.
+
+    Returns:
+        ``[]``. Equal log-probabilities give ``beta log 2``.
+
+    Raises:
+        TypeError: for arguments of another type.
+        ValueError: for shapes or settings that do not fit.
+    """
+    _check_rows(chosen=chosen, rejected=rejected)
+    real_number(beta, "beta", above=0.0)
+    chosen, rejected = _counted(weights, chosen, rejected, blank=-1.0)
+    log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+    return _weighted_mean(-beta * logsigmoid(log_odds), weights, scale)
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """Return ``log(1 - e^x)`` for x below 0, exact at both ends (Maechler, 2012)."""
+    x = x.clamp(max=-torch.finfo(x.dtype).tiny)  # a response that is certain: finite odds, no gradient
+    near = x > -math.log(2.0)
+    inner = torch.where(near, x, -1.0)
+    outer = torch.where(near, -1.0, x)
+    return torch.where(near, (-torch.expm1(inner)).log(), torch.log1p(-outer.exp()))
+
+
+def simpo_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    *,
+    beta: float = 2.0,
+    margin: float = 1.0,
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute the SimPO loss: mean log-probabilities of pairs with a margin, without a reference.
+
+    ``-log sigmoid(beta (chosen - rejected) - margin)``, SimPO, arXiv:2405.14734, equation 6; smoothed as in
+    ``dpo_loss``.
+
+    Args:
+        chosen: floats ``[P]``, means of log-probabilities over each response's tokens.
+        rejected: likewise.
+        beta: scale of the rewards.
+        margin: the paper's gamma, by which the chosen reward is to be larger.
+        label_smoothing: share of labels that are taken to be wrong.
+        weights: floats ``[P]``; the loss is then divided by their sum.
+        scale: see the module; replaces the division.
+
+    Returns:
+        ``[]``. Equal log-probabilities and no margin give ``log 2``.
+
+    Raises:
+        TypeError: for arguments of another type.
+        ValueError: for shapes or settings that do not fit.
+    """
+    _check_rows(chosen=chosen, rejected=rejected)
+    real_number(beta, "beta", above=0.0)
+    real_number(margin, "margin")
+    _check_smoothing("sigmoid", label_smoothing)
+    chosen, rejected = _counted(weights, chosen, rejected)
+    z = beta * (chosen - rejected) - margin
+    return _weighted_mean(_smoothed(z, label_smoothing), weights, scale)
+
+
+def kto_loss(
+    logps: Tensor,
+    reference_logps: Tensor,
+    desirable: Tensor,
+    *,
+    divergence: Tensor | float = 0.0,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+    weights: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute the KTO loss of responses that are each liked or not, beside a reference.
+
+    With ``r = logp - reference``: ``1 - sigmoid(beta (r - divergence))`` where desirable,
+    ``1 - sigmoid(beta (divergence - r))`` elsewhere, KTO, arXiv:2402.01306, equation 7. With divergence 0
+    this is the unpaired "apo_zero" of arXiv:2408.06266.
+
+    Args:
+        logps: floats ``[N]``, sums of log-probabilities in nats.
+        reference_logps: likewise, under the reference.
+        desirable: bool ``[N]``.
+        divergence: the estimate of the divergence, one number or ``[]``: the mean of ``logp - reference``
+            over mismatched prompts and responses of the whole step, at least 0; gets no gradient.
+        beta: strength of the pull to the reference.
+        desirable_weight: factor of desirable responses' losses; no part of the divisor.
+        undesirable_weight: likewise.
+        weights: floats ``[P]``; the loss is then divided by their sum.
+        scale: see the module; replaces the division.
+
+    Returns:
+        ``[]``. Equal log-probabilities and no divergence give 0.5.
+
+    Raises:
+        TypeError: for arguments of another type.
+        ValueError: for shapes or settings that do not fit.
+    """
+    _check_rows(logps=logps, reference_logps=reference_logps)
+    if desirable.dtype != torch.bool or desirable.shape != logps.shape:
+        raise ValueError(
+            f"desirable is {desirable.dtype} {list(desirable.shape)}, wanted bool {list(logps.shape)}."
+        )
+    real_number(desirable_weight, "desirable_weight")
+    real_number(undesirable_weight, "undesirable_weight")
+    real_number(beta, "beta", above=0.0)
+    if isinstance(divergence, Tensor):
+        if divergence.numel() != 1:
+            raise ValueError(f"divergence is {list(divergence.shape)}, wanted one number for the step.")
+        divergence = divergence.detach()
+    else:
+        real_number(divergence, "divergence")
+    logps, reference_logps = _counted(weights, logps, reference_logps)
+    distance = logps - reference_logps - divergence
+    losses = torch.where(
+        desirable,
+        desirable_weight * (1.0 - (beta * distance).sigmoid()),
+        undesirable_weight * (1.0 - (-beta * distance).sigmoid()),
+    )
+    return _weighted_mean(losses, weights, scale)
+
+
+def reward_pair_loss(
+    chosen: Tensor,
+    rejected: Tensor,
+    *,
+    margin: Tensor | float = 0.0,
+    centre: float = 0.0,
+    weights: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute a reward model's loss of pairs: ``-log sigmoid(chosen - rejected - margin)``.
+
+    Bradley-Terry, arXiv:2203.02155, equation 1; the margin is arXiv:2307.09288's, equation 2; ``centre`` adds
+    ``(chosen + rejected)^2``, arXiv:2312.09244, equation 2.
+
+    Args:
+        chosen: floats ``[P]``, rewards.
+        rejected: likewise.
+        margin: one number, or ``[P]``.
+        centre: factor of the squared sum of both rewards.
+        weights: floats ``[P]``; the loss is then divided by their sum.
+        scale: see the module; replaces the division.
+
+    Returns:
+        ``[]``. Equal rewards give ``log 2``.
+
+    Raises:
+        TypeError: for arguments of another type.
+        ValueError: for shapes or settings that do not fit.
+    """
+    _check_rows(chosen=chosen, rejected=rejected, **{"margin": margin} if isinstance(margin, Tensor) else {})
+    if not isinstance(margin, Tensor):
+        real_number(margin, "margin")
+    real_number(centre, "centre", least=0.0)
+    chosen, rejected = _counted(weights, chosen, rejected)
+    if isinstance(margin, Tensor):
+        (margin,) = _counted(weights, margin)
+    losses = -logsigmoid(chosen - rejected - margin)
+    if centre:
+        losses = losses + centre * (chosen + rejected).square()
+    return _weighted_mean(losses, weights, scale)
+
+
+def _check_smoothing(kind: str, value: float) -> None:
+    """Refuse a share of a half or more, and label smoothing of a variant that has none, or needs some."""
+    real_number(value, "label_smoothing", least=0.0)
+    if value >= 0.5 or (value and kind not in ("sigmoid", "robust", "exo_pair", "sigmoid_norm")):
+        raise ValueError(
+            f"label_smoothing is {value!r} with kind={kind!r}, wanted below 0.5, and 0 but for 'sigmoid', "
+            "'sigmoid_norm', 'robust' and 'exo_pair'."
+        )
+    if kind == "exo_pair" and not value:
+        raise ValueError(
+            "kind='exo_pair' needs label_smoothing above 0: its target is (1 - e, e); 1e-3 is usual."
+        )
+
+
+def _weighted_mean(losses: Tensor, weights: Tensor | None, scale: float | None) -> Tensor:
+    """Average losses ``[P]`` by their number or the sum of their weights; ``scale`` is the factor instead."""
+    if weights is not None:
+        _check_rows(losses=losses, weights=weights)
+        losses = losses * weights.detach()
+    if scale is not None:
+        return losses.sum() * real_number(scale, "scale")
+    if weights is None:
+        return losses.sum() / max(1, losses.numel())
+    total = weights.detach().sum()
+    return losses.sum() / torch.where(total == 0, torch.ones_like(total), total)
+
+
+def _counted(weights: Tensor | None, *rows: Tensor, blank: float = 0.0) -> tuple[Tensor, ...]:
+    """Blank rows ``[P]`` of weight 0, so that a NaN there reaches neither loss nor gradient."""
+    if weights is None:
+        return rows
+    _check_rows(losses=rows[0], weights=weights)
+    return tuple(torch.where(weights != 0, row, blank) for row in rows)
+
+
+def _check_rows(**tensors: Tensor) -> None:
+    """Refuse arguments that do not hold one float a response, on one device."""
+    (first, one), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.shape != one.shape or tensor.device != one.device:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} on {tensor.device} and {first} {list(one.shape)} on "
+                f"{one.device}, wanted the same."
+            )
+    if one.ndim != 1:
+        raise ValueError(f"{first} is {list(one.shape)}, wanted one number a response, [P].")
+    for name, tensor in tensors.items():
+        if not tensor.dtype.is_floating_point and not name.endswith("_tokens"):
+            raise ValueError(f"{name} is {tensor.dtype}, wanted floats.")

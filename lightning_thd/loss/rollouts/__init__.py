@@ -1,5 +1,0 @@
-"""Padded rollouts -> one pack, and values of its slots -> rows again (``PackedRollouts``)."""
-
-from lightning_thd.loss.rollouts.packed import PackedRollouts
-
-__all__ = ["PackedRollouts"]

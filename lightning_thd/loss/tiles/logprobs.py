@@ -1,0 +1,261 @@
+"""Hidden states x head weight, in tiles of tokens and vocabulary -> softmax statistics, and gradients.
+
+R rows (tokens with a target), H hidden size, V vocabulary columns held here, c x v one tile, P ranks that
+share the vocabulary. The vocabulary is the outer loop: a tile of the weight is read once, widened once, and
+its gradient is finished before the next one. Memory is two tiles; nothing of size R x V exists at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_thd._static import shapes_are_static
+from lightning_thd.loss.tiles.head import GradientSums, Head, HeadGradients, Needs
+from lightning_thd.loss.tiles.products import product
+from lightning_thd.loss.tiles.softmax import (
+    MAX,
+    SUM,
+    TARGET,
+    WEIGHTED,
+    RowGradients,
+    blank_statistics,
+    logit_gradient,
+    merge_parts,
+    update_statistics,
+)
+
+# Half a unit in the last of bf16's eight bits, relative to the number.
+_ROUNDING = 2.0**-8
+# Standard error allowed to a row's log-sum, and to its entropy, in nats: the goal is 0.01 at most.
+_LOG_SUM_ERROR, _ENTROPY_ERROR = 2e-3, 8e-3
+
+
+def softmax_statistics(
+    head: Head,
+    targets: Tensor,
+    *,
+    entropy: bool,
+    total: bool,
+    seen: Callable[[Tensor, slice, slice], None] | None = None,
+) -> Tensor:
+    """Compute five statistics of every row's logits, ``[5, R]``, in one pass over the tiles.
+
+    Args:
+        head: the operands.
+        targets: int64 ``[R]``, vocabulary indices; rows of targets held elsewhere get TARGET 0.
+        entropy: fill WEIGHTED.
+        total: fill TOTAL.
+        seen: is shown every tile of logits ``[c, v]``, its rows and its columns; must not change it.
+    """
+    stats = blank_statistics(head.hidden, head.hidden.shape[0], head.how.accumulator)
+    first, second = head.scratch(), head.scratch()
+    for columns in head.column_tiles:
+        w = head.weights(columns)
+        for rows in head.row_tiles:
+            z = head.logits(head.inputs(rows), w, rows, columns, first)
+            if seen is not None:
+                seen(z, rows, columns)
+            e = second[: z.numel()].view_as(z)
+            local = targets[rows] - head.how.start - columns.start
+            update_statistics(stats[:, rows], z, e, local, entropy=entropy, total=total)
+    return stats
+
+
+def gradients(
+    head: Head,
+    targets: Tensor,
+    lse: Tensor,
+    wanted: RowGradients,
+    *,
+    needs: Needs,
+    exact: Tensor | None = None,
+) -> HeadGradients:
+    """Recompute the logits tile by tile and return the gradients of the operands.
+
+    Args:
+        head: the operands of the forward pass.
+        targets: int64 ``[R]``.
+        lse: ``[R]``, over the whole vocabulary.
+        wanted: the gradients of the outputs.
+        needs: whether hidden, weight, bias and the LoRA need theirs.
+        exact: bool ``[tiles, R]``, the rows of each tile of columns whose logits may not be rounded, as
+            ``rounded_statistics`` chose them; None for all.
+    """
+    sums = GradientSums(head, needs=needs, rows_outside=False)
+    first, second = head.scratch(), head.scratch()
+    narrow = None if exact is None else head.scratch(head.how.compute)
+    for i, columns in enumerate(head.column_tiles):
+        w = head.weights(columns)
+        sums.open(columns)
+        for rows in head.row_tiles:
+            if exact is None or narrow is None:
+                z = head.logits(head.inputs(rows), w, rows, columns, first)
+            else:
+                z = _mixed_logits(head, rows, columns, w, narrow, first, exact[i])
+            e = second[: z.numel()].view_as(z)
+            local = targets[rows] - head.how.start - columns.start
+            dz = logit_gradient(head.how.logit_map, z, e, local, lse[rows], wanted.at(rows))
+            sums.add(dz, rows, columns)
+        sums.close(columns)
+    return sums.result()
+
+
+# On a CPU that multiplies bf16 natively. A rounded product changes a logit by up to 2^-8 of it, which a
+# log-probability feels as the sum of each token's error times its probability: nothing if thousands of tokens
+# share the mass, 0.06 if one of them has it all. So all tiles are multiplied once, rounded. Those rows of a
+# tile whose rounding would show in the log-sum are multiplied again, exactly: of a trained model a few tiles
+# a row. The target's own logit is always exact.
+
+
+def may_round(head: Head) -> bool:
+    """Return whether a head's logits are its rounded products times a factor, as the estimate assumes."""
+    plain = head.how.logit_map.softcap is None and head.bias is None and head.low_rank is None
+    return head.how.native and plain and head.how.columns > 0 and not shapes_are_static()
+
+
+def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> tuple[Tensor, Tensor]:
+    """Compute the statistics of ``softmax_statistics`` from rounded products, and exact ones where it shows.
+
+    Args:
+        head: the operands, for which ``may_round`` holds.
+        targets: int64 ``[R]``, vocabulary indices.
+        entropy: fill WEIGHTED.
+        total: fill TOTAL.
+
+    Returns:
+        The statistics ``[5, R]``, and bool ``[tiles, R]``: the rows of each tile of columns made exactly.
+    """
+    tiles, wide = head.column_tiles, head.how.accumulator
+    blank = blank_statistics(head.hidden, head.hidden.shape[0], wide)
+    each = blank.repeat(len(tiles), 1, 1)
+    nowhere, local = torch.full_like(targets, -1), targets - head.how.start
+    first, second, narrow = head.scratch(), head.scratch(), head.scratch(head.how.compute)
+    for i, columns in enumerate(tiles):
+        w = head.weights(columns)
+        for rows in head.row_tiles:
+            z = head.rounded_logits(head.inputs(rows), w, rows, columns, narrow, first)
+            e = second[: z.numel()].view_as(z)
+            update_statistics(each[i][:, rows], z, e, nowhere[rows], entropy=entropy, total=total)
+    exact = rounding_shows(each, [t.stop - t.start for t in tiles], entropy=entropy)
+    for i, columns in enumerate(tiles):
+        w, rows_there = head.weights(columns), exact[i].nonzero().squeeze(1)
+        for at in range(0, len(rows_there), head.tile[0]):
+            chosen = rows_there[at : at + head.tile[0]]
+            z = _wide_logits(head, chosen, columns, w, first)
+            e = second[: z.numel()].view_as(z)
+            found = blank_statistics(each, len(chosen), wide)
+            update_statistics(found, z, e, local[chosen] - columns.start, entropy=entropy, total=total)
+            each[i][:, chosen] = found
+    stats = merge_parts(each)
+    for rows in head.row_tiles:
+        tile = local[rows].clamp(0, head.how.columns - 1) // head.tile[1]
+        found_there = exact[:, rows].gather(0, tile[None]).squeeze(0)  # beside the largest, to the last bit
+        stats[TARGET, rows] = torch.where(
+            found_there, stats[TARGET, rows], target_logits(head, rows, local[rows])
+        )
+    return stats, exact
+
+
+def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
+    """Estimate the error of every row in every tile of columns, and compare it with what is allowed.
+
+    Independent errors of at most ``|z| 2^-8 / sqrt(3)`` add up to their root mean square, weighted by the
+    probabilities: ``sqrt(largest p * the tile's mass)`` bounds the root of the sum of squares. In a flat tile
+    all logits may be rounded to one number: their errors add up as they are.
+
+    Args:
+        each: ``[tiles, 5, R]``, the statistics of every tile on its own.
+        widths: columns of every tile.
+        entropy: whether the entropy is wanted too.
+
+    Returns:
+        Bool ``[tiles, R]``.
+    """
+    tiles, whole = len(widths), merge_parts(each)
+    log_sum = whole[SUM].log()
+    log_p = each[:, MAX] - whole[MAX] - log_sum  # of the likeliest token of each tile
+    size = (each[:, MAX].abs() + 0.5) * _ROUNDING
+    spread = each[:, SUM].sqrt() / sqrt(3.0)
+    flat = each[:, SUM] > 0.5 * each.new_tensor(widths)[:, None]
+    error = log_p.exp() * torch.where(flat, each[:, SUM], spread) * size
+    shows = ~(error <= _LOG_SUM_ERROR / sqrt(tiles))  # NaN shows
+    if entropy:
+        row_entropy = log_sum - whole[WEIGHTED] / whole[SUM]
+        shows |= ~(error * ((log_p + row_entropy).abs() + 1.0) <= _ENTROPY_ERROR / sqrt(tiles))
+    return shows
+
+
+def target_logits(head: Head, rows: slice, local: Tensor) -> Tensor:
+    """Compute the exact logits of targets ``[c]`` counted from this rank's first column; 0 for others."""
+    here, how = (local >= 0) & (local < head.how.columns), head.how
+    weight = head.weight[local.clamp(0, how.columns - 1)]
+    x, w = (t.to(how.compute).to(how.accumulator) for t in (head.counted(head.hidden, rows), weight))
+    return torch.where(here, how.logit_map.apply_((x * w).sum(1)), 0.0)
+
+
+def _wide_logits(head: Head, rows: slice | Tensor, columns: slice, w: Tensor, out: Tensor) -> Tensor:
+    """Compute logits multiplied in the accumulator's dtype, the same whichever rows are beside."""
+    x, w = (t.to(head.how.compute).to(head.how.accumulator) for t in (head.counted(head.hidden, rows), w))
+    return head.finish(product(x, w, out=out[: len(x) * len(w)].view(len(x), len(w))), rows, columns)
+
+
+def _mixed_logits(
+    head: Head, rows: slice, columns: slice, w: Tensor, kept: Tensor, out: Tensor, exact: Tensor
+) -> Tensor:
+    """Compute rounded logits, and exact ones in rows with ``exact`` ``[R]`` True."""
+    chosen = exact[rows].nonzero().squeeze(1)
+    if 2 * len(chosen) > rows.stop - rows.start:
+        return _wide_logits(head, rows, columns, w, out)
+    z = head.rounded_logits(head.inputs(rows), w, rows, columns, kept, out)
+    if len(chosen):
+        wide = z.new_empty(len(chosen) * w.shape[0])
+        z[chosen] = _wide_logits(head, chosen + rows.start, columns, w, wide)
+    return z
+
+
+class TopTokens(NamedTuple):
+    """The likeliest tokens of every row, likeliest first; no gradient.
+
+    Attributes:
+        logp: log-probabilities ``[..., k]``, in nats.
+        tokens: int64 ``[..., k]``, vocabulary indices.
+    """
+
+    logp: Tensor
+    tokens: Tensor
+
+
+class Top:
+    """The k largest logits of every row among the tiles seen so far."""
+
+    def __init__(self, head: Head, k: int) -> None:
+        shape = (head.hidden.shape[0], k)
+        self.k, self._start = k, head.how.start
+        self.logits = head.hidden.new_full(shape, -torch.inf, dtype=head.how.accumulator)
+        self.tokens = head.hidden.new_zeros(shape, dtype=torch.int64)
+
+    def update(self, z: Tensor, rows: slice, columns: slice) -> None:
+        """Update the k largest logits with a tile ``z`` ``[c, v]``."""
+        values, tokens = z.topk(min(self.k, z.shape[1]), dim=1)
+        tokens += columns.start + self._start
+        self._keep(rows, torch.cat([self.logits[rows], values], 1), torch.cat([self.tokens[rows], tokens], 1))
+
+    def _keep(self, rows: slice, logits: Tensor, tokens: Tensor) -> None:
+        self.logits[rows], index = logits.topk(self.k, dim=1)
+        self.tokens[rows] = tokens.gather(1, index)
+
+    def columns(self) -> Tensor:
+        """Return logits and tokens as floats ``[2k, R]``; fp32 holds all ids below 2^24."""
+        return torch.cat([self.logits.t(), self.tokens.t().to(self.logits.dtype)])
+
+    def merge(self, every: Tensor) -> None:
+        """Merge what ``columns`` returned on all ranks, ``[P, 2k, R]``."""
+        if self.k:
+            logits, tokens = every[:, : self.k], every[:, self.k :]
+            rows = slice(0, len(self.logits))
+            self._keep(rows, logits.flatten(0, 1).t(), tokens.flatten(0, 1).t().long())
