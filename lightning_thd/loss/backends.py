@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_thd._imports import require
 from lightning_thd.loss.prepare import Prepared
-from lightning_thd.loss.tiles.head import Settings
+from lightning_thd.loss.tiles.logits import Settings
 from lightning_thd.loss.tiles.nll import Penalties
 
 _IGNORE = -100

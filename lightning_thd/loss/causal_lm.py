@@ -22,7 +22,7 @@ from lightning_thd.loss.head_call import HeadCall
 from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
 from lightning_thd.loss.prepare import Call
-from lightning_thd.loss.tiles.head import LogitMap
+from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.loss.tiles.nll import Penalties
 from lightning_thd.loss.tiles.logprobs import TopTokens
 from lightning_thd.loss.watch import SlotLosses, watching

@@ -26,7 +26,7 @@ from lightning_thd.loss.tiles.divergence import (
     TopTeacher,
     divergence_and_gradients,
 )
-from lightning_thd.loss.tiles.head import Head, HeadGradients, LogitMap, Needs
+from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Penalties
 from lightning_thd.loss.tiles.products import has_autocast
 

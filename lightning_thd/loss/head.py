@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_thd._find import text_config, unwrapped
 from lightning_thd.loss.dtensors import is_dtensor, local_hidden, plain, vocabulary_group
 from lightning_thd.loss.prepare import Call
-from lightning_thd.loss.tiles.head import LogitMap
+from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models.refusals import refuse_losing_adapters
 
 LINEAR_FORWARD = nn.Linear.forward

@@ -28,7 +28,7 @@ from lightning_thd.loss.head import (
     language_model,
 )
 from lightning_thd.loss.lazy_logits import LazyLogits, Record, carry_values, open_values
-from lightning_thd.loss.tiles.head import LogitMap
+from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models.pack import STATE, announced
 from lightning_thd.parallel.pipeline.stage import Stage, stage_of
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd.loss.prepare import Call, prepare, refuse_double_backward, scoring_head
-from lightning_thd.loss.tiles.head import LogitMap, Operands, Settings
+from lightning_thd.loss.tiles.logits import LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.logprobs import (
     Top,
     TopTokens,

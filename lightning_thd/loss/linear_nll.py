@@ -24,7 +24,7 @@ from lightning_thd.loss.dtensors import plain
 from lightning_thd.loss.linear_logprobs import row_logprobs
 from lightning_thd.loss.prepare import Call, Prepared, prepare, refuse_double_backward
 from lightning_thd.loss.tiles.budget import stash_shape
-from lightning_thd.loss.tiles.head import Head, HeadGradients, LogitMap, Needs
+from lightning_thd.loss.tiles.logits import Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Penalties, nll_and_gradients
 from lightning_thd.loss.tiles.products import without_autocast
 from lightning_thd.loss.watch import SlotLosses

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_thd._static import shapes_are_static
 from lightning_thd.loss.dtensors import group_of_operands, is_dtensor, local_hidden, plain
 from lightning_thd.loss.tiles.budget import tile_shape
-from lightning_thd.loss.tiles.head import Head, LogitMap, Operands, Settings
+from lightning_thd.loss.tiles.logits import Head, LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.products import has_autocast, is_native
 from lightning_thd.parallel.exchange import all_gather_rows
 

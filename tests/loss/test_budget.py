@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_thd.loss.tiles.budget import stash_shape, tile_shape
-from lightning_thd.loss.tiles.head import LogitMap
+from lightning_thd.loss.tiles.logits import LogitMap
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

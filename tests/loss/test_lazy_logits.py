@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.loss.lazy_logits import carry_values, open_values
-from lightning_thd.loss.tiles.head import LogitMap
+from lightning_thd.loss.tiles.logits import LogitMap
 
 SHAPE = (1, 4, 10)
 

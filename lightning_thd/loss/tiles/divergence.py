@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd.loss.tiles.head import GradientSums, Head, HeadGradients, LogitMap, Needs
+from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, LogitMap, Needs
 from lightning_thd.loss.tiles.nll import Stash
 from lightning_thd.loss.tiles.products import exponential
 from lightning_thd.loss.tiles.softmax import MAX, SUM, merge_parts, merge_ranks

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._static import shapes_are_static
-from lightning_thd.loss.tiles.head import GradientSums, Head, HeadGradients, Needs
+from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, Needs
 from lightning_thd.loss.tiles.products import product
 from lightning_thd.loss.tiles.softmax import (
     MAX,

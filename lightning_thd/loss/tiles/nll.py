@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._checks import real_number
-from lightning_thd.loss.tiles.head import GradientSums, Head, HeadGradients, Needs
+from lightning_thd.loss.tiles.logits import GradientSums, Head, HeadGradients, Needs
 from lightning_thd.loss.tiles.softmax import (
     MAX,
     SUM,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_thd._static import shapes_are_static
-from lightning_thd.loss.tiles.head import LogitMap
+from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.loss.tiles.products import exponential
 from lightning_thd.parallel.exchange import stacked
 
