@@ -20,11 +20,7 @@ def plain(tensor: Any) -> Tensor:
 
 
 def vocabulary_group(weight: Any) -> dist.ProcessGroup | None:
-    """Return the group over which the rows of the weight are sharded; None when every rank has all of them.
-
-    Raises:
-        ValueError: for rows sharded over several mesh axes, or a weight sharded along its columns.
-    """
+    """Return the group over which the rows of the weight are sharded; None when every rank has all of them."""
     sharded = [(axis, p) for axis, p in enumerate(weight.placements) if not p.is_replicate()]
     if not sharded:
         return None
@@ -59,9 +55,6 @@ def group_of_operands(
     A mesh does not tell whether its ranks hold the same tokens: those of tensor parallelism do, those of
     FSDP do not, and summing over the wrong ones would go unnoticed. So either the hidden states are
     distributed too, or the group was named, or the mesh axis is called tensor parallel.
-
-    Raises:
-        ValueError: where it cannot be told, or the group is not the weight's.
     """
     own = vocabulary_group(weight)
     if group is not None:

@@ -186,10 +186,6 @@ def rows_with_target(
     is data. It is read from the device, and shapes vary from batch to batch; ``static_shapes`` turns that
     off, for the capture of a graph. With ``at_most``, the most that count, nothing is read; what is missing
     is filled up with rows that do not count.
-
-    Returns:
-        int64 ``[R]``, or None if all rows should be multiplied; ``[R]``. ``[5, -100, -100, 7]`` gives
-        ``([0, 3], [5, 7], True)``.
     """
     capturing = targets.is_cuda and torch.cuda.is_current_stream_capturing()
     if shapes_are_static() or targets.is_meta or capturing:

@@ -248,7 +248,7 @@ def test_messages(changes: dict[str, Any], error: type[Exception], message: str)
 def test_messages_of_the_others() -> None:
     rollouts, _ = make_rollouts()
     zeros, ones = torch.zeros(27), torch.ones(4)
-    with pytest.raises(ValueError, match="dual_clip is 1.0"):
+    with pytest.raises(ValueError, match="dual_clip=1.0"):
         policy.ppo_clip_loss(zeros, zeros, ones, rollouts, dual_clip=1.0)
     with pytest.raises(ValueError, match=r"advantages is \[27\], wanted one a row: \[4\]"):
         policy.gspo_loss(zeros, zeros, zeros, rollouts)
