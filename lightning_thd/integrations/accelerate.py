@@ -13,9 +13,8 @@ from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.streams import StreamLoader
-from lightning_thd.integrations.context import share_packs
 from lightning_thd.integrations.evaluation import LossFn
-from lightning_thd.integrations.loop import Host, PackedLoop, as_loader, listed
+from lightning_thd.integrations.loop import Engine, PackedLoop, as_loader, listed, share_packs
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.parallel.context.layout import Communication
 
@@ -81,12 +80,10 @@ def prepare_thd(
         raise TypeError(f"scheduler is {described(scheduler)}; wanted a learning-rate scheduler, or None.")
     _refuse_fast_scheduler(accelerator, scheduler)
     optimizers = listed(optimizer, "prepare_thd", "optimizer")
-    rank, ranks, group = data_rank(accelerator)
     shared = share_packs(
         model,
-        rank=rank,
-        ranks=ranks,
-        data_group=group,
+        data=data_rank(accelerator),
+        device=accelerator.device,
         size=context_parallel_size,
         layout=context_parallel_layout,
         communication=context_parallel_communication,
@@ -103,7 +100,7 @@ def prepare_thd(
         # Accelerate divides by its accumulation steps; a step's microbatches are weighed already.
         accelerator.backward(loss * accelerator.gradient_accumulation_steps)
 
-    host = Host(
+    engine = Engine(
         backward=backward,
         no_sync=accelerator.no_sync,
         log=lambda metrics, step: accelerator.log(metrics, step=step),
@@ -113,7 +110,7 @@ def prepare_thd(
         precision=_PRECISION.get(str(accelerator.mixed_precision), "32-true"),
     )
     loop = PackedLoop(
-        host,
+        engine,
         model,
         loader,
         optimizer,
@@ -203,8 +200,8 @@ def data_rank(accelerator: Any) -> tuple[int, int, Any]:
     names = [name for name in ("dp_replicate", "dp_shard") if name in (mesh.mesh_dim_names or ())]
     if not names:  # all ranks read the same: None would be the world, and count every pack on each
         ranks_apart = [[rank] for rank in range(mesh.size())]
-        alone, _ = dist.new_subgroups_by_enumeration(ranks_apart)  # type: ignore[no-untyped-call]
-        return 0, 1, alone
+        own, _ = dist.new_subgroups_by_enumeration(ranks_apart)  # type: ignore[no-untyped-call]
+        return 0, 1, own
     rank, ranks = 0, 1
     for name in names:
         rank, ranks = rank * mesh[name].size() + mesh[name].get_local_rank(), ranks * mesh[name].size()

@@ -14,9 +14,8 @@ from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.streams import StreamLoader
-from lightning_thd.integrations.context import share_packs
 from lightning_thd.integrations.evaluation import LossFn
-from lightning_thd.integrations.loop import Host, PackedLoop, as_loader, listed
+from lightning_thd.integrations.loop import Engine, PackedLoop, as_loader, listed, share_packs
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.parallel.context.layout import Communication
 
@@ -48,8 +47,7 @@ def prepare_fabric(
 
     Args:
         fabric: launched, on one device or several. Under its ``ModelParallelStrategy`` the ranks along the
-            mesh's ``data_parallel`` axis read different packs; what FSDP2 and tensor parallelism cut is said
-            by its ``parallelize_fn``.
+            mesh's ``data_parallel`` axis read different packs; its ``parallelize_fn`` cuts the weights.
         model: built with ``attn_implementation="thd"``, not set up yet, or what ``fabric.setup_module`` gave.
         data: a ``THDDataModule``, or a loader that its ``train_steps`` returned.
         optimizer: over the model's parameters, set up or not; several as a list, which ``loop.optimizer`` is
@@ -76,12 +74,10 @@ def prepare_fabric(
     instance(fabric, "fabric", Fabric, advice="Pass a lightning Fabric that was launched.")
     instance(model, "model", nn.Module, advice="Pass the model itself.")
     _refuse_strategy(fabric.strategy)
-    rank, ranks, group = data_rank(fabric)
     shared = share_packs(
         model,
-        rank=rank,
-        ranks=ranks,
-        data_group=group,
+        data=data_rank(fabric),
+        device=fabric.device,
         size=context_parallel_size,
         layout=context_parallel_layout,
         communication=context_parallel_communication,
@@ -92,7 +88,7 @@ def prepare_fabric(
     def no_sync(module: nn.Module) -> AbstractContextManager[None]:
         return fabric.no_backward_sync(module)  # type: ignore[arg-type]  # what fabric.setup returned
 
-    host = Host(
+    engine = Engine(
         backward=fabric.backward,
         no_sync=no_sync,
         log=lambda metrics, step: fabric.log_dict(metrics, step),
@@ -102,7 +98,7 @@ def prepare_fabric(
         precision=str(fabric._precision.precision),
     )
     return PackedLoop(
-        host, model, loader, optimizer, loss_fn=loss_fn, peak=peak, log_every_n_steps=log_every_n_steps
+        engine, model, loader, optimizer, loss_fn=loss_fn, peak=peak, log_every_n_steps=log_every_n_steps
     )
 
 

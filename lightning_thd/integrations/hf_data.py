@@ -1,23 +1,35 @@
-"""A Trainer's dataset and a ``THDLoader`` -> a loader of packs that Trainer can skip and resume."""
+"""A Trainer's dataset, or a stream -> packs that Trainer can skip and resume; what its checkpoints keep."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_thd._find import unwrapped
-from lightning_thd.batch import THDBatch
+from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.samples import PER_TOKEN, check_attention_mask
 from lightning_thd.data import THDDataModule
+from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.store.measure import MapDataset
+from lightning_thd.data.streams import Stream, StreamLoader, is_stream
 
+# A class of Trainers, whose attributes the mixins of ``packed_trainer`` use.
+TrainerBase: Any = object
+# Files in a checkpoint's folder.
+_FILE, _PLAN = "thd_stream.pt", "thd_plan.pt"
 # Columns that are packed, or that are looked at for what they say.
 _LOOKED_AT = frozenset(("input_ids", "labels", "attention_mask", "position_ids", *PER_TOKEN))
-# Arguments of THDDataModule that packed_trainer gives it: where a user says them.
+# Arguments of THDDataModule that packed_trainer sets itself -> what a user sets instead.
 _GIVEN_ELSEWHERE = {
     "train": "train_dataset=",
     "val": "eval_dataset=",
@@ -30,19 +42,11 @@ _GIVEN_ELSEWHERE = {
 }
 # Those that say how rows are read. The others plan training steps; an evaluation keeps every sequence whole.
 _OF_READING = frozenset({"cache_dir", "empty", "engine", "max_errors", "on_error", "vocab_size"})
-_MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 where a token is to be learned
+_MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 for tokens to learn
 
 
 def packed_dataset(dataset: Any, taken: frozenset[str] = frozenset()) -> MapDataset:
-    """Return a dataset whose rows hold only ids and labels.
-
-    Args:
-        dataset: of the Trainer.
-        taken: names of the arguments of the model's ``forward``: a column of such a name says something.
-
-    Raises:
-        ValueError: for none, and for one without a length; later for rows that say more than ids and labels.
-    """
+    """Return a dataset whose rows hold only ids and labels."""
     if dataset is None:
         raise ValueError("The Trainer has no dataset to pack. Pass train_dataset (and eval_dataset).")
     if not hasattr(dataset, "__len__"):
@@ -54,11 +58,7 @@ def packed_dataset(dataset: Any, taken: frozenset[str] = frozenset()) -> MapData
 
 
 def check_data_kwargs(given: Mapping[str, Any] | None) -> None:
-    """Refuse ``data_kwargs`` that THDDataModule does not take, or that packed_trainer gives it itself.
-
-    Raises:
-        TypeError: naming the argument.
-    """
+    """Refuse ``data_kwargs`` that THDDataModule does not take, or that packed_trainer gives it itself."""
     known = inspect.signature(THDDataModule).parameters
     for name in given or ():
         if name in _GIVEN_ELSEWHERE:
@@ -97,7 +97,7 @@ def keyed_loader(loader: Any, *, pin_memory: bool) -> DataLoader[Any]:
 
 
 def with_labels(sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Turn TRL's masks of learned tokens, where a sample has them, into labels."""
+    """Turn TRL's masks of learned tokens, if a sample has them, into labels."""
     masks = {name: np.asarray(sample[name]) for name in _MASKS if sample.get(name) is not None}
     without = {**sample, **dict.fromkeys(masks)}  # None: `datasets` keeps a column that is left out
     if not masks or "labels" in sample:
@@ -107,12 +107,7 @@ def with_labels(sample: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class WithLabels:
-    """A dataset whose masks of learned tokens, where it has them, become labels.
-
-    Args:
-        dataset: of rows that are dicts.
-        taken: see ``packed_dataset``.
-    """
+    """A dataset of dicts whose masks of learned tokens become labels; ``taken`` as for ``packed_dataset``."""
 
     def __init__(self, dataset: Any, taken: frozenset[str] = frozenset()) -> None:
         self._dataset, self._further = dataset, sorted(taken - _LOOKED_AT)
@@ -143,7 +138,7 @@ class WithLabels:
         if others:
             raise ValueError(
                 f"Row {i} of the dataset has {', '.join(others)}, which the model takes, but packed_trainer "
-                "packs ids and labels alone. Use Lightning's Trainer with THDDataModule, which packs images "
+                "packs only ids and labels. Use Lightning's Trainer with THDDataModule, which packs images "
                 "and token types too, or remove the columns."
             )
 
@@ -189,3 +184,147 @@ class Sized:
 def first(items: list[THDBatch]) -> dict[str, THDBatch]:
     """Return the one pack of a list as the dict that Trainer takes for a batch."""
     return {"batch": items[0]}
+
+
+def is_streamed(dataset: object) -> bool:
+    """Return whether a Trainer's dataset can only be iterated, or is a mixture with such sources."""
+    if isinstance(dataset, Mapping):
+        given = [part[0] for part in dataset.values() if isinstance(part, tuple | list) and part]
+        return any(isinstance(source, Stream) or is_stream(source) for source in given)
+    return isinstance(dataset, Stream) or (dataset is not None and is_stream(dataset))
+
+
+def streamed_dataset(dataset: Any, trainer: type) -> Any:
+    """Return a dataset that can be iterated with TRL's masks of learned tokens turned into labels."""
+    prepared = any(base.__module__.startswith("trl.") for base in trainer.__mro__)
+    if not hasattr(dataset, "map"):
+        if prepared:
+            raise ValueError(
+                f"{trainer.__name__} prepares its dataset before packed_trainer sees it, and cannot prepare "
+                f"a {type(dataset).__name__}. Give it a datasets.IterableDataset, or use packed_trainer() "
+                "around transformers.Trainer."
+            )
+        return dataset
+    return dataset.map(_with_listed_labels) if prepared else dataset
+
+
+def _with_listed_labels(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = with_labels(record)
+    return found if found is record else {**found, "labels": found["labels"].tolist()}
+
+
+class StreamsMixin(TrainerBase):  # type: ignore[misc]
+    """Keeps in a Trainer's checkpoints what decides its next packs, and checks it when it resumes."""
+
+    _packs: StreamedPacks | None = None
+    _planner: Any = None
+    _resumed: str | None = None  # the checkpoint that training goes on from
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as the base class does; a stream resumes where its checkpoint left it, without skipping."""
+        if not resume_from_checkpoint or self.args.ignore_data_skip:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        from transformers.trainer_utils import get_last_checkpoint
+
+        last = resume_from_checkpoint is True
+        self._resumed = get_last_checkpoint(self.args.output_dir) if last else str(resume_from_checkpoint)
+        # Trainer would read, and throw away, what was used of a stream
+        self.args.ignore_data_skip = is_streamed(self.train_dataset)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.args.ignore_data_skip, self._resumed = False, None
+
+    def _planned(self, loader: THDLoader) -> None:
+        """Remember the plan of training; on resuming, check a checkpoint's and begin in its epoch."""
+        self._planner = loader.planner
+        if self._resumed is None:
+            return
+        check_plan(self._resumed, loader.planner)
+        trained = Path(self._resumed) / "trainer_state.json"
+        if trained.is_file():  # Trainers before 5.23 set no epoch on a loader whose batches they skip
+            steps = json.loads(trained.read_text(encoding="utf-8"))["global_step"]
+            loader.batch_sampler.sampler.set_epoch(steps // loader.planner.num_steps(0))
+
+    def _streamed(self, loader: StreamLoader) -> StreamedPacks:
+        """Return the dataset that Trainer iterates, at the position of its checkpoint."""
+        self._packs = StreamedPacks(loader, self._begin_stream)
+        if self._resumed is not None:
+            self._packs.load(self._resumed)
+        return self._packs
+
+    def _begin_stream(self) -> None:
+        if self._resumed is not None:  # as Trainer does after skipping the batches used before
+            self._load_rng_state(self._resumed)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any = None, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(model, trial, *args, **kwargs)
+        if not self.args.should_save:
+            return
+        folder = self._get_output_dir(trial=trial)
+        folder = f"{folder}/checkpoint-{self.state.global_step}"
+        if self._packs is not None:
+            self._packs.save(folder)
+        elif self._planner is not None:
+            epoch, step = divmod(self.state.global_step, self._planner.num_steps(0))
+            _write(Path(folder) / _PLAN, self._planner.state(epoch, step))
+
+
+def check_plan(folder: str, planner: Any) -> None:
+    """Refuse to resume from a checkpoint of other data or settings, whose steps held other sequences."""
+    path = Path(folder) / _PLAN
+    if not path.is_file():
+        rank_zero_warn(
+            f"The checkpoint {folder} has no {_PLAN}: whether its steps held the sequences that are planned "
+            "now cannot be checked. Resume with the data, capacity and accumulation it was written with."
+        )
+        return
+    try:
+        planner.resume(torch.load(path, weights_only=True))
+    except ValueError as err:
+        raise ValueError(
+            f"{folder}: {err} TrainingArguments(ignore_data_skip=True) takes its weights and begins the "
+            "epoch again."
+        ) from None
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    """Write a state into a checkpoint's folder, atomically."""
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+class StreamedPacks:
+    """An iterable of a stream's packs for Trainer: one a batch, or all of a step with ``Sequences(n)``.
+
+    ``begin`` is called once, when the first pack is asked for.
+    """
+
+    def __init__(self, loader: StreamLoader, begin: Callable[[], None]) -> None:
+        self.loader, self._begin = loader, begin
+        self._begun = False
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[dict[str, THDBatch | THDStep]]:
+        if not self._begun:
+            self._begun = True
+            self._begin()
+        for batch in self.loader:
+            yield {"batch": batch}
+
+    def save(self, folder: str | Path) -> None:
+        """Write the stream's position into a checkpoint's folder, atomically."""
+        _write(Path(folder) / _FILE, self.loader.state_dict())
+
+    def load(self, folder: str | Path) -> None:
+        """Restore the stream's position from a checkpoint's folder."""
+        path = Path(folder) / _FILE
+        if not path.is_file():
+            raise ValueError(
+                f"The checkpoint {folder} has no {_FILE}: it was not written by packed_trainer with a "
+                "stream. Pass TrainingArguments(ignore_data_skip=True) to begin the stream again."
+            )
+        self.loader.load_state_dict(torch.load(path, weights_only=True))

@@ -6,7 +6,6 @@ S sequences, N tokens of the longest, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,14 @@ from torch.utils.data import DataLoader
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch
 from lightning_thd.data import THDDataModule
-from lightning_thd.integrations.evaluation import LossFn, mean_loss
-from lightning_thd.integrations.hf_data import arguments_of, evaluation_kwargs, keyed_loader, packed_dataset
+from lightning_thd.integrations.evaluation import mean_loss
+from lightning_thd.integrations.hf_data import (
+    TrainerBase,
+    arguments_of,
+    evaluation_kwargs,
+    keyed_loader,
+    packed_dataset,
+)
 from lightning_thd.precision.convert import in_low_precision
 
 _PAD = -100  # what Trainer pads predictions and labels with
@@ -27,27 +32,11 @@ _PAD = -100  # what Trainer pads predictions and labels with
 Preprocess = Callable[[Any, Tensor], Any]
 
 
-class EvaluationMixin:
+class EvaluationMixin(TrainerBase):  # type: ignore[misc]
     """Runs a Trainer's evaluation and prediction on packs; part of what ``packed_trainer`` makes."""
 
-    args: Any
-    model: nn.Module
-    optimizer: Any
-    accelerator: Any
-    eval_dataset: Any
-    state: Any
     control: Any
-    callback_handler: Any
-    compute_metrics: Any
-    preprocess_logits_for_metrics: Preprocess | None
-    is_in_train: bool
-    _capacity: int
-    _data_kwargs: dict[str, Any]
-    _loss: LossFn
-    _paused: Callable[[], AbstractContextManager[None]]
-    _token_metrics: Callable[[str], dict[str, float]]
-    _sum_over_ranks: Callable[[int], int]
-    _evaluated: tuple[str, int] | None = None  # what the metrics just made are called, and their packs
+    _evaluated: tuple[str, int] | None = None  # the prefix of the metrics just made, and their packs
 
     @property
     def _watches(self) -> bool:
@@ -80,7 +69,7 @@ class EvaluationMixin:
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Predict as the base class does, with a rate of packs."""
-        output = super().predict(*args, **kwargs)  # type: ignore[misc]
+        output = super().predict(*args, **kwargs)
         self._count_packs(output.metrics)
         return output
 
@@ -92,12 +81,7 @@ class EvaluationMixin:
         ignore_keys: Any = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Run an evaluation set on packs, for ``evaluate()`` and ``predict()``.
-
-        Returns:
-            Trainer's ``EvalLoopOutput``: predictions and labels with a row a sequence, in the order of the
-            dataset; the mean loss over all loss tokens; what ``compute_metrics`` makes of the rows.
-        """
+        """Run an evaluation set on packs, for ``evaluate()`` and ``predict()``."""
         transformers: Any = require("transformers", feature="packed_trainer")
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
@@ -137,7 +121,7 @@ class EvaluationMixin:
         )
 
     def _packs_told_of(self, dataloader: DataLoader[Any]) -> Iterator[THDBatch]:
-        """Yield the packs of a loader and tell the callbacks of each when it has run."""
+        """Yield the packs of a loader, and call the callbacks after each has run."""
         for inputs in dataloader:
             yield inputs["batch"]
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -179,7 +163,7 @@ class Rows:
         self._rows: list[tuple[int, Any, Any, Any]] = []
 
     def add(self, model: nn.Module, batch: THDBatch) -> None:
-        """Run the model on a pack and store the results of its sequences on the host."""
+        """Run the model on a pack and store the results of its sequences in CPU memory."""
         logits = _rows(batch, model(**batch.hf_kwargs()).logits[0])
         labels = torch.full_like(_rows(batch, batch.targets), _PAD)
         labels[:, 1:] = _rows(batch, batch.targets)[:, :-1]  # nothing predicts a first token

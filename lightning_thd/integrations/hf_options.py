@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -41,9 +41,9 @@ IRRELEVANT: Mapping[str, str] = MappingProxyType(
         "use_cache": "packs run without a cache",
         "accelerator_config": "packs are neither split nor dispatched; the rest goes to Accelerate",
         "dataloader_persistent_workers": "workers live as long as an epoch, or longer",
-        "remove_unused_columns": "packs take input_ids and labels alone",
+        "remove_unused_columns": "packs take only input_ids and labels",
         "length_column_name": "lengths are counted from input_ids",
-        "eval_accumulation_steps": "predictions move to the host pack by pack",
+        "eval_accumulation_steps": "predictions move to CPU memory pack by pack",
         "eval_use_gather_object": "predictions of other devices are gathered as objects",
         "packing_strategy": "TRL's own packing is off",
         "pad_to_multiple_of": "packs are not padded sequence by sequence",
@@ -52,64 +52,59 @@ IRRELEVANT: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_OURS = "Leave it at its default"
-
-
-def _differs(default: Any) -> Callable[[Any], bool]:
-    return lambda value: value not in (default, None)
-
-
-# Name: (whether a value is refused, why, what to do).
-REFUSED: Mapping[str, tuple[Callable[[Any], bool], str, str]] = MappingProxyType(
+_OFF = (False, None)
+_DEFAULT = "Leave it at its default"
+# Name: (values that packs allow, why others are refused, what to do).
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str, str]] = MappingProxyType(
     {
-        "packing": (bool, "packs by itself, before packed_trainer does", "Set it to False"),
-        "padding_free": (bool, "packs by itself, before packed_trainer does", "Set it to False"),
-        "eval_packing": (bool, "packs by itself, before packed_trainer does", "Set it to False"),
+        "packing": (_OFF, "packs by itself, before packed_trainer does", "Set it to False"),
+        "padding_free": (_OFF, "packs by itself, before packed_trainer does", "Set it to False"),
+        "eval_packing": (_OFF, "packs by itself, before packed_trainer does", "Set it to False"),
         "neftune_noise_alpha": (
-            lambda value: value is not None,
+            (None,),
             "scales its noise by the length of the row, which is the whole pack's",
             "Leave it at None",
         ),
         "use_liger_kernel": (
-            bool,
+            _OFF,
             "replaces the model's forward pass and, with it, the loss over packs",
-            "Leave it at False; lightning_thd.loss takes Liger's kernel by itself where it can",
+            "Leave it at False; lightning_thd.loss takes Liger's kernel by itself if it can",
         ),
-        "auto_find_batch_size": (bool, "halves a batch size, but a batch is a pack", "Lower capacity"),
-        "train_sampling_strategy": (_differs("random"), "orders rows, but packs are planned", _OURS),
+        "auto_find_batch_size": (_OFF, "halves a batch size, but a batch is a pack", "Lower capacity"),
+        "train_sampling_strategy": (
+            ("random", None),
+            "orders rows, but packs are planned",
+            _DEFAULT,
+        ),
         "dataloader_drop_last": (
-            bool,
+            _OFF,
             "drops a last batch of rows",
             "Use packed_trainer(...)(data_kwargs={'tail': 'drop'})",
         ),
         "dataloader_in_order": (
-            lambda value: value is False,
+            (True, None),
             "hands out packs of one step in another, whose token count they do not carry",
-            _OURS,
+            _DEFAULT,
         ),
         "dataloader_multiprocessing_context": (
-            lambda value: value is not None,
+            (None,),
             "starts workers in another way than THDDataModule does",
-            _OURS,
+            _DEFAULT,
         ),
         "label_names": (
-            lambda value: value not in (None, ["labels"], []),
+            (None, ["labels"], []),
             "names columns that packs do not take",
             "Name the column of labels 'labels'",
         ),
-        "eval_do_concat_batches": (
-            lambda value: value is False,
-            "wants predictions in batches of rows",
-            _OURS,
-        ),
+        "eval_do_concat_batches": ((True, None), "wants predictions in batches of rows", _DEFAULT),
         "include_for_metrics": (
-            lambda value: "loss" in (value or ()),
+            (),
             "wants a loss of every batch of rows",
             "Leave 'loss' out; eval_loss is the mean over all loss tokens",
         ),
-        "batch_eval_metrics": (bool, "wants metrics of batches of rows", "Leave it at False"),
+        "batch_eval_metrics": (_OFF, "wants metrics of batches of rows", "Leave it at False"),
         "deepspeed": (
-            lambda value: value is not None,
+            (None,),
             "accumulates, clips and steps in an engine of its own",
             "Use fsdp, or Lightning with THDModelParallelStrategy",
         ),
@@ -120,16 +115,15 @@ REFUSED: Mapping[str, tuple[Callable[[Any], bool], str, str]] = MappingProxyType
 def refuse_options(args: Any) -> None:
     """Refuse options of a ``TrainingArguments`` that packs would ignore, or that would change their loss.
 
-    Raises:
-        ValueError: naming the option; also for one that transformers or TRL has added since and that was
-            changed from its default.
+    An option that transformers or TRL has added since is refused if it differs from its default.
     """
     kind = type(args).__name__
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name)
         if name in REFUSED:
-            is_refused, why, remedy = REFUSED[name]
-            if is_refused(value):
+            allowed, why, remedy = REFUSED[name]
+            wrong = "loss" in (value or ()) if name == "include_for_metrics" else value not in allowed
+            if wrong:
                 raise ValueError(f"{kind}({name}={value!r}) {why}. {remedy}.")
         elif name not in HONOURED and name not in IRRELEVANT and _is_changed(args, field):
             raise ValueError(
@@ -138,15 +132,8 @@ def refuse_options(args: Any) -> None:
             )
 
 
-def refuse_devices(trainer: Any) -> None:
-    """Refuse several devices in one process, for which Trainer cuts every tensor of a batch, and DeepSpeed.
-
-    Args:
-        trainer: of transformers, constructed.
-
-    Raises:
-        ValueError: saying how to start it.
-    """
+def refuse_engines(trainer: Any) -> None:
+    """Refuse several devices in one process, DeepSpeed, and Accelerate's context and tensor parallelism."""
     devices = trainer.args.n_gpu
     if devices > 1:
         raise ValueError(
@@ -157,6 +144,12 @@ def refuse_devices(trainer: Any) -> None:
     if getattr(trainer, "is_deepspeed_enabled", False):
         _, why, remedy = REFUSED["deepspeed"]
         raise ValueError(f"Accelerate's configuration starts DeepSpeed, which {why}. {remedy}.")
+    config = getattr(trainer.accelerator, "parallelism_config", None)
+    if config is not None and (config.cp_enabled or config.sp_enabled or config.tp_enabled):
+        raise ValueError(
+            f"packed_trainer runs data parallel, but the accelerator has {config}. Its context "
+            "parallelism would let documents see each other. Use Lightning with THDModelParallelStrategy."
+        )
 
 
 def _is_changed(args: Any, field: dataclasses.Field[Any]) -> bool:
@@ -179,11 +172,7 @@ REPLACED = (
 
 
 def refuse_trainer(trainer_class: type, known: tuple[type, ...]) -> None:
-    """Refuse a Trainer class, but ``known`` ones, with its own loss or data loading, which packs would skip.
-
-    Raises:
-        ValueError: naming the method.
-    """
+    """Refuse a class with its own loss or data loading, which packs would skip, but ``known`` ones."""
     for name in REPLACED:
         owner = next((base for base in trainer_class.__mro__ if name in base.__dict__), None)
         if owner is None or any(owner is base for known_class in known for base in known_class.__mro__):

@@ -1,7 +1,7 @@
 """A padded batch of TRL's pair and group trainers -> one pack for the model, and its outputs as rows.
 
-Their losses compare rows: chosen with rejected ones, or the completions of a group. So the model alone runs
-on a pack, of all rows of a batch, and everything else stays TRL's: data, losses, reference passes, metrics.
+Their losses compare rows: chosen with rejected ones, or the completions of a group. So only the
+model runs on a pack, of all rows of a batch. Data, losses, reference passes and metrics stay TRL's.
 
 Legend: B rows, N columns, T real tokens of the batch.
 """
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from lightning_thd._find import unwrapped
 from lightning_thd.batch import THDBatch
-from lightning_thd.integrations.hf_options import refuse_devices
+from lightning_thd.integrations.hf_data import TrainerBase
+from lightning_thd.integrations.hf_options import refuse_engines
 from lightning_thd.models.announce import NAME, run_as_pack
 
 # TRL's trainers whose rows go into one pack, by name: TRL is imported by whoever passes one.
@@ -39,11 +40,8 @@ REFUSED_FOR_ROWS: dict[str, str] = {
 }
 
 
-class PackedRowsMixin:
+class PackedRowsMixin(TrainerBase):  # type: ignore[misc]
     """Makes the models of a TRL trainer run every padded batch as one pack; ``packed_trainer`` applies it."""
-
-    args: Any
-    accelerator: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         ours = sorted(kwargs.keys() & {"capacity", "peak", "data_kwargs"})
@@ -53,16 +51,16 @@ class PackedRowsMixin:
                 "per_device_train_batch_size rows holds. Leave it out."
             )
         super().__init__(*args, **kwargs)
-        refuse_devices(self)
+        refuse_engines(self)
         self._refuse_what_rows_cannot()
         self._pack_models()
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         self._pack_models()  # DPO's constructor may run its reference model already
-        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
+        return super()._precompute_ref_logps(*args, **kwargs)
 
     def _pack_models(self) -> None:
-        for model in (self.model, getattr(self, "ref_model", None)):  # type: ignore[attr-defined]
+        for model in (self.model, getattr(self, "ref_model", None)):
             if model is not None:
                 pack_rows(unwrapped(self.accelerator.unwrap_model(model)))
 
@@ -73,12 +71,6 @@ class PackedRowsMixin:
                 raise ValueError(
                     f"{type(self.args).__name__}({name}={value!r}) {why}. Leave it at its default."
                 )
-        config = getattr(self.accelerator, "parallelism_config", None)
-        if config is not None and (config.cp_enabled or config.sp_enabled or config.tp_enabled):
-            raise ValueError(
-                f"packed_trainer runs data parallel, but the accelerator has {config}. Its context "
-                "parallelism would cut rows that are packed here. Leave it out."
-            )
 
 
 def pack_rows(model: Any) -> None:
@@ -86,12 +78,6 @@ def pack_rows(model: Any) -> None:
 
     TRL's call for log-probabilities (``fused_lm_head=True``) and a sequence classifier's are packed. Any
     other, generation above all, runs on padded rows with the attention the model had before.
-
-    Args:
-        model: a ``PreTrainedModel`` with TRL's fused head, or a sequence classifier; without adapters.
-
-    Raises:
-        ValueError: when "thd" attention refuses the model; later for an input that is no row of tokens.
     """
     if getattr(model, "_thd_packs_rows", False):
         return
@@ -126,7 +112,7 @@ def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
     if unknown or given.get("use_cache"):
         raise ValueError(
             f"{type(model).__name__} got {', '.join(unknown) or 'use_cache=True'} beside padded rows, and "
-            "packed_trainer packs rows of text alone. Use TRL's trainer as it is."
+            "packed_trainer packs only rows of text. Use TRL's trainer as it is."
         )
     rows = given["input_ids"]
     mask = torch.ones_like(rows) if given.get("attention_mask") is None else given["attention_mask"]
@@ -143,17 +129,13 @@ def _run(model: Any, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
 
 
 def _rows(values: Tensor, mask: Tensor) -> Tensor:
-    """Arrange one value a token ``[T]`` as TRL's rows ``[B, N - 1]``, 0 where nothing is predicted."""
+    """Arrange one value a token ``[T]`` as TRL's rows ``[B, N - 1]``, 0 for tokens that nothing predicts."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)[:, :-1]
 
 
 @contextmanager
 def _attention(model: nn.Module, name: str) -> Generator[None]:
-    """Switch a model's layers from "thd" to another attention inside this context.
-
-    Raises:
-        ValueError: where a backward pass could compute layers again, with "thd" then.
-    """
+    """Switch a model's layers from "thd" to another attention inside this context."""
     recomputes = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     if torch.is_grad_enabled() and recomputes and model.training:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -21,18 +21,20 @@ from lightning_thd.callbacks.module_flops import find_model
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.hf_data import (
+    StreamsMixin,
     arguments_of,
     check_data_kwargs,
+    is_streamed,
     keyed_loader,
     packed_dataset,
+    streamed_dataset,
 )
 from lightning_thd.integrations.hf_evaluation import EvaluationMixin
-from lightning_thd.integrations.hf_losses import TokenMeter, dft_loss
-from lightning_thd.integrations.hf_options import refuse_devices, refuse_options, refuse_trainer
+from lightning_thd.integrations.hf_options import refuse_engines, refuse_options, refuse_trainer
 from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
-from lightning_thd.integrations.hf_steps import check_global_batch, packs_of, train_on_packs
-from lightning_thd.integrations.hf_streams import StreamsMixin, is_streamed, streamed_dataset
-from lightning_thd.loss import causal_lm_loss, causal_lm_loss_and_stats
+from lightning_thd.integrations.loop import sum_over_packs
+from lightning_thd.loss import TokenStats, causal_lm_logprobs, causal_lm_loss, causal_lm_loss_and_stats
+from lightning_thd.packing import Packs, Sequences
 from lightning_thd.precision.convert import in_low_precision
 
 
@@ -72,10 +74,6 @@ def packed_trainer(trainer_class: type | None = None) -> type:
 
 class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
     loss_is_scaled_for_ga = False  # Trainer divides by the accumulation steps, as loss_scale expects
-    args: Any
-    model: nn.Module
-    state: Any
-    accelerator: Any
 
     def __init__(
         self,
@@ -109,7 +107,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         self._refuse_settings()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the base class does, with counts, clock and model of this call alone."""
+        """Train as the base class does, with counts, clock and model of this call only."""
         self._trained_sequences, self._metered = 0, False  # a model_init has made another model
         try:
             return super().train(*args, **kwargs)
@@ -151,11 +149,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Tensor:
-        """Return the pack's share of the step's mean loss.
-
-        Raises:
-            ValueError: for ``return_outputs``: a pack's loss needs no logits, so there are none to return.
-        """
+        """Return the pack's share of the step's mean loss."""
         if return_outputs:
             raise ValueError(
                 "compute_loss(return_outputs=True) wants logits, which packed_trainer never makes for the "
@@ -186,7 +180,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train on a pack, or on all of a step, and add their tokens to the throughput counters."""
         self._ready.resume()
-        one: Any = super().training_step  # type: ignore[misc]
+        one: Any = super().training_step
         step = inputs["batch"]
         loss = train_on_packs(self, one, model, step) if isinstance(step, THDStep) else one(model, inputs)
         for batch in packs_of(inputs):
@@ -196,7 +190,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         return cast("Tensor", loss)
 
     def floating_point_ops(self, inputs: dict[str, THDBatch | THDStep]) -> int:
-        """Return the FLOPs of a pack from the lengths of its sequences; 0 where the model's are not known."""
+        """Return the FLOPs of a pack from the lengths of its sequences; 0 if the model's are unknown."""
         flops_model = self._ready.model
         if flops_model is None:
             return 0
@@ -216,7 +210,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
             if theirs is not None:
                 theirs["train"]["num_tokens"] = [self._sum_over_ranks(self._trained_tokens)]
                 theirs["train"].update({key: [value] for key, value in self._token_metrics("train").items()})
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     def _sum_over_ranks(self, count: int) -> int:
         total = torch.tensor(count, device=self.args.device)
@@ -230,7 +224,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
             self.state.num_input_tokens_seen += self._sum_over_ranks(own)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the packs of an optimizer step, or the sequences where these are fixed."""
+        """Return the packs of an optimizer step, or its sequences if these are fixed."""
         wanted = self._data_kwargs.get("global_batch")
         return wanted.n if wanted is not None else int(args.gradient_accumulation_steps * args.world_size)
 
@@ -240,7 +234,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         before = getattr(self, "_initial_global_step", None)
         if before is not None:
             samples *= max(self.state.max_steps, 1) / max(self.state.global_step - before, 1)
-        return super()._finalize_training(trial, samples, start_time)  # type: ignore[misc]
+        return super()._finalize_training(trial, samples, start_time)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._paused():
@@ -272,13 +266,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         return "bf16-mixed" if self.args.bf16 else "16-mixed" if self.args.fp16 else "32-true"
 
     def _refuse_settings(self) -> None:
-        refuse_devices(self)
-        config = getattr(self.accelerator, "parallelism_config", None)
-        if config is not None and (config.cp_enabled or config.sp_enabled or config.tp_enabled):
-            raise ValueError(
-                f"packed_trainer runs data parallel, but the accelerator has {config}. Its context "
-                "parallelism would let documents see each other. Use Lightning with THDModelParallelStrategy."
-            )
+        refuse_engines(self)
         if getattr(self, "_is_vision_dataset", False):
             raise ValueError(
                 "The dataset has images, which TRL prepares batch by batch in its collator. Use "
@@ -294,3 +282,66 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
             self.args.gradient_accumulation_steps,
             str(getattr(self.args.optim, "value", self.args.optim)),
         )
+
+
+def packs_of(inputs: dict[str, THDBatch | THDStep]) -> tuple[THDBatch, ...]:
+    """Return the packs in a batch that the Trainer's loader gave."""
+    batch = inputs["batch"]
+    return batch.microbatches if isinstance(batch, THDStep) else (batch,)
+
+
+def train_on_packs(
+    trainer: Any, one: Callable[[nn.Module, dict[str, THDBatch]], Tensor], model: nn.Module, step: THDStep
+) -> Tensor:
+    """Run a step's microbatches by ``one``, gradients synchronised in the last; return this rank's loss."""
+    before, trainer.current_gradient_accumulation_steps = (
+        trainer.current_gradient_accumulation_steps,
+        len(step),
+    )
+    try:
+        return sum_over_packs(
+            step, trainer.accelerator.no_sync, model, lambda batch: one(model, {"batch": batch})
+        )
+    finally:
+        trainer.current_gradient_accumulation_steps = before
+
+
+def check_global_batch(global_batch: Packs | Sequences | None, accumulate: int, optimizer: str) -> None:
+    """Refuse accumulation, and optimizers that step in backward, with ``Sequences(n)``."""
+    if isinstance(global_batch, Sequences) and accumulate != 1:
+        raise ValueError(
+            f"global_batch={global_batch} with gradient_accumulation_steps={accumulate}: a step of n "
+            "sequences has as many microbatches as it needs. Set gradient_accumulation_steps=1."
+        )
+    if isinstance(global_batch, Sequences) and ("layerwise" in optimizer or "lomo" in optimizer):
+        raise ValueError(
+            f"global_batch={global_batch} with optim={optimizer!r}, which steps in every backward pass: "
+            "once a microbatch here, not once a step. Use another optimizer, or global_batch=Packs(n)."
+        )
+
+
+def dft_loss(model: nn.Module, batch: THDBatch) -> tuple[Tensor, TokenStats]:
+    """Compute the loss of dynamic fine-tuning (arXiv:2508.05629): each token weighs its probability."""
+    found = causal_lm_logprobs(model, batch, top_k=1)
+    known = batch.targets != -100
+    weights = known * (1.0 if batch.weights is None else batch.weights)
+    loss = -(found.logp * found.logp.detach().exp() * weights).sum() * batch.loss_scale
+    entropy = found.entropy.detach().masked_fill(~known, 0.0).sum()
+    right = ((found.top.tokens[:, 0] == batch.targets) & known).sum()
+    return loss, TokenStats(entropy, right.to(entropy.dtype), known.sum().to(entropy.dtype))
+
+
+class TokenMeter:
+    """Sums entropy, right guesses and tokens, apart for training and evaluation, until they are logged."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, mode: str, stats: TokenStats) -> None:
+        """Add the statistics of a batch without reading the device."""
+        own = torch.stack(stats).double()
+        self._sums[mode] = own + self._sums[mode] if mode in self._sums else own
+
+    def take(self, mode: str, device: torch.device) -> Tensor:
+        """Return and reset the sums of entropy, right guesses and tokens, fp64 ``[3]``."""
+        return self._sums.pop(mode, torch.zeros(3, dtype=torch.float64, device=device))

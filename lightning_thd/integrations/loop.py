@@ -1,41 +1,152 @@
 """A step of microbatches in a loop without a Lightning Trainer: gradients, the step's loss, and its metrics.
 
-What Accelerate and Fabric have in common. Each hands in how it goes backward, how it leaves gradients
-unsynchronised, and where it logs.
+What Accelerate and Fabric have in common. Each hands in an ``Engine``: how to go backward, how to leave
+gradients unsynchronised, where to log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
+from lightning.fabric.wrappers import _FabricModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_thd._checks import described, instance, whole_number
+from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.meter import Hardware, Meter
 from lightning_thd.callbacks.module_flops import find_model
 from lightning_thd.cuda_graph import GraphCosts, GraphedStep
-from lightning_thd.cuda_graph.capture.backend import Backend
+from lightning_thd.cuda_graph.capture.backend import Backend, CudaBackend
+from lightning_thd.cuda_graph.choice.plan import (
+    GraphPlan,
+    needed_sequences,
+    plan_graphs,
+    problem_of,
+    sequence_counts,
+)
+from lightning_thd.cuda_graph.choice.sampling import longest_sequence, sample_layouts
+from lightning_thd.cuda_graph.limits.support import sharded_by
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.streams import StreamLoader
+from lightning_thd.data.trainer_link import model_alignment
 from lightning_thd.flops.rates import check_peak
-from lightning_thd.integrations.context import Shared
 from lightning_thd.integrations.evaluation import LossFn, mean_loss
-from lightning_thd.integrations.graphs import MaxSequences, graphed_loss
-from lightning_thd.integrations.hf_steps import sum_over_packs
 from lightning_thd.loss import causal_lm_loss
+from lightning_thd.packing import PackPlanner
+from lightning_thd.parallel.context.layout import Communication
+from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes, make_meshes
+from lightning_thd.parallel.shard import shard_batch
 from lightning_thd.precision.convert import in_low_precision
+from lightning_thd.strategies.dynamic import check_ways
+from lightning_thd.strategies.guards import (
+    refuse_other_attention,
+    refuse_second_context_parallelism,
+    refuse_unused_layout,
+)
+
+MaxSequences = int | Sequence[int] | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
-    """Holds the functions and sizes that a framework provides to a ``PackedLoop``.
+class Shared:
+    """Which packs a rank of a loop reads, and how it cuts its part of them.
+
+    Attributes:
+        rank: of this process among those that read different data.
+        ranks: their number.
+        data_group: one rank of each pack; None is the world.
+        size: ranks that share a pack; 1 leaves batches whole.
+        group: these ranks.
+        layout: how a pack is cut.
+        communication: what attention exchanges.
+    """
+
+    rank: int
+    ranks: int
+    data_group: dist.ProcessGroup | None = None
+    size: int = 1
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+    layout: Layout = "dual_chunk"
+    communication: Communication = "auto"
+
+    @property
+    def alignment(self) -> Alignment | None:
+        """Return what lengths and totals must be multiples of; None asks for nothing."""
+        return None if self.size == 1 else Alignment.for_(cp=self.size, layout=self.layout)
+
+    def cut(self, batch: THDBatch) -> THDBatch:
+        """Keep this rank's part of a pack that lies on its device."""
+        if self.size == 1:
+            return batch
+        return shard_batch(batch, group=self.group, layout=self.layout, communication=self.communication)
+
+    def check(self, batch: THDBatch) -> None:
+        """Refuse a model that has run on a shard without an attention that sees the other ranks."""
+        refuse_unused_layout(batch)
+
+
+def share_packs(
+    model: nn.Module,
+    *,
+    data: tuple[int, int, dist.ProcessGroup | None],
+    device: torch.device,
+    size: int,
+    layout: Layout,
+    communication: Communication,
+) -> Shared:
+    """Group neighbouring ranks to share packs by context parallelism; a collective of the world.
+
+    ``data`` is this rank's index among the ranks that read different data, their number and their group.
+    """
+    rank, ranks, group = data
+    advice = "It is a number of ranks; 'dynamic' needs THDDDPStrategy or THDModelParallelStrategy."
+    size = whole_number(size, "context_parallel_size", least=1, advice=advice)
+    check_ways(layout, communication, None)
+    if ranks % size:
+        raise ValueError(
+            f"context_parallel_size={size} does not divide the {ranks} ranks that read data. Start a "
+            "multiple of it, or lower it."
+        )
+    if size == 1:
+        return Shared(rank=rank, ranks=ranks, data_group=group)
+    if ranks != dist.get_world_size():
+        raise ValueError(
+            f"context_parallel_size={size} where {ranks} of {dist.get_world_size()} processes read different "
+            "data: other axes of the mesh share weights. Use THDModelParallelStrategy(context_parallel_size=,"
+            " tensor_parallel_size=) under Lightning, or a mesh of data-parallel ranks only."
+        )
+    if model_alignment(model) is not None:
+        raise ValueError(
+            f"context_parallel_size={size} with a model in FP8, whose packs are aligned for one rank. Use "
+            "Lightning with FP8Precision, or context_parallel_size=1."
+        )
+    refuse_other_attention(model, size)
+    refuse_second_context_parallelism(model, size)
+    meshes = make_meshes(AxisSizes(data=ranks // size, context=size), device.type)
+    return Shared(
+        rank=rank // size,
+        ranks=ranks // size,
+        data_group=meshes.group(DATA),
+        size=size,
+        group=meshes.group(CONTEXT),
+        layout=layout,
+        communication=communication,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """The functions and sizes that Accelerate or Fabric provides to a ``PackedLoop``.
 
     Attributes:
         backward: backpropagates a loss, without dividing it.
@@ -60,20 +171,20 @@ class PackedLoop:
     """Holds the prepared model, loader and optimizer, and runs whole steps; ``prepare_thd`` returns it.
 
     Unpacks like the tuple ``accelerator.prepare`` returns: ``model, loader, optimizer = prepare_thd(...)``,
-    and the scheduler last where one was given.
+    and the scheduler last if one was given.
 
     Attributes:
-        model: prepared by the host.
-        loader: ``THDStep`` after ``THDStep``; its position is saved and restored with the host's state.
-        optimizer: prepared by the host; a list where several were given.
-        scheduler: prepared by the host, or None.
+        model: prepared by Accelerate or Fabric.
+        loader: gives ``THDStep`` after ``THDStep``; its position is in the checkpoints.
+        optimizer: prepared; a list if several were given.
+        scheduler: prepared, or None.
         global_step: steps run so far.
         latest: the metrics of the last interval.
     """
 
     def __init__(
         self,
-        host: Host,
+        engine: Engine,
         model: nn.Module,
         loader: THDLoader | StreamLoader,
         optimizer: Any,
@@ -92,13 +203,13 @@ class PackedLoop:
         self.model, self.loader, self.optimizer, self.scheduler = model, loader, optimizer, scheduler
         self.global_step = 0
         self.latest: dict[str, float] = {}
-        self._host, self._loss_fn = host, in_low_precision(loss_fn, model, group=host.shared.data_group)
+        self._engine, self._loss_fn = engine, in_low_precision(loss_fn, model, group=engine.shared.data_group)
         self._every, self._warmup = log_every_n_steps, warmup_steps
         self._graphed: GraphedStep | None = None
         self._captured_s = 0.0
-        shared = host.shared
+        shared = engine.shared
         hardware = Hardware.of(
-            model, host.device, peak, host.precision, group=shared.data_group, devices=host.devices
+            model, engine.device, peak, engine.precision, group=shared.data_group, devices=engine.devices
         )
         self._meter = Meter("train", "training", clock, hardware, find_model(model))
 
@@ -123,8 +234,10 @@ class PackedLoop:
             step, "step", THDStep, advice="Pass what loop.loader gives; THDStep([batch]) holds one pack."
         )
         self._meter.resume()
-        step = step.to(self._host.device)
-        loss = sum_over_packs(step, self._host.no_sync, self.model, lambda batch: self._run(batch, len(step)))
+        step = step.to(self._engine.device)
+        loss = sum_over_packs(
+            step, self._engine.no_sync, self.model, lambda batch: self._run(batch, len(step))
+        )
         self._meter.add(step)
         self._end_step()
         return loss
@@ -145,7 +258,7 @@ class PackedLoop:
         """
         batches: Any = data
         if isinstance(data, THDDataModule):
-            shared = self._host.shared
+            shared = self._engine.shared
             data.attach(rank=shared.rank, ranks=shared.ranks, model=self.model, alignment=shared.alignment)
             data.setup("validate")
             batches = data.val_dataloader()
@@ -154,14 +267,14 @@ class PackedLoop:
             self._loss_fn,
             self.model,
             batches,
-            device=self._host.device,
-            group=self._host.shared.data_group,
-            cut=self._host.shared.cut,
+            device=self._engine.device,
+            group=self._engine.shared.data_group,
+            cut=self._engine.shared.cut,
         )
         if running:
             self._meter.resume()
         metrics = {f"{name}/loss": loss, f"{name}/loss_tokens": float(tokens)}
-        self._host.log(metrics, self.global_step)
+        self._engine.log(metrics, self.global_step)
         return metrics
 
     def capture(
@@ -181,26 +294,26 @@ class PackedLoop:
             max_sequences: sequences of each captured shape, one number or several; "auto" chooses them from
                 the packs the planner will make.
             costs: what "auto" reckons with; those of a launch-bound step when absent.
-            require: raise where graphs are not possible, in place of training without them.
+            require: raise if graphs are not possible, instead of training without them.
             backend: CUDA graphs by default; a ``RecordingBackend`` for tests on a CPU.
 
         Returns:
-            The graphs, with their ``stats``; None where training goes on eagerly, and a line says why.
+            The graphs, with their ``stats``; None if training goes on eagerly; the reason is printed.
 
         Raises:
-            ValueError: for numbers of sequences below 1, and with ``require`` where there can be no graphs.
+            ValueError: for numbers of sequences below 1, and with ``require`` if there can be no graphs.
         """
-        if self._host.shared.size > 1:
+        if (size := self._engine.shared.size) > 1:
             raise ValueError(
-                f"capture() with context_parallel_size={self._host.shared.size}: graphs of shared packs run "
-                "under Lightning. Use CUDAGraphCallback with THDDDPStrategy, or leave capture() out."
+                f"capture() with context_parallel_size={size}: graphs of shared packs run under Lightning."
+                " Use CUDAGraphCallback with THDDDPStrategy, or leave capture() out."
             )
         self._graphed = graphed_loss(
             self._loss_fn,
             self.model,
             getattr(self.loader, "planner", None),
-            ranks=self._host.shared.ranks,
-            device=self._host.device,
+            ranks=self._engine.shared.ranks,
+            device=self._engine.device,
             max_sequences=max_sequences,
             costs=costs,
             require=require,
@@ -218,11 +331,11 @@ class PackedLoop:
         self._meter.load(state["throughput"])
 
     def _run(self, batch: THDBatch, microbatches: int) -> Tensor:
-        batch = self._host.shared.cut(batch)
+        batch = self._engine.shared.cut(batch)
         loss = self._loss_fn(self.model, batch) if self._graphed is None else self._graphed(batch)
-        self._host.shared.check(batch)
+        self._engine.shared.check(batch)
         loss = loss / microbatches
-        self._host.backward(loss)
+        self._engine.backward(loss)
         return loss.detach()
 
     def _end_step(self) -> None:
@@ -236,15 +349,11 @@ class PackedLoop:
             self.latest = self._meter.close()
             if self._graphed is not None:
                 self.latest |= self._graphed.stats.metrics()
-            self._host.log(self.latest, self.global_step)
+            self._engine.log(self.latest, self.global_step)
 
 
 def listed(optimizer: Any, who: str, name: str) -> list[Any]:
-    """Return one optimizer or several as a list.
-
-    Raises:
-        TypeError: for anything else.
-    """
+    """Return one optimizer or several as a list."""
     given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
     for each in given:
         if not hasattr(each, "param_groups"):
@@ -256,11 +365,7 @@ def listed(optimizer: Any, who: str, name: str) -> list[Any]:
 
 
 def as_loader(data: object, model: nn.Module, shared: Shared, *, accumulate: int) -> THDLoader | StreamLoader:
-    """Return the loader of training steps of a data module, or the given loader after a check.
-
-    Raises:
-        ValueError: for a loader of another kind, which would split, dispatch or re-batch packs.
-    """
+    """Return the loader of training steps of a data module, or a loader of ours that was given."""
     if isinstance(data, THDDataModule):
         data.attach(
             rank=shared.rank,
@@ -284,3 +389,67 @@ def as_loader(data: object, model: nn.Module, shared: Shared, *, accumulate: int
         "train_steps() returns. Another loader would split packs, dispatch them to other ranks or stack "
         "them. Write THDDataModule(dataset, capacity=...) in its place."
     )
+
+
+def sum_over_packs(
+    step: THDStep,
+    no_sync: Callable[[nn.Module], AbstractContextManager[Any]],
+    model: nn.Module,
+    run: Callable[[THDBatch], Tensor],
+) -> Tensor:
+    """Run the microbatches of a step, all but the last under ``no_sync``, and sum their losses."""
+    losses = []
+    for i, batch in enumerate(step.microbatches, start=1):
+        with contextlib.nullcontext() if i == len(step) else no_sync(model):
+            losses.append(run(batch))
+    return torch.stack(losses).sum()
+
+
+def graphed_loss(
+    loss_fn: Callable[[nn.Module, THDBatch], Tensor],
+    model: nn.Module,
+    planner: object,
+    *,
+    ranks: int,
+    device: torch.device,
+    max_sequences: MaxSequences,
+    costs: GraphCosts | None,
+    require: bool,
+    backend: Backend | None,
+) -> GraphedStep | None:
+    """Wrap a loss function into CUDA graphs, or return None and print why that is not possible."""
+    given = sequence_counts(max_sequences)
+    backend = CudaBackend() if backend is None else backend
+    bare, precision = model, cast("Callable[[], AbstractContextManager[Any]]", contextlib.nullcontext)
+    if isinstance(model, _FabricModule):
+        bare, precision = model._forward_module, model._strategy.precision.forward_context
+    reason = backend.unavailable(device)
+    if reason is None and not isinstance(planner, PackPlanner):
+        reason = (
+            f"the loader's plans come from a {type(planner).__name__}, which does not know the packs to come"
+        )
+    if reason is None and (found := sharded_by(bare)) is not None:
+        reason = f"the model is sharded by {found}, whose gathered parameters have no fixed address"
+    if reason is None:
+        plan = _plan(cast("PackPlanner", planner), ranks, costs, given)
+        rank_zero_info(plan.table())
+        reason = problem_of(plan, given)
+    if reason is not None:
+        if require:
+            raise ValueError(
+                f"capture(require=True), but {reason}. Leave require out to train without graphs."
+            )
+        rank_zero_info(f"No CUDA graphs: {reason}.")
+        return None
+
+    def function(module: nn.Module, batch: Any, *rest: Any) -> Tensor:
+        with precision():
+            return loss_fn(module, batch)
+
+    return GraphedStep(function, bare, buckets=plan.buckets(), backend=backend, require=require)
+
+
+def _plan(planner: PackPlanner, ranks: int, costs: GraphCosts | None, given: tuple[int, ...]) -> GraphPlan:
+    slots, longest = planner.slots.usable, longest_sequence(planner)
+    needs = needed_sequences(sample_layouts(planner, dp=ranks), slots, longest)
+    return plan_graphs(needs, slots=slots, max_seqlen=longest, costs=costs, given=given)

@@ -20,7 +20,7 @@ def plain(tensor: Any) -> Tensor:
 
 
 def vocabulary_group(weight: Any) -> dist.ProcessGroup | None:
-    """Return the group over which the rows of the weight are sharded; None when every rank has all of them."""
+    """Return the group over which rows of the weight are sharded; None if every rank has all of them."""
     sharded = [(axis, p) for axis, p in enumerate(weight.placements) if not p.is_replicate()]
     if not sharded:
         return None
@@ -52,8 +52,8 @@ def group_of_operands(
 ) -> dist.ProcessGroup | None:
     """Return the tensor-parallel group of a distributed weight passed to a fused loss.
 
-    A mesh does not tell whether its ranks hold the same tokens: those of tensor parallelism do, those of
-    FSDP do not, and summing over the wrong ones would go unnoticed. So either the hidden states are
+    Ranks of tensor parallelism hold the same tokens, ranks of FSDP do not. A mesh does not show which of
+    both it is, and a sum over the wrong ranks would go unnoticed. So either the hidden states must be
     distributed too, or the group was named, or the mesh axis is called tensor parallel.
     """
     own = vocabulary_group(weight)

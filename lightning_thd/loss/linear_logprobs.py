@@ -1,9 +1,8 @@
 """Hidden states and the head's weight -> log-probability, entropy and lse of every token, without logits.
 
-T slots, H hidden size, V vocabulary. One autograd.Function for all three, so that they can be differentiated
-together or alone, in any order. The forward pass keeps lse and entropy, 8 bytes a token; the backward pass
-makes the logits again, 8THV operations in all against the 6THV of a loss that keeps them (``linear_nll``
-needs 6THV, for one scalar).
+T slots, H hidden size, V vocabulary. One autograd.Function computes all three, so that they can be
+differentiated together or one by one, in any order. The forward pass keeps lse and entropy, 8 bytes a token.
+The backward pass makes the logits again: 8THV operations, against the 6THV of ``linear_nll`` for one scalar.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class LogProbs(_Three):
     """Log-probability, entropy and log-sum-exp of every token; a tuple of three differentiable tensors.
 
     Attributes:
-        logp: log-probability of the target, in nats; 0 where ignored.
-        entropy: of the whole distribution, in nats; 0 where ignored.
-        lse: log of the sum of exponentials of the logits; 0 where ignored.
+        logp: log-probability of the target, in nats; 0 for ignored targets.
+        entropy: entropy of the whole distribution, in nats; 0 for ignored targets.
+        lse: log of the sum of exponentials of the logits; 0 for ignored targets.
     """
 
     _top: TopTokens | None = None
@@ -127,7 +126,7 @@ def fused_linear_logprobs(
         low_rank: a LoRA on the head, ``(x [T, r], weight [V, r])``; its product is added, the factor
             ``alpha / r`` being the caller's.
         ignore_index: targets that do not count; their rows are left out of the products.
-        valid_vocab_size: columns that exist, where the vocabulary is padded.
+        valid_vocab_size: columns that exist, if the vocabulary is padded.
         rows: int64 ``[R]`` indices, or bool ``[T]``: the tokens wanted, a response's for example.
         tp_group: ranks that share the vocabulary: one collective forward, one backward.
         sequence_parallel: ``hidden`` is this rank's ``[T / P, H]`` of the ``tp_group``; ``targets`` stay
@@ -202,48 +201,41 @@ def row_logprobs(
     gradient unless they are wanted.
     """
     *values, logits, tokens = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        *operands, targets, settings, _Wanted(entropy, mean, top_k)
+        *operands, targets, settings, entropy, mean, top_k
     )
     top = TopTokens(logits - values[2].detach()[:, None], tokens) if top_k else None
     return RowValues(values[0], values[1], values[2], values[3], top)
 
 
-class _Wanted(NamedTuple):
-    entropy: bool
-    mean: bool
-    top_k: int
-
-
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        operands, (targets, settings, wanted) = arguments[:5], arguments[5:]
+        operands, (targets, settings, entropy, mean, top_k) = arguments[:5], arguments[5:]
         head = scoring_head(operands, targets, settings)
-        top, exact = Top(head, wanted.top_k), None
+        top, exact = Top(head, top_k), None
         with without_autocast(head.hidden.device):
-            kinds: dict[str, bool] = {"entropy": wanted.entropy, "total": wanted.mean}
-            if may_round(head) and not wanted.top_k:
-                stats, exact = rounded_statistics(head, targets, **kinds)
+            if may_round(head) and not top_k:
+                stats, exact = rounded_statistics(head, targets, entropy=entropy, total=mean)
             else:
-                seen = top.update if wanted.top_k else None
-                stats = softmax_statistics(head, targets, **kinds, seen=seen)
+                seen = top.update if top_k else None
+                stats = softmax_statistics(head, targets, entropy=entropy, total=mean, seen=seen)
             if settings.tp_group is not None:
                 stats, others = merge_ranks(stats, top.columns(), head.weight.shape[0], settings.tp_group)
                 top.merge(others)
         log_sum = stats[SUM].log()
         lse = stats[MAX] + log_sum
-        # m and log(sum) apart: exact where the target is nearly certain
+        # The largest logit and log(sum) are subtracted one by one: exact if the target is nearly certain.
         logp = stats[TARGET] - stats[MAX] - log_sum
         if exact is not None:  # the target is exact, the largest may be rounded
             logp = logp.clamp_max_(0.0)
         spread = torch.zeros_like(lse)
-        if wanted.entropy:
+        if entropy:
             spread = (log_sum - stats[WEIGHTED] / stats[SUM]).clamp_min_(0.0)
         centre = stats[TOTAL] / settings.vocabulary
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*operands, targets, lse, spread, exact)
-        constant = [*([] if wanted.entropy else [spread]), *([] if wanted.mean else [centre])]
+        constant = [*([] if entropy else [spread]), *([] if mean else [centre])]
         ctx.mark_non_differentiable(*constant, top.logits, top.tokens)
         return logp, spread, lse, centre, top.logits, top.tokens
 
@@ -265,7 +257,7 @@ class _LinearLogprobs(torch.autograd.Function):
             ).like(tuple(operands))
             if group is not None and not ctx.settings.partial_hidden:
                 found[0], found[3] = _reduced(found[0], found[3], group)
-        return (*found, None, None, None)
+        return (*found, *[None] * 5)
 
 
 def _row_gradients(grads: tuple[Tensor | None, ...], entropy: Tensor, vocabulary: int) -> RowGradients:

@@ -67,7 +67,7 @@ def fused_linear_cross_entropy(
         logit_scale: factor before the cap.
         low_rank: a LoRA on the head, ``(x [T, r], weight [V, r])``.
         ignore_index: targets that do not count; their rows are left out of the products.
-        valid_vocab_size: columns that exist, where the vocabulary is padded.
+        valid_vocab_size: columns that exist, if the vocabulary is padded.
         token_weights: ``[T]``, a factor of each token's loss; gets no gradient.
         label_smoothing: share of the target's mass spread over the vocabulary.
         z_loss: factor of lse squared, added for each token.

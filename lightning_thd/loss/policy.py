@@ -1,10 +1,10 @@
 """Log-probabilities of a pack of rollouts -> losses of policy gradients: PPO-clip, GRPO and GSPO.
 
-T slots, B rows (rollouts). Values of slots stand where ``causal_lm_logprobs(model, rollouts.batch).logp`` has
-them: at the slot that predicts the token; ``rollouts.pack`` brings padded ones there. Where no response token
-is predicted nothing counts, whatever stands there. For a step of several microbatches or ranks, pass
-``scale`` in place of the division each loss makes by itself: ranks x microbatches / the step's rows or
-tokens; the mean over microbatches and ranks is then exact whatever the packing.
+T slots, B rows (rollouts). A value of a slot belongs to the token that the slot predicts, as in
+``causal_lm_logprobs(model, rollouts.batch).logp``; ``rollouts.pack`` brings padded values there. Slots that
+predict no response token do not count, whatever they hold. For a step of several microbatches or ranks, pass
+``scale``, ranks x microbatches / the step's rows or tokens, which replaces the division by the loss. The mean
+over microbatches and ranks is then exact whatever the packing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def ppo_clip_loss(
 ) -> Tensor:
     """Compute PPO's clipped policy-gradient loss: ``-min(r A, clip(r) A)`` a token.
 
-    PPO, arXiv:1707.06347, equation 7, averaged over all response tokens; ``dual_clip`` bounds the loss where
-    the advantage is negative by ``-dual_clip A``, arXiv:1912.09729, equation 5.
+    PPO, arXiv:1707.06347, equation 7, averaged over all response tokens. ``dual_clip`` bounds the loss of
+    negative advantages by ``-dual_clip A``, arXiv:1912.09729, equation 5.
 
     Args:
         logp: floats ``[T]``, under the policy.
@@ -101,14 +101,14 @@ def grpo_loss(
 
     Args:
         logp: floats ``[T]``, under the policy.
-        old_logp: ``[T]``, under the policy that sampled; ``logp.detach()`` where they are one.
+        old_logp: ``[T]``, under the policy that sampled; ``logp.detach()`` if both are one.
         advantages: ``[T]``, or ``[B]``, one for all tokens of a row; ``group_advantages`` makes them.
         rollouts: the pack.
         kind: how tokens are averaged.
         clip: how far below 1 the ratio may push.
         clip_high: how far above; ``clip`` when None.
         largest_ratio: bound of the unclipped ratio, INTELLECT-2's, arXiv:2505.07291; None for none.
-        reference_logp: ``[T]``, under the reference, where ``beta`` is not 0.
+        reference_logp: ``[T]``, under the reference; needed if ``beta`` is not 0.
         beta: factor of the divergence from the reference.
         max_tokens: longest response that could have been sampled, for "dr_grpo".
         weights: floats ``[T]``, a factor of each token's loss, no part of the divisor.
@@ -240,12 +240,12 @@ def _bounds(clip: float, clip_high: float | None) -> tuple[float, float]:
 
 
 def _ratio(distance: Tensor) -> Tensor:
-    """Return ``e^distance`` kept finite: an infinite ratio's gradient where the clip binds would be NaN."""
+    """Return ``e^distance`` kept finite: a clipped infinite ratio would have a gradient of NaN."""
     return distance.clamp(max=math.log(torch.finfo(distance.dtype).max) - 1.0).exp()
 
 
 def _given(rollouts: PackedRollouts, factors: Tensor | None = None, **values: Tensor) -> dict[str, Tensor]:
-    """Check values of slots, and set them to 0 where no response token is predicted or its factor is 0."""
+    """Check values of slots, and set those that do not count, or have a factor of 0, to 0."""
     counts = rollouts.batch.targets != IGNORE_INDEX
     if isinstance(factors, Tensor) and factors.shape == counts.shape:
         counts = counts & (factors != 0)

@@ -169,7 +169,7 @@ def _exo(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
 def _discopop(c: Tensor, r: Tensor, beta: float, e: float) -> Tensor:
     d = beta * (c - r)
     blend = (d / _DISCOPOP_TAU).sigmoid()
-    # e^-d alone overflows where the blend leaves nothing of it
+    # The blend goes into the exponent: e^-d itself overflows, times a blend of 0.
     return -logsigmoid(d) * (1.0 - blend) + (logsigmoid(d / _DISCOPOP_TAU) - d).exp()
 
 
@@ -289,8 +289,8 @@ def kto_loss(
 ) -> Tensor:
     """Compute the KTO loss of responses that are each liked or not, beside a reference.
 
-    With ``r = logp - reference``: ``1 - sigmoid(beta (r - divergence))`` where desirable,
-    ``1 - sigmoid(beta (divergence - r))`` elsewhere, KTO, arXiv:2402.01306, equation 7. With divergence 0
+    With ``r = logp - reference``: ``1 - sigmoid(beta (r - divergence))`` if desirable,
+    ``1 - sigmoid(beta (divergence - r))`` if not, KTO, arXiv:2402.01306, equation 7. With divergence 0
     this is the unpaired "apo_zero" of arXiv:2408.06266.
 
     Args:

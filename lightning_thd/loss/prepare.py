@@ -21,7 +21,7 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _WORTH_SKIPPING = 0.05
 # Types that hold no DTensor.
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-# Devices whose host waits when it reads the number of loss tokens, so that the caller's is taken.
+# Devices that make Python wait for a number that it reads. There the caller's number of loss tokens is used.
 _WAITS = {"cuda"}
 
 
@@ -30,8 +30,8 @@ class Call:
     """The arguments common to all fused losses, described at ``fused_linear_logprobs``.
 
     ``logit_map`` holds temperature, cap, scale and valid columns. ``partial_hidden`` leaves the gradient of
-    ``hidden`` a partial sum over ``tp_group``. At most ``loss_tokens`` targets count; a caller who knows the
-    number on the host spares a GPU the wait for it.
+    ``hidden`` a partial sum over ``tp_group``. At most ``loss_tokens`` targets count: if the caller knows the
+    number, nothing waits for a GPU.
     """
 
     hidden: Tensor
@@ -57,7 +57,7 @@ class Prepared:
         operands: hidden ``[R, H]``, weight, bias, and a LoRA's ``[R, r]`` and ``[V, r]``, on the path of
             the gradient.
         targets: int64 ``[R]``.
-        counts: bool ``[R]``, False where the target is ignored; None if all count.
+        counts: bool ``[R]``, False for ignored targets; None if all count.
         kept: int64 ``[R]``, their places in ``shape`` flattened; None for all.
         shape: what the caller wants back.
         settings: dtypes, tile size, vocabulary and group.
@@ -71,7 +71,7 @@ class Prepared:
     settings: Settings
 
     def restore(self, values: Tensor) -> Tensor:
-        """Scatter results ``[R, ...]`` to the caller's shape, zeros where the target is ignored."""
+        """Scatter results ``[R, ...]`` to the caller's shape, zeros for ignored targets."""
         rest = values.shape[1:]
         if self.counts is not None:
             counts = self.counts.view(-1, *[1] * len(rest))
@@ -124,7 +124,7 @@ def prepare(call: Call) -> Prepared:
         raise ValueError(f"chunk is {chunk!r}, wanted 'auto' or the number of tokens in a tile, at least 1.")
     wide = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
     compute = hidden.dtype
-    if autocast:  # which leaves fp64 alone
+    if autocast:  # which does not cast fp64
         compute = wide if wide == torch.float64 else torch.get_autocast_dtype(hidden.device.type)
     targets, shape = call.targets.flatten().long(), call.targets.shape
     kept: Tensor | None = None

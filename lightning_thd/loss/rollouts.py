@@ -1,9 +1,9 @@
 """Padded rollouts ``[B, N]`` <-> one pack ``[T]``, by an index plan made once.
 
-B rows of N slots, T slots in the pack. Two questions a slot of the pack answers: which token it holds, and
-which token it predicts, the next one of its sequence. Values of tokens (masks, rewards) follow the first,
-values of predictions (log-probabilities, their entropy, what a policy loss weighs them with) the second:
-unpacked, ``logp[b, n]`` is the log-probability of ``input_ids[b, n]``, and nobody shifts by one by hand.
+B rows of N slots, T slots in the pack. A slot of the pack holds a token, and predicts the next one of its
+sequence. Values of tokens (masks, rewards) go to the slot that holds the token. Values of predictions
+(log-probabilities, entropies, advantages) go to the slot that predicts it. Unpacked, ``logp[b, n]`` is the
+log-probability of ``input_ids[b, n]``, and nobody shifts by one by hand.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PackedRollouts:
 
     Attributes:
         batch: the pack; its targets are the response tokens, all others -100.
-        held: int64 ``[T]``, where each slot's token stands in the rows laid end to end; B * N for a pad.
-        predicted: int64 ``[T]``, likewise for the token after it; B * N where there is none.
+        held: int64 ``[T]``, the place of each slot's token in the rows laid end to end; B * N for a pad.
+        predicted: int64 ``[T]``, the place of the token after it; B * N if there is none.
         row: int64 ``[T]``, the row of each slot's sequence, its padding included; B for the trailing pad.
         counts: int64 ``[B]``, response tokens of every row that can be predicted, over all ranks.
         shape: (B, N).
@@ -59,9 +59,9 @@ class PackedRollouts:
 
         Args:
             input_ids: ints ``[B, N]``, prompt and response.
-            attention_mask: ``[B, N]``, nonzero where a token is real; left, right or ragged padding. Rows
+            attention_mask: ``[B, N]``, nonzero for real tokens; left, right or ragged padding. Rows
                 without a token keep their place.
-            response_mask: ``[B, N]``, nonzero where a token was sampled by the policy; ``attention_mask``
+            response_mask: ``[B, N]``, nonzero for tokens that the policy sampled; ``attention_mask``
                 when absent.
             align: what lengths and the total must be multiples of.
             pad_to: slots of the pack.
@@ -142,7 +142,7 @@ class PackedRollouts:
 
         Args:
             values: ``[T, ...]`` or ``[1, T, ...]``.
-            of: "prediction" puts slot t's value where the token it predicts stands, "token" where its own.
+            of: "prediction" puts slot t's value in the place of the token it predicts, "token" of its own.
             fill: for everything else; the first token of a row has no prediction.
             group: context-parallel ranks, each with other slots; every rank gets all rows, with ``fill`` 0.
 
@@ -173,7 +173,7 @@ class PackedRollouts:
         """Sum per-prediction values over the response tokens of every row; differentiable.
 
         Args:
-            values: ``[T]`` floats; what stands where no response token is predicted does not count.
+            values: ``[T]`` floats; slots that predict no response token do not count.
             group: context-parallel ranks, each with other slots of the same rows.
 
         Returns:

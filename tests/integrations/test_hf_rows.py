@@ -211,14 +211,6 @@ def test_what_would_change_the_numbers_is_refused() -> None:
         trainer.args = SimpleNamespace(**{option: True})
         with pytest.raises(ValueError, match=re.escape(f"({option}=True) {why}. Leave it at its default.")):
             trainer._refuse_what_rows_cannot()
-    trainer.args, trainer.accelerator = (
-        SimpleNamespace(),
-        SimpleNamespace(
-            parallelism_config=SimpleNamespace(cp_enabled=True, sp_enabled=False, tp_enabled=False)
-        ),
-    )
-    with pytest.raises(ValueError, match=r"parallelism would cut rows that are packed here. Leave it out"):
-        trainer._refuse_what_rows_cannot()
     with pytest.raises(TypeError, match="PackedDPOTrainer got capacity, but a pack is what a batch of"):
         packed_trainer(trl.DPOTrainer)(model=None, args=None, capacity=64)
     tokenizer = make_tokenizer(PLAIN)

@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from lightning_thd import Packs, THDDataModule
 from lightning_thd.data.streams import Stream
 from lightning_thd.integrations import packed_trainer
-from lightning_thd.integrations.hf_streams import is_streamed, streamed_dataset
+from lightning_thd.integrations.hf_data import is_streamed, streamed_dataset
 from tests.integrations.hosts import know_indexed_cpus
 from tests.integrations.test_hf_trainer import RecordsSteps
 from tests.ranks import run_ranks
@@ -130,7 +130,7 @@ def test_masks_of_learned_tokens_become_labels() -> None:
 
 
 def test_a_checkpoint_without_a_stream_is_refused(tmp_path: Path) -> None:
-    from lightning_thd.integrations.hf_streams import StreamedPacks
+    from lightning_thd.integrations.hf_data import StreamedPacks
 
     with pytest.raises(ValueError, match="has no thd_stream.pt: it was not written by packed_trainer"):
         StreamedPacks(None, lambda: None).load(tmp_path)  # type: ignore[arg-type]

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import Trainer, TrainingArguments
 
 from lightning_thd.integrations import packed_trainer
-from lightning_thd.integrations.context import share_packs
-from lightning_thd.integrations.hf_options import refuse_devices
+from lightning_thd.integrations.hf_options import refuse_engines
+from lightning_thd.integrations.loop import share_packs
 from lightning_thd.precision import convert_linear
 from tests.ranks import pretended_ranks
 from tests.tiny import sequences, tiny_llama
@@ -25,14 +26,22 @@ def test_another_class() -> None:
 
 
 def test_engines_and_devices() -> None:
-    engine: Any = SimpleNamespace(args=SimpleNamespace(n_gpu=1), is_deepspeed_enabled=True)
+    mesh = SimpleNamespace(cp_enabled=True, sp_enabled=False, tp_enabled=False)
+    engine: Any = SimpleNamespace(
+        args=SimpleNamespace(n_gpu=1),
+        is_deepspeed_enabled=True,
+        accelerator=SimpleNamespace(parallelism_config=mesh),
+    )
     with pytest.raises(ValueError, match="Accelerate's configuration starts DeepSpeed, which .*\\. [A-Z]"):
-        refuse_devices(engine)
+        refuse_engines(engine)
+    engine.is_deepspeed_enabled = False
+    with pytest.raises(ValueError, match="context parallelism would let documents see each other"):
+        refuse_engines(engine)
     engine.args.n_gpu = 2
     with pytest.raises(
         ValueError, match=r"would run on 2 GPUs from one process .*torchrun --nproc-per-node=2"
     ):
-        refuse_devices(engine)
+        refuse_engines(engine)
 
 
 class Images(Trainer):
@@ -65,18 +74,19 @@ def test_what_trl_finds_in_data_and_model(tmp_path: Path, kind: type, message: s
 
 
 def test_ranks_that_cannot_share_packs() -> None:
-    how: Any = {"rank": 0, "data_group": None, "size": 2, "layout": "dual_chunk", "communication": "auto"}
+    cpu = torch.device("cpu")
+    how: Any = {"device": cpu, "size": 2, "layout": "dual_chunk", "communication": "auto"}
     model = tiny_llama()
     with pretended_ranks(4):
         with pytest.raises(
             ValueError, match="=2 where 2 of 4 processes read different data: other axes of the"
         ):
-            share_packs(model, ranks=2, **how)
+            share_packs(model, data=(0, 2, None), **how)
         convert_linear(model.float(), engine="torchao", emulate=True)
         with pytest.raises(
             ValueError, match="=2 with a model in FP8, whose packs are aligned for one rank. Use"
         ):
-            share_packs(model, ranks=4, **how)
+            share_packs(model, data=(0, 4, None), **how)
 
 
 @pytest.mark.parametrize(

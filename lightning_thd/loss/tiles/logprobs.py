@@ -119,7 +119,7 @@ def may_round(head: Head) -> bool:
 
 
 def rounded_statistics(head: Head, targets: Tensor, *, entropy: bool, total: bool) -> tuple[Tensor, Tensor]:
-    """Compute the statistics of ``softmax_statistics`` from rounded products, and exact ones where it shows.
+    """Compute ``softmax_statistics`` from rounded products, and from exact ones if the rounding would show.
 
     Args:
         head: the operands, for which ``may_round`` holds.

@@ -77,7 +77,7 @@ def _one_dnn() -> Callable[..., Tensor] | None:
 
 
 def one_dnn_product(a: Tensor, b: Tensor) -> Tensor | None:
-    """Compute ``a @ b``, ``[c, k]`` and ``[k, v]``, with oneDNN; None where torch.mm should.
+    """Compute ``a @ b``, ``[c, k]`` and ``[k, v]``, with oneDNN; None if torch.mm should.
 
     Operators under a dispatch mode, which counts FLOPs or records them for a graph, stay those of ATen.
     So do products that may be rounded to less than fp32 (``torch.backends.mkldnn.matmul.fp32_precision``).
@@ -137,7 +137,7 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, compute: torch.dtype, *, fir
         rows = max(1, _SUMMED // max(1, b.shape[1]) if a.device.type == "cpu" else a.shape[0])
         for start in range(0, a.shape[0], rows):  # oneDNN's product is a tensor of its own
             part, found = total[start : start + rows], one_dnn_product(a[start : start + rows], b)
-            if found is None:  # not in place, where torch counts no FLOPs
+            if found is None:  # not in place: torch counts no FLOPs there
                 torch.addmm(part, a[start : start + rows], b, beta=0 if first else 1, out=part)
             elif first:
                 part.copy_(found)
