@@ -23,8 +23,8 @@ from lightning_thd.loss.linear_logprobs import LogProbs, linear_logprobs
 from lightning_thd.loss.linear_nll import linear_nll
 from lightning_thd.loss.prepare import Call
 from lightning_thd.loss.tiles.logits import LogitMap
-from lightning_thd.loss.tiles.nll import Penalties
 from lightning_thd.loss.tiles.logprobs import TopTokens
+from lightning_thd.loss.tiles.nll import Penalties
 from lightning_thd.loss.watch import SlotLosses, watching
 from lightning_thd.parallel.shard import THDShard, gather_pack, pack_value
 from lightning_thd.seqlens import seq_idx_from_cu_seqlens
