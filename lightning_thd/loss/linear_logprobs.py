@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_thd._checks import instance, whole_number
 from lightning_thd.loss.prepare import Call, prepare, refuse_double_backward, scoring_head
 from lightning_thd.loss.tiles.logits import LogitMap, Operands, Settings
 from lightning_thd.loss.tiles.logprobs import (
@@ -166,8 +167,10 @@ def fused_linear_logprobs(
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def linear_logprobs(call: Call, *, entropy: bool, top_k: int = 0) -> LogProbs:
     """Compute ``fused_linear_logprobs`` from the arguments as one ``Call``."""
+    instance(entropy, "entropy", bool)
+    top_k = whole_number(top_k, "top_k")
     prepared = prepare(call)
-    if not 0 <= top_k <= prepared.settings.vocabulary:
+    if top_k > prepared.settings.vocabulary:
         raise ValueError(
             f"top_k is {top_k}, wanted 0 to the vocabulary's {prepared.settings.vocabulary} tokens."
         )

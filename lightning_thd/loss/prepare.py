@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_thd._checks import instance, whole_number
 from lightning_thd._static import shapes_are_static
 from lightning_thd.loss.dtensors import group_of_operands, is_dtensor, local_hidden, plain
 from lightning_thd.loss.tiles.budget import tile_shape
@@ -100,7 +101,10 @@ def prepare(call: Call) -> Prepared:
     check_operands(hidden, weight, call.bias, low_rank, autocast=autocast)
     shape = hidden.shape[:-1]
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-    if call.sequence_parallel:
+    if type(call.ignore_index) is not int:
+        whole_number(call.ignore_index, "ignore_index", least=None)
+    if call.sequence_parallel is not False:
+        instance(call.sequence_parallel, "sequence_parallel", bool)
         if group is None or hidden.ndim != 2:
             raise ValueError(
                 f"sequence_parallel=True came with tp_group={group} and hidden {list(hidden.shape)}, "

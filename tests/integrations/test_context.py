@@ -18,12 +18,12 @@ from tests.ranks import run_ranks
 from tests.tiny import TinyModule, sequences, tiny_llama
 
 
-def make_loop(host: str, step: Any, size: int, **options: Any) -> PackedLoop:
+def make_loop(engine: str, step: Any, size: int, **options: Any) -> PackedLoop:
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=TinyModule().lr, momentum=0.9)
     options.setdefault("data", make_data(step))
     data = options.pop("data")
-    if host == "accelerate":
+    if engine == "accelerate":
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         accelerator = accelerate.Accelerator(cpu=True)
         return prepare_thd(
@@ -36,8 +36,8 @@ def make_loop(host: str, step: Any, size: int, **options: Any) -> PackedLoop:
     return loop
 
 
-def trained(host: str, step: Any, size: int, options: dict[str, Any]) -> Any:
-    loop = make_loop(host, step, size, **options)
+def trained(engine: str, step: Any, size: int, options: dict[str, Any]) -> Any:
+    loop = make_loop(engine, step, size, **options)
     params, losses, seen = run(loop, STEPS)
     val = THDDataModule(capacity=CAPACITY, val=sequences(20, labels=True, seed=5))
     return params, losses, seen, loop.evaluate(val), loop.latest
@@ -56,7 +56,7 @@ def whole_loss(params: dict[str, torch.Tensor]) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize(
-    ("host", "world", "size", "step", "options"),
+    ("engine", "world", "size", "step", "options"),
     [
         ("accelerate", 4, 2, Sequences(12), {}),
         (
@@ -77,9 +77,9 @@ def whole_loss(params: dict[str, torch.Tensor]) -> tuple[float, int]:
     ],
 )
 def test_ranks_that_share_packs_equal_the_hand_loop(
-    host: str, world: int, size: int, step: Any, options: dict[str, Any]
+    engine: str, world: int, size: int, step: Any, options: dict[str, Any]
 ) -> None:
-    ranks = run_ranks(trained, world, host, step, size, options)
+    ranks = run_ranks(trained, world, engine, step, size, options)
     wanted, expected = by_hand(step, world // size)
     for params, _, _, found, _ in ranks:
         assert same(params, wanted)

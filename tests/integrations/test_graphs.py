@@ -13,20 +13,20 @@ from tests.integrations.test_loops import STEPS, by_hand, make_loop, run, same
 from tests.ranks import run_ranks
 
 
-def train(host: str, step: Any, accumulate: int, max_sequences: Any) -> Any:
-    _, loop = make_loop(host, step, accumulate)
+def train(engine: str, step: Any, accumulate: int, max_sequences: Any) -> Any:
+    _, loop = make_loop(engine, step, accumulate)
     graphed = loop.capture(max_sequences=max_sequences, backend=RecordingBackend())
     assert graphed is not None
     params, losses, _ = run(loop, STEPS)
     return params, losses, graphed.stats.replays, dict(graphed.stats.fallbacks), loop.latest
 
 
-@pytest.mark.parametrize("host", ["accelerate", "fabric"])
+@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
 @pytest.mark.parametrize(
     ("step", "accumulate", "ranks"), [(Packs(3), 3, 1), (Sequences(12), 1, 1), (Sequences(12), 1, 2)]
 )
-def test_replayed_loops_equal_the_hand_loop(host: str, step: Any, accumulate: int, ranks: int) -> None:
-    found = run_ranks(train, ranks, host, step, accumulate, "auto")
+def test_replayed_loops_equal_the_hand_loop(engine: str, step: Any, accumulate: int, ranks: int) -> None:
+    found = run_ranks(train, ranks, engine, step, accumulate, "auto")
     wanted, losses = by_hand(step, ranks)
     for params, _, replays, _, _ in found:
         assert replays > STEPS // 2

@@ -1,4 +1,4 @@
-"""Kill a job with SIGKILL in every host: what survives has used every sequence as if nothing had happened."""
+"""Kill a job in every integration: what survives has used every sequence as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.chaos import kill, lines, run_until, start, surviving_line
-from tests.integrations.hosts import HOSTS
+from tests.integrations.engines import ENGINES
 from tests.integrations.kill_job import STEPS, job_of
 from tests.ranks import run_ranks
 from tests.tiny import largest_error
@@ -18,30 +18,30 @@ from tests.tiny import largest_error
 JOB = "tests.integrations.kill_job"
 
 
-def undisturbed(host: str, ranks: int) -> tuple[dict[str, torch.Tensor], dict[int, list[int]]]:
+def undisturbed(engine: str, ranks: int) -> tuple[dict[str, torch.Tensor], dict[int, list[int]]]:
     steps: dict[int, list[int]] = {}
-    job = job_of(host, ranks, None, None)
+    job = job_of(engine, ranks, None, None)
     job.seen = lambda step, ids: steps.setdefault(step, []).extend(ids)
-    return job.run(host)[0], steps
+    return job.run(engine)[0], steps
 
 
-def survive(host: str, out: Path, kills: int) -> None:
-    """Kill a job in a host a number of times, and compare what survives with an undisturbed run."""
-    rng = random.Random(HOSTS.index(host))
+def survive(engine: str, out: Path, kills: int) -> None:
+    """Kill a job in one integration a number of times, and compare what survives with an undisturbed run."""
+    rng = random.Random(ENGINES.index(engine))
     names = []
     for k in range(kills):
         names.append(str(k))
-        before, ranks = lines(out), 2 if host == "trainer" else rng.choice([1, 2])
-        job = start(JOB, out, ranks, names[-1], host)
+        before, ranks = lines(out), 2 if engine == "trainer" else rng.choice([1, 2])
+        job = start(JOB, out, ranks, names[-1], engine)
         run_until(job, out, before + rng.randint(2, 5) * 2)
         time.sleep(rng.random() * 0.2)
         kill(job, out, names[-1])
         assert lines(out) > before, (out / f"{k}.log").read_text()
     names.append("last")
-    job = start(JOB, out, 2, "last", host)
+    job = start(JOB, out, 2, "last", engine)
     assert job.wait(240) == 0, (out / "last.log").read_text()
 
-    found = run_ranks(undisturbed, 2, host, 2)
+    found = run_ranks(undisturbed, 2, engine, 2)
     wanted: dict[int, list[int]] = {}
     for _, steps in found:
         for step, ids in steps.items():
@@ -56,6 +56,6 @@ def survive(host: str, out: Path, kills: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", HOSTS)
-def test_three_kills(host: str, tmp_path: Path) -> None:
-    survive(host, tmp_path, kills=3)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_three_kills(engine: str, tmp_path: Path) -> None:
+    survive(engine, tmp_path, kills=3)

@@ -29,11 +29,11 @@ def make_data(step: Packs | Sequences) -> THDDataModule:
     return THDDataModule(sequences(60, labels=True), capacity=CAPACITY, global_batch=step)
 
 
-def make_loop(host: str, step: Any, accumulate: int = 1, **kwargs: Any) -> tuple[Any, PackedLoop]:
+def make_loop(engine: str, step: Any, accumulate: int = 1, **kwargs: Any) -> tuple[Any, PackedLoop]:
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=TinyModule().lr, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    if host == "accelerate":
+    if engine == "accelerate":
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate, **kwargs)
         loop = prepare_thd(accelerator, model, make_data(step), optimizer, scheduler, peak=1e9)
         return accelerator, loop
@@ -69,8 +69,8 @@ def epochs(loop: PackedLoop) -> Any:
         yield from loop.loader
 
 
-def run_host(host: str, step: Any, accumulate: int) -> Any:
-    _, loop = make_loop(host, step, accumulate)
+def run_engine(engine: str, step: Any, accumulate: int) -> Any:
+    _, loop = make_loop(engine, step, accumulate)
     return run(loop, STEPS)
 
 
@@ -87,19 +87,19 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
     return largest_error({n.removeprefix("model."): p for n, p in found.items()}, wanted) < 1e-12
 
 
-@pytest.mark.parametrize("host", ["accelerate", "fabric"])
+@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
 @pytest.mark.parametrize(("step", "accumulate"), [(Packs(3), 3), (Sequences(12), 1)])
-def test_one_process_equals_the_hand_loop(host: str, step: Any, accumulate: int) -> None:
-    [(params, losses, _)] = run_ranks(run_host, 1, host, step, accumulate)
+def test_one_process_equals_the_hand_loop(engine: str, step: Any, accumulate: int) -> None:
+    [(params, losses, _)] = run_ranks(run_engine, 1, engine, step, accumulate)
     wanted, expected = by_hand(step, 1)
     assert same(params, wanted)
     assert losses == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("host", ["accelerate", "fabric"])
+@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
 @pytest.mark.parametrize(("step", "accumulate"), [(Packs(4), 2), (Sequences(12), 1)])
-def test_two_ranks_equal_the_hand_loop(host: str, step: Any, accumulate: int) -> None:
-    ranks = run_ranks(run_host, 2, host, step, accumulate)
+def test_two_ranks_equal_the_hand_loop(engine: str, step: Any, accumulate: int) -> None:
+    ranks = run_ranks(run_engine, 2, engine, step, accumulate)
     wanted, expected = by_hand(step, 2)
     for params, _, _ in ranks:
         assert same(params, wanted)
@@ -107,20 +107,20 @@ def test_two_ranks_equal_the_hand_loop(host: str, step: Any, accumulate: int) ->
     assert means == pytest.approx(expected, rel=1e-12)
 
 
-def _save(host: str, folder: str) -> Any:
-    owner, loop = make_loop(host, Sequences(12))
+def _save(engine: str, folder: str) -> Any:
+    owner, loop = make_loop(engine, Sequences(12))
     batches = epochs(loop)
     run(loop, 2, batches)
-    if host == "accelerate":
+    if engine == "accelerate":
         owner.save_state(folder)
     else:
         owner.save(Path(folder) / "f.ckpt", _fabric_state(loop))
     return run(loop, 2, batches)
 
 
-def _resume(host: str, folder: str) -> Any:
-    owner, loop = make_loop(host, Sequences(12))
-    if host == "accelerate":
+def _resume(engine: str, folder: str) -> Any:
+    owner, loop = make_loop(engine, Sequences(12))
+    if engine == "accelerate":
         owner.load_state(folder)
     else:
         owner.load(Path(folder) / "f.ckpt", _fabric_state(loop))
@@ -137,13 +137,13 @@ def _fabric_state(loop: PackedLoop) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("host", ["accelerate", "fabric"])
+@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
 @pytest.mark.filterwarnings("ignore")  # torch.save of a scheduler warns; resuming is what counts
 def test_saved_on_two_ranks_and_resumed_on_one_goes_on_with_the_same_sequences(
-    host: str, tmp_path: Path
+    engine: str, tmp_path: Path
 ) -> None:
-    before = run_ranks(_save, 2, host, str(tmp_path))
-    [(params, _, seen, global_step)] = run_ranks(_resume, 1, host, str(tmp_path))
+    before = run_ranks(_save, 2, engine, str(tmp_path))
+    [(params, _, seen, global_step)] = run_ranks(_resume, 1, engine, str(tmp_path))
     assert global_step == 4
     assert largest_error(params, before[0][0]) < 1e-12
     for k, step in enumerate(seen):
@@ -201,16 +201,16 @@ def test_strategies_of_fabric_that_cut_batches_or_step_by_themselves_are_refused
             prepare_fabric(fabric, tiny_llama(), make_data(Packs(1)), None)
 
 
-def _costs(host: str) -> tuple[Any, Any]:
-    _, loop = make_loop(host, Sequences(12))
+def _costs(engine: str) -> tuple[Any, Any]:
+    _, loop = make_loop(engine, Sequences(12))
     wanted = Cost.from_flops(FlopsModel.from_config(tiny_llama().config), longest=CAPACITY)
     planner: Any = loop.loader.planner
     return planner.cost, wanted
 
 
-@pytest.mark.parametrize("host", ["accelerate", "fabric"])
-def test_ranks_are_balanced_by_the_flops_of_the_model(host: str) -> None:
-    [(found, wanted)] = run_ranks(_costs, 1, host)
+@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
+def test_ranks_are_balanced_by_the_flops_of_the_model(engine: str) -> None:
+    [(found, wanted)] = run_ranks(_costs, 1, engine)
     assert found == wanted
 
 
@@ -268,10 +268,10 @@ def test_an_optimizer_of_replaced_parameters_is_refused() -> None:
         assert "parameters that are not the prepared model's: ModelParallelStrategy has replaced" in found
 
 
-def _evaluate(host: str) -> Any:
-    owner, loop = make_loop(host, Sequences(12))
+def _evaluate(engine: str) -> Any:
+    owner, loop = make_loop(engine, Sequences(12))
     logged: dict[str, float] = {}
-    name = {"accelerate": "log", "fabric": "log_dict"}[host]
+    name = {"accelerate": "log", "fabric": "log_dict"}[engine]
     setattr(owner, name, lambda metrics, *_, **__: logged.update(metrics))
     samples = sequences(23, labels=True, seed=4)
     data = THDDataModule(val=samples, capacity=CAPACITY)
@@ -280,12 +280,12 @@ def _evaluate(host: str) -> Any:
     return first, loop.evaluate(data), logged, loop.model.training
 
 
-@pytest.mark.parametrize("host", ["accelerate", "fabric"])
-def test_evaluation_on_packs_is_the_mean_over_all_loss_tokens(host: str) -> None:
+@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
+def test_evaluation_on_packs_is_the_mean_over_all_loss_tokens(engine: str) -> None:
     with torch.no_grad():
         results = [nll(tiny_llama(), sample) for sample in sequences(23, labels=True, seed=4)]
     tokens = sum(count for _, count in results)
-    for first, again, logged, training in run_ranks(_evaluate, 2, host):
+    for first, again, logged, training in run_ranks(_evaluate, 2, engine):
         loss = float(sum(total for total, _ in results)) / tokens
         assert first == {"val/loss": pytest.approx(loss, rel=1e-12), "val/loss_tokens": tokens}
         assert first == again == logged
@@ -313,7 +313,7 @@ def test_parts_that_were_frozen_in_evaluation_mode_stay_in_it() -> None:
         Counts.calls = 0
 
 
-def _several_optimizers(host: str) -> dict[str, Any]:
+def _several_optimizers(engine: str) -> dict[str, Any]:
     """Train three steps with two optimizers, which share the parameters, or with one of all of them."""
     found = {}
     for parts in (1, 2):
@@ -323,7 +323,7 @@ def _several_optimizers(host: str) -> dict[str, Any]:
         optimizers: Any = [torch.optim.SGD(half, lr=0.5, momentum=0.9) for half in halves]
         optimizer = optimizers if parts == 2 else optimizers[0]
         data = THDDataModule(sequences(40, labels=True), capacity=48)
-        if host == "accelerate":
+        if engine == "accelerate":
             loop = prepare_thd(accelerate.Accelerator(cpu=True), model, data, optimizer, peak=1e9)
         else:
             loop = prepare_fabric(L.Fabric(accelerator="cpu", devices=1), model, data, optimizer, peak=1e9)
@@ -342,9 +342,9 @@ def _fresh() -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in tiny_llama().named_parameters()}
 
 
-@pytest.mark.parametrize("host", ["accelerate", "fabric"])
-def test_several_optimizers_step_like_one(host: str) -> None:
-    [found] = run_ranks(_several_optimizers, 1, host)
+@pytest.mark.parametrize("engine", ["accelerate", "fabric"])
+def test_several_optimizers_step_like_one(engine: str) -> None:
+    [found] = run_ranks(_several_optimizers, 1, engine)
     assert found["error"] == 0.0
     assert found["moved"] > 1e-3
 

@@ -1,4 +1,4 @@
-"""The same 40 steps of the quickstart's model and data in every host: equal losses and parameters."""
+"""The same 40 steps of the quickstart's model and data in every integration: equal losses and parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_thd import Packs, Sequences
 from lightning_thd.data import StdlibText
-from tests.integrations.hosts import HOSTS, Job
+from tests.integrations.engines import ENGINES, Job
 from tests.ranks import run_ranks
 from tests.tiny import largest_error, sequences, tiny_llama
 
@@ -25,7 +25,7 @@ def quickstart_model() -> nn.Module:
     return make_model().double()
 
 
-def train(host: str, step: Any, accumulate: int, ranks: int, steps: int, whole: bool) -> Any:
+def train(engine: str, step: Any, accumulate: int, ranks: int, steps: int, whole: bool) -> Any:
     torch.set_num_threads(2 // ranks)
     job = Job(
         quickstart_model if whole else tiny_llama,
@@ -36,24 +36,24 @@ def train(host: str, step: Any, accumulate: int, ranks: int, steps: int, whole: 
         ranks=ranks,
         steps=steps,
     )
-    return job.run(host)
+    return job.run(engine)
 
 
 def same_in_all(step: Any, accumulate: int, ranks: int, *, steps: int, whole: bool) -> None:
-    hosts = [host for host in HOSTS if host != "trainer" or isinstance(step, Packs)]
+    engines = [engine for engine in ENGINES if engine != "trainer" or isinstance(step, Packs)]
     found = {
-        host: run_ranks(train, ranks, host, step, accumulate, ranks, steps, whole, timeout_s=900)
-        for host in hosts
+        engine: run_ranks(train, ranks, engine, step, accumulate, ranks, steps, whole, timeout_s=900)
+        for engine in engines
     }
     wanted, losses = found["lightning"][0]
     assert len(losses) == steps
     means = [sum(row) / ranks for row in zip(*(rank[1] for rank in found["lightning"]), strict=True)]
     assert not whole or means[-1] < means[0]
-    for host in hosts[1:]:
-        for parameters, _ in found[host]:
-            assert largest_error(parameters, wanted) < TOLERANCE, host
-        shares = zip(*(rank[1] for rank in found[host]), strict=True)
-        assert [sum(row) / ranks for row in shares] == pytest.approx(means, rel=TOLERANCE), host
+    for engine in engines[1:]:
+        for parameters, _ in found[engine]:
+            assert largest_error(parameters, wanted) < TOLERANCE, engine
+        shares = zip(*(rank[1] for rank in found[engine]), strict=True)
+        assert [sum(row) / ranks for row in shares] == pytest.approx(means, rel=TOLERANCE), engine
 
 
 @pytest.mark.parametrize(

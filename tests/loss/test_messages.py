@@ -39,41 +39,17 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fused_linear_logprobs(HIDDEN, WEIGHT, TARGETS, rows=TARGETS.to("meta")),
         "rows is on meta and hidden on cpu, wanted one device. Move rows",
     ),
-    "a depth that is no whole number": (
-        lambda: mtp_targets(TARGETS, OFFSETS, True),
-        "depth is a bool, True; wanted a whole number, an int. 0 is the next token",
-    ),
     "targets of floats": (
         lambda: mtp_targets(HIDDEN[0], OFFSETS, 1),
         r"targets is torch.float32 \[4\], wanted int64 \[T\]. Pass batch.targets",
-    ),
-    "normalise that is a number": (
-        lambda: group_advantages(torch.zeros(4), 2, normalise=1),  # type: ignore[arg-type]
-        "normalise is a int, 1; wanted bool. Pass True or False",
     ),
     "rewards of integers": (
         lambda: group_advantages(TARGETS, 3),
         r"rewards is torch.int64, wanted floats. Call rewards.float\(\)",
     ),
-    "a group of a float": (
-        lambda: group_advantages(torch.zeros(4), 2.0),  # type: ignore[arg-type]
-        "group_size is a float, 2.0; wanted a whole number, an int. It is the rollouts of a prompt",
-    ),
     "sums of integers": (
         lambda: sequence_sums(TARGETS, batch()),
         r"values is torch.int64 on cpu, wanted floats on cpu. Pass what causal_lm_logprobs\(model, batch\)",
-    ),
-    "sums of values elsewhere": (
-        lambda: sequence_sums(torch.zeros(3, device="meta"), batch()),
-        "values is torch.float32 on meta, wanted floats on cpu",
-    ),
-    "rollouts padded to a float": (
-        lambda: PackedRollouts.from_padded(IDS, MASK, pad_to=16.0),  # type: ignore[arg-type]
-        "pad_to is a float, 16.0; wanted a whole number, an int. It is the number of slots",
-    ),
-    "rollouts aligned by a number": (
-        lambda: PackedRollouts.from_padded(IDS, MASK, align=8),  # type: ignore[arg-type]
-        "align is a int, 8; wanted an Alignment",
     ),
     "rollouts of floats": (
         lambda: PackedRollouts.from_padded(IDS.float(), MASK),

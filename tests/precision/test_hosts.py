@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_thd import Packs, THDDataModule
 from lightning_thd.precision import FP8Precision, convert_linear
-from tests.integrations.hosts import HOSTS, Job
+from tests.integrations.engines import ENGINES as HOSTS
+from tests.integrations.engines import Job
 from tests.precision.runs import DATA, Module, fit, llama
 from tests.ranks import run_ranks
 from tests.tiny import largest_error

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.integrations.hosts import HOSTS
+from tests.integrations.engines import ENGINES as HOSTS
 from tests.integrations.test_kill import survive as survive_in
 from tests.test_chaos import survive
 from tests.trust.disasters import KINDS

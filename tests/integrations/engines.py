@@ -1,4 +1,4 @@
-"""The same training in four hosts: Lightning, Accelerate, Fabric, Hugging Face's Trainer."""
+"""The same training in four integrations: Lightning, Accelerate, Fabric, Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss, prepare_thd
 from lightning_thd.integrations import PackedLoop, packed_trainer, prepare_fabric
 
-HOSTS = ("lightning", "accelerate", "fabric", "trainer")
+ENGINES = ("lightning", "accelerate", "fabric", "trainer")
 CLIP = 1.0
 Seen = Callable[[int, tuple[int, ...]], None]  # called with the step and the sequences of every microbatch
 
@@ -38,7 +38,7 @@ def know_indexed_cpus() -> None:
 
 
 class Job:
-    """A training job that every host can run.
+    """A training job that every engine can run.
 
     Args:
         make_model: builds the model, the same every time.
@@ -74,9 +74,9 @@ class Job:
     def data(self) -> THDDataModule:
         return THDDataModule(self.samples, capacity=self.capacity, global_batch=self.step)
 
-    def run(self, host: str) -> tuple[dict[str, Tensor], list[float]]:
+    def run(self, engine: str) -> tuple[dict[str, Tensor], list[float]]:
         """Train from the last checkpoint in ``out``, if any; return parameters and losses of the steps."""
-        model, losses = getattr(self, f"_{host}")()
+        model, losses = getattr(self, f"_{engine}")()
         return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
 
     def _lightning(self) -> tuple[nn.Module, list[float]]:
@@ -231,13 +231,13 @@ class Job:
                     break
         return losses
 
-    def _folder(self, host: str, loop: PackedLoop) -> Path:
+    def _folder(self, engine: str, loop: PackedLoop) -> Path:
         assert self.out is not None
-        return self.out / host / f"checkpoint-{loop.global_step}"
+        return self.out / engine / f"checkpoint-{loop.global_step}"
 
-    def _last(self, host: str, whole: str) -> Path | None:
+    def _last(self, engine: str, whole: str) -> Path | None:
         """Return the newest complete checkpoint, one that has the file written last."""
         if self.out is None:
             return None
-        found = [f for f in (self.out / host).glob("checkpoint-*") if (f / whole).exists()]
+        found = [f for f in (self.out / engine).glob("checkpoint-*") if (f / whole).exists()]
         return max(found, key=lambda folder: int(folder.name.partition("-")[2]), default=None)
