@@ -27,14 +27,22 @@ from benchmarks.context_balance import SHAPES
 from lightning_thd import Sequences, THDDataModule, THDModelParallelStrategy
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, PackPlanner
-from lightning_thd.parallel.pipeline import bubble_fraction, expected_bubble, make_schedule
-from lightning_thd.parallel.pipeline.schedule import best_order, makespan
+from lightning_thd.parallel.pipeline import Schedule, expected_bubble, make_schedule
+from lightning_thd.parallel.pipeline.schedule import Work, best_order, makespan, timeline
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Job
 from tests.tiny import sequences
 
 STEPS, CAPACITY = 20, 8_192
 EQUAL = [(p, n, v) for p, n in ((2, 8), (4, 16), (8, 64)) for v in (1, 2)]
+
+
+def bubble_fraction(schedule: Schedule, work: Work) -> float:
+    """Simulate a step and return the share of the ranks' time in which they wait."""
+    lines = timeline(schedule, work)
+    assert lines is not None
+    busy = sum(timed.end - timed.start for line in lines for timed in line)
+    return 1.0 - busy / (schedule.ranks * max(line[-1].end for line in lines))
 
 
 def simulate_equal() -> None:
@@ -95,8 +103,8 @@ class Waiting(Job):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Keep the wait of the step."""
         strategy: Any = self.trainer.strategy
-        self.waits.append(strategy.waited)
-        split = strategy._stage.split
+        self.waits.append(strategy._pipeline.waited)
+        split = strategy._pipeline.stage.split
         schedule = make_schedule(split.ranks, len(batch))
         slots = [float(part.stats.slots) for part in batch.microbatches]
         order = best_order(schedule, slots)
@@ -120,7 +128,7 @@ def train(ranks: int) -> tuple[float, float, float]:
     trainer.fit(
         module, THDDataModule(sequences(800, longest=200), capacity=1_024, global_batch=Sequences(64))
     )
-    formula: float = trainer.strategy.expected_wait  # type: ignore[attr-defined]
+    formula: float = trainer.strategy._pipeline.expected_wait  # type: ignore[attr-defined]
     return float(np.median(module.waits[2:])), float(np.median(module.simulated[2:])), formula
 
 

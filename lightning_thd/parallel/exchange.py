@@ -104,17 +104,11 @@ class _KeepPath(torch.autograd.Function):
 
 
 def _gather_dim(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    return stacked(x.movedim(dim, 0), group).movedim(0, dim)
+    return stacked(x.movedim(dim, 0), group).movedim(0, dim).contiguous()
 
 
 def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
-
-
-def _columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = x.new_empty((group.size(), *x.shape))
-    _gather(out.view(-1), x.contiguous().view(-1), group=group)
-    return out.movedim(0, -2).flatten(-2)
 
 
 def gather_same(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
@@ -168,16 +162,8 @@ def keep_path(out: Tensor, *inputs: Tensor) -> Tensor:
 
 
 def sum_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-reduce partial sums whose total all ranks use in the same way; the gradient passes unchanged."""
+    """All-reduce partial sums whose total all ranks use alike; the gradient passes unchanged."""
     return mapped(x, partial(reduced, group=group), lambda gradient: gradient)
-
-
-def join_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather the ranks' last dimensions side by side, ``[..., C]`` -> ``[..., P * C]``.
-
-    All ranks go on with the same, so a rank's gradient is its own columns of theirs.
-    """
-    return mapped(x, partial(_columns, group=group), partial(_own_part, group=group, dim=-1))
 
 
 def rows_to_heads(x_NHD: Tensor, group: dist.ProcessGroup, heads: Tensor | None = None) -> Tensor:

@@ -22,6 +22,8 @@ from lightning_thd._find import models_in
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.parallel.exchange import keep_path
 
+_PATHS = "_thd_tower_paths"  # the attribute of a model that keeps its ``TowerPaths``
+
 
 def shard_parameters(
     module: nn.Module,
@@ -103,7 +105,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def memory_of_rank(device: torch.device) -> int:
-    """Return the bytes of memory that a rank may use: its device's, or its share of the host's."""
+    """Return the bytes of memory that a rank may use: its device's, or its share of the CPU's."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     pages: int = os.sysconf("SC_PHYS_PAGES")
@@ -157,6 +159,16 @@ class TowerPaths:
         # Looked up here, in the middle of the model's forward call, when FSDP2 has gathered them.
         weights = [p for tower in self._towers for p in tower.parameters() if p.requires_grad]
         return keep_path(out, *weights)
+
+
+def tower_paths(module: nn.Module, *, make: bool) -> Iterator[TowerPaths]:
+    """Yield the paths of the models that train towers, which an earlier fit may have made."""
+    for model in models_of(module):
+        paths = model.__dict__.get(_PATHS)
+        if paths is None and make and trains_towers(model):
+            paths = model.__dict__[_PATHS] = TowerPaths(model)
+        if paths is not None:
+            yield paths
 
 
 def trains_towers(model: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """Sizes of the axes and the number of processes -> the mesh of ranks, context inside data, tensor innermost.
 
-Ranks of one tensor-parallel group are neighbours, as they talk most.
+Ranks of one tensor-parallel group are neighbours, as they exchange most.
 """
 
 from __future__ import annotations
@@ -18,19 +18,12 @@ PIPELINE = "pipeline_parallel"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisSizes:
-    """The number of ranks along each parallel axis.
+    """The number of ranks along each parallel axis."""
 
-    Attributes:
-        data: groups that read different data.
-        context: ranks that share the slots of a pack.
-        tensor: ranks that share the rows and columns of weights.
-        pipeline: ranks that share the layers of a model, the outermost axis.
-    """
-
-    data: int = 1
-    context: int = 1
-    tensor: int = 1
-    pipeline: int = 1
+    data: int = 1  # groups that read different data
+    context: int = 1  # ranks that share the slots of a pack
+    tensor: int = 1  # ranks that share the rows and columns of weights
+    pipeline: int = 1  # ranks that share the layers of a model, the outermost axis
 
     @property
     def world(self) -> int:
@@ -52,10 +45,7 @@ class AxisSizes:
         return rank % self.stage // (self.context * self.tensor)
 
     def readers(self, data: int) -> list[int]:
-        """Return the global ranks that read the same data.
-
-        ``AxisSizes(data=2, pipeline=2)`` has ranks 1 and 3 read 1.
-        """
+        """Return the global ranks that read the same data."""
         return [rank for rank in range(self.world) if self.data_rank(rank) == data]
 
 
@@ -92,8 +82,7 @@ def resolve_sizes(
 
 def check_sizes(*, data: object, replicas: object = 1, **others: object) -> None:
     """Refuse what is no number of ranks."""
-    auto = isinstance(data, str) and data == "auto"
-    for name, size in {**others, "data": 1 if auto else data}.items():
+    for name, size in {**others, "data": 1 if data == "auto" else data}.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(
                 f"{name}_parallel_size={size!r}; wanted 1 or more ranks"
@@ -108,24 +97,14 @@ def check_sizes(*, data: object, replicas: object = 1, **others: object) -> None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meshes:
-    """The mesh of a job and the flattened meshes of its axes.
+    """The mesh of a job and the flattened meshes of its axes."""
 
-    Attributes:
-        axes: ``data_parallel`` x ``context_parallel`` x ``tensor_parallel``, behind ``pipeline_parallel``
-            where a model is cut by depth.
-        data_context: data and context as one axis: ranks of a stage that see different tokens.
-        peers: all axes but data as one axis: ranks that read the same data.
-        stage: all axes but pipeline as one axis: ranks that hold the same layers.
-        shards: ranks that share weights by FSDP2: ``data_context``, or replicas x shards of it.
-        tensor: the tensor-parallel ranks, on a mesh with ``shards``.
-    """
-
-    axes: DeviceMesh
-    data_context: DeviceMesh
-    peers: DeviceMesh
-    stage: DeviceMesh
-    shards: DeviceMesh
-    tensor: DeviceMesh
+    axes: DeviceMesh  # (pipeline x) data x context x tensor
+    data_context: DeviceMesh  # data and context as one axis: ranks of a stage that see different tokens
+    peers: DeviceMesh  # all axes but data as one axis: ranks that read the same data
+    stage: DeviceMesh  # all axes but pipeline as one axis: ranks that hold the same layers
+    shards: DeviceMesh  # ranks that share weights by FSDP2: ``data_context``, or replicas x shards of it
+    tensor: DeviceMesh  # the tensor-parallel ranks, on a mesh with ``shards``
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """Return the process group of this rank along one of the axes."""
@@ -135,18 +114,17 @@ class Meshes:
 
 def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Meshes:
     """Build the mesh and its process groups; a collective over the whole job."""
-    if not isinstance(replicas, int) or replicas < 1 or sizes.data % replicas:
+    if sizes.data % replicas:
         raise ValueError(
             f"data_parallel_replicas={replicas!r} does not divide the {sizes.data} data-parallel ranks. Set "
             "it to the number of nodes, or to a divisor of the data-parallel ranks."
         )
-    shape, names = (sizes.data, sizes.context, sizes.tensor), AXES
-    if sizes.pipeline == 1:
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        peers = mesh[CONTEXT, TENSOR]
-    else:
-        mesh = init_device_mesh(device_type, (sizes.pipeline, *shape), mesh_dim_names=(PIPELINE, *names))
-        peers = mesh[PIPELINE, CONTEXT, TENSOR]
+    shape: tuple[int, ...] = (sizes.data, sizes.context, sizes.tensor)
+    names: tuple[str, ...] = AXES
+    shared: tuple[str, ...] = (CONTEXT, TENSOR)
+    if sizes.pipeline > 1:
+        shape, names, shared = (sizes.pipeline, *shape), (PIPELINE, *names), (PIPELINE, *shared)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     data_context = mesh[DATA, CONTEXT]._flatten("data_context_parallel")
     shards, tensor = data_context, mesh[TENSOR]
     if replicas > 1:  # a mesh of its own: torch shards over two axes that are slices, not flattened ones
@@ -159,7 +137,7 @@ def make_meshes(sizes: AxisSizes, device_type: str, *, replicas: int = 1) -> Mes
         data_context=data_context,
         shards=shards,
         tensor=tensor,
-        peers=peers._flatten("peers"),
+        peers=mesh[shared]._flatten("peers"),
         stage=mesh[DATA, CONTEXT, TENSOR]._flatten("stage"),
     )
 

@@ -1,7 +1,7 @@
 """A ``THDBatch`` -> the ``THDShard`` that one context-parallel rank holds of it.
 
-Tensors are the shard's; what the host knows (lengths, stats, sequence_ids) stays that of the whole pack, for
-peers count it once together. Targets and positions were made before the cut.
+Tensors are the shard's. Lengths, stats and sequence_ids stay those of the whole pack, which its ranks count
+once together. Targets and positions were made before the cut.
 
 Legend: T slots in a pack, N = T / cp slots of a shard.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd._checks import described, instance
+from lightning_thd._checks import instance
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.epoch_weight import weighing_rows
@@ -33,13 +33,11 @@ _BATCH_FIELDS = THDBatch.__slots__
 class THDShard(THDBatch):
     """The slice of a pack that one context-parallel rank holds, in place of a ``THDBatch``.
 
-    Attributes:
-        layout: which slice of which pack.
-
+    ``layout`` says which slice of which pack it is.
     ``input_ids``, ``targets``, ``position_ids`` have N slots; ``cu_seqlens`` and ``cu_seqlens_padded`` have
-    one entry a sequence, which is empty where the sequence lies on other ranks. ``lengths``,
+    one entry a sequence, which is empty if the sequence lies on other ranks. ``lengths``,
     ``padded_lengths``, ``stats`` and ``sequence_ids`` are the whole pack's. ``loss_scale`` is cp times the
-    pack's, for the mean over ranks divides by cp as well.
+    pack's, as the mean over ranks divides by cp too.
     """
 
     __slots__ = ("layout",)
@@ -119,11 +117,9 @@ def shard_batch(
 ) -> THDShard:
     """Cut a pack and return this rank's ``THDShard``."""
     check_batch(batch)
-    known = cp is not None and rank is not None
-    if not (known and group is None) and not (hasattr(group, "size") and hasattr(group, "rank")):
-        raise TypeError(f"group is {described(group)}; wanted a process group, or cp= and rank=.")
     if cp is None or rank is None:
-        assert group is not None
+        if group is None:
+            raise TypeError("group is None; wanted a process group, or cp= and rank=.")
         cp, rank = group.size(), group.rank()
     at = ShardLayout(
         batch.padded_lengths,
@@ -161,8 +157,8 @@ def _own_part(batch: THDBatch, at: ShardLayout) -> THDShard:
 def pack_value(loss: Tensor, batch: THDBatch) -> Tensor:
     """Return a loss with the value of the whole pack's and the gradient of this rank's shard.
 
-    Whatever a user logs of it is then the same on all ranks of the pack, with ``sync_dist`` or without, while
-    the mean of the gradients over ranks stays what it was.
+    What a user logs of it is then the same on all ranks of the pack, with ``sync_dist`` or without. The
+    mean of the gradients over ranks is unchanged.
     """
     if not isinstance(batch, THDShard) or batch.layout.group is None:
         return loss

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_thd.parallel.exchange import (
-    join_columns,
+    gather_same,
     keep_own,
     keep_path,
     sum_all_gradients,
@@ -147,7 +147,7 @@ def _colwise_gather_output(module: Any, shards: _Shards) -> None:
     forward, group = module.forward, shards.group
 
     def gathering_forward(x: Tensor) -> Tensor:
-        return join_columns(forward(x), group)
+        return gather_same(forward(x), group, dim=x.ndim - 1)
 
     module.forward = gathering_forward
 
@@ -417,8 +417,8 @@ def _styles(block: nn.Module, ranks: int, *, cut_heads: bool) -> dict[str, str]:
         row = name in _ROWS
         if child.weight.shape[1 if row else 0] % ranks == 0:
             style = "rowwise" if row else "colwise"
-            alone = "rowwise_split_input" if row else "colwise_gather_output"
-            styles[name] = style if products or heads else alone
+            whole = "rowwise_split_input" if row else "colwise_gather_output"
+            styles[name] = style if products or heads else whole
     # A block that works on its own part between products has all its products cut, or none.
     return styles if not (products or heads) or len(styles) == len(found) else {}
 

@@ -1,38 +1,306 @@
-"""A checkpoint of any layout -> the form this layout loads: folders as whole weights, averages as shards.
+"""Checkpoints of any layout -> the form this layout loads; folders are written in the background.
 
 Lightning writes weights and optimizer states of a ``ModelParallelStrategy`` as a folder in torch's
-distributed format, and everything else as one file in it.
+distributed format, and everything else as one file in it. Layers have the names of the whole model on every
+stage of a pipeline, so the stages write one folder too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+import io
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lightning.fabric.strategies.model_parallel import _is_sharded_checkpoint
+from lightning.fabric.strategies.model_parallel import _METADATA_FILENAME, _is_sharded_checkpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from lightning_thd.strategies.modules.groups import set_state
+from lightning_thd.strategies.axes import cuts_weights
+from lightning_thd.strategies.optimizer_states import (
+    FRESH,
+    any_empty,
+    by_index,
+    complete_groups,
+    drop_unknown_options,
+    gather_names,
+    has_finetuning,
+    keep_own_names,
+    load_states_of_folder,
+    load_whole_states,
+    parameters_of_folder,
+    renamed,
+    restore_groups,
+    trained,
+    whole_state,
+    without_fresh,
+)
 
-META = "meta.pt"  # Lightning's name of the file with everything else
-CURRENT = "current_model_state"  # Lightning's WeightAveraging keeps the weights in training here
-FRESH = "lightning_thd_fresh_optimizers"  # indices of those that had made no step when they were saved
+CURRENT = "current_model_state"  # Lightning's WeightAveraging keeps the weights in training under this key
 _AVERAGING = "averaging"  # our folder with them, inside the checkpoint's
+
+
+class Checkpoints:
+    """Saves and loads the checkpoints of a strategy; ``base`` is always the base strategy's own method."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._background: BackgroundSaves | None = None
+
+    @property
+    def _writes_folders(self) -> bool:
+        return cuts_weights(self._strategy) and bool(self._strategy._save_distributed_checkpoint)
+
+    def require_known(self) -> None:
+        """Refuse background saves of a strategy that writes one file of whole weights."""
+        if self._strategy.asynchronous_checkpoints and not self._writes_folders:
+            raise MisconfigurationException(
+                f"asynchronous_checkpoints=True under {type(self._strategy).__name__}, which writes one file "
+                "of whole weights. Use Trainer(plugins=[AsyncCheckpointIO()]), or THDModelParallelStrategy "
+                "with save_distributed_checkpoint=True."
+            )
+
+    @property
+    def writes_behind(self) -> bool:
+        """Return whether folders are to be written in the background."""
+        strategy = self._strategy
+        asked = strategy.asynchronous_checkpoints or isinstance(strategy.checkpoint_io, AsyncCheckpointIO)
+        return self._writes_folders and asked
+
+    def open(self) -> None:
+        """Prepare for saves in the background; a collective."""
+        self._background = self._background or BackgroundSaves(is_first=self._strategy.is_global_zero)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is whole; a collective."""
+        if self._background is not None:
+            self._background.wait()
+
+    def close(self) -> None:
+        """Wait until this rank's part of the last checkpoint is written; no collective."""
+        background, self._background = self._background, None
+        if background is not None:
+            background.close()
+
+    def save(
+        self, base: Callable[..., None], checkpoint: dict[str, Any], filepath: Any, options: Any
+    ) -> None:
+        """Write a checkpoint, in the background if set, with averaged weights if any."""
+        strategy, pipeline = self._strategy, self._strategy._pipeline
+        if pipeline is not None:
+            gather_names(checkpoint, strategy._callbacks, pipeline.channel.down)
+        fresh = [i for i, optimizer in enumerate(strategy.optimizers) if not optimizer.state]
+        if pipeline is not None:  # one stage may train nothing
+            found: list[list[int]] = [[]] * pipeline.channel.ranks
+            dist.all_gather_object(found, fresh, group=pipeline.channel.down)
+            fresh = [i for i in fresh if all(i in other for other in found)]
+        if fresh:
+            checkpoint[FRESH] = fresh
+        if self._background is not None and options is None:
+            self._background.save(checkpoint, Path(strategy.broadcast(filepath)))
+            return
+        if cuts_weights(strategy) and CURRENT in checkpoint:
+            save_averaging(checkpoint, Path(strategy.broadcast(filepath)), folder=self._writes_folders)
+        base(checkpoint, filepath, storage_options=options)
+
+    def remove(self, base: Callable[[Any], None], filepath: Any) -> None:
+        """Remove a checkpoint, after the one that is being written."""
+        if self._background is None:
+            base(filepath)
+        else:
+            self._background.remove(partial(base, filepath))
+
+    def optimizer_state(self, base: Callable[[Any], dict[str, Any]], optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's state, empty before its first step, with the names of all stages.
+
+        torch makes the state of sharded weights by a step with zero gradients, which Adam would count.
+        """
+        strategy, pipeline = self._strategy, self._strategy._pipeline
+        if not cuts_weights(strategy):
+            return base(optimizer)
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        fresh = not inner.state
+        with trained(inner.state):
+            if self._writes_folders:
+                state = base(optimizer)
+            else:  # Lightning would number parameters by their place in the module, which torch cannot load
+                state = dict(whole_state(inner, strategy.model, keep=strategy.is_global_zero))
+        if fresh:
+            inner.state.clear()
+        if pipeline is not None:
+            state = complete_groups(renamed(state, pipeline.head_name), pipeline.channel.down)
+        return state
+
+    def load(
+        self, base: Callable[..., dict[str, Any]], given: Any, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Read a checkpoint of any layout: one file, or a folder of sharded weights."""
+        strategy, pipeline = self._strategy, self._strategy._pipeline
+        self.wait()
+        path = Path(strategy.broadcast(given))
+        if not cuts_weights(strategy):
+            if is_folder(path) and not isinstance(strategy, FSDPStrategy):
+                return read_folder(path, weights_only=weights_only)
+            return base(given, weights_only=weights_only)
+        if pipeline is not None and not is_folder(path):
+            raise MisconfigurationException(
+                f"{path} is no checkpoint folder, and a pipeline loads only folders. Load the file without "
+                "pipeline_parallel_size and save it with THDModelParallelStrategy() once."
+            )
+        names = None if pipeline is None else pipeline.head_name
+        saved: list[nn.Parameter] = []
+        if strategy.optimizers and has_finetuning(strategy._callbacks):
+            restore_groups(strategy._trainer, _rest_of(path, weights_only), stage=pipeline is not None)
+        if is_folder(path):
+            saved = parameters_of_folder(path, strategy.optimizers, strategy.model, names)
+            drop_unknown_options(strategy.optimizers, path)
+        with trained(saved):
+            if names is None:
+                checkpoint = self._load_shards(base, path, weights_only)
+            else:
+                checkpoint = self._load_stage(path, names, weights_only)
+        if strategy.optimizers:  # torch created the state of those that had made no step
+            for i in checkpoint.get(FRESH, ()):
+                strategy.optimizers[i].state.clear()
+        if pipeline is not None:
+            own = [name for name, _ in strategy.lightning_module.named_parameters()]
+            keep_own_names(checkpoint, strategy._callbacks, own)
+        else:
+            load_averaging(checkpoint, path, strategy.model)
+        return checkpoint
+
+    def _load_shards(
+        self, base: Callable[..., dict[str, Any]], path: Path, weights_only: bool | None
+    ) -> dict[str, Any]:
+        strategy, one_file = self._strategy, path.is_file()
+        if not strategy.optimizers or not (one_file or any_empty(strategy.optimizers)):
+            return base(path, weights_only=weights_only)
+        optimizers, strategy.optimizers = (
+            strategy.optimizers,
+            [],
+        )  # Lightning would number by the module
+        try:
+            loaded = base(path, weights_only=weights_only)
+        finally:
+            strategy.optimizers = optimizers
+        if one_file:
+            load_whole_states(loaded.get("optimizer_states", ()), optimizers, strategy.model)
+        else:
+            load_states_of_folder(path, optimizers, strategy.model)
+        return loaded
+
+    def _load_stage(self, path: Path, names: Mapping[str, str], weights_only: bool | None) -> dict[str, Any]:
+        model = self._strategy.model
+        weights = {"state_dict": get_model_state_dict(model)}
+        load(weights, checkpoint_id=path)
+        model.load_state_dict(weights["state_dict"])
+        load_states_of_folder(path, self._strategy.optimizers, model, names)
+        return _rest_of(path, weights_only)
+
+    def load_optimizers(
+        self, base: Callable[[Mapping[str, Any]], None], checkpoint: Mapping[str, Any]
+    ) -> None:
+        """Load the states of the optimizers, sharded ones too."""
+        strategy = self._strategy
+        if not cuts_weights(strategy) and "optimizer_states" in checkpoint:
+            pairs = zip(without_fresh(checkpoint), strategy.optimizers, strict=False)
+            numbered = [by_index(state, optimizer, strategy.lightning_module) for state, optimizer in pairs]
+            checkpoint = {**checkpoint, "optimizer_states": numbered}
+        base(checkpoint)
+
+
+class BackgroundSaves:
+    """Writes one folder at a time in its own thread; a collective of all ranks to make.
+
+    A folder is written under another name and renamed when every rank's part is on the disk. Until then the
+    checkpoint before it stays, even one that a callback has asked to remove.
+    """
+
+    def __init__(self, *, is_first: bool) -> None:
+        # Its own group: two threads that share one would receive each other's messages.
+        self._group = dist.new_group(backend="gloo")
+        self._is_first = is_first  # the first rank renames and removes folders
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._running: Future[None] | None = None
+
+    def save(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Begin to write a copy of a checkpoint to a folder, once the one before is written; a collective."""
+        self.wait()
+        part = path.with_name(f".{path.name}.part")
+        if self._is_first:
+            shutil.rmtree(part, ignore_errors=True)  # left by a job that was killed
+            part.mkdir(parents=True)
+        dist.barrier(group=self._group)
+        if CURRENT in checkpoint:
+            save_averaging(checkpoint, part, folder=True)
+        sharded = {"state_dict": checkpoint.pop("state_dict")}
+        for i, state in enumerate(checkpoint.pop("optimizer_states", [])):
+            sharded[f"optimizer_{i}"] = state
+        meta = io.BytesIO()
+        torch.save(checkpoint, meta)
+        written: Any = dcp.state_dict_saver.async_save(sharded, checkpoint_id=part, process_group=self._group)
+        self._running = self._thread.submit(self._finish, written, part, path, meta.getvalue())
+
+    def _finish(self, written: Future[Any], part: Path, path: Path, meta: bytes) -> None:
+        written.result()  # on the first rank: every rank's part is written
+        if not self._is_first:
+            return
+        with (part / _METADATA_FILENAME).open("wb") as file:
+            file.write(meta)
+            file.flush()
+            os.fsync(file.fileno())
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        elif path.exists():
+            path.rename(old)
+        part.replace(path)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def remove(self, removal: Callable[[], None]) -> None:
+        """Run ``removal`` of a checkpoint on the first rank, after the one that is being written is whole."""
+        if not self._is_first:
+            return
+        if self._running is None:
+            removal()
+        else:
+            self._thread.submit(self._after, self._running, removal)
+
+    def _after(self, running: Future[None], removal: Callable[[], None]) -> None:
+        if running.exception() is None:  # else there is only the older one
+            removal()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is written, all ranks for the first one; a collective."""
+        if self._running is not None:
+            self.close()
+            dist.barrier(group=self._group)
+
+    def close(self) -> None:
+        """Wait until this rank's part is written, and on the first rank the whole; no collective."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+            self._thread.submit(lambda: None).result()  # removals behind it have run too
 
 
 def is_folder(path: str | Path) -> bool:
@@ -40,21 +308,26 @@ def is_folder(path: str | Path) -> bool:
     return bool(_is_sharded_checkpoint(Path(path)))
 
 
-def read_folder(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any]:
-    """Read a folder of sharded weights whole; no collective.
-
-    Returns:
-        What a strategy that holds weights whole writes, but for optimizer states, which name parameters:
-        ``by_index`` numbers them.
-    """
-    state = _read(Path(path))
-    found: dict[str, Any] = torch.load(Path(path) / META, weights_only=bool(weights_only))
+def read_folder(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
+    """Read a folder as a strategy with whole weights writes it, but with optimizer states by name."""
+    state = _read(path)
+    found = _rest_of(path, weights_only)
     optimizers = sorted(
         (name for name in state if name.startswith("optimizer_")), key=lambda name: int(name.split("_")[1])
     )
     found.update(state_dict=state["state_dict"], optimizer_states=[state[name] for name in optimizers])
-    if (Path(path) / _AVERAGING).is_dir():
-        found[CURRENT] = _read(Path(path) / _AVERAGING)[CURRENT]
+    if (path / _AVERAGING).is_dir():
+        found[CURRENT] = _read(path / _AVERAGING)[CURRENT]
+    return found
+
+
+def _rest_of(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Read what a checkpoint holds beside sharded weights: the states of loops and callbacks."""
+    folder = path.is_dir()
+    file = path / _METADATA_FILENAME if folder else path
+    found: dict[str, Any] = torch.load(
+        file, mmap=not folder, map_location=None if folder else "cpu", weights_only=bool(weights_only)
+    )
     return found
 
 
@@ -63,214 +336,6 @@ def _read(path: Path) -> dict[str, Any]:
     reader, planner = FileSystemReader(path), _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
     _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
     return state
-
-
-def by_index(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> Mapping[str, Any]:
-    """Replace names of parameters in an optimizer state by their numbers.
-
-    Args:
-        state: of any optimizer; returned as it is where it numbers parameters as torch does.
-        optimizer: that is to load it.
-        module: whose ``named_parameters`` the names are.
-
-    Returns:
-        The state with parameters numbered as ``optimizer.state_dict()`` does.
-
-    Raises:
-        ValueError: for states of parameters that the optimizer does not hold.
-    """
-    if _is_numbered(state):
-        return state
-    state = by_name(state, optimizer, module)
-    groups = state["param_groups"]
-    refuse_unknown(state["state"], optimizer, module)
-    names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
-    settings = {name: group for group in groups for name in group["params"]}
-    numbered: dict[str, Any] = {"state": {}, "param_groups": []}
-    count = 0
-    for group in optimizer.param_groups:
-        own = [names[id(parameter)] for parameter in group["params"]]
-        for i, name in enumerate(own, start=count):
-            if name in state["state"]:
-                numbered["state"][i] = state["state"][name]
-        options = settings[own[0]] if own else {k: v for k, v in group.items() if k != "params"}
-        numbered["param_groups"].append({**options, "params": list(range(count, count + len(own)))})
-        count += len(own)
-    return numbered
-
-
-def without_fresh(checkpoint: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return a checkpoint's optimizer states, emptied where no step had been made."""
-    fresh = set(checkpoint.get(FRESH, ()))
-    return [
-        {**state, "state": {}} if i in fresh else state
-        for i, state in enumerate(checkpoint["optimizer_states"])
-    ]
-
-
-def load_optimizers(
-    states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], model: nn.Module
-) -> None:
-    """Load whole optimizer states, by name or number, into the optimizers of a sharded model; a collective.
-
-    Raises:
-        ValueError: for states of other parameters than the optimizers hold.
-    """
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    for state, optimizer in zip(states, optimizers, strict=False):
-        if not state["state"]:  # saved before the first step: torch would fail on it
-            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
-                group.update({name: value for name, value in saved.items() if name != "params"})
-            continue
-        named = by_name(state, optimizer, model)
-        refuse_unknown(named["state"], optimizer, model)
-        with trained(parameters_in(optimizer, model, named["state"])):
-            set_state(model, optimizer, named, options)
-
-
-def by_name(state: Mapping[str, Any], optimizer: Optimizer, module: nn.Module) -> Mapping[str, Any]:
-    """Replace numbers of parameters in an optimizer state by their names.
-
-    Args:
-        state: of any optimizer; returned as it is where it names parameters already. torch numbers them
-            group after group; Lightning's ``ModelParallelStrategy`` by their place in the module.
-        optimizer: that is to load it: its groups and their order are those of the one that was saved.
-        module: whose ``named_parameters`` the names are.
-
-    Raises:
-        ValueError: for groups of other sizes.
-    """
-    if all(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
-        return state
-    if _is_numbered(state):
-        sizes = [len(group["params"]) for group in state["param_groups"]]
-        own = [len(group["params"]) for group in optimizer.param_groups]
-        if sizes != own:
-            raise ValueError(
-                f"The checkpoint's optimizer has groups of {sizes} parameters, but this one of {own}. Make "
-                "it as it was made, with the same parameters in the same groups: their states are numbered."
-            )
-        names = names_in(optimizer, module)
-    else:
-        names = [_plain(name) for name, _ in module.named_parameters()]
-    groups = [
-        {**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]
-    ]
-    kept = {names[number]: value for number, value in state["state"].items()}
-    return {**state, "state": kept, "param_groups": groups}
-
-
-def _is_numbered(state: Mapping[str, Any]) -> bool:
-    """Return whether a state numbers its parameters group after group, from 0."""
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    return numbers == list(range(len(numbers)))
-
-
-def whole_state(optimizer: Optimizer, model: nn.Module, *, keep: bool) -> Mapping[str, Any]:
-    """Gather an optimizer's whole state as torch writes it on one process; a collective.
-
-    Args:
-        optimizer: of a sharded model.
-        model: whose parameters are the optimizer's.
-        keep: whether this rank wants it: the first does.
-
-    Returns:
-        Parameters numbered group after group; nothing elsewhere.
-    """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
-    return by_index(state, optimizer, model) if keep else state
-
-
-def names_in(optimizer: Optimizer, module: nn.Module) -> list[str]:
-    """Return the names of an optimizer's parameters, as checkpoints have them, group after group."""
-    names = {id(parameter): _plain(name) for name, parameter in module.named_parameters()}
-    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _plain(name: str) -> str:
-    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
-        name = name.replace(wrapper, "")
-    return name
-
-
-def refuse_unknown(saved: Iterable[str], optimizer: Optimizer, module: nn.Module) -> None:
-    """Refuse a checkpoint with states of parameters that its optimizer does not hold: they would be lost.
-
-    Args:
-        saved: names of the parameters that have a state.
-        optimizer: that is to load them.
-        module: whose parameters they are.
-
-    Raises:
-        ValueError: naming some.
-    """
-    others = {_plain(name) for name, _ in module.named_parameters()} - set(names_in(optimizer, module))
-    lost = sorted(set(saved) & others)
-    if lost:
-        raise ValueError(
-            f"The checkpoint has the optimizer's state of {len(lost)} parameters that this one does not "
-            f"hold, {lost[:3]} among them: it would be lost. Give it the parameters it had, those that are "
-            "added later in training too: frozen ones are not updated."
-        )
-
-
-def parameters_in(optimizer: Optimizer, module: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
-    """Return an optimizer's parameters of some names."""
-    wanted = set(names)
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [p for p, name in zip(held, names_in(optimizer, module), strict=True) if name in wanted]
-
-
-@contextmanager
-def trained(parameters: Iterable[nn.Parameter]) -> Generator[None]:
-    """Mark parameters as trained inside this context: torch leaves out the states of frozen ones."""
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
-def parameters_of_folder(
-    path: Path, optimizers: Sequence[Optimizer], module: nn.Module, names: Mapping[str, str] | None = None
-) -> list[nn.Parameter]:
-    """Return the parameters whose optimizer states a checkpoint folder has.
-
-    Args:
-        path: of the folder.
-        optimizers: in the order in which they were saved.
-        module: whose parameters they hold.
-        names: in the folder to those in the module, where they differ.
-
-    Raises:
-        ValueError: for states of parameters that the optimizers do not hold.
-    """
-    keys = FileSystemReader(path).read_metadata().state_dict_metadata.keys() if optimizers else ()
-    found = []
-    for i, optimizer in enumerate(optimizers):
-        start = f"optimizer_{i}.state."
-        saved = {key.removeprefix(start).rpartition(".")[0] for key in keys if key.startswith(start)}
-        saved = {(names or {}).get(name, name) for name in saved}
-        refuse_unknown(saved, optimizer, module)
-        found += parameters_in(optimizer, module, saved)
-    return found
-
-
-def drop_unknown_options(optimizers: Iterable[Optimizer], path: str | Path) -> None:
-    """Drop optimizer options that a checkpoint folder lacks, on which torch would fail.
-
-    A learning rate finder leaves one: the scheduler of its trial adds ``initial_lr``.
-    """
-    known = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
-    for i, optimizer in enumerate(optimizers):
-        for k, group in enumerate(optimizer.param_groups):
-            for option in [name for name in group if name != "params"]:
-                if f"optimizer_{i}.param_groups.{k}.{option}" not in known:
-                    del group[option]
 
 
 def save_averaging(checkpoint: dict[str, Any], path: Path, *, folder: bool) -> None:
@@ -286,12 +351,9 @@ def save_averaging(checkpoint: dict[str, Any], path: Path, *, folder: bool) -> N
 
 
 def load_averaging(checkpoint: dict[str, Any], path: Path, module: nn.Module) -> None:
-    """Load average and current weights as shards, where ``WeightAveraging`` looks for them.
+    """Load average and current weights as shards into a checkpoint, for ``WeightAveraging`` to find them.
 
-    Args:
-        checkpoint: as Lightning has read it; changed where the saved one had averages.
-        path: of the checkpoint.
-        module: sharded, with the average weights already in it.
+    The module is sharded and holds the average weights.
     """
     in_folder = (path / _AVERAGING).is_dir()
     if not in_folder and CURRENT not in checkpoint:

@@ -23,7 +23,7 @@ from lightning_thd.parallel.context.layout import Communication, know_whole_pack
 from lightning_thd.parallel.context.shared_step import SharedStep
 from lightning_thd.parallel.mesh import AxisSizes
 from lightning_thd.stats import SeqStats
-from lightning_thd.strategies.hosts import gathers_once
+from lightning_thd.strategies.axes import gathers_once
 
 DYNAMIC = "dynamic"
 

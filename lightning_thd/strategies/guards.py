@@ -1,12 +1,14 @@
-"""A module and its surroundings -> an error where context parallelism would change the numbers."""
+"""A module and its surroundings -> an error where a parallel layout would change the numbers or hang."""
 
 from __future__ import annotations
 
 import math
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -18,6 +20,33 @@ from lightning_thd.parallel.shard import THDShard
 
 _TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
 
+# Part of the names of Lightning's strategies -> why no step of ours can run in them. An import of the classes
+# would need their packages.
+REFUSED_ENGINES = {
+    "DeepSpeed": "whose engine accumulates, clips and steps by itself",
+    "XLA": "which compiles one step of fixed shapes",
+}
+
+
+def refused_engine(kind: type) -> tuple[str, str] | None:
+    """Return the name of a strategy of Lightning whose engine cannot run our steps, and the reason."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0].startswith("lightning"):
+            for name, why in REFUSED_ENGINES.items():
+                if name in base.__name__:
+                    return base.__name__, why
+    return None
+
+
+def refuse_engine(strategy: type) -> None:
+    """Refuse a class that puts the mixin on a strategy whose engine runs steps by itself."""
+    if (found := refused_engine(strategy)) is not None:
+        raise TypeError(
+            f"{strategy.__name__} puts THDStrategyMixin on {found[0]}, {found[1]}. Put it on "
+            "SingleDeviceStrategy, DDPStrategy, FSDPStrategy or ModelParallelStrategy, or use Packs(n) under "
+            f"{found[0]} without the mixin."
+        )
+
 
 def refuse_other_attention(module: nn.Module, cp: int) -> None:
     """Refuse a model whose attention would see only the slots of its own rank."""
@@ -27,13 +56,13 @@ def refuse_other_attention(module: nn.Module, cp: int) -> None:
         if chosen is not None and chosen != "thd" and hasattr(child, "set_attn_implementation"):
             raise MisconfigurationException(
                 f"context_parallel_size={cp}, but {name or 'the model'} ({type(child).__name__}) runs "
-                f"attn_implementation={chosen!r}, which sees the shard of its own rank alone. Build it with "
+                f"attn_implementation={chosen!r}, which sees only the shard of its own rank. Build it with "
                 "attn_implementation='thd', or set context_parallel_size=1."
             )
         if isinstance(child, nn.MultiheadAttention | nn.Transformer):
             raise MisconfigurationException(
-                f"context_parallel_size={cp}, but {name} ({type(child).__name__}) sees the shard of its own "
-                "rank alone. Call lightning_thd.varlen_attention in its place, or set "
+                f"context_parallel_size={cp}, but {name} ({type(child).__name__}) sees only the shard of "
+                "its own rank. Call lightning_thd.varlen_attention in its place, or set "
                 "context_parallel_size=1."
             )
 
@@ -87,8 +116,8 @@ def _torch_context_parallel_is_active() -> bool:
     torch_cp: Any = sys.modules.get(_TORCH_CP)
     if torch_cp is None:
         return False
-    # Either of its two ways: attention replaced by a wrapper (which stays in the list of wrappers for ever),
-    # or DTensor told to handle attention's operators.
+    # torch replaces attention by a wrapper, which stays in its list of wrappers for ever, or lets DTensor
+    # handle attention's operators.
     wrappers = getattr(torch_cp, "_replaced_functions", {})
     operators = getattr(torch_cp, "custom_ops", {}).keys()
     handlers = DTensor._op_dispatcher._custom_op_handlers.keys()
@@ -105,13 +134,9 @@ def _has_accelerate_hooks(module: nn.Module) -> bool:
 
 
 def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
-    """Refuse ``torch.compile(lightning_module)`` where ranks share packs.
+    """Refuse ``torch.compile(lightning_module)`` if ranks share packs.
 
-    It compiles ``training_step`` around the attention's collectives, whose order in the backward pass then
-    differs between ranks, which wait for each other for ever.
-
-    Raises:
-        MisconfigurationException: saying what to compile instead.
+    The order of the attention's collectives would differ between ranks in the backward pass, which then hang.
     """
     if sizes.peers > 1 and getattr(module, "_compiler_ctx", None) is not None:
         raise MisconfigurationException(
@@ -123,11 +148,7 @@ def refuse_compiled_module(module: object, sizes: AxisSizes) -> None:
 
 
 def refuse_anomaly_detection(trainer: object, sizes: AxisSizes) -> None:
-    """Refuse ``Trainer(detect_anomaly=True)`` with gradients that are cut, which torch cannot look through.
-
-    Raises:
-        MisconfigurationException: saying where to look for the anomaly.
-    """
+    """Refuse ``Trainer(detect_anomaly=True)`` with cut gradients, which torch cannot look through."""
     if sizes.tensor > 1 and getattr(trainer, "_detect_anomaly", False):
         raise MisconfigurationException(
             f"detect_anomaly=True with tensor_parallel_size={sizes.tensor}: torch's anomaly mode does not "
@@ -136,28 +157,16 @@ def refuse_anomaly_detection(trainer: object, sizes: AxisSizes) -> None:
 
 
 def refuse_static_graph(model: object) -> None:
-    """Refuse DDP's static graph for steps of several microbatches, which synchronise in the last one alone.
-
-    torch learns the graph in the first backward pass and fails if that is not synchronised.
-
-    Args:
-        model: of a strategy that was set up.
-    """
+    """Refuse DDP's static graph for steps whose first backward pass is not synchronised."""
     if isinstance(model, DistributedDataParallel) and model.static_graph:
         raise MisconfigurationException(
             "static_graph=True with a step of several microbatches: DDP then wants every backward pass "
-            "synchronised, but gradients are exchanged in the last one alone. Leave static_graph out."
+            "synchronised, but gradients are exchanged only in the last one. Leave static_graph out."
         )
 
 
 def refuse_lbfgs(optimizers: list[Any], sizes: AxisSizes) -> None:
-    """Refuse torch's LBFGS where ranks hold other weights: it decides by products over all of them.
-
-    Over data- and context-parallel ranks it is exact.
-
-    Raises:
-        MisconfigurationException: saying which sizes it runs with.
-    """
+    """Refuse torch's LBFGS if ranks hold different weights: it decides by products over all of them."""
     if sizes.tensor * sizes.pipeline == 1:
         return
     for optimizer in optimizers:
@@ -169,12 +178,18 @@ def refuse_lbfgs(optimizers: list[Any], sizes: AxisSizes) -> None:
             )
 
 
-def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
-    """Refuse a model sharded so that some of its gradients are never averaged.
+def refuse_links(callbacks: Iterable[Any]) -> None:
+    """Refuse callbacks that link to a checkpoint before it is whole: a killed job would break the link."""
+    for callback in callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+            raise MisconfigurationException(
+                "ModelCheckpoint(save_last='link') with checkpoints that are written in the background: a "
+                "job killed meanwhile would leave last.ckpt pointing nowhere. Use save_last=True."
+            )
 
-    Raises:
-        MisconfigurationException: for whole weights, or weights sharded over other ranks than those.
-    """
+
+def refuse_partial_sharding(model: nn.Module, sizes: AxisSizes) -> None:
+    """Refuse a model that the user sharded so that some of its gradients are never averaged."""
     wanted = sizes.data * sizes.context
     for name, parameter in model.named_parameters():
         if wanted == 1 or not parameter.requires_grad:

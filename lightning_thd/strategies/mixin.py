@@ -1,176 +1,385 @@
-"""A ``THDStep`` -> all its microbatches run inside one Lightning batch, under automatic optimisation.
+"""A Lightning strategy -> one that runs steps of varying microbatches, and shares packs and weights.
 
-Lightning's closure runs training_step, then zero_grad, then backward. So the first microbatch's forward runs
-in ``training_step`` and all that is left in ``backward``: one zero_grad, one clipping, one optimizer and
-scheduler step a ``THDStep``, however many microbatches it has.
+The mixin overrides Lightning's hooks. Its parts do the work: ``axes`` (sizes and groups), ``pack_cut``,
+``shards`` (weights), ``loop`` (microbatches of a step) or ``pipeline`` (another loop), and ``checkpoints``.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Literal
 
 import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.tuner.lr_finder import _LRCallback
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torchmetrics import Metric
 
-from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.strategies.dynamic import log_traffic
-from lightning_thd.strategies.guards import refuse_static_graph, refuse_unused_layout
-from lightning_thd.strategies.hosts import kept_weights, refuse_host
-from lightning_thd.strategies.modules.unfrozen import reduces_now
-from lightning_thd.strategies.sharding import ShardingMixin
-from lightning_thd.strategies.step_logs import StepLogs, weigh
+from lightning_thd._imports import available
+from lightning_thd.alignment import Alignment, Layout
+from lightning_thd.batch import THDBatch
+from lightning_thd.models.weights import postponed_reading
+from lightning_thd.packing.sharing import Sharing
+from lightning_thd.parallel.context.costs import CommCosts
+from lightning_thd.parallel.context.layout import Communication, end_job
+from lightning_thd.parallel.mesh import CONTEXT, DATA, AxisSizes
+from lightning_thd.parallel.pipeline import ScheduleName
+from lightning_thd.strategies.axes import Axes, cuts_weights, fixed_context, sizes_of, start_axes
+from lightning_thd.strategies.checkpoints import Checkpoints
+from lightning_thd.strategies.dynamic import DYNAMIC, log_traffic, sharing_of
+from lightning_thd.strategies.guards import (
+    refuse_anomaly_detection,
+    refuse_compiled_module,
+    refuse_engine,
+    refuse_unused_layout,
+)
+from lightning_thd.strategies.logs import SyncedMetrics, groups_of_sums, metrics_in, refuse_sums, weigh
+from lightning_thd.strategies.loop import StepLoop, local_gradients
+from lightning_thd.strategies.norms import refuse_own_norms
+from lightning_thd.strategies.pack_cut import PackCut, prepare_loader
+from lightning_thd.strategies.pipeline import Pipeline, PipelineLoop, cut_before
+from lightning_thd.strategies.shards import Unfrozen, WeightShards
+
+_NOT_GIVEN: Any = object()
 
 
-class THDStrategyMixin(ShardingMixin):
+class THDStrategyMixin(Strategy):
     """Runs steps of varying microbatches: put it before a Lightning strategy in the bases of your own.
 
-    ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Batches of any other type go
-    the base strategy's way untouched. Gradients are synchronised in the last microbatch alone,
-    ``outputs["loss"]`` is the mean over the microbatches, and ``self.log`` gives one value a step.
+    ``class MyStrategy(THDStrategyMixin, DDPStrategy)`` runs ``Sequences(n)``. Batches of any other type are
+    left to the base strategy. Gradients are synchronised in the last microbatch only, ``outputs["loss"]`` is
+    the mean over the microbatches, and ``self.log`` gives one value a step.
 
-    With the attribute ``context_parallel_size`` above 1 (see ``ContextParallelMixin`` for the others) ranks
-    share packs: batches are cut after they were moved, and data is handed out to groups of ranks. On a
-    ``ModelParallelStrategy`` the model is cut and sharded too, over the axes that the strategy's arguments or
-    these attributes give (see ``ShardingMixin``).
+    Set the attributes below on your class. With ``context_parallel_size`` above 1 ranks share packs: batches
+    are cut after they were moved, and data is handed out to groups of ranks. On a ``ModelParallelStrategy``
+    the model is cut and sharded too, over the axes that the strategy's arguments or these attributes give.
+
+    Attributes:
+        data_parallel_size: groups that read different data; ``auto`` takes what the other axes leave, and
+            None also lets a ``ModelParallelStrategy`` say it by its own arguments.
+
+    The other attributes are the arguments of ``THDModelParallelStrategy`` and ``THDDDPStrategy`` of the same
+    names. ``asynchronous_checkpoints`` is also what Lightning's ``AsyncCheckpointIO`` among the Trainer's
+    plugins asks for.
 
     Raises:
         TypeError: when a class puts it on a strategy that runs steps by itself: DeepSpeed, XLA.
     """
 
+    data_parallel_size: int | Literal["auto"] | None = None
+    data_parallel_replicas: int = 1
+    context_parallel_size: int | Literal["dynamic"] = 1
+    max_context_parallel_size: int | None = None
+    tensor_parallel_size: int = 1
+    tensor_parallel_plan: dict[str, str] | None = None
+    sequence_parallel: bool = False
+    context_parallel_layout: Layout = "dual_chunk"
+    context_parallel_communication: Communication = "auto"
+    context_parallel_costs: CommCosts | Literal["measure"] | None = None
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    broadcast_data: bool = False
+    check_plans: bool = False
+    asynchronous_checkpoints: bool = False
+    pipeline_parallel_size: int = 1
+    pipeline_schedule: ScheduleName = "1f1b"
+    stages_per_rank: int = 1
+    pipeline_split: Literal["auto"] | Sequence[int] = "auto"
+
     runs_thd_steps = True
 
-    _pending: tuple[THDStep, tuple[Any, ...]] | None = None
-    _losses: list[Tensor] | None = None
-    _logs: StepLogs | None = None
+    _axes: Axes | None = None
+    _cut: PackCut | None = None  # None if every rank reads and runs its own packs
+    _shards: WeightShards | None = None  # None if every rank holds all weights
+    _pipeline: Pipeline | None = None
+    _loop: StepLoop
+    _checkpoints: Checkpoints
+    _unfrozen: Unfrozen | None = None
+    _metrics: tuple[Metric, ...] = ()
+    _synced: SyncedMetrics | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        refuse_host(cls)
+        refuse_engine(cls)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the first microbatch of a ``THDStep`` forward, or any other batch as usual."""
-        self._pending, self._losses = None, None
-        batch, *rest = args
-        if not isinstance(batch, THDStep):
-            if isinstance(batch, THDBatch) and self._trainer._results is not None:
-                weigh(self._trainer._results, batch)
-            output = super().training_step(*args, **kwargs)
-            refuse_unused_layout(batch)
-            return output
-        trainer = self._trainer
-        if not trainer.lightning_module.automatic_optimization:
-            raise MisconfigurationException(
-                "Sequences(n) steps run under automatic optimisation: with automatic_optimization=False a "
-                "module would see the first microbatch alone. Use Packs(n), or automatic optimisation."
-            )
-        if len(batch) > 1:
-            refuse_static_graph(self.model)
-        self._pending = (batch, tuple(rest))
-        self._logs = StepLogs(trainer, microbatches=len(batch), metrics=self._metrics)
-        output = self._forward(batch.microbatches[0], tuple(rest), last=len(batch) == 1)
-        warn_of_extras(output, len(batch))
-        self._losses = [loss_of(output).detach()]
-        return output
+    # -- axes and data
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Backpropagate the first microbatch, then run the others, each weighing 1 / their number."""
-        if self._pending is None:
-            result = super().backward(closure_loss, optimizer, *args, **kwargs)
-            self._average_unfrozen()
-            return result
-        step, rest = self._pending
-        assert self._losses is not None
-        assert self._logs is not None
-        with self._synchronised(last=len(step) == 1):
-            result = super().backward(closure_loss / len(step), optimizer, *args, **kwargs)
-        for i, batch in enumerate(step.microbatches[1:], start=2):
-            last = i == len(step)
-            loss = loss_of(self._forward(batch, rest, last=last))
-            self._losses.append(loss.detach())
-            with self._synchronised(last=last):
-                result = super().backward(loss / len(step), optimizer, *args, **kwargs)
-        self._average_unfrozen()
-        self._logs.finish()
-        return result
+    @property
+    def sizes(self) -> AxisSizes:
+        """Return the number of ranks along each parallel axis."""
+        return sizes_of(self) if self._axes is None else self._axes.sizes
 
-    def _average_unfrozen(self) -> None:
-        if self._unfrozen is not None and reduces_now(self.model):
-            self._unfrozen.average()
+    @property
+    def alignment(self) -> Alignment | None:
+        """Return what sequence and pack lengths must be multiples of, for the collator."""
+        context = fixed_context(self)
+        if context == 1 and not self.sequence_parallel:
+            return None
+        tp, layout = self.sizes.tensor, self.context_parallel_layout
+        return Alignment.for_(cp=context, tp=tp, sequence_parallel=self.sequence_parallel, layout=layout)
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Update the weights as the base strategy does, and report the mean loss of the step to callbacks."""
-        if self._count_groups() != self._groups:  # a callback may have added one
-            self._no_foreach_over_meshes()
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if isinstance(closure, Closure) and closure._result is not None:
-            self._report_loss(closure._result)
-        self._pending, self._losses, self._logs = None, None, None
-        if self.context_parallel_size != 1:
-            log_traffic(self._trainer)
-        return result
+    @property
+    def sharing(self) -> Sharing | None:
+        """Return how the plan of a step may share sequences over ranks; None if fixed."""
+        return sharing_of(self) if self.context_parallel_size == DYNAMIC else None
 
-    def _report_loss(self, result: Any) -> None:
-        """Write the loss of the whole step into what callbacks get; of all ranks, for a rate finder."""
-        if self._losses:
-            result.loss = sum(self._losses[1:], start=self._losses[0]) / len(self._losses)
-        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        if result.loss is not None and any(isinstance(callback, _LRCallback) for callback in callbacks):
-            result.loss = self.reduce(result.loss.detach(), reduce_op="mean")
+    @property
+    def packs_as_steps(self) -> bool:
+        """Return whether a batch of ``Packs(n)`` holds all packs of this rank's step."""
+        return self.pipeline_parallel_size > 1
 
-    def _forward(self, batch: THDBatch, rest: tuple[Any, ...], *, last: bool) -> Any:
-        assert self._logs is not None
-        before = self._logs.begin(batch)
-        try:
-            with self._synchronised(last=last):
-                output = super().training_step(batch, *rest)
-        finally:
-            self._logs.close()
-        refuse_unused_layout(batch)
-        self._logs.end(before)
-        return output
+    @property
+    def data_rank(self) -> int:
+        """Return this rank's index among the ranks that read different data, from 0."""
+        return self.sizes.data_rank(getattr(self, "global_rank", 0))
 
-    @contextlib.contextmanager
-    def _synchronised(self, *, last: bool) -> Generator[None]:
-        """Leave gradients unreduced, and weights gathered if they may be, but in the last microbatch."""
-        if last:
-            yield
-            return
-        with self.block_backward_sync(), kept_weights(self):
-            yield
+    @property
+    def data_size(self) -> int:
+        """Return how many ranks read different data."""
+        return self.sizes.data
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Return rank and number of replicas for samplers, by different data."""
+        if self.sizes.peers == 1:
+            known: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+            return known
+        return {"num_replicas": self.data_size, "rank": self.data_rank}
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the process group of the ranks that read different data; None is the whole job."""
+        return self._group(DATA)
+
+    @property
+    def context_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the process group of the ranks that share this rank's pack."""
+        return self._group(CONTEXT)
+
+    def _group(self, axis: str) -> dist.ProcessGroup | None:
+        meshes = None if self._axes is None else self._axes.meshes
+        return None if meshes is None else meshes.group(axis)
 
     @property
     def _trainer(self) -> L.Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
+    @property
+    def _callbacks(self) -> list[Any]:
+        found: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        return found
 
-def loss_of(output: object) -> Tensor:
-    """Return the loss in the output of ``training_step``.
+    # -- the job
 
-    Raises:
-        MisconfigurationException: when there is none.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
-        raise MisconfigurationException(
-            f"training_step returned {type(loss).__name__} for a microbatch of a Sequences(n) step, wanted "
-            "the loss tensor, or a dict with it under 'loss'. Skipping part of a step would change its loss."
-        )
-    return loss
+    def setup_environment(self) -> None:
+        """Start the job's process group, build the mesh of its axes, and make the parts.
 
+        Under a ``ModelParallelStrategy`` the LightningModule sees the mesh as ``device_mesh``: the strategy's
+        own if its arguments give sizes, else ours of three axes.
+        """
+        self._axes, self._checkpoints = None, Checkpoints(self)
+        axes = self._axes = start_axes(self, super().setup_environment)
+        cuts = axes.sizes.peers > 1 or self.context_parallel_size != 1
+        self._cut = PackCut(self, axes) if cuts or (self.check_plans and axes.sizes.world > 1) else None
+        self._shards = WeightShards(self, axes) if cuts_weights(self) else None
+        self._pipeline = Pipeline(self, axes) if self.pipeline_parallel_size > 1 else None
 
-def warn_of_extras(output: object, microbatches: int) -> None:
-    """Warn that callbacks get what ``training_step`` returns beside the loss of one microbatch alone."""
-    extras = [name for name in output if name != "loss"] if isinstance(output, Mapping) else []
-    if extras and microbatches > 1:
-        rank_zero_warn(
-            f"training_step returns {extras} beside the loss, and this step has {microbatches} microbatches: "
-            "on_train_batch_end gets them of one microbatch alone. Log them by self.log, which reduces over "
-            "all of them, or gather them on the module in training_step."
-        )
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Generator[None]:
+        """Delay ``from_pretrained``'s reading of weights until a pipeline has cut the model."""
+        waits = self.pipeline_parallel_size > 1 and available("transformers")
+        with postponed_reading() if waits else contextlib.nullcontext(), super().model_sharded_context():
+            yield
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Cut and shard the model, if the strategy does, and create the optimizers."""
+        module, axes, pipeline = self.lightning_module, self._axes, self._pipeline
+        assert module is not None
+        assert axes is not None
+        stage = cut_before(module, self.pipeline_parallel_size, self.stages_per_rank)
+        if pipeline is not None:
+            if stage is not None:
+                pipeline.go_on(stage)
+            refuse_own_norms([module, *self._callbacks])
+        refuse_compiled_module(module, axes.sizes)
+        refuse_anomaly_detection(trainer, axes.sizes)
+        self._checkpoints.require_known()
+        if self.context_parallel_size != 1:
+            refuse_sums(module, dynamic=self.context_parallel_size == DYNAMIC)
+        self._metrics = tuple(metrics_in(module))
+        if axes.meshes is not None and axes.sizes.tensor * axes.sizes.pipeline > 1:
+            self._synced = SyncedMetrics(self._metrics, axes.meshes.data_context.get_group())
+        run = self._microbatch
+        self._loop = StepLoop(self, run) if pipeline is None else PipelineLoop(self, run, pipeline)
+        if self._shards is None:
+            super().setup(trainer)
+            self._unfrozen = Unfrozen.watch(self.model)
+        else:
+            self._shards.setup(trainer)
+
+    def setup_optimizers(self, trainer: L.Trainer) -> None:
+        """Make the optimizers as the base strategy does."""
+        if self._pipeline is None:
+            super().setup_optimizers(trainer)
+        else:
+            self._pipeline.make_optimizers(super().setup_optimizers, trainer)
+
+    def on_train_start(self) -> None:
+        """Let the stages of a pipeline agree on what hooks have frozen."""
+        super().on_train_start()
+        if self._pipeline is not None:
+            self._pipeline.share_freezing()
+
+    def teardown(self) -> None:
+        """Wait for this rank's part of the last checkpoint, and end what belongs to the job.
+
+        Shards that are still held then refuse no other attention.
+        """
+        if self._synced is not None:
+            self._synced.close()
+        self._synced = self._unfrozen = None
+        self._metrics = ()
+        super().teardown()
+        end_job()
+        if cuts_weights(self):
+            self.checkpoint_io.teardown()  # Lightning's ModelParallelStrategy leaves that out
+        if self._axes is not None:
+            self._checkpoints.close()
+
+    # -- batches
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Prepare a dataloader so that ranks which share a pack read the same data."""
+        assert self._axes is not None
+        return prepare_loader(self, self._axes, super().process_dataloader(dataloader))
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch to the device by the user's transfer hooks, and keep this rank's slice of packs."""
+        if self._cut is None:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        self._cut.compare(batch)
+        return self._cut.cut(super().batch_to_device(batch, device, dataloader_idx), batch)
+
+    # -- steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the first microbatch of a step forward, or any other batch as usual."""
+        if self._loop.takes(args[0]):
+            return self._loop.first(*args)
+        return self._microbatch(*args, **kwargs)
+
+    def _microbatch(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's ``training_step`` on one batch."""
+        batch, results = args[0], self._trainer._results
+        if isinstance(batch, THDBatch) and results is not None:
+            weigh(results, batch)
+        if self._shards is None:
+            output = super().training_step(*args, **kwargs)
+        else:
+            with self._shards.microbatch(batch):
+                output = super().training_step(*args, **kwargs)
+        if self._cut is not None:
+            refuse_unused_layout(batch)
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Backpropagate the loss, and run the other microbatches of a step."""
+        base = super().backward
+        if self._loop.is_running:
+            result = self._loop.rest(closure_loss, lambda loss: base(loss, optimizer, *args, **kwargs))
+        else:
+            result = base(closure_loss, optimizer, *args, **kwargs)
+        if self._unfrozen is not None:
+            self._unfrozen.average()
+        return result
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """Accumulate gradients on this rank without reducing them inside this context."""
+        base: Any = super()
+        block = local_gradients(self)
+        if block is None:
+            block = getattr(base, "block_backward_sync", contextlib.nullcontext)()
+        with block:
+            yield
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Update the weights as the base strategy does, and report the mean loss of the step to callbacks."""
+        if self._shards is not None:
+            self._shards.before_update()
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if isinstance(closure, Closure) and closure._result is not None:
+            self._loop.report(closure._result)
+        self._loop.end()
+        if self.context_parallel_size != 1:
+            log_traffic(self._trainer)
+        return result
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch, and after the last one free what FSDP2 left gathered."""
+        output = super().validation_step(*args, **kwargs)
+        if self._shards is not None:
+            self._shards.free_after_validation(self._trainer)
+        return output
+
+    def reduce(
+        self, tensor: Any, group: Any = _NOT_GIVEN, reduce_op: ReduceOp | str | None = "mean", **kwargs: Any
+    ) -> Any:
+        """Reduce as the base strategy does, except for means of integers and sums of logged values.
+
+        Lightning divides sums of values by the mean batch size of the ranks: of 101 tokens on two ranks it
+        makes 50, and an epoch's mean is wrong by 1 %. A sum that ``self.log`` asks for counts once what ranks
+        of the same data have in common. Under context parallelism such a sum is refused: a number may be the
+        pack's or this rank's slots'.
+        """
+        if group is None and isinstance(reduce_op, str) and reduce_op.lower() == "sum":
+            group = self._group_of_sums()  # self.log always names the group, its default None
+        group = None if group is _NOT_GIVEN else group
+        mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
+        if mean and isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
+            tensor = tensor.to(torch.float64)
+        return super().reduce(tensor, group, reduce_op=reduce_op, **kwargs)  # type: ignore[safe-super]
+
+    def _group_of_sums(self) -> dist.ProcessGroup | None:
+        if self.context_parallel_size != 1:
+            raise MisconfigurationException(
+                "self.log(reduce_fx='sum', sync_dist=True) while ranks share packs: a loss is the pack's on "
+                "each of them and would count several times. Set sync_dist_group to "
+                + groups_of_sums(dynamic=self.context_parallel_size == DYNAMIC)
+            )
+        return None if self.sizes.peers == 1 else self.data_parallel_group
+
+    # -- checkpoints
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's state, empty if it has made no step yet."""
+        return self._checkpoints.optimizer_state(super().optimizer_state, optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, in the background if set, with averaged weights if any."""
+        self._checkpoints.save(super().save_checkpoint, checkpoint, filepath, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, after the one that is being written."""
+        self._checkpoints.remove(super().remove_checkpoint, filepath)
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the checkpoint that is being written is whole; a collective."""
+        if self._axes is not None:
+            self._checkpoints.wait()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint of any layout: one file, or a folder of sharded weights."""
+        loaded = self._checkpoints.load(super().load_checkpoint, checkpoint_path, weights_only)
+        if self._shards is not None:
+            self._shards.no_foreach_over_meshes()  # the options of another layout's optimizers are loaded now
+        return loaded
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the states of the optimizers, sharded ones too."""
+        self._checkpoints.load_optimizers(super().load_optimizer_state_dict, checkpoint)

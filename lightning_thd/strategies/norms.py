@@ -1,16 +1,118 @@
-"""Gradients of any layout -> their norms by name, as ``lightning.pytorch.utilities.grad_norm`` gives them."""
+"""Gradients of any layout -> their norms, and the same gradients clipped.
+
+torch's own function wants all gradients on one mesh, but weights that tensor parallelism leaves whole are on
+another mesh than those it cuts, and the stages of a pipeline hold different weights.
+"""
 
 from __future__ import annotations
 
+import dis
+import inspect
 import math
+from collections.abc import Collection, Iterable, Iterator
+from types import CodeType, FunctionType
+from typing import Any, TypeAlias
 
+import lightning.pytorch.utilities as lightning_utilities
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_thd._user_code import described, is_users
 from lightning_thd.parallel.pipeline.cut import stages_in
 from lightning_thd.parallel.pipeline.stage import Stage
+
+# mesh, the axes along which a gradient is cut, dtype
+_Key: TypeAlias = tuple[Any, tuple[int, ...], torch.dtype]
+
+# Gradients exist in these hooks, between a backward pass and the next step.
+_HOOKS = (
+    *("training_step", "on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
+    *("optimizer_step", "on_before_zero_grad", "optimizer_zero_grad"),
+)
+_NORMS: set[Any] = {
+    torch.nn.utils.clip_grad_norm_,
+    torch.nn.utils.get_total_norm,
+    lightning_utilities.grad_norm,
+}
+_NAMES = {"clip_grad_norm_", "get_total_norm"}
+_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+
+
+def clip_by_norm(
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    *,
+    device: torch.device | None = None,
+    across: dist.ProcessGroup | None = None,
+    counted_elsewhere: Collection[int] = (),
+) -> Tensor:
+    """Scale gradients to a norm over everything of at most ``max_norm`` and return the norm; a collective.
+
+    Args:
+        parameters: with gradients, DTensors or plain.
+        max_norm: the largest norm.
+        device: of the norm of a rank that trains nothing; NCCL refuses CPU tensors.
+        across: ranks with other parameters of the same model, the stages of a pipeline.
+        counted_elsewhere: ``id`` of parameters that another of those ranks holds too and counts.
+    """
+    own = list(parameters)
+    groups = _by_mesh(own)
+    counted = _by_mesh(p for p in own if id(p) not in counted_elsewhere) if counted_elsewhere else groups
+    zero = torch.zeros((), device=device or (own[0].device if own else None))
+    if not groups and across is None:
+        return zero
+    squares = [_sum_of_squares(grads, key) for key, grads in counted.items()]
+    square = torch.stack(squares).sum() if squares else zero
+    if across is not None:
+        square = square.to(torch.float64)  # a stage without gradients does not know the dtype of the others
+        dist.all_reduce(square, group=across)
+    total = square.sqrt()
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's rule, its constant included
+    for grads in groups.values():
+        torch._foreach_mul_(grads, factor.to(grads[0].dtype))
+    return total
+
+
+def _sum_of_squares(grads: list[Tensor], key: _Key) -> Tensor:
+    """Return the squared norm of gradients over all ranks that hold parts of them, in fp32 or better."""
+    wide = torch.promote_types(grads[0].dtype, torch.float32)
+    square = torch.stack(torch._foreach_norm(grads, 2, dtype=wide)).square().sum()
+    mesh, axes = key[0], key[1]
+    for axis in axes:
+        dist.all_reduce(square, group=mesh.get_group(axis))
+    return square
+
+
+def clip_by_value(parameters: Iterable[nn.Parameter], limit: float) -> None:
+    """Clamp every gradient to ``[-limit, limit]``."""
+    for parameter in parameters:
+        grad: Any = parameter.grad
+        if grad is not None:
+            (grad.to_local() if isinstance(grad, DTensor) else grad).clamp_(-limit, limit)
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[_Key, list[Tensor]]:
+    """Group the local parts of gradients by mesh, sharded axes and dtype, in one order on every rank."""
+    groups: dict[_Key, list[Tensor]] = {}
+    for parameter in parameters:
+        grad: Any = parameter.grad
+        if grad is None:
+            continue
+        mesh, part = None, grad
+        axes: tuple[int, ...] = ()
+        if isinstance(grad, DTensor):
+            axes = tuple(axis for axis, at in enumerate(grad.placements) if not at.is_replicate())
+            mesh, part = grad.device_mesh, grad.to_local()
+        groups.setdefault((mesh, axes, part.dtype), []).append(part)
+    return groups
+
+
+def meshes(parameters: Iterable[Tensor]) -> set[Any]:
+    """Return the meshes of parameters, None for a plain one."""
+    return {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, Tensor]:
@@ -42,11 +144,8 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
             if stage is None or stage.channel.rank == 0 or parameter is not stage.tied:
                 counted.append(norm)
     if norms or stage is not None:
-        own = (
-            torch.linalg.vector_norm(torch.stack(counted), p)
-            if counted
-            else torch.zeros((), dtype=torch.float64)
-        )
+        zero = torch.zeros((), dtype=torch.float64, device=None if stage is None else stage.device)
+        own = torch.linalg.vector_norm(torch.stack(counted), p) if counted else zero
         norms[f"grad_{p}_norm_total"] = own if stage is None else _over_stages(own, p, stage)
     return norms
 
@@ -57,3 +156,53 @@ def _over_stages(own: Tensor, p: float, stage: Stage) -> Tensor:
     dist.all_gather_object(found, float(own), group=stage.channel.down)
     total: Tensor = torch.linalg.vector_norm(torch.tensor(found, dtype=torch.float64), p)
     return total.to(own)
+
+
+def refuse_own_norms(owners: Iterable[object]) -> None:
+    """Refuse hooks of modules and callbacks that take a norm of the gradients of one pipeline stage.
+
+    It follows the user's functions that the hooks call, by the names that their code reads.
+    """
+    for owner in owners:
+        seen: set[CodeType] = set()
+        for hook in _HOOKS:
+            for name, place in _norms_in(getattr(owner, hook, None), type(owner), seen):
+                raise MisconfigurationException(
+                    f"{place}: {name} sees only the gradients of this pipeline stage, so its norm would be "
+                    "another one on every rank. To clip, set Trainer(gradient_clip_val=...) or call "
+                    "self.clip_gradients(...) in configure_gradient_clipping; to read norms, use "
+                    "lightning_thd.strategies.norms.grad_norm; or set pipeline_parallel_size=1."
+                )
+
+
+def _norms_in(function: Any, kind: type, seen: set[CodeType]) -> Iterator[tuple[str, str]]:
+    """Yield the norms that a user's function takes, itself or by what it calls, and their lines."""
+    function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
+    if not isinstance(function, FunctionType) or not is_users(function.__code__.co_filename):
+        return
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        for found in dis.get_instructions(code):
+            if found.opname not in _READS or not isinstance(found.argval, str):
+                continue
+            known = function.__globals__.get(found.argval)
+            if _is_norm(found.opname, found.argval, known, code):
+                number = found.positions.lineno if found.positions else None
+                place = described(code.co_filename, number or code.co_firstlineno)
+                yield getattr(known, "__name__", found.argval), place
+            for called in (known, getattr(kind, found.argval, None)):
+                yield from _norms_in(called, kind, seen)
+
+
+def _is_norm(read: str, name: str, known: Any, code: CodeType) -> bool:
+    if read in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return isinstance(known, FunctionType) and known in _NORMS
+    lightnings = "utilities" in code.co_names or any(
+        module.startswith(("lightning.", "pytorch_lightning")) for module in code.co_names
+    )
+    return name in _NAMES or (name == "grad_norm" and lightnings)

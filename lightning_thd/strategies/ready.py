@@ -1,21 +1,33 @@
-"""Lightning's strategies with this package's step loop: "thd" on one device, "thd_ddp" on several."""
+"""Lightning's strategies with our step loop: "thd" on one device, "thd_ddp", "thd_model_parallel"."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
 
-from lightning_thd._checks import flags, instance
+from lightning_thd._checks import flags, instance, whole_number
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel.context.costs import CommCosts
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.parallel.fsdp import models_of, trains_towers
+from lightning_thd.parallel.mesh import check_sizes
+from lightning_thd.parallel.pipeline import ScheduleName
 from lightning_thd.strategies.dynamic import check_degrees, check_ways
 from lightning_thd.strategies.mixin import THDStrategyMixin
-from lightning_thd.strategies.model_parallel import THDModelParallelStrategy
+from lightning_thd.strategies.shards import whole_state_dict
 
 
 class THDSingleDeviceStrategy(THDStrategyMixin, SingleDeviceStrategy):
@@ -110,8 +122,175 @@ class THDDDPStrategy(THDStrategyMixin, DDPStrategy):
         super().configure_ddp()
 
 
+class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
+    """``Trainer(strategy="thd_model_parallel")``: the strategy shards the model that the user built.
+
+    Weights are cut over the tensor-parallel ranks by the model's own plan, and sharded by FSDP2 over all
+    others. Rank 0's initial weights are everybody's. Build the model in ``__init__`` or ``configure_model``;
+    one that is sharded there already is left as it is. ``context_parallel_size``,
+    ``max_context_parallel_size``, ``context_parallel_layout``, ``context_parallel_communication``,
+    ``context_parallel_costs``, ``broadcast_data`` and ``check_plans`` are those of ``THDDDPStrategy``.
+
+    Args:
+        data_parallel_size: groups that read different data; ``auto`` takes what the others leave.
+        data_parallel_replicas: groups of neighbouring data-parallel ranks, such as nodes, that each share
+            all weights among them: weights are gathered within a group, gradients averaged over groups too.
+        tensor_parallel_size: ranks that share the rows and columns of weights.
+        tensor_parallel_plan: module names below a model to styles (``parallel.tensor``), in place of the
+            model's own plan.
+        sequence_parallel: tensor-parallel ranks share the slots between blocks, which saves memory of norms
+            and residuals for two more collectives a block.
+        reshard_after_forward: free a layer's gathered weights between its forward and backward pass, and
+            gather them again for every microbatch; with False they are gathered once a step and stay until
+            its end. ``auto`` frees them, but for pipelines whose gathered weights take no more than a quarter
+            of a rank's memory.
+        save_distributed_checkpoint: every rank writes its part into a folder that any layout can load; else
+            rank 0 writes one file of whole weights.
+        asynchronous_checkpoints: write those folders in the background; a checkpoint takes its name when it
+            is whole, and the one before it stays until then. ``wait_for_checkpoint()`` waits for it.
+        process_group_backend: of ``torch.distributed``.
+        timeout: of its collectives; a rank that dies ends the job after it at the latest.
+        pipeline_parallel_size: ranks that share the layers of a model; see ``docs`` on what a step must be.
+        pipeline_schedule: ``1f1b``, or ``interleaved`` with several stages a rank and a smaller bubble.
+        stages_per_rank: stages of each rank, above 1 only for ``interleaved``.
+        pipeline_split: ``auto`` by FLOPs and memory, or the number of layers of each stage.
+        expert_parallel_size: must be 1; tensor-parallel ranks share out experts.
+    """
+
+    strategy_name = "thd_model_parallel"
+
+    def __init__(
+        self,
+        *,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        data_parallel_replicas: int = 1,
+        context_parallel_size: int | Literal["dynamic"] = 1,
+        max_context_parallel_size: int | None = None,
+        tensor_parallel_size: int = 1,
+        tensor_parallel_plan: dict[str, str] | None = None,
+        sequence_parallel: bool = False,
+        context_parallel_layout: Layout = "dual_chunk",
+        context_parallel_communication: Communication = "auto",
+        context_parallel_costs: CommCosts | Literal["measure"] | None = None,
+        reshard_after_forward: bool | Literal["auto"] = "auto",
+        broadcast_data: bool = False,
+        check_plans: bool = False,
+        save_distributed_checkpoint: bool = True,
+        asynchronous_checkpoints: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        pipeline_parallel_size: int = 1,
+        pipeline_schedule: ScheduleName = "1f1b",
+        stages_per_rank: int = 1,
+        pipeline_split: Literal["auto"] | Sequence[int] = "auto",
+        expert_parallel_size: int = 1,
+    ) -> None:
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        if expert_parallel_size != 1:
+            raise MisconfigurationException(
+                f"expert_parallel_size={expert_parallel_size}: there is no expert axis. Supported are "
+                "data_parallel_size, context_parallel_size, pipeline_parallel_size and tensor_parallel_size, "
+                "whose ranks share out experts."
+            )
+        _check_pipeline(pipeline_parallel_size, pipeline_schedule, stages_per_rank, pipeline_split)
+        check_sizes(data=data_parallel_size, tensor=tensor_parallel_size, replicas=data_parallel_replicas)
+        flags(
+            sequence_parallel=sequence_parallel,
+            broadcast_data=broadcast_data,
+            check_plans=check_plans,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            asynchronous_checkpoints=asynchronous_checkpoints,
+        )
+        if pipeline_parallel_size > 1 and not save_distributed_checkpoint:
+            raise ValueError(
+                f"save_distributed_checkpoint=False with pipeline_parallel_size={pipeline_parallel_size}: "
+                "the first rank would write only the weights of its own layers. Leave it True; "
+                "save_pretrained(folder) writes whole weights."
+            )
+        self.pipeline_parallel_size = pipeline_parallel_size
+        self.pipeline_schedule = pipeline_schedule
+        self.stages_per_rank = stages_per_rank
+        self.pipeline_split = pipeline_split
+        self.data_parallel_size = data_parallel_size
+        self.data_parallel_replicas = data_parallel_replicas
+        check_degrees(context_parallel_size, max_context_parallel_size)
+        check_ways(context_parallel_layout, context_parallel_communication, context_parallel_costs)
+        self.context_parallel_size = context_parallel_size
+        self.max_context_parallel_size = max_context_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
+        self.tensor_parallel_plan = tensor_parallel_plan
+        self.sequence_parallel = sequence_parallel and tensor_parallel_size > 1
+        self.context_parallel_layout = context_parallel_layout
+        self.context_parallel_communication = context_parallel_communication
+        self.context_parallel_costs = context_parallel_costs
+        if not (isinstance(reshard_after_forward, bool) or reshard_after_forward == "auto"):
+            raise ValueError(
+                f"reshard_after_forward={reshard_after_forward!r} is not one of True, False, 'auto'."
+            )
+        self.reshard_after_forward = reshard_after_forward
+        self.broadcast_data, self.check_plans = broadcast_data, check_plans
+        self.asynchronous_checkpoints = asynchronous_checkpoints
+
+    def save_pretrained(self, folder: str | Path, model: nn.Module | None = None) -> None:
+        """Write the whole weights into a Hugging Face folder; a collective, rank 0 writes.
+
+        Args:
+            folder: where to.
+            model: a PreTrainedModel of the LightningModule; its only one when absent.
+
+        Raises:
+            ValueError: when there is none or more than one.
+        """
+        assert self.lightning_module is not None
+        if model is None:
+            found = [m for m in models_of(self.lightning_module) if hasattr(m, "save_pretrained")]
+            if len(found) != 1:
+                raise ValueError(
+                    f"{type(self.lightning_module).__name__} holds {len(found)} models with "
+                    "save_pretrained(), wanted one. Pass model=."
+                )
+            model = found[0]
+        axes, pipeline = self._axes, self._pipeline
+        first = axes is None or axes.meshes is None or axes.meshes.stage.get_local_rank() == 0
+        state: Mapping[str, torch.Tensor] = whole_state_dict(model, keep=first)
+        if pipeline is not None and first:
+            state = pipeline.gather_states(state)
+        if self.is_global_zero:
+            exporter: Any = model
+            exporter.save_pretrained(str(folder), state_dict=state)
+        self.barrier()
+
+
 def register_strategies() -> None:
     """Register the names with Lightning's ``Trainer(strategy=...)``; ``import lightning_thd`` calls it."""
     for strategy in (THDSingleDeviceStrategy, THDDDPStrategy, THDModelParallelStrategy):
         if strategy.strategy_name not in StrategyRegistry:
             StrategyRegistry.register(strategy.strategy_name, strategy, description=strategy.__doc__ or "")
+
+
+def _check_pipeline(
+    size: int, schedule: str, stages_per_rank: int, split: Literal["auto"] | Sequence[int]
+) -> None:
+    whole_number(size, "pipeline_parallel_size", least=1)
+    whole_number(stages_per_rank, "stages_per_rank", least=None)
+    if schedule not in ("1f1b", "interleaved"):
+        raise ValueError(f"pipeline_schedule={schedule!r} is not one of '1f1b', 'interleaved'.")
+    if (stages_per_rank > 1) != (schedule == "interleaved") or stages_per_rank < 1:
+        raise ValueError(
+            f"pipeline_schedule={schedule!r} with stages_per_rank={stages_per_rank}: 'interleaved' takes 2 "
+            "or more stages a rank, '1f1b' one."
+        )
+    if size == 1 and stages_per_rank > 1:
+        raise ValueError(
+            f"stages_per_rank={stages_per_rank} with pipeline_parallel_size=1: set pipeline_parallel_size "
+            "to the ranks of the pipeline."
+        )
+    if size == 1 and not isinstance(split, str):
+        raise ValueError(
+            f"pipeline_split={list(split)} with pipeline_parallel_size=1: there are no stages to split into. "
+            "Set pipeline_parallel_size, or leave the split out."
+        )

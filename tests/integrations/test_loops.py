@@ -16,8 +16,8 @@ from lightning_thd import FlopsModel, Packs, Sequences, THDDataModule
 from lightning_thd.integrations import PackedLoop, prepare_fabric, prepare_thd
 from lightning_thd.integrations.evaluation import evaluating
 from lightning_thd.packing import Cost, PackPlanner
-from lightning_thd.parallel.clip import clip_by_norm
 from lightning_thd.parallel.tensor import apply_tensor_parallel, model_plan
+from lightning_thd.strategies.norms import clip_by_norm
 from tests.ranks import run_ranks
 from tests.strategies.jobs import full_parameters
 from tests.tiny import TinyModule, largest_error, nll, sequences, tiny_llama, train_by_hand

@@ -12,7 +12,6 @@ from lightning_thd.parallel.pipeline import (
     LayerCost,
     Schedule,
     Split,
-    bubble_fraction,
     expected_bubble,
     make_schedule,
     split_layers,
@@ -66,10 +65,6 @@ TABLE = {
     ),
     "parallel.pipeline.Split": Entry(
         Split, lambda _: {name: getattr(SPLIT, name) for name in Split.__dataclass_fields__}
-    ),
-    "parallel.pipeline.bubble_fraction": Entry(
-        bubble_fraction,
-        lambda _: {"schedule": SCHEDULE, "work": lambda rank, op: 1.0, "transfer": 0.1},
     ),
     "parallel.pipeline.expected_bubble": Entry(
         expected_bubble, lambda _: {"ranks": 2, "microbatches": 4, "chunks": 1}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_thd.batch import THDBatch
 from lightning_thd.parallel import shard_batch
 from lightning_thd.parallel.context.shared_step import SharedStep, check_shared_agreement, cut_step
-from lightning_thd.parallel.pipeline import bubble_fraction, make_schedule
+from lightning_thd.parallel.pipeline import make_schedule
 from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.tensor import apply_tensor_parallel
 from tests.ranks import pretended_ranks
@@ -35,10 +35,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "more passes than a step can have": (
         lambda: make_schedule(1024, 2**14, chunks=2),
         r"ranks=1024 x microbatches=16384 x chunks=2 are 67108864 passes a step; wanted at most .* Lower one",
-    ),
-    "work that is a number": (
-        lambda: bubble_fraction(make_schedule(2, 2), 1.0),  # type: ignore[arg-type]
-        r"work is a float, 1.0; wanted a function of \(stage, microbatch\)",
     ),
 }
 

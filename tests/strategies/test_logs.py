@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -101,24 +100,6 @@ def test_every_rank_logs_the_loss_of_the_pack(name: str, tmp_path: Path) -> None
     results = [nll(Job().model, samples[i]) for i in planner.step(0, 0, 1).indices_by_rank()[0][0]]
     loss = sum(total for total, _ in results) / sum(count for _, count in results)
     assert first["steps"][0] == pytest.approx(float(loss.detach()), rel=1e-12)
-
-
-def find_rate(layout: Layout) -> tuple[list[float], float | None]:
-    module = LogsAll()
-    module.lr = 1e-3
-    trainer = make_trainer(layout, gradient_clip_val=None, max_steps=8)
-    found = Tuner(trainer).lr_find(module, data(Packs(layout.dp)), num_training=8, min_lr=1e-5)
-    assert found is not None
-    return found.results["loss"], found.suggestion(skip_begin=1, skip_end=1)
-
-
-def test_the_tuner_sees_the_same_losses_on_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    first, second = run_ranks(find_rate, 2, LAYOUTS["ddp cp2"])
-    assert first == second
-    assert len(first[0]) == 8
 
 
 class Sums(Job):

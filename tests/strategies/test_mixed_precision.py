@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd import Sequences
-from lightning_thd.strategies import THDModelParallelStrategy
+from lightning_thd.strategies.shards import policy_of
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Layout, train
 
@@ -36,7 +35,5 @@ def test_bf16_mixed(layout: Layout) -> None:
 
 
 def test_fp16_scaling_is_refused() -> None:
-    strategy: Any = THDModelParallelStrategy()
-    strategy._precision_plugin = SimpleNamespace(precision="16-mixed")
     with pytest.raises(MisconfigurationException, match="'16-mixed' scales the loss.*Use 'bf16-mixed'"):
-        strategy._policy()
+        policy_of("16-mixed")

@@ -16,7 +16,6 @@ from tests.wide import nothing_narrower
 
 STEPS = 20
 OPTIONS = {"max_steps": STEPS}
-OPTIONS = {"max_steps": STEPS}
 INTERLEAVED = {"pipeline_schedule": "interleaved", "stages_per_rank": 2}
 LAYOUTS = {
     2: [Layout(pp=2), Layout(pp=2, options=INTERLEAVED)],

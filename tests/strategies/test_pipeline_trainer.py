@@ -13,7 +13,7 @@ import transformers
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
-from lightning_thd import Packs, Sequences, THDBatch, causal_lm_loss
+from lightning_thd import Sequences, THDBatch, causal_lm_loss
 from lightning_thd.module import CausalLMModule
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Job, Layout, data, full_parameters, make_optimizer, make_trainer
@@ -168,23 +168,3 @@ def test_compiled_layers_on_stages() -> None:
     (wanted,) = run_ranks(compiled, 1, Layout(), "off")
     for losses in run_ranks(compiled, 2, Layout(pp=2), "layers", timeout_s=500.0):
         assert losses == pytest.approx(wanted, rel=1e-4)
-
-
-class Several(Job):
-    def configure_optimizers(self) -> Any:
-        weights = list(self.model.parameters())
-        return [torch.optim.SGD(weights[::2]), torch.optim.SGD(weights[1::2])]
-
-
-def fit_several() -> str:
-    try:
-        make_trainer(Layout(pp=2), max_steps=1).fit(Several("qwen3@4"), data(Packs(4)))
-    except Exception as err:  # what it is belongs to the test
-        return f"{type(err).__name__}: {err}"
-    return "nothing was raised"
-
-
-@pytest.mark.slow
-def test_several_optimizers_are_refused() -> None:
-    for text in run_ranks(fit_several, 2):
-        assert "multiple optimizers is only supported with manual optimization" in text

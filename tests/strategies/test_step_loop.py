@@ -12,6 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.packing import PackPlanner
 from tests.ranks import run_ranks
+from tests.strategies.jobs import Job, Layout, data, family_model
+from tests.strategies.jobs import make_trainer as trainer_of
 from tests.tiny import TinyModule, largest_error, sequences, train_by_hand
 
 CAPACITY, STEPS = 48, 5
@@ -108,7 +110,7 @@ class LogsEverything(TinyModule):
 def test_logs_are_reduced_over_the_microbatches_of_a_step() -> None:
     samples = sequences(60)
     module, trainer = LogsEverything(), make_trainer("thd", max_steps=1)
-    with pytest.warns(UserWarning, match=r"returns \['extra'\] beside the loss.* of one microbatch alone"):
+    with pytest.warns(UserWarning, match=r"returns \['extra'\] beside the loss.* of only one microbatch"):
         trainer.fit(module, THDDataModule(samples, capacity=CAPACITY, global_batch=Sequences(20)))
     lengths = [len(samples[i]["input_ids"]) for ids in module.seen for i in ids]
     assert len(module.seen) > 1
@@ -179,3 +181,31 @@ def test_what_would_change_the_numbers_is_refused(
         make_trainer(strategy, **kwargs).fit(
             module(), THDDataModule(sequences(60), capacity=CAPACITY, global_batch=step)
         )
+
+
+class Keeps(Job):
+    """Holds on to its last batch, a shard, as a callback of a user's may."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.kept = batch
+
+
+def train_and_go_on(layout: Layout) -> tuple[float, float]:
+    """Train on shards, then run a model on a sequence of as many tokens as a shard has slots."""
+    module = Keeps()
+    trainer_of(layout).fit(module, data(Packs(1)))
+    ids = torch.arange(module.kept.input_ids.shape[0])[None] % 60
+    with torch.no_grad():
+        found, wanted = (model(input_ids=ids).logits for model in (Job().model, stock_model()))
+    return float((found - wanted).abs().max()), float(wanted.abs().max())
+
+
+def stock_model() -> Any:
+    model = family_model("qwen3")
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def test_a_shard_that_is_kept_refuses_nothing_once_its_job_has_ended() -> None:
+    for error, scale in run_ranks(train_and_go_on, 2, Layout(cp=2)):
+        assert error < 1e-12 * scale

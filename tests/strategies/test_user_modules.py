@@ -14,7 +14,7 @@ from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MinMetric, Su
 from torchmetrics.wrappers import Running
 
 from lightning_thd import THDBatch, causal_lm_loss
-from lightning_thd.strategies.modules.metrics import can_join, refuse_sums
+from lightning_thd.strategies.logs import can_join, refuse_sums
 from tests.ranks import run_ranks
 from tests.strategies.jobs import Layout, data, full_parameters, make_trainer
 from tests.strategies.matrix import STEP, Plain

@@ -21,15 +21,12 @@ from tests.trust.record import record
 ROOT = Path(__file__).parents[2]
 # Every place that turns bytes into objects, and why it is safe.
 LOADS = {
-    "strategies/loading.py pickle.loads": "a batch of this job's own reader, from rank to rank",
-    "data/streams/ranks/peers.py pickle.loads": "a batch of this job's own reader, from rank to rank",
+    "parallel/messages.py pickle.loads": "a batch of this job's own reader, from rank to rank",
     "data/streams/samples.py pickle.loads": "extras of a sample, from rank to rank",
     "data/store/arrays.py np.load": "allow_pickle=False",
     "data/streams/shards/files.py np.load": "allow_pickle=False",
     "integrations/hf_streams.py torch.load": "weights_only=True",
     "strategies/checkpoints.py torch.load": "weights_only as Lightning's Trainer asks",
-    "strategies/modules/finetuning.py torch.load": "weights_only as Lightning's Trainer asks",
-    "strategies/pipeline/checkpoint.py torch.load": "weights_only as Lightning's Trainer asks",
 }
 _LOADERS = {"load", "loads", "Unpickler", "unsafe_load", "full_load"}
 _MODULES = {"pickle", "np", "numpy", "torch", "yaml", "joblib", "dill", "marshal"}

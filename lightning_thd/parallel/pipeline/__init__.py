@@ -4,7 +4,6 @@ from lightning_thd.parallel.pipeline.schedule import (
     Op,
     Schedule,
     ScheduleName,
-    bubble_fraction,
     expected_bubble,
     make_schedule,
 )
@@ -16,7 +15,6 @@ __all__ = [
     "Schedule",
     "ScheduleName",
     "Split",
-    "bubble_fraction",
     "expected_bubble",
     "make_schedule",
     "split_layers",

@@ -56,18 +56,18 @@ def cut_model(
     stage = Stage(found, channel, _on_meta(inner), draws=has_dropout(inner))
     parent._modules[path.rpartition(".")[2]] = StageLayers(layers, stage)
     first, last = channel.rank == 0, channel.rank == channel.ranks - 1
-    for owner, name in before:
-        absent = _no_embedding(owner, name, stage)
+    for name, embedding in before.items():
+        absent = NoEmbedding(embedding, stage)
         if first:
-            _run_only_where(owner._modules[name], lambda: stage.holds_embedding, absent)
+            _run_only_where(embedding, lambda: stage.holds_embedding, absent)
         else:
-            owner._modules[name] = absent
-    for owner, name in behind:
+            parent._modules[name] = absent
+    for name, module in behind.items():
         if last:
-            _run_only_where(owner._modules[name], lambda: stage.holds_head, PassThrough())
+            _run_only_where(module, lambda: stage.holds_head, PassThrough())
         else:
-            owner._modules[name] = PassThrough()
-        _require_behind(name, owner, stage)
+            parent._modules[name] = PassThrough()
+        _require_behind(name, parent, stage)
     head = inner.get_output_embeddings()
     if last:
         head.register_forward_hook(stage.share_logits)
@@ -110,29 +110,28 @@ def decoder_stack(inner: Any) -> tuple[str, nn.Module, nn.ModuleList]:
 
 def _around(
     inner: Any, parent: nn.Module, layers: nn.ModuleList
-) -> tuple[list[tuple[nn.Module, str]], list[tuple[nn.Module, str]]]:
-    """List the modules with parameters that run before and after the layers.
+) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """Return the modules with parameters that are registered before and behind the layers, by name.
 
-    The order is that in which they were registered. One in the wrong place does not go unseen: an embedding
-    gives NaN on other stages, and what should run behind the layers raises before them (``_require_behind``).
+    A module that runs elsewhere is noticed: an embedding gives NaN on other stages, and what should run
+    behind the layers raises if it runs before them.
     """
-    head, names = inner.get_output_embeddings(), list(parent._modules)
-    at = next(i for i, name in enumerate(names) if parent._modules[name] is layers)
-    before: list[tuple[nn.Module, str]] = []
-    behind: list[tuple[nn.Module, str]] = []
-    for i, name in enumerate(names):
-        child = parent._modules[name]
-        if child is None or child is layers or child is head or not any(True for _ in child.parameters()):
+    head, seen_layers = inner.get_output_embeddings(), False
+    before: dict[str, nn.Module] = {}
+    behind: dict[str, nn.Module] = {}
+    for name, child in parent._modules.items():
+        seen_layers = seen_layers or child is layers
+        if child is None or child in (layers, head) or not any(True for _ in child.parameters()):
             continue
-        if i < at and not isinstance(child, nn.Embedding):
+        if not seen_layers and not isinstance(child, nn.Embedding):
             raise ValueError(
                 f"{type(inner).__name__} has {name} ({type(child).__name__}) before its layers, wanted "
-                "embeddings alone: other pipeline stages could not stand in for it. Set "
+                "only embeddings: other pipeline stages could not replace it. Set "
                 "pipeline_parallel_size=1."
             )
-        (before if i < at else behind).append((parent, name))
-    placed = {id(p) for owner, name in [*before, *behind] for p in owner._modules[name].parameters()}  # type: ignore[union-attr]
-    placed |= {id(p) for module in (layers, head) for p in module.parameters()}
+        (behind if seen_layers else before)[name] = child
+    known = (layers, head, *before.values(), *behind.values())
+    placed = {id(p) for module in known for p in module.parameters()}
     left = [name for name, p in inner.named_parameters() if id(p) not in placed]
     if left:
         raise ValueError(
@@ -196,21 +195,17 @@ def plan_split(
     )
 
 
-def tied_weight(inner: Any) -> nn.Parameter | None:
-    """Return the embedding's weight if the head shares it, else None; to be asked before the cut."""
-    embedding = getattr(inner.get_input_embeddings(), "weight", None)
-    head = getattr(inner.get_output_embeddings(), "weight", None)
-    return embedding if embedding is not None and embedding is head else None
-
-
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the head's name of a tied weight, mapped to the embedding's name of it."""
+    """Return the head's name of a tied weight mapped to the embedding's, before the cut, if it is tied."""
     inner = language_model_of(model)
-    tied, found = tied_weight(inner), []
-    for end in (inner.get_output_embeddings(), inner.get_input_embeddings()) if tied is not None else ():
-        path = next(name for name, module in model.named_modules() if module is end)
-        found += [name for name, p in end.named_parameters(prefix=path) if p is tied]
-    return dict([found]) if found else {}
+    ends = (inner.get_output_embeddings(), inner.get_input_embeddings())
+    weights = [getattr(end, "weight", None) for end in ends]
+    if weights[0] is None or weights[0] is not weights[1]:
+        return {}
+    paths = {module: name for name, module in model.named_modules()}
+    named = [item for end in ends for item in end.named_parameters(prefix=paths[end])]
+    head, embedding = (name for name, parameter in named if parameter is weights[0])
+    return {head: embedding}
 
 
 def stages_in(model: nn.Module) -> Iterator[Stage]:
@@ -230,12 +225,6 @@ def _on_meta(inner: nn.Module) -> nn.Module:
     return copy.deepcopy(inner, memo)
 
 
-def _no_embedding(owner: nn.Module, name: str, stage: Stage) -> NoEmbedding:
-    embedding = owner._modules[name]
-    assert embedding is not None
-    return NoEmbedding(embedding, stage)
-
-
 def _run_only_where(module: Any, here: Any, instead: nn.Module) -> None:
     """Replace a module's forward by that of ``instead`` in passes of stages that lack the module."""
     forward = module.forward
@@ -249,8 +238,8 @@ def _require_behind(name: str, owner: nn.Module, stage: Stage) -> None:
     def check(module: nn.Module, args: Any) -> None:
         if not stage.in_layers:
             raise ValueError(
-                f"{type(owner).__name__} runs {name} before its layers, wanted embeddings alone: other "
-                "pipeline stages could not stand in for it. Set pipeline_parallel_size=1."
+                f"{type(owner).__name__} runs {name} before its layers, wanted only embeddings: other "
+                "pipeline stages could not replace it. Set pipeline_parallel_size=1."
             )
 
     module.register_forward_pre_hook(check)

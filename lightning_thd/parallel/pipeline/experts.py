@@ -33,12 +33,12 @@ def wants_balance(inner: Any) -> bool:
 
 def require_known_balance(inner: Any) -> None:
     """Refuse balancing losses other than Switch Transformers' (arXiv:2101.03961, equations 4 to 6)."""
-    home = _home(inner)
-    if home is not None:
+    module = _module_of_loss(inner)
+    if module is not None:
         generator = torch.Generator().manual_seed(0)
         logits = tuple(torch.randn(7, 5, generator=generator) for _ in range(2))
         try:
-            theirs = getattr(home, _FUNCTION)(logits, 5, 2, None)
+            theirs = getattr(module, _FUNCTION)(logits, 5, 2, None)
         except (TypeError, ValueError, RuntimeError, IndexError):  # another signature
             theirs = None
         parts = add_routers(torch.zeros(11), logits, 5, 2)
@@ -108,26 +108,26 @@ class Balance:
 
 def balance_over_stages(inner: Any, balance: Balance) -> None:
     """Patch a model's forward to compute its balancing loss over all ranks' layers, in place."""
-    home, forward = _home(inner), inner.forward
+    module, forward = _module_of_loss(inner), inner.forward
 
     def balancing_forward(*args: Any, **kwargs: Any) -> Any:
-        with _replaced(home, balance.loss):
+        with _replaced(module, balance.loss):
             return forward(*args, **kwargs)
 
     inner.forward = balancing_forward
 
 
-def _home(inner: Any) -> Any:
+def _module_of_loss(inner: Any) -> Any:
     """Return the Python module in which a model's forward looks up its balancing-loss function."""
-    homes = (sys.modules.get(kind.__module__) for kind in type(inner).__mro__)
-    return next((home for home in homes if hasattr(home, _FUNCTION)), None)
+    modules = (sys.modules.get(kind.__module__) for kind in type(inner).__mro__)
+    return next((module for module in modules if hasattr(module, _FUNCTION)), None)
 
 
 @contextlib.contextmanager
-def _replaced(home: Any, function: Callable[..., Tensor]) -> Generator[None]:
-    before = getattr(home, _FUNCTION)
-    setattr(home, _FUNCTION, function)
+def _replaced(module: Any, function: Callable[..., Tensor]) -> Generator[None]:
+    before = getattr(module, _FUNCTION)
+    setattr(module, _FUNCTION, function)
     try:
         yield
     finally:
-        setattr(home, _FUNCTION, before)
+        setattr(module, _FUNCTION, before)

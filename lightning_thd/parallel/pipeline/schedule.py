@@ -1,9 +1,9 @@
 """Ranks, stages and microbatches -> the order in which every rank runs forward and backward passes.
 
-Every rank visits forward passes in one order and backward passes in one order, the same on all ranks, so what
-travels between two ranks arrives in the order in which it was sent and needs no tag. What differs by rank is
-how many forward passes come before the first backward pass: the warm-up. The schedules are one forward, one
-backward (PipeDream-Flush, arXiv:2006.09503) and its interleaved form (Megatron-LM, arXiv:2104.04473).
+All ranks run forward passes in the same order, and backward passes too, so messages between two ranks arrive
+in the order in which they were sent and need no tag. Ranks differ in the warm-up, the number of forward
+passes before the first backward pass. The schedules are one forward, one backward (PipeDream-Flush,
+arXiv:2006.09503) and its interleaved form (Megatron-LM, arXiv:2104.04473).
 """
 
 from __future__ import annotations
@@ -13,54 +13,30 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple, TypeAlias
 
-from lightning_thd._checks import described, instance, real_number, whole_number
+from lightning_thd._checks import whole_number
 
-_MOST_PASSES = 1 << 24  # of all ranks in a step: planned in minutes
+_MOST_PASSES = 1 << 24  # passes of all ranks in a step, which takes minutes to plan
 ScheduleName: TypeAlias = Literal["1f1b", "interleaved"]
 # (stage, microbatch) -> time of the forward pass; the backward pass takes twice as long
 Work: TypeAlias = Callable[[int, int], float]
 
 
 class Op(NamedTuple):
-    """A forward or backward pass of one microbatch through one stage.
-
-    Attributes:
-        forward: a forward pass, else a backward pass.
-        microbatch: from 0.
-        chunk: which of the rank's stages, from 0 in order of depth.
-    """
+    """A forward or backward pass of one microbatch through one stage."""
 
     forward: bool
     microbatch: int
-    chunk: int
+    chunk: int  # which of the rank's stages, from 0 in order of depth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The passes that every rank of a pipeline runs in one optimizer step, in order.
+    """The passes that every rank of a pipeline runs in one optimizer step, in order."""
 
-    Attributes:
-        ranks: p.
-        chunks: stages a rank, v; stage ``chunk * p + rank`` is the rank's ``chunk``.
-        microbatches: n.
-        programs: for each rank its passes in order, ``2 n v`` of them.
-    """
-
-    ranks: int
-    chunks: int
-    microbatches: int
-    programs: tuple[tuple[Op, ...], ...]
-
-    def in_flight(self, rank: int) -> int:
-        """Return the most forward passes whose activations a rank holds at once.
-
-        1F1B on 4 ranks with 8 microbatches: 4 on rank 0, 1 on rank 3.
-        """
-        held = most = 0
-        for op in self.programs[rank]:
-            held += 1 if op.forward else -1
-            most = max(most, held)
-        return most
+    ranks: int  # p
+    chunks: int  # stages of a rank, v; stage ``chunk * p + rank`` is the rank's ``chunk``
+    microbatches: int  # n
+    programs: tuple[tuple[Op, ...], ...]  # the ``2 n v`` passes of each rank
 
 
 def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule:
@@ -69,19 +45,15 @@ def make_schedule(ranks: int, microbatches: int, *, chunks: int = 1) -> Schedule
     forwards = _visits(ranks, microbatches, range(chunks))
     backwards = _visits(ranks, microbatches, range(chunks)[::-1])
     total = len(forwards)
-    # Extra is 0 but for a last group of fewer than p microbatches; all forward passes first always works.
-    tried = (
-        tuple(
-            _program(forwards, backwards, min(total, _warm_up(rank, ranks, chunks) + extra))
-            for rank in range(ranks)
-        )
-        for extra in range(total + 1)
-    )
-    schedules = (
-        Schedule(ranks=ranks, chunks=chunks, microbatches=microbatches, programs=programs)
-        for programs in tried
-    )
-    return next(found for found in schedules if timeline(found, lambda stage, microbatch: 1.0) is not None)
+    # More warm-up is needed only if the last group has fewer than p microbatches. All forward passes first
+    # always works.
+    for extra in range(total + 1):
+        warm_ups = [min(total, _warm_up(rank, ranks, chunks) + extra) for rank in range(ranks)]
+        programs = tuple(_program(forwards, backwards, warm_up) for warm_up in warm_ups)
+        found = Schedule(ranks=ranks, chunks=chunks, microbatches=microbatches, programs=programs)
+        if timeline(found, lambda stage, microbatch: 1.0) is not None:
+            return found
+    raise AssertionError("all forward passes first is a schedule")
 
 
 def _check_sizes(ranks: int, microbatches: int, chunks: int) -> None:
@@ -126,7 +98,7 @@ class Timed(NamedTuple):
     end: float
 
 
-def timeline(schedule: Schedule, work: Work, *, transfer: float = 0.0) -> list[list[Timed]] | None:
+def timeline(schedule: Schedule, work: Work) -> list[list[Timed]] | None:
     """Simulate a step; return when passes start and end, None where ranks wait for each other for ever."""
     p, last = schedule.ranks, schedule.ranks * schedule.chunks - 1
     done: dict[tuple[bool, int, int], float] = {}
@@ -143,7 +115,7 @@ def timeline(schedule: Schedule, work: Work, *, transfer: float = 0.0) -> list[l
                 if any(need not in done for need in needs):
                     break
                 cost = work(stage, op.microbatch) * (1.0 if op.forward else 2.0)
-                ready = max((done[n] + (transfer if n[1] != stage else 0.0) for n in needs), default=0.0)
+                ready = max((done[need] for need in needs), default=0.0)
                 start = max(ready, lines[rank][-1].end if lines[rank] else 0.0)
                 lines[rank].append(Timed(op, start, start + cost))
                 done[op.forward, stage, op.microbatch] = start + cost
@@ -160,24 +132,11 @@ def _needs(op: Op, stage: int, last: int) -> list[tuple[bool, int, int]]:
     return [own] if stage == last else [own, (False, stage + 1, op.microbatch)]
 
 
-def makespan(schedule: Schedule, work: Work, *, transfer: float = 0.0) -> float:
+def makespan(schedule: Schedule, work: Work) -> float:
     """Simulate a step and return when its last pass ends; see ``timeline``."""
-    lines = timeline(schedule, work, transfer=transfer)
+    lines = timeline(schedule, work)
     assert lines is not None
     return max(line[-1].end for line in lines)
-
-
-def bubble_fraction(schedule: Schedule, work: Work, *, transfer: float = 0.0) -> float:
-    """Simulate a step and return the share of the ranks' time in which they wait."""
-    instance(schedule, "schedule", Schedule, advice="Pass make_schedule(ranks, microbatches).")
-    if not callable(work):
-        raise TypeError(f"work is {described(work)}; wanted a function of (stage, microbatch).")
-    transfer = real_number(transfer, "transfer", advice="It is the time between ranks.")
-    lines = timeline(schedule, work, transfer=transfer)
-    assert lines is not None
-    busy = sum(timed.end - timed.start for line in lines for timed in line)
-    total = schedule.ranks * max(line[-1].end for line in lines)
-    return 1.0 - busy / total if total else 0.0
 
 
 def expected_bubble(ranks: int, microbatches: int, *, chunks: int = 1) -> float:

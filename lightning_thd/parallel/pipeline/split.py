@@ -11,19 +11,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
-from lightning_thd._checks import host_ints, instance, real_number, whole_number
+from lightning_thd._checks import host_ints, real_number, whole_number
 from lightning_thd.flops import FlopsModel
 from lightning_thd.stats import SeqStats
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCost:
-    """The training FLOPs and parameters of a layer, the embedding or the head.
-
-    Attributes:
-        flops: of training on the sequences it was counted for.
-        parameters: number of weights.
-    """
+    """The training FLOPs and parameters of a layer, the embedding or the head."""
 
     flops: float
     parameters: int = 0
@@ -35,19 +30,12 @@ class LayerCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The layers of each pipeline stage, with the stage's FLOPs and parameters.
+    """The layers of each pipeline stage, with its FLOPs and parameters, embedding and head included."""
 
-    Attributes:
-        bounds: stage s holds layers ``bounds[s]`` to ``bounds[s + 1]``.
-        flops: of each stage, the embedding and the head counted.
-        parameters: of each stage, likewise.
-        ranks: stage s runs on rank ``s % ranks``.
-    """
-
-    bounds: tuple[int, ...]
+    bounds: tuple[int, ...]  # stage s holds layers ``bounds[s]`` to ``bounds[s + 1]``
     flops: tuple[float, ...]
     parameters: tuple[int, ...]
-    ranks: int
+    ranks: int  # stage s runs on rank ``s % ranks``
 
     @property
     def stages(self) -> int:
@@ -57,11 +45,6 @@ class Split:
     def layers(self, stage: int) -> range:
         """Return the indices of the layers that a stage holds."""
         return range(self.bounds[stage], self.bounds[stage + 1])
-
-    def share(self, rank: int) -> float:
-        """Return the share of the model's FLOPs that a rank computes, 0 to 1."""
-        total = sum(self.flops)
-        return sum(self.flops[rank :: self.ranks]) / total if total else 1.0 / self.ranks
 
     def table(self) -> str:
         """Return the split as text, a line a stage: its rank, layers, share of the FLOPs and parameters."""
@@ -92,9 +75,6 @@ def split_layers(
     """
     ranks = whole_number(ranks, "ranks", least=1)
     stages = ranks * whole_number(stages_per_rank, "stages_per_rank", least=1)
-    instance(layers, "layers", list, tuple, advice="Pass a LayerCost a layer.")
-    for cost in (*layers, *(x for x in (embedding, head) if x is not None)):
-        instance(cost, "A cost", LayerCost, advice="Pass LayerCost(flops=..., parameters=...).")
     if isinstance(split, str) and split == "auto":
         if stages > len(layers):
             raise ValueError(

@@ -278,7 +278,7 @@ class Boundary(nn.Module):
             more = ", ".join(type(x).__name__ for x in (first, *rest))
             form = f"{type(output).__name__} of {more}" if isinstance(output, tuple) else more
             raise ValueError(
-                f"{type(layer).__name__} returns a {form}; wanted the hidden states alone: what else it "
+                f"{type(layer).__name__} returns a {form}; wanted only the hidden states: what else it "
                 "returns would not reach the next pipeline stage. Set pipeline_parallel_size=1."
             )
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from lightning_thd.parallel.pipeline.cut import cut_model, decoder_stack, language_model_of
+from lightning_thd.parallel.pipeline.cut import cut_model
 from lightning_thd.parallel.pipeline.stage import (
     Boundary,
     NoEmbedding,
@@ -20,7 +20,7 @@ from lightning_thd.parallel.pipeline.stage import (
     returned_by,
     stage_of,
 )
-from tests.parallel.pipeline.test_stage import SIZES, make_model
+from tests.parallel.pipeline.support import SIZES, make_model
 
 CHANNEL: Any = SimpleNamespace(rank=0, ranks=2)
 LAST: Any = SimpleNamespace(rank=1, ranks=2)
@@ -46,29 +46,59 @@ def test_it_needs_no_weights() -> None:
     assert stage.layers == list(range(len(stage.layers)))
 
 
-def test_a_module_without_a_language_model() -> None:
-    with pytest.raises(ValueError, match=r"Sequential holds none \(looked for a module with config"):
-        cut_model(nn.Sequential(nn.Linear(2, 2)), CHANNEL)
+def another_config(model: Any, **values: Any) -> Any:
+    for name, value in values.items():
+        setattr(model.config, name, value)
+    return model
 
 
-def test_a_model_without_a_stack_names_the_lists_it_has() -> None:
+def shares_a_layer() -> Any:
     model: Any = make_model("llama")
-    model.config.num_hidden_layers = 7
-    message = r"num_hidden_layers=7 decoder layers .* lists are model.layers \(5\)"
+    model.model.layers[3].mlp = model.model.layers[1].mlp
+    return model
+
+
+def opt() -> Any:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 16}
+    config = transformers.OPTConfig(num_hidden_layers=4, num_attention_heads=4, **sizes)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd")
+
+
+def with_critic() -> Any:
+    model: Any = make_model("llama")
+    model.critic = nn.Linear(SIZES["hidden_size"], 1)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(2, 2)), r"holds none \(looked for a module with config"),
+        (
+            lambda: another_config(make_model("llama"), num_hidden_layers=7),
+            r"num_hidden_layers=7 decoder layers .* lists are model.layers \(5\)",
+        ),
+        (shares_a_layer, r"Layers 1 and 3 of LlamaForCausalLM share mlp\.gate_proj\.weight"),
+        (opt, r"has \w+ \(\w+\) before its layers, wanted only embeddings"),
+        (with_critic, r"parameters outside its embedding, layers, final norm and head: \['critic"),
+        (
+            lambda: another_config(make_model("llama"), num_kv_shared_layers=2),
+            "has num_kv_shared_layers=2: its later layers use keys of earlier",
+        ),
+        (
+            lambda: another_config(make_model("llama"), hidden_size_per_layer_input=8),
+            "has hidden_size_per_layer_input=8: each of its layers is given an",
+        ),
+    ],
+)
+def test_models_that_have_no_stages(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        decoder_stack(language_model_of(model))
+        cut_model(make(), CHANNEL)
 
 
 def test_more_stages_than_layers() -> None:
     with pytest.raises(ValueError, match="makes 6 stages, but the model has 5 layers"):
         cut_model(make_model("llama"), CHANNEL, stages_per_rank=3)
-
-
-def test_layers_that_share_weights() -> None:
-    model: Any = make_model("llama")
-    model.model.layers[3].mlp = model.model.layers[1].mlp
-    with pytest.raises(ValueError, match=r"Layers 1 and 3 of LlamaForCausalLM share mlp\.gate_proj\.weight"):
-        cut_model(model, CHANNEL)
 
 
 def test_a_balancing_loss_of_another_formula(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,42 +113,6 @@ def test_a_balancing_loss_of_another_formula(monkeypatch: pytest.MonkeyPatch) ->
         cut_model(model, CHANNEL)
     monkeypatch.setattr(home, "load_balancing_loss_func", lambda logits: 0)
     with pytest.raises(ValueError, match=message):
-        cut_model(model, CHANNEL)
-
-
-def test_what_stands_before_the_layers_and_is_no_embedding() -> None:
-    config = transformers.OPTConfig(
-        vocab_size=64,
-        hidden_size=32,
-        ffn_dim=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        word_embed_proj_dim=16,
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="thd")
-    with pytest.raises(ValueError, match=r"has \w+ \(\w+\) before its layers, wanted embeddings alone"):
-        cut_model(model, CHANNEL)
-
-
-def test_parameters_that_belong_nowhere() -> None:
-    model: Any = make_model("llama")
-    model.critic = nn.Linear(SIZES["hidden_size"], 1)
-    message = r"parameters outside its embedding, layers, final norm and head: \['critic"
-    with pytest.raises(ValueError, match=message):
-        cut_model(model, CHANNEL)
-
-
-def test_keys_that_later_layers_share() -> None:
-    model: Any = make_model("llama")
-    model.config.num_kv_shared_layers = 2
-    with pytest.raises(ValueError, match="has num_kv_shared_layers=2: its later layers use keys of earlier"):
-        cut_model(model, CHANNEL)
-
-
-def test_embeddings_of_every_layer() -> None:
-    model: Any = make_model("llama")
-    model.config.hidden_size_per_layer_input = 8
-    with pytest.raises(ValueError, match="has hidden_size_per_layer_input=8: each of its layers is given an"):
         cut_model(model, CHANNEL)
 
 
@@ -181,8 +175,8 @@ def test_a_boundary_returns_what_its_layer_does() -> None:
     assert boundary(hidden) == (hidden, None)
     boundary.require_same_form(layer, (), layer(hidden))
     layer.more = hidden
-    with pytest.raises(ValueError, match="Pairs returns a tuple of Tensor, Tensor; wanted the hidden states"):
+    with pytest.raises(ValueError, match="returns a tuple of Tensor, Tensor; wanted only the hidden states"):
         boundary.require_same_form(layer, (), layer(hidden))
     unknown = Outputs(2, 2)
-    with pytest.raises(ValueError, match="Outputs returns a tuple of Tensor; wanted the hidden states"):
+    with pytest.raises(ValueError, match="Outputs returns a tuple of Tensor; wanted only the hidden states"):
         Boundary(unknown, 0, stage).require_same_form(unknown, (), unknown(hidden))

@@ -7,8 +7,10 @@ from itertools import permutations
 
 import pytest
 
-from lightning_thd.parallel.pipeline import bubble_fraction, expected_bubble, make_schedule
+from benchmarks.pipeline import bubble_fraction
+from lightning_thd.parallel.pipeline import expected_bubble, make_schedule
 from lightning_thd.parallel.pipeline.schedule import Op, best_order, makespan, timeline
+from tests.parallel.pipeline.support import in_flight
 
 SHAPES = [(p, n, v) for p in (1, 2, 3, 4, 8) for n in (1, 2, 3, 4, 7, 8, 12, 16) for v in (1, 2, 3)]
 
@@ -47,8 +49,7 @@ def test_the_bubble_of_equal_microbatches_is_the_formula(p: int, n: int, v: int)
 
 @pytest.mark.parametrize("p", [2, 4, 8])
 def test_activations_in_flight_are_those_of_1f1b(p: int) -> None:
-    schedule = make_schedule(p, 3 * p)
-    assert [schedule.in_flight(rank) for rank in range(p)] == list(range(p, 0, -1))
+    assert list(map(in_flight, make_schedule(p, 3 * p).programs)) == list(range(p, 0, -1))
 
 
 def test_unequal_microbatches_are_ordered_close_to_the_bound() -> None:

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
-from torch import nn
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from lightning_thd import THDBatch, causal_lm_loss
@@ -16,50 +14,9 @@ from lightning_thd.loss import causal_lm_logprobs
 from lightning_thd.parallel.pipeline import make_schedule
 from lightning_thd.parallel.pipeline.channel import Channel
 from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, plan_split
+from tests.parallel.pipeline.support import in_flight, make_model
 from tests.ranks import run_ranks
 from tests.tiny import sequences
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
-    "balanced": (
-        "Qwen3MoeConfig",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "output_router_logits": True,
-            "router_aux_loss_coef": 0.5,
-            "mlp_only_layers": [0, 1],
-        },
-    ),
-    "gemma3": ("Gemma3TextConfig", {"sliding_window": 8, "tie_word_embeddings": True}),
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]}),
-    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 5, "n_head": 4, "vocab_size": 64}),
-}
-
-
-def make_model(family: str) -> nn.Module:
-    name, extra = FAMILIES[family]
-    sizes = {} if family == "gpt2" else SIZES
-    config = getattr(transformers, name)(**{**sizes, **extra})
-    torch.manual_seed(0)
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="thd", experts_implementation="eager"
-    )
-    return model.double().eval()  # no dropout
 
 
 def exact_balance(
@@ -137,7 +94,7 @@ def test_stages_together_are_the_model(
     embedding = next(iter(gradients))
     together: dict[str, torch.Tensor] = {}
     schedule = make_schedule(ranks, n, chunks=chunks)
-    assert [rank["in_flight"] for rank in found] == [schedule.in_flight(r) for r in range(ranks)]
+    assert [rank["in_flight"] for rank in found] == list(map(in_flight, schedule.programs))
     for rank in found:
         assert rank["values"] == pytest.approx([float(x.detach()) for x in wanted], rel=tolerance)
         assert torch.allclose(rank["logp"], logp, rtol=1e-6, atol=1e-7)

@@ -1,0 +1,340 @@
+"""What ``training_step`` logs in every microbatch of a step -> one logged value a step.
+
+Lightning leaves the synchronisation of a ``torchmetrics.Metric`` to the metric itself, which gathers from all
+ranks of the job, and takes what it returned last for the value of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+from torchmetrics.wrappers.abstract import WrapperMetric
+
+from lightning_thd._user_code import user_line
+from lightning_thd.batch import THDBatch
+from lightning_thd.parallel.pipeline.channel import Channel
+
+_FX = "training_step"
+# By these reductions the state of several updates is that of their parts.
+_JOINED = (dim_zero_sum, dim_zero_cat, dim_zero_max, dim_zero_min)
+
+
+class StepLogs:
+    """Reduces the values that ``training_step`` logs in the microbatches of a step to one value each.
+
+    Values logged on_step are reduced by their own ``reduce_fx``, the mean by default. That is exact for the
+    loss, whose mean over microbatches and ranks is the step's: see ``THDBatch.loss_scale``. Values logged
+    on_epoch are weighted by loss tokens, see ``weigh``.
+
+    What ``sync_dist=True`` reduces over ranks is reduced once, at the step's end, so that ranks wait for each
+    other only there. A name that is logged for the first time is reduced at once.
+    """
+
+    def __init__(self, trainer: L.Trainer, *, microbatches: int, metrics: Sequence[Metric] = ()) -> None:
+        self._trainer, self._microbatches = trainer, microbatches
+        self._objects = StepMetrics(metrics)
+        self._objects.begin(self._logged_objects())
+        self._logged: dict[str, list[Tensor]] = {}
+        several, known = microbatches > 1, self._values()
+        self._late = {key: value for key, value in known.items() if several and value.meta.sync.should}
+
+    def begin(self, batch: THDBatch) -> str | None:
+        """Prepare Lightning's logging for a microbatch outside its call; return the hook it was in."""
+        if self._results is not None:
+            weigh(self._results, batch)
+            for value in self._values().values():
+                value._forward_cache = None
+        for value in self._late.values():
+            value.meta.sync._fn = value.meta.sync.no_op
+        module = self._trainer.lightning_module
+        before, module._current_fx_name = module._current_fx_name, _FX
+        # Another hook may have logged since. Without this, the first batch of an epoch restarts its sums.
+        self._trainer._logger_connector._current_fx = _FX
+        return before
+
+    def end(self, before: str | None) -> None:
+        """Collect the values that the microbatch logged."""
+        self.close()
+        self._trainer.lightning_module._current_fx_name = before
+        for key, value in self._values().items():
+            if value._forward_cache is not None:
+                self._logged.setdefault(key, []).append(value._forward_cache)
+        self._objects.end(self._logged_objects(), several=self._microbatches > 1)
+
+    def close(self) -> None:
+        """Let Lightning reduce over ranks again, also if a microbatch raised."""
+        for value in self._late.values():
+            value.meta.sync._generate_sync_fn()
+
+    def finish(self) -> None:
+        """Write the reduced values to where Lightning reads the values of the step.
+
+        What other hooks log from now on, such as ``on_train_batch_end``, weighs as much as the step: its loss
+        tokens on this rank.
+        """
+        for key, value in self._values().items():
+            if values := self._logged.get(key):
+                reduced = _reduce(torch.stack(values), value.meta)
+                value._forward_cache = value.meta.sync(reduced) if key in self._late else reduced
+                if not value.meta.on_epoch:
+                    value.value = value._forward_cache
+        self._logged.clear()
+        self._objects.finish(self._logged_objects())
+        if self._results is not None and self._results.batch_size is not None:
+            self._results.batch_size *= self._microbatches
+
+    @property
+    def _results(self) -> Any:
+        return self._trainer._results
+
+    def _values(self) -> dict[str, Any]:
+        """Return the tensors logged on_step by ``training_step``; a logged Metric has its own state."""
+        return {key: value for key, value in self._on_step().items() if value.is_tensor}
+
+    def _logged_objects(self) -> list[Any]:
+        return [value for value in self._on_step().values() if not value.is_tensor]
+
+    def _on_step(self) -> dict[str, Any]:
+        results = self._results or {}
+        return {key: value for key, value in results.items() if value.meta.fx == _FX and value.meta.on_step}
+
+
+def weigh(results: Any, batch: THDBatch) -> None:
+    """Weigh values logged on_epoch by the step's loss tokens per microbatch and rank.
+
+    Lightning would count the rows of the batch, a whole number. With this weight the mean over an epoch is
+    exact without rounding.
+    """
+    results.batch = batch
+    results.batch_size = 1.0 / batch.loss_scale if batch.loss_scale else 0
+
+
+def _reduce(values: Tensor, meta: Any) -> Tensor:
+    if meta.is_sum_reduction:
+        return values.sum()
+    if meta.is_max_reduction:
+        return values.max()
+    if meta.is_min_reduction:
+        return values.min()
+    return values.mean()
+
+
+class SyncedMetrics:
+    """Makes metrics gather from the ranks that see different tokens, until it is closed.
+
+    Tensor-parallel ranks all see the same tokens and would count them again. A metric with its own
+    ``process_group`` keeps it.
+    """
+
+    def __init__(self, metrics: Sequence[Metric], group: dist.ProcessGroup) -> None:
+        self._metrics = [metric for metric in metrics if metric.process_group is None]
+        for metric in self._metrics:
+            metric.process_group = group
+
+    def close(self) -> None:
+        """Take the group from the metrics: it ends with the job, and no copy of a module can hold it."""
+        for metric in self._metrics:
+            metric.process_group = None
+
+
+def metrics_in(module: nn.Module) -> list[Metric]:
+    """Return the metrics among the children of a module."""
+    return [child for child in module.modules() if isinstance(child, Metric)]
+
+
+def refuse_sums(module: nn.Module, *, dynamic: bool) -> None:
+    """Refuse metrics that sum over ranks that share packs: a number may be the pack's or this rank's slots'.
+
+    A metric whose ``process_group`` is set says which it is.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, SumMetric) and child.process_group is None:
+            raise MisconfigurationException(
+                f"{type(module).__name__}.{name} is a {type(child).__name__} while ranks share packs: what "
+                "is the pack's would count on each of them. In setup(), set its process_group to "
+                f"{groups_of_sums(dynamic=dynamic)}"
+            )
+
+
+def groups_of_sums(*, dynamic: bool) -> str:
+    """Return the end of a message: the groups that sums are to be made over."""
+    own = "torch.distributed.group.WORLD for what this rank has counted of its own slots"
+    if dynamic:
+        return f"{own}; with context_parallel_size='dynamic' no group has every pack once."
+    return f"self.trainer.strategy.data_parallel_group for what is the pack's, or to {own}."
+
+
+class _Held(NamedTuple):
+    """A metric, its state before a step, and the updates in that."""
+
+    metric: Metric
+    state: dict[str, Any]
+    updates: int
+
+
+class StepMetrics:
+    """Gives metrics that ``training_step`` logs on_step the value of all microbatches of a step.
+
+    Between ``begin`` and ``finish`` a metric known to be logged so holds this step only; then it is joined
+    with what it held before. Maxima and minima are those of the microbatches.
+    """
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+        self._before: dict[int, int] = {}  # by id: a metric's hash is of its state
+        self._held: dict[int, _Held] = {}
+        self._values: dict[int, list[Tensor]] = {}
+
+    def begin(self, logged: Iterable[Any]) -> None:
+        """Set the metrics that earlier steps logged on_step apart from those steps."""
+        self._before = {id(metric): metric._update_count for metric in self._metrics}
+        for metric in {id(result.value): result.value for result in logged}.values():
+            if can_join(metric) and metric._update_count:
+                state = {name: _copied(getattr(metric, name)) for name in metric._defaults}
+                self._held[id(metric)] = _Held(metric, state, metric._update_count)
+                metric.reset()
+
+    def end(self, logged: Iterable[Any], *, several: bool) -> None:
+        """Collect what a microbatch has given, and refuse metrics without a value of several microbatches."""
+        for result in logged:
+            metric: Any = result.value
+            if isinstance(metric, MaxMetric | MinMetric):
+                value: Any = metric._forward_cache
+                if value is not None:
+                    self._values.setdefault(id(metric), []).append(value)
+            elif several and not can_join(metric):
+                raise MisconfigurationException(
+                    f"self.log({result.meta.name!r}, {type(metric).__name__}, on_step=True) in a step of "
+                    "several microbatches, but this metric has only the value of the last one. Log it "
+                    "with on_step=False, on_epoch=True, or, if its states are sums, concatenations, maxima "
+                    "or minima of those of its batches, set full_state_update = False in its class."
+                )
+
+    def finish(self, logged: Iterable[Any]) -> None:
+        """Write the values of the step where Lightning reads them, and join the metrics with their past."""
+        for result in logged:
+            metric: Any = result.value
+            if id(metric) in self._values:
+                values = torch.stack(self._values[id(metric)])
+                result._forward_cache = values.max() if isinstance(metric, MaxMetric) else values.min()
+            elif metric._update_count and metric._forward_cache is not None:
+                of_step = id(metric) in self._held or self._before.get(id(metric)) == 0
+                # A metric that is logged for the first time long after its first update has no value yet.
+                result._forward_cache = _own_value(metric) if of_step else None
+        for held in self._held.values():
+            _join(held)
+        self._held.clear()
+        self._values.clear()
+
+
+def _join(held: _Held) -> None:
+    metric = held.metric
+    updates = metric._update_count
+    if updates:
+        with torch.no_grad():
+            metric._reduce_states(held.state)
+    else:
+        for name, value in held.state.items():
+            setattr(metric, name, value)
+    metric._update_count = held.updates + updates
+    metric._computed = None
+
+
+def can_join(metric: Metric) -> bool:
+    """Return whether the states of a metric's batches add up to that of all of them."""
+    return (
+        metric.full_state_update is False
+        and not metric.dist_sync_on_step
+        and not isinstance(metric, WrapperMetric)
+        and all(reduction in _JOINED for reduction in metric._reductions.values())
+    )
+
+
+def _own_value(metric: Metric) -> Any:
+    """Compute a metric of this rank's updates only, as its ``forward`` does."""
+    metric._to_sync, metric._should_unsync = False, False
+    try:
+        return metric.compute()
+    finally:
+        metric._to_sync, metric._should_unsync = metric.sync_on_compute, True
+        metric._computed = None
+
+
+def _copied(state: Any) -> Any:
+    return list(state) if isinstance(state, list) else state
+
+
+class RecordedLogs:
+    """Records the ``self.log`` calls of a pipeline's step, and logs those of the last stage on every stage.
+
+    Only the last stage has the loss. It sends its values once a step, in one message; every rank then logs
+    them as if it had computed them.
+    """
+
+    def __init__(self, trainer: L.Trainer, channel: Channel) -> None:
+        self._trainer, self._channel = trainer, channel
+        # (microbatch, chunk) -> name -> value and options
+        self._calls: dict[tuple[int, int], dict[str, tuple[Any, dict[str, Any]]]] = {}
+
+    @contextlib.contextmanager
+    def record(self, microbatch: int, chunk: int) -> Generator[None]:
+        """Record what the module logs inside this context."""
+        module: Any = self._trainer.lightning_module
+        calls = self._calls.setdefault((microbatch, chunk), {})
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if args or not isinstance(value, Tensor | float | int):
+                raise MisconfigurationException(
+                    f"self.log({name!r}, {type(value).__name__}) in training_step: only the last pipeline "
+                    "stage has the numbers, and sends them to the others. Log numbers or tensors of one "
+                    f"element, options by keyword; update metric objects in validation_step.\n  {user_line()}"
+                )
+            calls[name] = (value.detach() if isinstance(value, Tensor) else value, kwargs)
+
+        before = module.__dict__.get("log")
+        module.__dict__["log"] = log
+        try:
+            yield
+        finally:
+            del module.__dict__["log"]
+            if before is not None:
+                module.__dict__["log"] = before
+
+    def values(self, microbatches: int) -> list[dict[str, float]]:
+        """Return what the last stage logged in each microbatch, on that stage."""
+        chunk = max(chunk for _, chunk in self._calls)
+        return [
+            {name: float(value) for name, (value, _) in self._calls[m, chunk].items()}
+            for m in range(microbatches)
+        ]
+
+    def log(self, batches: Sequence[THDBatch], logged: Sequence[Mapping[str, float]]) -> None:
+        """Log the last stage's values of every microbatch, in running order, on this rank."""
+        module, device = self._trainer.lightning_module, self._trainer.strategy.root_device
+        logs = StepLogs(self._trainer, microbatches=len(logged))
+        for m, values in enumerate(logged):
+            before = logs.begin(batches[m])
+            for name, value in values.items():
+                # On the device: sync_dist reduces it there, and NCCL refuses CPU tensors.
+                on_device = torch.tensor(value, dtype=torch.float64, device=device)
+                module.log(name, on_device, **self._options(m, name))
+            logs.end(before)
+        logs.finish()
+
+    def _options(self, microbatch: int, name: str) -> dict[str, Any]:
+        for (m, _), calls in self._calls.items():
+            if m == microbatch and name in calls:
+                return calls[name][1]
+        raise MisconfigurationException(
+            f"The last pipeline stage logged {name!r} in training_step and this one did not. Log the same "
+            "names on every rank, whatever the loss is."
+        )

@@ -1,0 +1,171 @@
+"""A ``THDStep`` -> all its microbatches run inside one Lightning batch, under automatic optimisation.
+
+Lightning's closure runs training_step, then zero_grad, then backward. So the first microbatch's forward runs
+in ``training_step`` and the others in ``backward``: one zero_grad, one clipping, one optimizer and scheduler
+step a ``THDStep``, however many microbatches it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.tuner.lr_finder import _LRCallback
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.strategies.axes import cuts_weights, gathers_once
+from lightning_thd.strategies.guards import refuse_static_graph
+from lightning_thd.strategies.logs import StepLogs
+
+
+class StepLoop:
+    """Runs the microbatches of a ``THDStep``; batches of any other kind are left to the base strategy.
+
+    Args:
+        strategy: of Lightning, with the mixin.
+        run: the user's ``training_step`` on one microbatch.
+    """
+
+    def __init__(self, strategy: Any, run: Callable[..., Any]) -> None:
+        self._strategy, self._run = strategy, run
+        self._step: tuple[THDStep, tuple[Any, ...]] | None = None
+        self._losses: list[Tensor] = []
+        self._logs: StepLogs | None = None
+
+    def takes(self, batch: object) -> bool:
+        """Return whether the loop runs a batch."""
+        return isinstance(batch, THDStep)
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether the first microbatch of a step has run and others have not."""
+        return self._step is not None
+
+    def first(self, batch: Any, *rest: Any) -> Any:
+        """Run the first microbatch forward and return what the user's ``training_step`` returned."""
+        trainer = self._strategy._trainer
+        if not trainer.lightning_module.automatic_optimization:
+            raise MisconfigurationException(
+                "Sequences(n) steps run under automatic optimisation: with automatic_optimization=False a "
+                "module would see only the first microbatch. Use Packs(n), or automatic optimisation."
+            )
+        if len(batch) > 1:
+            refuse_static_graph(self._strategy.model)
+        self._step = (batch, rest)
+        self._logs = StepLogs(trainer, microbatches=len(batch), metrics=self._strategy._metrics)
+        output = self._forward(batch.microbatches[0], rest, last=len(batch) == 1)
+        warn_of_extras(output, len(batch))
+        self._losses = [loss_of(output).detach()]
+        return output
+
+    def rest(self, first_loss: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Backpropagate the first microbatch, then run the others, each weighing 1 / their number."""
+        assert self._step is not None
+        assert self._logs is not None
+        step, rest = self._step
+        with self._synchronised(last=len(step) == 1):
+            result = backward(first_loss / len(step))
+        for i, batch in enumerate(step.microbatches[1:], start=2):
+            last = i == len(step)
+            loss = loss_of(self._forward(batch, rest, last=last))
+            self._losses.append(loss.detach())
+            with self._synchronised(last=last):
+                result = backward(loss / len(step))
+        self._logs.finish()
+        return result
+
+    def report(self, result: Any) -> None:
+        """Write the mean loss of the step into what callbacks get; of all ranks, for a rate finder."""
+        if self._losses:
+            result.loss = sum(self._losses[1:], start=self._losses[0]) / len(self._losses)
+        if result.loss is not None and any(isinstance(c, _LRCallback) for c in self._strategy._callbacks):
+            result.loss = self._strategy.reduce(result.loss.detach(), reduce_op="mean")
+
+    def end(self) -> None:
+        """Forget the step, also one that was broken off."""
+        self._step, self._logs, self._losses = None, None, []
+
+    def _forward(self, batch: THDBatch, rest: tuple[Any, ...], *, last: bool) -> Any:
+        assert self._logs is not None
+        before = self._logs.begin(batch)
+        try:
+            with self._synchronised(last=last):
+                output = self._run(batch, *rest)
+        finally:
+            self._logs.close()
+        self._logs.end(before)
+        return output
+
+    @contextmanager
+    def _synchronised(self, *, last: bool) -> Generator[None]:
+        """Leave gradients unreduced, and weights gathered if they may be, before the last microbatch."""
+        if last:
+            yield
+            return
+        with self._strategy.block_backward_sync(), _kept_weights(self._strategy):
+            yield
+
+
+def local_gradients(strategy: Any) -> AbstractContextManager[Any] | None:
+    """Return a context in which gradients stay unreduced; None if the base strategy has one or needs none."""
+    model = getattr(strategy, "model", None)
+    if isinstance(strategy, FSDPStrategy) and isinstance(model, FullyShardedDataParallel):
+        context: AbstractContextManager[Any] = model.no_sync()
+        return context
+    if cuts_weights(strategy) and model is not None:
+        return _without("set_requires_gradient_sync", model)
+    return None
+
+
+def _kept_weights(strategy: Any) -> AbstractContextManager[None]:
+    """Keep gathered weights past a backward pass if they are not freed after forward passes either.
+
+    A step of several microbatches then gathers weights once. Its peak of memory stays the same, as it lies at
+    the end of a forward pass.
+    """
+    model = getattr(strategy, "model", None)
+    if gathers_once(strategy) and isinstance(model, nn.Module):
+        return _without("set_reshard_after_backward", model)
+    return contextlib.nullcontext()
+
+
+@contextmanager
+def _without(setting: str, model: nn.Module) -> Generator[None]:
+    """Switch a setting of FSDP2's modules off inside this context."""
+    sharded = [child for child in model.modules() if isinstance(child, FSDPModule)]
+    for module in sharded:
+        getattr(module, setting)(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in sharded:
+            getattr(module, setting)(True, recurse=False)
+
+
+def loss_of(output: object) -> Tensor:
+    """Return the loss in the output of ``training_step``, or refuse an output without one."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise MisconfigurationException(
+            f"training_step returned {type(loss).__name__} for a microbatch of a Sequences(n) step, wanted "
+            "the loss tensor, or a dict with it under 'loss'. Skipping part of a step would change its loss."
+        )
+    return loss
+
+
+def warn_of_extras(output: object, microbatches: int) -> None:
+    """Warn that callbacks get what ``training_step`` returns beside the loss for one microbatch only."""
+    extras = [name for name in output if name != "loss"] if isinstance(output, Mapping) else []
+    if extras and microbatches > 1:
+        rank_zero_warn(
+            f"training_step returns {extras} beside the loss, and this step has {microbatches} microbatches: "
+            "on_train_batch_end gets those of only one microbatch. Log them by self.log, which reduces over "
+            "all of them, or gather them on the module in training_step."
+        )

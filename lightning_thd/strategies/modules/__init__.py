@@ -1,1 +1,0 @@
-"""What a user's module brings along -> the same on many ranks: its metrics, weights frozen for a time."""

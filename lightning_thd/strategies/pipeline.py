@@ -1,0 +1,414 @@
+"""A model cut by depth -> optimizer steps through a pipeline of stages, another step loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_thd._user_code import described
+from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.parallel.mesh import another_group
+from lightning_thd.parallel.messages import on_host
+from lightning_thd.parallel.pipeline import Op, Schedule, expected_bubble, make_schedule
+from lightning_thd.parallel.pipeline.channel import Channel, copy_tied, share_freezing, share_group, sum_tied
+from lightning_thd.parallel.pipeline.cut import cut_model, language_model_of, stages_in, tied_names
+from lightning_thd.parallel.pipeline.schedule import best_order
+from lightning_thd.parallel.pipeline.stage import Stage
+from lightning_thd.strategies.axes import Axes
+from lightning_thd.strategies.logs import RecordedLogs
+from lightning_thd.strategies.loop import StepLoop, loss_of, warn_of_extras
+
+# A sequence's attention costs as much as its linear part at about this many tokens; it only orders passes.
+_LINEAR = 4096
+
+
+class Pipeline:
+    """The stage that this rank holds of a model cut by depth, and its messages to the other stages.
+
+    Args:
+        strategy: with the mixin and ``pipeline_parallel_size`` above 1.
+        axes: of the job; making the channel is a collective of it.
+
+    Attributes:
+        waited: share of the last step that this rank waited for other stages, on a CPU.
+        expected_wait: the same by the schedule's formula.
+    """
+
+    def __init__(self, strategy: Any, axes: Axes) -> None:
+        self._strategy, self._axes = strategy, axes
+        self.channel = self._make_channel()
+        self.stage: Stage | None = None
+        self.waited = self.expected_wait = 0.0
+
+    def _make_channel(self) -> Channel:
+        """Create one process group for activations and one for gradients; a collective of the job."""
+        timeout: timedelta | None = getattr(self._strategy, "_timeout", None)
+        several = self._strategy.stages_per_rank > 1
+        groups = (another_group(self._axes.sizes, timeout=timeout) for _ in range(4 if several else 2))
+        down, up, *wraps = groups
+        return Channel(down=down, up=up, wraps=(wraps[0], wraps[1]) if several else None)
+
+    def _balance_channel(self) -> Channel:
+        """Create the process groups of a MoE balancing loss; a collective of the job."""
+        channel = self._make_channel()
+        channel.fix_dtype(torch.float32)
+        return channel
+
+    def go_on(self, stage: Stage) -> None:
+        """Take over the stage that an earlier fit has cut, with its groups, on which the weights lie."""
+        stage.require_idle()
+        self.stage, self.channel = stage, stage.channel
+
+    def cut(self, module: nn.Module) -> None:
+        """Keep this rank's layers of a module, in place."""
+        strategy = self._strategy
+        if not strategy.lightning_module.automatic_optimization:
+            raise MisconfigurationException(
+                f"pipeline_parallel_size={strategy.pipeline_parallel_size} runs the microbatches of a step "
+                "in an order of its own, which automatic_optimization=False would not see. Use automatic "
+                "optimisation, or pipeline_parallel_size=1."
+            )
+        _refuse_weights_outside(module, language_model_of(module))
+        names = tied_names(module)
+        self.stage = cut_model(
+            module,
+            self.channel,
+            stages_per_rank=strategy.stages_per_rank,
+            split=strategy.pipeline_split,
+            balance=self._balance_channel,
+        )
+        self.stage.tied_names = names
+        rank_zero_info(self.stage.split.table())
+
+    def tie_ends(self, module: nn.Module) -> None:
+        """Copy a weight that embedding and head share from the first stage to the last."""
+        stage = self.stage
+        assert stage is not None
+        if stage.tied_names and (stage.holds_embedding or stage.holds_head):
+            ((head, embedding),) = stage.tied_names.items()
+            stage.tied = module.get_parameter(embedding if stage.channel.rank == 0 else head)
+            copy_tied(stage.tied, stage.channel)
+
+    def share_freezing(self) -> None:
+        """Agree on whether a tied weight is trained: hooks may have frozen it by its name on one stage."""
+        if self.stage is not None and self.stage.tied_names:
+            share_freezing(self.stage.tied, self.channel)
+
+    def make_optimizers(self, base: Callable[[L.Trainer], None], trainer: L.Trainer) -> None:
+        """Make the optimizers, and put a tied weight into the same group on both of its stages."""
+        try:
+            base(trainer)
+        except ValueError as err:
+            if "empty parameter list" not in str(err):
+                raise
+            raise MisconfigurationException(
+                "configure_optimizers gives the optimizer no parameters on pipeline stage "
+                f"{self.channel.rank}, whose layers are all frozen. Give it the frozen weights too, or a "
+                'list of groups, [{"params": [...]}], which may be empty on a stage.'
+            ) from err
+        if self.stage is not None and self.stage.tied_names:
+            share_group(self.stage.tied, self._strategy.optimizers, self.channel)
+
+    @property
+    def head_name(self) -> Mapping[str, str]:
+        """Return the tied head's name mapped to the embedding's, on the last stage; else nothing."""
+        assert self.stage is not None
+        return self.stage.tied_names if self.stage.holds_head else {}
+
+    @property
+    def clipping(self) -> dict[str, Any]:
+        """Return the arguments by which ``clip_by_norm`` counts every weight of the pipeline once."""
+        assert self.stage is not None
+        twice = {id(self.stage.tied)} if self.channel.rank else set()
+        return {"across": self.channel.down, "counted_elsewhere": twice}
+
+    def gather_states(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Gather the weights of all stages in CPU memory of the first, a tied one once; a collective."""
+        names = {name.partition(".")[2] for name in self.head_name}
+        own = {name: value for name, value in state.items() if name not in names}
+        group = on_host(self.channel.down)
+        first = group.rank() == 0
+        parts: list[Any] | None = [None] * group.size() if first else None
+        dist.gather_object(own, parts, dst=dist.get_global_rank(group, 0), group=group)
+        return {name: value for part in parts or [own] for name, value in part.items()}
+
+
+def cut_before(module: nn.Module, ranks: int, stages_per_rank: int) -> Stage | None:
+    """Return the stage that an earlier Trainer has cut, and refuse one for other sizes."""
+    for stage in stages_in(module):
+        if (stage.split.ranks, stage.chunks) != (ranks, stages_per_rank):
+            raise MisconfigurationException(
+                f"The model was cut for pipeline_parallel_size={stage.split.ranks} with stages_per_rank="
+                f"{stage.chunks} by an earlier Trainer, and this one asks for {ranks} with {stages_per_rank}"
+                "; each rank has only its own layers. Give both the same sizes, or build a new model and "
+                "load a checkpoint."
+            )
+        return stage
+    return None
+
+
+def _refuse_weights_outside(module: nn.Module, inner: nn.Module) -> None:
+    """Refuse trained weights outside the model that is cut: no stage is known for them."""
+    cut = {id(parameter) for parameter in inner.parameters()}
+    left = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in cut]
+    if left:
+        raise MisconfigurationException(
+            f"{type(module).__name__} trains {left[:4]} beside the {type(inner).__name__} that "
+            "pipeline_parallel_size > 1 cuts by depth; no stage is known for them. Freeze them, or set "
+            "pipeline_parallel_size=1."
+        )
+
+
+class PipelineLoop(StepLoop):
+    """Runs the passes of a step in the order of the pipeline's schedule."""
+
+    def __init__(self, strategy: Any, run: Callable[..., Any], pipeline: Pipeline) -> None:
+        super().__init__(strategy, run)
+        self._pipeline = pipeline
+        self._running: PipelineStep | None = None
+        self._warned = False
+
+    def takes(self, batch: object) -> bool:
+        """Return whether the loop runs a batch: all of them, or it refuses them."""
+        return True
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether the first pass of a step has run and others have not."""
+        return self._running is not None
+
+    def first(self, batch: Any, *rest: Any) -> Any:
+        """Run the first forward pass of a step; ``rest`` runs the others."""
+        strategy = self._strategy
+        if (accumulate := strategy._trainer.accumulate_grad_batches) != 1:
+            raise MisconfigurationException(
+                f"accumulate_grad_batches={accumulate}, but a pipeline runs all microbatches of a step in "
+                "one batch and updates behind it. Set it to 1, with THDDataModule(global_batch=Packs(n)) or "
+                "THDStep batches of your own."
+            )
+        if not isinstance(batch, THDBatch | THDStep):
+            raise MisconfigurationException(
+                f"pipeline_parallel_size={strategy.pipeline_parallel_size} runs THDBatch, but the dataloader "
+                f"gave {type(batch).__name__}. Use THDDataModule."
+            )
+        step = batch if isinstance(batch, THDStep) else THDStep([batch])
+        if strategy._shards.draws is not None:
+            strategy._shards.draws.begin()
+        self._running = PipelineStep(strategy, self._pipeline, self._run, step, rest)
+        self._warn_of_bubble(self._running.schedule)
+        output = self._running.first()
+        warn_of_extras(output, len(step))
+        return output
+
+    def rest(self, first_loss: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run all passes of the step after the first."""
+        step, result = self._running, first_loss
+        assert step is not None
+        for op in step.rest():
+            if op.forward:
+                step.forward(op)
+                continue
+            loss = first_loss if step.is_first(op) else step.take_loss(op)
+            self._synchronise(step, op)
+            result = backward(loss / len(step.step))
+        self._losses = step.finish()
+        tied = step.stage.tied
+        if tied is not None and tied.requires_grad:
+            sum_tied(tied, self._pipeline.channel)
+        self._running = None
+        return result
+
+    def _synchronise(self, step: PipelineStep, op: Op) -> None:
+        """Reduce a chunk's gradients in its last backward pass only, then free its weights.
+
+        What is no layer, an embedding or a head, waits for the rank's last pass of all.
+        """
+        stage, last = step.stage, op is step.program[-1]
+        ending = {id(m) for m in stage.modules_of(op.chunk)} if step.is_last_of_chunk(op) else set()
+        layers = {id(m) for chunk in range(stage.chunks) for m in stage.modules_of(chunk)}
+        for child in self._strategy.model.modules():
+            if isinstance(child, FSDPModule):
+                ends = id(child) in ending if id(child) in layers else last
+                child.set_requires_gradient_sync(ends, recurse=False)
+                child.set_reshard_after_backward(ends, recurse=False)
+
+    def _warn_of_bubble(self, schedule: Schedule) -> None:
+        if self._warned or schedule.microbatches >= schedule.ranks:
+            return
+        self._warned = True
+        bubble = expected_bubble(schedule.ranks, schedule.microbatches, chunks=schedule.chunks)
+        rank_zero_warn(
+            f"A step has {schedule.microbatches} microbatches for pipeline_parallel_size={schedule.ranks}: "
+            f"ranks wait {bubble:.0%} of the time. Raise global_batch (Packs(n) or Sequences(n)), or lower "
+            "the capacity so that a step has more microbatches."
+        )
+
+
+class PipelineStep:
+    """One optimizer step of a pipeline: its schedule, and the losses and logs of passes so far."""
+
+    def __init__(
+        self, strategy: Any, pipeline: Pipeline, run: Callable[..., Any], step: THDStep, rest: tuple[Any, ...]
+    ) -> None:
+        assert pipeline.stage is not None
+        self._strategy, self._pipeline, self._run, self._rest = strategy, pipeline, run, rest
+        self.step, self.stage, self.channel = step, pipeline.stage, pipeline.channel
+        self.schedule = make_schedule(self.channel.ranks, len(step), chunks=self.stage.chunks)
+        work = [float(batch.stats.sum_squares + _LINEAR * batch.stats.slots) for batch in step.microbatches]
+        self._batches = [step.microbatches[m] for m in best_order(self.schedule, work)]
+        self.program = self.schedule.programs[self.channel.rank]
+        # Sequence-parallel ranks divide the slots of a message.
+        self._slots_shared = strategy.sizes.tensor if strategy.sequence_parallel else 1
+        self._logs = RecordedLogs(strategy._trainer, self.channel)
+        self._losses: dict[tuple[int, int], Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._graphs: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._started, self.channel.waited_s = time.perf_counter(), 0.0
+
+    def first(self) -> Any:
+        """Run the first pass and return what the user's ``training_step`` returned."""
+        return self.forward(self.program[0])
+
+    def rest(self) -> Iterator[Op]:
+        """Yield the passes after the first, receiving the next one's input while one runs."""
+        ahead = iter(self.program[1:])
+        self._expect(next(ahead, None))
+        for op in self.program[1:]:
+            self._expect(next(ahead, None))
+            yield op
+
+    def _expect(self, op: Op | None) -> None:
+        if op is not None:
+            ids = self._batches[op.microbatch].input_ids
+            self.stage.expect(op, ids.numel() // self._slots_shared, ids.device)
+
+    def is_first(self, op: Op) -> bool:
+        """Return whether a backward pass belongs to the forward pass whose loss Lightning holds."""
+        return (op.microbatch, op.chunk) == (self.program[0].microbatch, self.program[0].chunk)
+
+    def is_last_of_chunk(self, op: Op) -> bool:
+        """Return whether a backward pass is a chunk's last in this step."""
+        return op.microbatch == len(self.step) - 1
+
+    def take_loss(self, op: Op) -> Tensor:
+        """Return the loss of a forward pass and remove it."""
+        return self._losses.pop((op.microbatch, op.chunk))
+
+    def forward(self, op: Op) -> Any:
+        """Run a forward pass through one chunk of this rank."""
+        stage, batch = self.stage, self._batches[op.microbatch]
+        stage.begin(op.chunk)
+        with self._logs.record(op.microbatch, op.chunk):
+            output = self._run(batch, *self._rest)
+        loss = loss_of(output)
+        module = self._strategy.lightning_module
+        stage.require_one_call(_definition(module) if not stage.made else "")
+        self._graphs[op.microbatch, op.chunk] = require_only_loss(module, loss, stage.made)
+        if stage.holds_head:
+            self._values[op.microbatch] = loss.detach()
+        if op is not self.program[0]:
+            self._losses[op.microbatch, op.chunk] = loss
+        return output
+
+    def finish(self) -> list[Tensor]:
+        """Send the last stage's losses and logs to all stages, and return the losses."""
+        self.stage.begin(None)
+        self.channel.finish()
+        if self.stage.balance is not None:
+            self.stage.balance.channel.finish()
+        losses = self._share()
+        n, p, v = self.schedule.microbatches, self.schedule.ranks, self.schedule.chunks
+        pipeline = self._pipeline
+        pipeline.waited = self.channel.waited_s / max(time.perf_counter() - self._started, 1e-9)
+        pipeline.expected_wait = expected_bubble(p, n, chunks=v)
+        self._log_bubble()
+        return losses
+
+    def _share(self) -> list[Tensor]:
+        """Send what the last stage has, in one message: losses, logs, and how the losses were made."""
+        n, chunk = len(self._batches), self.stage.chunks - 1
+        message: list[Any] = [None]
+        if self.stage.holds_head:
+            values = [float(self._values[m]) for m in range(n)]
+            message = [(values, self._logs.values(n), [self._graphs[m, chunk] for m in range(n)])]
+        group = self.channel.down
+        dist.broadcast_object_list(message, dist.get_global_rank(group, self.channel.ranks - 1), group=group)
+        losses, logged, graphs = message[0]
+        self._logs.log(self._batches, logged)
+        for (m, _), own in self._graphs.items():
+            if own != graphs[m]:
+                _refuse_decision(self._strategy.lightning_module, own, graphs[m])
+        device = self._strategy.root_device
+        return [torch.tensor(value, dtype=torch.float64, device=device) for value in losses]
+
+    def _log_bubble(self) -> None:
+        trainer: L.Trainer = self._strategy._trainer
+        if trainer._logger_connector.should_update_logs:
+            found = {
+                "pipeline/bubble_fraction": self._pipeline.waited,
+                "pipeline/expected_bubble_fraction": self._pipeline.expected_wait,
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(found, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple[str, ...]:
+    """Refuse a loss that depends on weights in another way than through the model's own loss.
+
+    Only the last stage has the loss. On the others it is NaN that leads back to their layers, and what is
+    added to it would be something else on every rank.
+
+    Args:
+        module: the LightningModule.
+        loss: what ``training_step`` returned.
+        made: nodes of the graph in which the model's own loss and balancing loss end, on this rank.
+
+    Returns:
+        The kinds of nodes between the loss and the model's own loss, which are the same on every stage.
+    """
+    seen, left = {id(node) for node in made}, [loss.grad_fn]
+    held, leaves = [], set()  # a node that nobody holds is freed, and its id is given to another
+    while left:
+        node: Any = left.pop()
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        held.append(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(id(leaf))
+        left += [following for following, _ in node.next_functions]
+    if leaves:
+        names = [name for name, parameter in module.named_parameters() if id(parameter) in leaves]
+        raise MisconfigurationException(
+            f"training_step of {type(module).__name__} returns more than the model's loss: it depends on "
+            f"{names[:4] or 'other weights'} in another way too ({_definition(module)}). Stages of a "
+            "pipeline have a part of the weights each, so the sum would be another one on every rank. Return "
+            "causal_lm_loss(self.model, batch), perhaps times a number, or set pipeline_parallel_size=1."
+        )
+    # Stages may compute in different dtypes, so conversions do not count.
+    return tuple(node.name() for node in held if "ToCopy" not in node.name())
+
+
+def _refuse_decision(module: Any, own: tuple[str, ...], last: tuple[str, ...]) -> None:
+    raise MisconfigurationException(
+        f"training_step of {type(module).__name__} makes its loss by {list(last)} on the last pipeline stage "
+        f"and by {list(own)} on this one ({_definition(module)}): it decides by the loss, and only the last "
+        "stage has its value. Decide in on_train_batch_end by outputs['loss'], which all ranks have, or set "
+        "pipeline_parallel_size=1."
+    )
+
+
+def _definition(module: Any) -> str:
+    """Return the file and line at which ``training_step`` is defined."""
+    code = getattr(type(module).training_step, "__code__", None)
+    return "training_step" if code is None else described(code.co_filename, code.co_firstlineno)

@@ -1,0 +1,290 @@
+"""A LightningModule built for one process -> its weights cut and sharded over the strategy's mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_thd.models.weights import draw_weights, read_weights, require_unchanged
+from lightning_thd.parallel import fsdp
+from lightning_thd.parallel.draws import SharedDraws
+from lightning_thd.parallel.mesh import TENSOR, Meshes
+from lightning_thd.parallel.pipeline.cut import stages_in
+from lightning_thd.parallel.sequence import apply_sequence_parallel
+from lightning_thd.parallel.tensor import apply_tensor_parallel, check_heads, model_plan
+from lightning_thd.strategies.axes import Axes
+from lightning_thd.strategies.guards import refuse_lbfgs, refuse_links, refuse_partial_sharding
+from lightning_thd.strategies.norms import clip_by_norm, clip_by_value, meshes
+
+
+class WeightShards:
+    """Cuts, shards and clips the weights of a ``ModelParallelStrategy``; ``strategy`` has the mixin."""
+
+    def __init__(self, strategy: Any, axes: Axes) -> None:
+        assert axes.meshes is not None
+        self._strategy, self._axes = strategy, axes
+        self._meshes: Meshes = axes.meshes
+        self.draws: SharedDraws | None = None  # for tensor-parallel ranks, which run the same tokens
+        self._towers: tuple[fsdp.TowerPaths, ...] = ()
+        self._groups = 0
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """Shard the model, unless the user has, then create the optimizers over its shards."""
+        strategy: Any = self._strategy
+        fits = trainer.state.fn == TrainerFn.FITTING
+        strategy.accelerator.setup(trainer)
+        if self._axes.sizes.tensor > 1:
+            place = self._meshes.data_context.get_local_rank()
+            self.draws = SharedDraws(strategy.broadcast(torch.initial_seed()), place)
+        if fsdp.is_sharded(strategy.model):
+            fsdp.reshard(strategy.model)
+            refuse_partial_sharding(strategy.model, self._axes.sizes)
+            self._towers = tuple(fsdp.tower_paths(self._put(strategy.model), make=False))
+        else:
+            self._shard(strategy.model)
+        if fits:
+            shard_copies(strategy._callbacks, strategy.model)
+        if strategy._checkpoints.writes_behind:
+            refuse_links(strategy._callbacks)
+            strategy._checkpoints.open()
+        strategy.barrier()
+        if fits:
+            strategy.setup_optimizers(trainer)
+            refuse_lbfgs(strategy.optimizers, self._axes.sizes)
+            self.no_foreach_over_meshes()
+        strategy.setup_precision_plugin()
+        plugin: Any = strategy.precision_plugin
+        plugin.clip_grad_by_norm = self._clip_by_norm
+        plugin.clip_grad_by_value = self._clip_by_value
+        if fits:
+            _optimizers_to_device(strategy.optimizers, strategy.root_device)
+
+    def _shard(self, module: nn.Module) -> None:
+        strategy, pipeline = self._strategy, self._strategy._pipeline
+        if any(isinstance(child, FullyShardedDataParallel) for child in module.modules()):
+            raise MisconfigurationException(
+                "The model is wrapped in FullyShardedDataParallel (FSDP1), which knows no mesh. Give the "
+                "model as it is: thd_model_parallel applies FSDP2."
+            )
+        policy, tensor = policy_of(strategy.precision_plugin.precision), self._axes.sizes.tensor
+        plans = []  # by position: precision plugins may replace modules
+        for model in fsdp.models_of(module) if tensor > 1 else ():
+            plans.append(strategy.tensor_parallel_plan or model_plan(model, tensor))
+            check_heads(model, tensor, plans[-1])
+        has_weights = not any(t.is_meta for t in [*module.parameters(), *module.buffers()])
+        require_unchanged(module)
+        if pipeline is not None:
+            pipeline.cut(module)
+        if not has_weights:
+            read_weights(module)
+            draw_weights(module, strategy.root_device, seed=strategy.broadcast(torch.initial_seed()))
+        module = self._put(module)
+        if pipeline is None:
+            _sync_module_states(module)
+        else:
+            _share_weights(module, self._meshes.stage.get_group())
+        if tensor > 1:
+            for model, plan in zip(fsdp.models_of(module), plans, strict=True):
+                apply_tensor_parallel(model, plan, self._meshes.tensor)
+                if strategy.sequence_parallel:
+                    apply_sequence_parallel(model, self._meshes.group(TENSOR))
+        self._towers = tuple(fsdp.tower_paths(module, make=True))
+        fsdp.shard_parameters(
+            module, self._meshes.shards, policy=policy, reshard_after_forward=self._frees_weights(module)
+        )
+        if pipeline is not None:
+            pipeline.tie_ends(module)
+
+    def _put(self, module: nn.Module) -> nn.Module:
+        """Materialise a module and move it to its device and dtype, as the base strategy does."""
+        strategy = self._strategy
+        _materialize_distributed_module(module, strategy.root_device)
+        strategy.model = strategy.precision_plugin.convert_module(module)
+        strategy.model_to_device()
+        placed: nn.Module = strategy.model
+        return placed
+
+    def _frees_weights(self, module: nn.Module) -> bool:
+        """Return whether a layer's gathered weights are freed after its forward pass.
+
+        A pipeline keeps them for the step if they take no more than a quarter of every rank's memory.
+        """
+        chosen, device = self._strategy.reshard_after_forward, self._strategy.root_device
+        if self._strategy._pipeline is None or chosen != "auto":
+            return chosen is not False
+        own = sum(p.numel() * p.element_size() for p in module.parameters()) // self._axes.sizes.tensor
+        fits = torch.tensor([own <= fsdp.memory_of_rank(device) / 4], device=device).int()
+        dist.all_reduce(fits, dist.ReduceOp.MIN, group=self._meshes.stage.get_group())
+        return not bool(fits)
+
+    @contextmanager
+    def microbatch(self, batch: object) -> Generator[None]:
+        """Run a microbatch inside this context: its random numbers, and whether any rank of it has images."""
+        if self._towers:
+            seen = fsdp.any_rank_sees(batch, self._meshes.data_context.get_group(), self._axes.wire)
+            for paths in self._towers:
+                paths.active = seen
+        if self.draws is None or self._strategy._pipeline is not None:  # layers of a pipeline draw in turn
+            yield
+            return
+        with self.draws.microbatch():
+            yield
+
+    def free_after_validation(self, trainer: L.Trainer) -> None:
+        """Free, after the last batch, what FSDP2 left gathered.
+
+        Until then ``parameters()`` gives gathered copies: a callback that freezes one would freeze nothing.
+        """
+        if trainer._evaluation_loop.batch_progress.is_last_batch:
+            fsdp.reshard(self._strategy.model)
+
+    def before_update(self) -> None:
+        """Look again at the parameter groups if a callback has added one."""
+        if self._count_groups() != self._groups:
+            self.no_foreach_over_meshes()
+
+    def no_foreach_over_meshes(self) -> None:
+        """Turn off foreach kernels for parameter groups that span two meshes."""
+        for optimizer in self._strategy.optimizers:
+            for group in optimizer.param_groups:
+                if len(meshes(group["params"])) > 1 and not group.get("fused"):
+                    group["foreach"] = False
+        self._groups = self._count_groups()
+
+    def _count_groups(self) -> int:
+        return sum(len(optimizer.param_groups) for optimizer in self._strategy.optimizers)
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        strategy, pipeline = self._strategy, self._strategy._pipeline
+        across: dict[str, Any] = {} if pipeline is None else pipeline.clipping
+        parameters = strategy.precision_plugin.main_params(optimizer)
+        clip_by_norm(parameters, float(clip_val), device=strategy.root_device, **across)
+
+    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
+        clip_by_value(self._strategy.precision_plugin.main_params(optimizer), float(clip_val))
+
+
+def policy_of(precision: str) -> MixedPrecisionPolicy:
+    """Return the dtypes in which FSDP2 gathers weights and sums gradients."""
+    if precision == "16-mixed":
+        raise MisconfigurationException(
+            "precision='16-mixed' scales the loss by what each rank sees of its own shards. Use "
+            "'bf16-mixed', 'bf16-true' or '32-true'."
+        )
+    if precision == "bf16-mixed":
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy()
+
+
+def _share_weights(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Broadcast a pipeline stage's initial weights from the first rank that holds it."""
+    source = dist.get_global_rank(group, 0)
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.detach(), source, group=group)
+
+
+def shard_copies(callbacks: Iterable[L.Callback], model: nn.Module) -> None:
+    """Shard the model copies of Lightning's weight-averaging callbacks as the model is sharded.
+
+    ``WeightAveraging``, ``EMAWeightAveraging`` and ``StochasticWeightAveraging`` copy the module before a
+    strategy shards it. They update and swap parameter by parameter, and never run the copy.
+    """
+    found = False
+    for callback in callbacks:
+        copy = getattr(callback, "_average_model", None)
+        if isinstance(copy, nn.Module):
+            if any(True for _ in stages_in(model)):
+                raise MisconfigurationException(
+                    f"{type(callback).__name__} averages a copy of the whole model, and a rank of a pipeline "
+                    "has only its own layers. Leave the callback out, or set pipeline_parallel_size=1."
+                )
+            _replace_parameters(copy.module if isinstance(copy, AveragedModel) else copy, model)
+            found = True
+    if found:  # after an evaluation FSDP2 leaves the root's weights gathered, and a swap would miss them
+        for child in model.modules():
+            if isinstance(child, FSDPModule):
+                child.set_reshard_after_forward(True, recurse=False)
+
+
+def _replace_parameters(copy: nn.Module, model: nn.Module) -> None:
+    made: dict[int, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        own = copy.get_submodule(name)
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:  # a tied one once
+                clone = parameter.detach().clone()
+                made[id(parameter)] = nn.Parameter(clone, requires_grad=parameter.requires_grad)
+            own._parameters[key] = made[id(parameter)]
+
+
+class Unfrozen:
+    """Averages the gradients of weights that were frozen when DDP wrapped a module.
+
+    DDP reduces the gradients of what was trained at the start only. A callback such as ``BackboneFinetuning``
+    unfreezes weights later, whose gradients would stay those of each rank.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model, self._group = model, model.process_group
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+
+    @classmethod
+    def watch(cls, model: nn.Module | None) -> Unfrozen | None:
+        """Return what averages weights unfrozen later; None if nothing is frozen or DDP does not reduce."""
+        if not isinstance(model, DistributedDataParallel):
+            return None
+        return cls(model) if any(not p.requires_grad for p in model.parameters()) else None
+
+    def average(self) -> None:
+        """Average the gradients of those that are trained by now, after a backward pass that DDP reduces.
+
+        It is a collective of all ranks. A weight that no rank has used keeps no gradient, as on one process.
+        """
+        trained = [parameter for parameter in self._frozen if parameter.requires_grad]
+        if not trained or not self._model.require_backward_grad_sync:
+            return
+        used = torch.tensor(
+            [p.grad is not None for p in trained], dtype=torch.int32, device=trained[0].device
+        )
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        found = [p for p, by_any in zip(trained, used.tolist(), strict=True) if by_any]
+        for parameter in found:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for dtype in dict.fromkeys(parameter.dtype for parameter in found):
+            self._average([p.grad for p in found if p.dtype == dtype and p.grad is not None])
+
+    def _average(self, gradients: list[Tensor]) -> None:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(flat, group=self._group)
+        flat /= dist.get_world_size(self._group)
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, mean in zip(gradients, torch.split(flat, sizes), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def whole_state_dict(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Gather every weight onto the CPU of ranks that ``keep`` them, by name; a collective."""
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if keep:
+            state[name] = whole.detach().cpu()
+    return state

@@ -1,0 +1,157 @@
+"""One norm over gradients on several meshes; hooks that take the norm of one stage are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.utils import clip_grad_norm_ as clip
+
+from lightning_thd.strategies import norms
+from lightning_thd.strategies.norms import clip_by_norm, clip_by_value, meshes, refuse_own_norms
+from tests.ranks import run_ranks
+
+
+def whole() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 6), (12,), (4, 4), (3,), (8, 2)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def parameters() -> list[nn.Parameter]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    places = [(mesh, [Shard(0), Shard(1)]), (mesh["a"], [Shard(0)]), (mesh, [Shard(0), Replicate()])]
+    made = []
+    for i, gradient in enumerate(whole()):
+        grad = gradient
+        if i < len(places):
+            grad = distribute_tensor(gradient, places[i][0], places[i][1])
+        grad = grad.float() if i == 4 else grad
+        parameter = nn.Parameter(torch.zeros_like(grad))
+        parameter.grad = grad
+        made.append(parameter)
+    return [*made, nn.Parameter(torch.zeros(2))]  # the last has no gradient
+
+
+def clipped(max_norm: float) -> tuple[float, list[torch.Tensor]]:
+    given = parameters()
+    assert len(meshes(given)) == 3
+    norm = clip_by_norm(given, max_norm)
+    grads = [p.grad for p in given if p.grad is not None]
+    return float(norm), [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_norm_over_meshes(max_norm: float) -> None:
+    wanted = [nn.Parameter(torch.zeros_like(g)) for g in whole()]
+    for parameter, grad in zip(wanted, whole(), strict=True):
+        parameter.grad = grad
+    norm = float(nn.utils.clip_grad_norm_(wanted, max_norm))
+    for found, grads in run_ranks(clipped, 4, max_norm):
+        assert found == pytest.approx(norm, rel=1e-7)  # one of the gradients is fp32
+        for a, b in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(a.double(), b.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_nothing_to_clip_and_values() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    assert float(clip_by_norm([parameter], 1.0)) == 0.0
+    zero = clip_by_norm([], 1.0, device=torch.device("meta"))
+    assert zero.device.type == "meta"  # NCCL refuses CPU tensors
+    parameter.grad = torch.tensor([-3.0, 0.1, 3.0])
+    clip_by_value([parameter], 0.5)
+    assert parameter.grad.tolist() == pytest.approx([-0.5, 0.1, 0.5])
+
+
+class Clips(L.LightningModule):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class ClipsByAnotherName(L.Callback):
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        _helper(self)
+
+
+def _helper(module: Any) -> None:
+    def inner() -> None:
+        clip(module.parameters(), 1.0)
+
+    inner()
+
+
+class ReadsLater(L.LightningModule):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.read()
+
+    def read(self) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+
+
+class ImportsInside(L.LightningModule):
+    def on_after_backward(self) -> None:
+        from lightning.pytorch.utilities import grad_norm as theirs
+
+        self.total = theirs(self, 2)
+
+
+class Total(L.Callback):
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.total = torch.nn.utils.get_total_norm([])
+
+
+class Right(L.LightningModule):
+    """Clips and reads as a pipeline can; its unused method does not."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        from lightning_thd.strategies.norms import grad_norm
+
+        self.log_dict(grad_norm(self, 2))
+        self.log_dict(norms.grad_norm(self, 2))
+        nn.utils.clip_grad_value_(self.parameters(), 1.0)
+
+    def unused(self) -> None:
+        clip(self.parameters(), 1.0)
+
+
+def by_lambda() -> L.LightningModule:
+    module = L.LightningModule()
+    module.configure_gradient_clipping = lambda *_, **__: clip(module.parameters(), 1.0)  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Clips, r"nn.utils.clip_grad_norm_\(self.*: clip_grad_norm_ sees only the gradients"),
+        (ClipsByAnotherName, r"py:\d+: clip\(module.parameters.*: clip_grad_norm_ sees"),
+        (ReadsLater, r"py:\d+: self.log_dict\(grad_norm.*: grad_norm sees"),
+        (ImportsInside, r"py:\d+: from lightning.pytorch.utilities import grad_norm"),
+        (Total, r"py:\d+: self.total = torch.*: get_total_norm sees"),
+        (by_lambda, r"py:\d+: module.configure.*: clip_grad_norm_ sees"),
+    ],
+)
+def test_norms_of_a_stage_alone_are_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        refuse_own_norms([Right(), make()])
+
+
+def test_what_a_pipeline_can_do_is_not_refused() -> None:
+    refuse_own_norms([Right(), L.Callback(), object()])
+
+
+@pytest.mark.parametrize("norm_type", [0, -1.0, "nan", "two", None])
+def test_norms_that_are_none(norm_type: Any) -> None:
+    with pytest.raises(ValueError, match=f"norm_type={norm_type!r}; wanted a number above 0, or 'inf'"):
+        norms.grad_norm(nn.Linear(2, 2), norm_type)
