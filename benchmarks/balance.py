@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.results import less
-from lightning_thd.data.plans_ahead import PlansAhead
+from lightning_thd.data.loader import PlansAhead
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, PackPlanner, Sequences, balance, pack_lengths
 

@@ -27,9 +27,10 @@ from benchmarks.results import less
 from lightning_thd import Sequences, THDDataModule
 from lightning_thd.batch import THDStep
 from lightning_thd.data.streams import Stream
-from lightning_thd.data.streams.engine import Engine, Made
-from lightning_thd.data.streams.ranks.exchange import moved_bytes
-from lightning_thd.data.streams.ranks.message import Layout, header_type
+from lightning_thd.data.streams.engine import Engine, EngineStep
+from lightning_thd.data.streams.intake import header_type
+from lightning_thd.data.streams.ranks import moved_bytes
+from lightning_thd.data.streams.samples import META
 from lightning_thd.data.streams.schedule import POOL, Scheduling, Table, plan_steps
 from lightning_thd.packing import Cost
 from lightning_thd.packing.lengths import make_slots
@@ -59,8 +60,8 @@ def pool_of(lengths: IntArray, dp: int) -> Table:
 
 
 def gathered(each: int) -> int:
-    """Return the bytes that a rank tells all others of some sequences: 72, 24 a run, 8 a sequence."""
-    return header_type(1).itemsize + Layout().nbytes(each)
+    """Return the bytes of a message about some sequences of a rank, which all others receive."""
+    return header_type(1).itemsize + each * META.itemsize
 
 
 def slowest(work: npt.NDArray[np.float64]) -> float:
@@ -119,7 +120,7 @@ def train(rank: int, ranks: int, count: int) -> tuple[float, float, float, float
     model = torch.nn.Sequential(torch.nn.Embedding(1000, 256), *layers, torch.nn.Linear(256, 1000))
     stream_s, made = [0.0], Engine.make
 
-    def timed(engine: Engine) -> Made | None:
+    def timed(engine: Engine) -> EngineStep | None:
         started = time.thread_time()
         step = made(engine)
         stream_s[0] += time.thread_time() - started

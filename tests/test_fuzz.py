@@ -42,7 +42,6 @@ EXCEPTIONS = {
     "postponed_reading": _INSIDE,
     "read_weights": _INSIDE,
     "require_unchanged": _INSIDE,
-    "StreamLoader": "what stream_loader answers",
     "THDShard": "what shard_batch answers",
     "THDStrategyMixin": _BASE,
     "PipelineMixin": _BASE,

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal
 
+import lightning.pytorch as L
+import numpy as np
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_thd._checks import choice, flags
 from lightning_thd.alignment import Alignment
 from lightning_thd.data import planning, sets
-from lightning_thd.data import stream_link as streaming
 from lightning_thd.data import trainer_link as link
-from lightning_thd.data.loader import BatchMaker, Kind, THDLoader
-from lightning_thd.data.mixing import planned_sources
-from lightning_thd.data.plans_ahead import Planner
-from lightning_thd.data.progress import Progress, settle_epoch
+from lightning_thd.data.loader import BatchMaker, Kind, PlannedSteps, Planner, THDLoader
+from lightning_thd.data.mixing import Sources, planned_sources
 from lightning_thd.data.read.conversations import Records
 from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
@@ -27,7 +25,9 @@ from lightning_thd.data.read.tokenize import Engine
 from lightning_thd.data.source_log import LogsSources
 from lightning_thd.data.store.index import Empty
 from lightning_thd.data.store.measure import MapDataset, OnError
-from lightning_thd.data.streams import Stream, StreamLoader, StreamMixture, stream_loader
+from lightning_thd.data.streams import Stream, StreamMixture, is_stream
+from lightning_thd.data.streams.steps import StreamedSteps
+from lightning_thd.data.streams.stream import stream_loader
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner
@@ -48,7 +48,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
             ``.zst``, ``.bz2`` or ``.xz``, text files, a folder of such, or one that
             ``datasets.Dataset.save_to_disk`` or ``TokenStore.save`` wrote. In place
             of ids, records may hold text, ``prompt`` and ``completion``, or a conversation: these are
-            tokenised once, with loss on what the assistant says alone where there is one. A dict ``{name:
+            tokenised once, with loss only on what the assistant says, if there is one. A dict ``{name:
             (source, weight)}`` is a mixture. An ``IterableDataset``, a function that begins an iterator,
             ``.tar`` shards, or a ``data.streams.Stream``: read once, front to back; a mixture with one of
             these streams all its sources.
@@ -64,10 +64,10 @@ class THDDataModule(sets.ListsSets, LogsSources):
             Conversations need a Hugging Face tokenizer with a chat template.
         text_key: the key of the text in a JSONL object or a row.
         append_eos: end documents and completions with the tokenizer's EOS where it does not do so.
-        records: what records are, where their keys do not tell: ``"text"``, ``"ids"``, ``"prompt"``,
+        records: the kind of records that their keys do not show: ``"text"``, ``"ids"``, ``"prompt"``,
             ``"messages"``, ``"sharegpt"`` or ``"alpaca"``.
         packed: what rows become that were packed before and carry ``lengths``, ``cu_seqlens`` or
-            ``position_ids``: ``"sequences"`` takes them apart and plans the sequences anew, which shuffles
+            ``position_ids``: ``"sequences"`` takes them apart and plans the sequences again, which shuffles
             them, fits any capacity and balances the ranks; ``"packs"`` keeps each row as a ready pack, in
             the order given, for ``Packs(n)``; ``"off"`` takes a row for one sequence; ``"auto"`` is
             ``"sequences"`` where the first row carries such a key and ``"off"`` elsewhere.
@@ -84,7 +84,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
         seed: decides the order of every epoch.
         schedule: a ready-made plan for training with ``Packs(n)``: the number of the microbatch of each
             sequence, ints ``[N]``.
-        scheduler: a function in the place of ``packing.balance``, for ``Sequences(n)``.
+        scheduler: a function in place of ``packing.balance``, for ``Sequences(n)``.
         cost: work of a sequence by its length, which the ranks get equal shares of; by default that of the
             model, where its transformers config is found.
         pad_to: fill every pack to this many slots; by default packs differ in size.
@@ -94,7 +94,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
         prefetch_factor: batches prepared ahead by each worker.
         pin_memory: page-lock batches; by default when training on a GPU.
         cache_dir: where tokenised text and counts are kept; ``~/.cache/lightning_thd`` by default. Datasets
-            with a ``fingerprint``, Hugging Face datasets and files are counted once; other objects anew in
+            with a ``fingerprint``, Hugging Face datasets and files are counted once; other objects again in
             every run. Files are known by their content. Of several processes that want the same, one prepares
             it, and a killed one is taken up where it stopped.
         engine: what tokenises: ``"local"`` processes, or ``"ray"``, the Ray cluster this process is connected
@@ -110,6 +110,10 @@ class THDDataModule(sets.ListsSets, LogsSources):
 
     capacity = planning.Setting[int]()
     global_batch = planning.Setting[Packs | Sequences | None]()
+    vocab_size = planning.Setting[int | None]()
+    num_workers = planning.Setting[int]()
+    prefetch_factor = planning.Setting[int | None]()
+    pin_memory = planning.Setting[bool | None]()
 
     def __init__(
         self,
@@ -145,10 +149,11 @@ class THDDataModule(sets.ListsSets, LogsSources):
         engine: Engine = "local",
     ) -> None:
         super().__init__()
-        self._plans = planning.PlanSettings(
+        self._settings = planning.DataSettings(
             capacity=capacity,
             global_batch=global_batch,
             oversize=oversize,
+            empty=empty,
             tail=tail,
             window=window,
             seed=seed,
@@ -157,27 +162,26 @@ class THDDataModule(sets.ListsSets, LogsSources):
             cost=cost,
             pad_to=pad_to,
             mixing=mixing,
-        )
-        choice(empty, "empty", *get_args(Empty))
-        if pin_memory is not None:
-            flags(pin_memory=pin_memory)
-        self._opener = Opener(
-            tokenizer=tokenizer,
-            text_key=text_key,
-            append_eos=append_eos,
-            records=records,
-            packed=packed,
-            on_error=on_error,
-            max_errors=max_errors,
-            engine=engine,
-            cache_dir=cache_dir,
+            vocab_size=vocab_size,
             num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            pin_memory=pin_memory,
+            opener=Opener(
+                tokenizer=tokenizer,
+                text_key=text_key,
+                append_eos=append_eos,
+                records=records,
+                packed=packed,
+                on_error=on_error,
+                max_errors=max_errors,
+                engine=engine,
+                cache_dir=cache_dir,
+                num_workers=num_workers,
+            ),
         )
-        self.empty, self.vocab_size = empty, vocab_size
-        self.num_workers, self.prefetch_factor, self.pin_memory = num_workers, prefetch_factor, pin_memory
-        self._stream = streaming.as_stream(train, on_error, max_errors, mixing)
+        self._stream = _as_stream(train, self._settings)
         evaluated = {"val": val, "test": test, "predict": predict}
-        streaming.refuse_streams(evaluated)
+        _refuse_streams(evaluated)
         self._sources = sets.named_sources(
             {"train": None if self._stream is not None else train, **evaluated}
         )
@@ -188,7 +192,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
         link.hide_hooks(self, THDDataModule, unused)
         self._attached = link.Host()
         self._sets: dict[str, sets.DataSet] = {}
-        self._reading = streaming.StreamOfFit()
+        self._reading = _StreamOfFit()
         self._planners: dict[tuple[object, ...], tuple[Planner, MapDataset]] = {}
 
     def attach(
@@ -228,8 +232,8 @@ class THDDataModule(sets.ListsSets, LogsSources):
         return self._attached if self.trainer is None else link.host_of(self.trainer)
 
     @property
-    def _progress(self) -> Progress | None:
-        return None if self.trainer is None else Progress(self.trainer)
+    def _progress(self) -> link.Progress | None:
+        return None if self.trainer is None else link.Progress(self.trainer)
 
     def prepare_data(self) -> None:
         """Tokenise, count and cache what can be cached; Lightning calls this on one process a node."""
@@ -251,11 +255,11 @@ class THDDataModule(sets.ListsSets, LogsSources):
 
     def _open(self, name: str) -> None:
         if name not in self._sets:
-            opener = replace(self._opener, progress=self._host.is_first)
+            opener = replace(self._settings.opener, progress=self._host.is_first)
             source = self._sources[name]
             mixed = name == "train" and sets.is_mixture(source)
             self._sets[name] = (sets.open_mixture if mixed else sets.open_set)(
-                name, source, opener, empty=self.empty
+                name, source, opener, empty=self._settings.empty
             )
 
     @property
@@ -268,28 +272,25 @@ class THDDataModule(sets.ListsSets, LogsSources):
         """Return for every set how many sequences were skipped, dropped, cut or split, and tokens lost."""
         return {name: planning.counts_of(data, self._planner(name)[0]) for name, data in self._sets.items()}
 
-    def train_dataloader(self) -> THDLoader | StreamLoader:
+    def train_dataloader(self) -> THDLoader:
         """Return this rank's training batches: ``THDBatch``, or ``THDStep`` with ``Sequences(n)``."""
-        ended = [] if self.trainer is None else settle_epoch(self.trainer)
+        ended = [] if self.trainer is None else link.settle_epoch(self.trainer)
         logged = None if self._source_log is None else self._source_log.sources.of
+        step = isinstance(self.global_batch, Sequences) or self._host.whole_steps
+        kind: Literal["pack", "step"] = "step" if step else "pack"
         if self._stream is not None:
-            key, make = (self._plans, self._host.accumulate), partial(self._streamed, kind=self._train_kind)
-            loader = self._reading.loader(self.trainer, key, partial(make, self._stream), ended)
-            if loader.source_names and loader is not logged:
-                self._log_sources(streaming.stream_sources(loader))
+            key, make = (self._settings, self._host.accumulate), partial(self._streamed, self._stream, kind)
+            loader = self._reading.loader(self.trainer, key, make, ended)
+            if isinstance(self._stream, StreamMixture) and loader is not logged:
+                self._log_sources(_stream_sources(loader))
             return loader
         again = getattr(self.trainer, "overfit_batches", 0) > 0
-        made = self._loader("train", kind=self._train_kind, fixed_order=again, progress=self._progress)
+        made = self._loader("train", kind=kind, fixed_order=again, progress=self._progress)
         if isinstance(made.planner, MixturePlanner) and made.planner is not logged:
             self._log_sources(planned_sources(made.planner, made.per_step))
         return made
 
-    @property
-    def _train_kind(self) -> Literal["pack", "step"]:
-        """Return whether a training batch is one pack or all of a rank's packs of a step."""
-        return "step" if isinstance(self.global_batch, Sequences) or self._host.whole_steps else "pack"
-
-    def train_steps(self) -> THDLoader | StreamLoader:
+    def train_steps(self) -> THDLoader:
         """Return this rank's training steps as ``THDStep``, for a loop without a Trainer: see ``attach``."""
         if self._stream is not None:
             return self._streamed(self._stream, "step")
@@ -307,23 +308,18 @@ class THDDataModule(sets.ListsSets, LogsSources):
         """Return this rank's prediction batches; see ``val_dataloader``."""
         return self._evaluation("predict")
 
-    def _streamed(self, stream: Stream | StreamMixture, kind: Literal["pack", "step"]) -> StreamLoader:
+    def _streamed(self, stream: Stream | StreamMixture, kind: Literal["pack", "step"]) -> THDLoader:
         """Build the loader of a stream; a collective of the job."""
-        streaming.refuse_repeats(self.trainer, self._plans)
-        policies = streaming.stream_policies(
-            self._plans,
-            self._opener,
-            drop_empty=self.empty == "drop",
-            vocab_size=self.vocab_size,
-            pin_memory=self.pin_memory,
-        )
-        return stream_loader(
-            stream,
-            policies,
-            self._host,
-            kind=kind,
-            **({} if self._progress is None else self._progress.stream_hooks()),
-        )
+        if getattr(self.trainer, "overfit_batches", 0) > 0:
+            raise MisconfigurationException(
+                "overfit_batches repeats the first batches of data that can be asked for them, and a stream "
+                "cannot. Pass a dataset with a length, or overfit_batches=0."
+            )
+        if self._settings.schedule is not None:
+            raise MisconfigurationException(
+                "A schedule numbers the sequences of a dataset with a length. Leave it out for a stream."
+            )
+        return stream_loader(stream, self._settings, self._host, kind=kind, progress=self._progress)
 
     def _evaluation(self, stage: str) -> THDLoader | list[THDLoader]:
         several = [name for name in self._sources if name.startswith(f"{stage}/")]
@@ -331,26 +327,26 @@ class THDDataModule(sets.ListsSets, LogsSources):
         return loaders if several else loaders[0]
 
     def _loader(
-        self, name: str, *, kind: Kind, fixed_order: bool, progress: Progress | None = None
+        self, name: str, *, kind: Kind, fixed_order: bool, progress: link.Progress | None = None
     ) -> THDLoader:
         if name not in self._sets:
             raise MisconfigurationException(
                 f"THDDataModule has no data for {name!r}. Pass THDDataModule(..., {name}=...)"
                 + (", and call setup() first." if name in self._sources else ".")
             )
-        (planner, rows), host, data = self._planner(name), self._host, self._sets[name]
-        vocab_size = self.vocab_size or link.vocab_size(host.model)
-        data.index.check_vocabulary(vocab_size, name)
+        (planner, rows), host, settings = self._planner(name), self._host, self._settings
+        index, vocab_size = self._sets[name].index, self.vocab_size or link.vocab_size(host.model)
+        index.check_vocabulary(vocab_size, name)
         maker = BatchMaker(
             dataset=rows,
-            index=data.index,
+            index=index,
             align=host.alignment,
-            pad_to=self._plans.pad_to,
+            pad_to=settings.pad_to,
             vocab_size=vocab_size,
             windows=link.model_windows(host.model),
-            one_each=self._opener.packed != "off",
+            one_each=settings.opener.packed != "off",
         )
-        return THDLoader(
+        steps = PlannedSteps(
             planner,
             maker,
             rank=host.rank,
@@ -358,25 +354,100 @@ class THDDataModule(sets.ListsSets, LogsSources):
             per_step=1 if kind == "step" else planner.global_batch.n // host.ranks,
             kind=kind,
             fixed_order=fixed_order,
-            **({} if progress is None else progress.hooks(resizes=isinstance(planner, MixturePlanner))),
-            num_workers=self.num_workers,
-            prefetch_factor=self.prefetch_factor,
-            pin_memory=host.on_gpu if self.pin_memory is None else self.pin_memory,
+            num_workers=settings.num_workers,
+            prefetch_factor=settings.prefetch_factor,
+            pin_memory=host.on_gpu if settings.pin_memory is None else settings.pin_memory,
         )
+        return THDLoader(steps, progress=progress)
 
     def _planner(self, name: str) -> tuple[Planner, MapDataset]:
         """Return the planner and rows of a set, made at first use, when ``configure_model`` has run."""
         # The same data module may serve Trainers of other ranks or accumulation, one after the other.
         host = self._host
-        key = (name, self.capacity, self._plans.step(host), host.ranks, host.alignment, host.sharing)
+        key = (name, self.capacity, self._settings.step(host), host.ranks, host.alignment, host.sharing)
         if key not in self._planners:
             self._planners = {other: plan for other, plan in self._planners.items() if other[0] != name}
-            self._planners[key] = planning.make_planner(
-                self._sets[name],
-                self._plans,
-                host,
-                training=name == "train",
-                cache_dir=self._opener.cache_dir,
-            )
-            planning.announce(self._sets[name], self._planners[key][0], host)
+            data = self._sets[name]
+            self._planners[key] = planning.make_planner(data, self._settings, host, training=name == "train")
+            planning.announce(data, self._planners[key][0], host)
         return self._planners[key]
+
+
+def _as_stream(train: object, settings: planning.DataSettings) -> Stream | StreamMixture | None:
+    """Wrap training data that can only be iterated as a stream; None for data with a length."""
+    if isinstance(train, Stream):
+        return train
+    if train is None:
+        return None
+    wrap = partial(Stream, on_error=settings.opener.on_error, max_errors=settings.opener.max_errors)
+    if not sets.is_mixture(train):
+        return wrap(source=train) if is_stream(train) else None
+    assert isinstance(train, Mapping)
+    if not any(_is_streamed(given) for given in train.values()):
+        return None
+    parts = {name: sets.weighted(name, given) for name, given in train.items()}
+    streams = {
+        name: source if isinstance(source, Stream) else wrap(source=source)
+        for name, (source, _) in parts.items()
+    }
+    return StreamMixture(
+        streams=streams,
+        weights={name: weight for name, (_, weight) in parts.items()},
+        mixing=settings.mixing or Mixing(),
+    )
+
+
+def _is_streamed(given: object) -> bool:
+    """Return whether a source of a mixture, with its weight, can only be iterated."""
+    source = given[0] if isinstance(given, tuple | list) and len(given) == 2 else given
+    return isinstance(source, Stream) or is_stream(source)
+
+
+def _stream_sources(loader: THDLoader) -> Sources:
+    """Describe the sources of a stream mixture."""
+    stream = loader.source
+    assert isinstance(stream, StreamedSteps)
+    nothing = np.zeros(len(stream.names), np.int64)
+    return Sources(
+        of=loader,
+        names=stream.names,
+        source_of=stream.source_of,
+        tokens_of=lambda epoch, step, dp: loader.tokens.popleft() if loader.tokens else nothing,
+        per_step=loader.per_step,
+    )
+
+
+class _StreamOfFit:
+    """The stream loader of a fit: where Lightning asks for its loaders again, the stream goes on."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+
+    def loader(
+        self, trainer: L.Trainer | None, key: object, make: Callable[[], THDLoader], states: Sequence[Any]
+    ) -> THDLoader:
+        """Return the loader that a fit iterates already, or make one that goes on where it should."""
+        before, self._key = self._key, key
+        combined = None if trainer is None else trainer.fit_loop._combined_loader
+        given = [] if combined is None else combined.flattened
+        running = next((one for one in given if isinstance(one, THDLoader) and one.planner is None), None)
+        if running is not None and before == key:
+            return running
+        loader = make()
+        link.refuse_cut_steps(trainer, loader)
+        found = states if running is None else [running.state_dict()]
+        for state in found:
+            if isinstance(state, Mapping) and "stream" in state:
+                loader.load_state_dict(state)
+                break
+        return loader
+
+
+def _refuse_streams(sources: Mapping[str, object]) -> None:
+    """Refuse streams where every sequence must be used once, in a known order."""
+    for stage, source in sources.items():
+        if isinstance(source, Stream) or (source is not None and is_stream(source)):
+            raise ValueError(
+                f"{stage} is a stream ({type(source).__name__}), but evaluation uses each sequence once, "
+                "in a known order. Pass a dataset with a length, a list or a path; train may be a stream."
+            )

@@ -1,40 +1,416 @@
-"""A plan and a dataset -> batches of one rank, and a position to resume from on any number of ranks."""
+"""Plans or a stream -> batches of one rank, and a position to resume from on any number of ranks."""
 
 from __future__ import annotations
 
+import atexit
+import os
 import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from itertools import islice
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, get_worker_info
 from torch.utils.data import Dataset as TorchDataset
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.data.mixing import MixedRows
-from lightning_thd.data.plans_ahead import Planner, PlansAhead
-from lightning_thd.data.progress import (
-    Progress,
-    refuse_lost_rest,
-    refuse_other_trainer,
-    running_trainer,
-    settle_epoch,
-)
-from lightning_thd.data.shared import make_shared_step
 from lightning_thd.data.store.index import SequenceIndex
 from lightning_thd.data.store.measure import MapDataset, refuse_second_sequence
-from lightning_thd.packing import Spans
+from lightning_thd.data.trainer_link import Progress
+from lightning_thd.packing import PackPlanner, Spans, StepPlan
+from lightning_thd.packing.mixtures import MixturePlanner
+from lightning_thd.packing.sharing import Sharing
 from lightning_thd.packing.sharing.planner import SharedPlanner, SharedStepPlan
+from lightning_thd.parallel.context.shared_step import SharedStep, digest_of
 from lightning_thd.stats import Window
 
+Planner = PackPlanner | MixturePlanner
+Batch = THDBatch | THDStep
+# A batch is one ``THDBatch`` of a step ("pack"), a ``THDStep`` with all of them ("step"), or a ``THDBatch``
+# whose loss is its own mean ("eval").
+Kind = Literal["pack", "step", "eval"]
 # (epoch, step, microbatch of the rank, microbatches a rank will run of this step)
 Key = tuple[int, int, int, int]
-# "pack": a microbatch of a training step; "step": all of a rank at once; "eval": the loss of a batch alone
-Kind = Literal["pack", "step", "eval"]
+
+_REMEMBERED = 10_000  # A log interval has fewer steps whose tokens by source wait to be logged.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Position:
+    """The step that comes next, the same on every rank; ``ended`` marks the end of the epoch before it."""
+
+    epoch: int = 0
+    step: int = 0
+    ended: bool = False
+    stream: dict[str, Any] | None = None  # what a stream has read and not used
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """One step of this rank: its batches, and the position of its source after it."""
+
+    batches: Iterable[Batch]
+    last: bool  # The epoch, or the pass over a stream, ends with it.
+    stream: dict[str, Any] | None = None
+    tokens: npt.NDArray[np.int64] | None = None  # real tokens of each source of a stream, over all ranks
+
+
+class Steps(Protocol):
+    """What makes a loader's steps: ``PlannedSteps``, or ``StreamedSteps`` of a stream."""
+
+    kind: Kind
+    per_step: int  # batches of a rank to a step
+    steps_per_epoch: int | None  # None ends an epoch with its last step
+    goes_on: bool  # An iteration that was broken off goes on with the next step, it does not begin again.
+
+    def length(self, epoch: int) -> int:
+        """Return the batches of an epoch; raises TypeError where that is unknown."""
+
+    def steps(self, at: Position, limit: int | None) -> Iterator[Made]:
+        """Make the steps from a position on; a Trainer takes at most ``limit`` batches of the epoch."""
+
+    def state(self, at: Position) -> dict[str, Any]:
+        """Return what a checkpoint keeps of a position, and what the data and settings are known by."""
+
+    def load(self, state: Mapping[str, Any]) -> Position:
+        """Check that a state is of this data and these settings, and return its position."""
+
+
+class THDLoader:
+    """Batches of one rank, epoch after epoch, with a position that is the same number on every rank.
+
+    Args:
+        source: makes the steps, from plans or from a stream.
+        progress: of the Trainer that runs the batches. Without one, a batch that was handed out is done. What
+            workers have prefetched never counts.
+    """
+
+    def __init__(self, source: Steps, *, progress: Progress | None = None) -> None:
+        self.source, self._progress = source, progress
+        self.waited_s = 0.0  # spent so far on reading and collating, or on waiting for workers that do
+        self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
+        self._given: deque[tuple[int, Position, Made]] = deque()  # not finished, by number
+        self._again: deque[Made] = deque()  # steps that were handed out and not run
+        self._place(Position())
+
+    def _place(self, at: Position) -> None:
+        """Set where the next iteration begins; this position is saved until then."""
+        self._at = self._base = at
+        self._states: deque[tuple[int, Position]] = deque()  # steps handed out, and the position after them
+        self._handed_out, self._open = 0, False
+        self._begun_at = 0 if self._progress is None else self._progress.total()
+
+    @property
+    def batch_sampler(self) -> _EpochTarget:
+        """Return what Lightning looks through for a sampler with ``set_epoch``."""
+        return _EpochTarget(self)
+
+    @property
+    def planner(self) -> Planner | None:
+        """Return the planner of the steps; None for a stream."""
+        return self.source.planner if isinstance(self.source, PlannedSteps) else None
+
+    @property
+    def per_step(self) -> int:
+        """Return the batches of a rank to a step."""
+        return self.source.per_step
+
+    @property
+    def reads_for_peers(self) -> bool:
+        """Return whether ranks that share packs get them from the rank that reads, without a strategy."""
+        return self.source.goes_on
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return how many records of a stream were unusable, and how many policies changed or dropped."""
+        return getattr(self.source, "counts", {})
+
+    @property
+    def dataset(self) -> Any:
+        """Refuse to be taken apart, as loaders are that are to skip batches or be dealt out to processes."""
+        raise AttributeError(
+            "A THDLoader has no dataset to take batches of: it gives this rank's packs, and its state_dict() "
+            "is its position. To skip what was used, load that state, as accelerator.load_state and "
+            "fabric.load do."
+        )
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of the epoch that is under way, or comes next."""
+        return self._at.epoch
+
+    def __len__(self) -> int:
+        return self.source.length(self._at.epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch from its start, unless it is the one under way; a stream goes on where it is."""
+        if self._progress is None and self.source.kind != "eval":
+            raise MisconfigurationException(
+                "A training loader of THDDataModule was given to a Trainer by itself, so it knows neither "
+                "ranks and accumulation nor which batches are done. Pass the data module: "
+                "trainer.fit(module, datamodule=data)."
+            )
+        self.begin_epoch(epoch)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin an epoch from its start, unless it is the one under way; a stream goes on where it is."""
+        if self.source.goes_on:
+            return
+        if epoch != self._at.epoch:
+            self._place(Position(epoch=epoch))
+        if self._progress is not None and isinstance(self.planner, MixturePlanner):
+            self._progress.resize(len(self))
+
+    def keys_left(self) -> Iterator[Key]:
+        """Yield the keys of the batches left in a planned epoch, for a ``DataLoader`` over its steps."""
+        assert isinstance(self.source, PlannedSteps)
+        yield from self.source.keys(self._at, None)
+
+    def __iter__(self) -> Iterator[Batch]:
+        # A generator starts at the first next(), which Lightning calls after set_epoch. Until then the
+        # position is that of the iteration before.
+        self._take_back()
+        at = self._base = replace(self._at, ended=False)
+        self._states.clear()
+        self._handed_out, handed, self._open = 0, 0, True
+        self._begun_at = 0 if self._progress is None else self._progress.total()
+        limit = None if self._progress is None else self._progress.limit()
+        source = self.source.steps(at, limit)
+        while not at.ended:
+            made = self._again.popleft() if self._again else next(source, None)
+            if made is None:  # the Trainer's limit
+                break
+            before, at = at, self._after(at, made)
+            self._give(handed, before, made)
+            handed += 1
+            self._states.append((handed, at))
+            if self.source.goes_on:
+                self._at = at
+            for batch in self._timed(made.batches):
+                if self._progress is not None:
+                    self._progress.refuse_other_accumulation()
+                self._handed_out += 1
+                yield batch
+        self._open = False
+        if not self.source.goes_on:
+            self._at = Position(epoch=self._at.epoch + 1, ended=True)
+
+    def _after(self, at: Position, made: Made) -> Position:
+        step, whole = at.step + 1, self.source.steps_per_epoch
+        if made.last if whole is None else step == whole:
+            return Position(epoch=at.epoch + 1, ended=True, stream=made.stream)
+        return Position(epoch=at.epoch, step=step, stream=made.stream)
+
+    def _timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        given = iter(batches)
+        while True:
+            began = time.perf_counter()
+            batch = _take(given)
+            self.waited_s += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
+
+    def _done(self) -> int:
+        """Return how many whole steps of this iteration are done."""
+        batches = self._handed_out if self._progress is None else self._progress.total() - self._begun_at
+        return batches // self.per_step
+
+    def _give(self, number: int, before: Position, made: Made) -> None:
+        """Keep a stream's step until the Trainer has finished it, and forget positions that are past."""
+        done = self._done()
+        while len(self._states) > 1 and self._states[1][0] <= done:
+            self._states.popleft()
+        if made.tokens is not None:
+            self.tokens.append(made.tokens)
+        if self._progress is not None and self.source.goes_on:
+            self._given.append((number, before, made))
+            while self._given[0][0] < done:
+                self._given.popleft()
+
+    def _take_back(self) -> None:
+        """Queue a stream's steps again that the Trainer has dropped; warn if planned steps come twice."""
+        if self._open and self._progress is None and self._handed_out > 1 and not self._repeats:
+            rank_zero_warn(
+                f"A loader of {len(self)} batches is iterated again after {self._handed_out} of epoch "
+                f"{self.epoch}, and gives them again. To go on with the rest, keep one iterator over it, or "
+                "call loader.load_state_dict(loader.state_dict()) before; to begin the next epoch, finish "
+                "this one."
+            )
+        done = self._done()
+        dropped = [(before, made) for number, before, made in self._given if number >= done]
+        self._given.clear()
+        if dropped:
+            self._at = dropped[0][0]
+            self._again.extendleft(reversed([made for _, made in dropped]))
+            for _ in dropped[: len(self.tokens)]:  # They are counted again when they are handed out again.
+                self.tokens.pop()
+
+    @property
+    def _repeats(self) -> bool:
+        return self.source.goes_on or (isinstance(self.source, PlannedSteps) and self.source.fixed_order)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last whole step that is done, the same on every rank."""
+        done, at = self._done(), self._base
+        for handed, after in self._states:
+            if handed <= done:
+                at = after
+        begins = self._progress is not None and self._progress.begins_epoch()
+        return self.source.state(replace(at, ended=at.ended and not begins))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the last whole step of ``state``, on any number of ranks and workers."""
+        at = self.source.load(state)
+        for kept in (self._given, self._again, self.tokens):
+            kept.clear()
+        self._place(at)
+        if self._progress is not None and not at.ended:
+            self._progress.match(at.step * self.per_step)
+            self._begun_at = self._progress.total()
+
+
+@dataclass(frozen=True, slots=True)
+class _EpochTarget:
+    """Offers ``set_epoch`` where Lightning looks for it, without a sampler that Lightning may replace."""
+
+    sampler: THDLoader
+
+
+def _take(batches: Iterator[Any]) -> Any:
+    """Return the next batch, None at the end; a worker's death is an error that says so."""
+    try:
+        return next(batches, None)
+    except ConnectionError as err:  # torch names a socket only
+        if "in DataLoader worker" in str(err):  # the data set's own
+            raise
+        raise RuntimeError(
+            f"A DataLoader worker died while its batch was read ({err}), often for want of memory. Lower "
+            "num_workers, prefetch_factor or capacity; the system's log may say why."
+        ) from err
+
+
+_STOP_S = 30.0  # A process that ends waits so many seconds for calls that other ranks take part in.
+_Calls = SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
+_THREADS: WeakKeyDictionary[Thread, _Calls] = WeakKeyDictionary()
+
+
+class Ahead:
+    """Calls functions one after the other in a thread, ahead of the use of their results."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._process = name, os.getpid()
+        self._taken: deque[Future[Any]] = deque()
+        self._queue: _Calls | None = None
+        self._thread: Thread | None = None
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def begin(self, call: Callable[..., Any], *args: Any) -> None:
+        """Queue a call."""
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            self._thread = Thread(target=_serve, args=(self._queue,), name=self._name, daemon=True)
+            _THREADS[self._thread] = self._queue
+            weakref.finalize(self, self._queue.put, None)
+            self._thread.start()
+        self._taken.append(Future())
+        self._queue.put((self._taken[-1], call, args))
+
+    def take(self) -> Any:
+        """Wait for the oldest call and return its result, or raise its error."""
+        future = self._taken.popleft()
+        while not future.done():
+            try:
+                wait([future])
+            except RuntimeError as err:  # torch interrupts this thread when a worker dies
+                # The thread that reads will say which shards the worker had, on every rank.
+                if "DataLoader worker" not in str(err):
+                    raise
+        return future.result()
+
+    def stop(self) -> None:
+        """Wait until the calls that were queued have ended, and drop their results."""
+        self._taken.clear()
+        if self._queue is not None and self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_STOP_S)
+        self._queue = self._thread = None
+
+    @property
+    def forked(self) -> bool:
+        """Return whether this is a copy in a forked process, into which no thread comes along."""
+        return self._process != os.getpid()
+
+
+def _serve(calls: _Calls) -> None:
+    while (asked := calls.get()) is not None:
+        future, call, args = asked
+        try:
+            future.set_result(call(*args))
+        except BaseException as err:
+            future.set_exception(err)
+        del asked, future, call, args  # A waiting thread keeps nothing alive.
+
+
+@atexit.register
+def _join_threads() -> None:
+    until = time.monotonic() + _STOP_S
+    threads = [*_THREADS.items()]
+    for _, calls in threads:
+        calls.put(None)
+    for thread, _ in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+class PlansAhead:
+    """Plans steps, each one ahead of its use in a thread, as soon as the step before it is asked for."""
+
+    def __init__(self, planner: Planner, dp: int) -> None:
+        self._planner, self._dp = planner, dp
+        self._last: tuple[tuple[int, int], StepPlan] | None = None
+        self._next: tuple[int, int] | None = None
+        self._ahead = Ahead("plans_ahead")
+
+    def step(self, epoch: int, k: int) -> StepPlan:
+        """Return the plan of a step; raises whatever the planner raised for it."""
+        if self._last is None or self._last[0] != (epoch, k):
+            self._last = (epoch, k), self._made(epoch, k)
+            if get_worker_info() is None and k + 1 < self._planner.num_steps(epoch):
+                self._next = epoch, k + 1
+                self._ahead.begin(self._planner.step, epoch, k + 1, self._dp)
+        return self._last[1]
+
+    def _made(self, epoch: int, k: int) -> StepPlan:
+        wanted, self._next = self._next == (epoch, k), None
+        if self._ahead.forked:
+            self._ahead = Ahead("plans_ahead")
+        if not len(self._ahead):
+            return self._planner.step(epoch, k, self._dp)
+        try:  # The plan of another step is waited for too: one plan at a time is made.
+            plan: StepPlan = self._ahead.take()
+        except Exception:
+            wanted = False
+        return plan if wanted else self._planner.step(epoch, k, self._dp)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the thread and its plan out of a pickle: a worker is a process of its own."""
+        return self.__dict__ | {"_ahead": Ahead("plans_ahead"), "_next": None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +423,9 @@ class BatchMaker:
     pad_to: int | None = None
     vocab_size: int | None = None
     windows: tuple[Window, ...] = ()
-    one_each: bool = False  # refuse rows whose position_ids tell of several sequences
+    one_each: bool = False  # refuse rows whose position_ids mark several sequences
 
-    def batch(
-        self, spans: Spans, *, loss_scale: float | None = None, sequence_scale: float | None = None
-    ) -> THDBatch:
+    def batch(self, spans: Spans, scales: tuple[float | None, float | None] = (None, None)) -> THDBatch:
         """Read and collate a pack; without scales its loss is the mean over this batch."""
         columns = (spans.index, spans.start, spans.stop, spans.continued)
         pieces = zip(*(column.tolist() for column in columns), strict=True)
@@ -62,8 +436,8 @@ class BatchMaker:
                 samples,
                 pad_to=self.pad_to,
                 sequence_ids=spans.index.tolist(),
-                loss_scale=loss_scale,
-                sequence_scale=sequence_scale,
+                loss_scale=scales[0],
+                sequence_scale=scales[1],
             )
         except (ValueError, TypeError, RuntimeError):
             for i, sample in zip(spans.index.tolist(), samples, strict=True):
@@ -86,7 +460,7 @@ class BatchMaker:
             raise ValueError(f"{err} It is {self.dataset.place(i)}.") from err
 
     def _name_row(self, collate: Callable[..., object], i: int, sample: dict[str, Any]) -> None:
-        """Collate a sample alone, and raise an error naming its row if that fails."""
+        """Collate one sample by itself, and raise an error naming its row if that fails."""
         try:
             collate([sample])
         except (ValueError, TypeError, RuntimeError) as err:
@@ -109,96 +483,11 @@ class BatchMaker:
                     )
 
 
-class _Steps(TorchDataset[THDBatch | THDStep]):
-    """Maps a key to a batch of one rank; a pure function, so any worker can make any batch."""
+class PlannedSteps:
+    """The steps of a planner, read and collated by one rank, in this process or in workers."""
 
-    def __init__(self, planner: Planner, maker: BatchMaker, rank: int, dp: int, kind: Kind) -> None:
-        self._planner, self._maker, self._rank, self._dp, self._kind = planner, maker, rank, dp, kind
-        self._plans = PlansAhead(planner, dp)
-
-    def __getitem__(self, key: Key) -> THDBatch | THDStep:
-        epoch, step, micro, counted = key
-        plan = self._plans.step(epoch, step)
-        if isinstance(plan, SharedStepPlan):
-            assert isinstance(self._planner, SharedPlanner)
-            return make_shared_step(plan, self._maker, self._planner.sharing, self._rank)
-        own = plan.microbatches(self._rank)
-        if self._kind == "eval":
-            return self._maker.batch(own[micro])
-        # Lightning divides by accumulate_grad_batches even where an epoch ends inside a step.
-        found = plan.scales(None if self._kind == "step" else counted)
-        assert found is not None, "a planner of training data knows its loss tokens"
-        scales = {"loss_scale": found[0], "sequence_scale": found[1]}
-        if self._kind == "step":
-            return THDStep([self._maker.batch(spans, **scales) for spans in own])
-        return self._maker.batch(own[micro], **scales)
-
-
-class _Cursor(Sampler[Key]):
-    """The position in an epoch: yields the keys of batches from the next unconsumed one on."""
-
-    def __init__(
-        self,
-        num_steps: Callable[[int], int],
-        per_step: int,
-        fixed_order: bool,
-        on_epoch: Callable[[int], None] | None = None,
-    ) -> None:
-        self._num_steps, self.per_step, self.fixed_order = num_steps, per_step, fixed_order
-        self._on_epoch = on_epoch
-        self.epoch, self.start = 0, 0
-        self.limit: int | None = None
-
-    @property
-    def num_steps(self) -> int:
-        return self._num_steps(0 if self.fixed_order else self.epoch)
-
-    def __len__(self) -> int:
-        return self.num_steps * self.per_step
-
-    def __iter__(self) -> Iterator[Key]:
-        stop = len(self) if self.limit is None else min(len(self), self.limit)
-        epoch = 0 if self.fixed_order else self.epoch
-        for batch in range(self.start, stop):
-            step, micro = divmod(batch, self.per_step)
-            counted = min(self.per_step, stop - step * self.per_step)
-            yield (epoch, step, micro, counted)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch from its start, unless it is the one under way."""
-        if epoch != self.epoch:
-            self.epoch, self.start = epoch, 0
-        if self._on_epoch is not None:
-            self._on_epoch(len(self))
-
-
-@dataclass(frozen=True, slots=True)
-class _EpochTarget:
-    """Offers ``set_epoch`` where Lightning looks for it, without a sampler that Lightning may replace."""
-
-    sampler: _Cursor
-
-
-class THDLoader:
-    """Batches of one rank, epoch after epoch, with a position that is the same number on every rank.
-
-    Args:
-        planner: ``packing.PackPlanner`` or anything with its ``len`` and ``step``.
-        maker: reads and collates.
-        rank: data-parallel rank.
-        dp: number of data-parallel ranks.
-        per_step: batches a rank hands out for one step; 1 with ``THDStep``.
-        kind: ``"pack"`` hands out one ``THDBatch`` after the other, ``"step"`` a ``THDStep``; ``"eval"`` is
-            ``"pack"`` with the loss of each batch by itself.
-        fixed_order: give the first epoch's batches in every epoch, for evaluation and ``overfit_batches``.
-        consumed: number of batches the trainer is done with in this epoch; counts what was handed out when
-            absent. What workers have prefetched never counts.
-        limit: most batches the trainer takes of an epoch; asked when an epoch begins.
-        on_epoch: told the batches of an epoch when it begins; those of a mixture differ.
-        on_load: told the batch of the epoch at which a restored loader goes on.
-        check: called before each batch; raises where the trainer no longer fits the plan.
-        num_workers, prefetch_factor, pin_memory: as in ``torch.utils.data.DataLoader``.
-    """
+    goes_on = False
+    steps_per_epoch: int | None = None
 
     def __init__(
         self,
@@ -209,154 +498,100 @@ class THDLoader:
         dp: int = 1,
         per_step: int = 1,
         kind: Kind = "pack",
-        fixed_order: bool = False,
-        consumed: Callable[[], int] | None = None,
-        limit: Callable[[], int | None] | None = None,
-        on_load: Callable[[int], None] | None = None,
-        on_epoch: Callable[[int], None] | None = None,
-        check: Callable[[], None] | None = None,
+        fixed_order: bool = False,  # the first epoch's batches in every epoch
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool = False,
     ) -> None:
-        self._cursor = _Cursor(planner.num_steps, per_step, fixed_order, on_epoch)
-        self.batch_sampler = _EpochTarget(self._cursor)
-        self.planner, self.per_step = planner, per_step
-        self._rank, self._dp, self._kind = rank, dp, kind
-        self._consumed, self._limit, self._on_load, self._check = consumed, limit, on_load, check
-        self._handed_out = 0
-        self._began = 0  # the epoch that was iterated last
-        self.waited_s = 0.0  # spent so far on reading and collating, or on waiting for workers that do
-        self._loader: DataLoader[THDBatch | THDStep] = DataLoader(
-            _Steps(planner, maker, rank, dp, kind),
+        self.planner, self.kind, self.per_step, self.fixed_order = planner, kind, per_step, fixed_order
+        self._keys = _Keys()
+        self.loader: DataLoader[Batch] = DataLoader(
+            Batches(planner, maker, rank, dp, kind),
             batch_size=None,
-            sampler=self._cursor,
+            sampler=self._keys,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
         )
 
-    @property
-    def dataset(self) -> Any:
-        """Refuse to be taken apart, as loaders are that are to skip batches or be dealt out to processes.
+    def _num_steps(self, epoch: int) -> int:
+        return self.planner.num_steps(0 if self.fixed_order else epoch)
 
-        Raises:
-            AttributeError: saying how a loader of packs goes on.
-        """
-        raise AttributeError(
-            "A THDLoader has no dataset to take batches of: it gives this rank's packs, and its state_dict() "
-            "is where it stands. To skip what was used, load that state, as accelerator.load_state and "
-            "fabric.load do."
-        )
+    def length(self, epoch: int) -> int:
+        """Return the batches of an epoch."""
+        return self._num_steps(epoch) * self.per_step
 
-    @property
-    def epoch(self) -> int:
-        """Return the number of the epoch that is under way, or comes next."""
-        return self._cursor.epoch
+    def keys(self, at: Position, limit: int | None) -> Iterator[Key]:
+        """Yield the keys of the batches of an epoch, from a position on."""
+        stop = self.length(at.epoch)
+        stop = stop if limit is None else min(stop, limit)
+        epoch = 0 if self.fixed_order else at.epoch
+        for batch in range(at.step * self.per_step, stop):
+            step, micro = divmod(batch, self.per_step)
+            yield epoch, step, micro, min(self.per_step, stop - step * self.per_step)
 
-    def __len__(self) -> int:
-        return len(self._cursor)
+    def steps(self, at: Position, limit: int | None) -> Iterator[Made]:
+        """Make the steps of an epoch; the batches of one are read when they are asked for."""
+        self._keys.left = partial(self.keys, at, limit)
+        batches, count = iter(self.loader), self._num_steps(at.epoch)
+        stop = count if limit is None else min(count, -(-limit // self.per_step))
+        for step in range(at.step, stop):
+            yield Made(batches=islice(batches, self.per_step), last=step == count - 1)
 
-    def __iter__(self) -> Iterator[THDBatch | THDStep]:
-        # A generator starts at the first next(), which Lightning calls after set_epoch.
-        cursor, limit, check = self._cursor, self._limit, self._check
-        self._tell_of_repeats()
-        if self._consumed is None and (followed := self._follow_caller()) is not None:
-            limit, check = followed.limit, followed.refuse_other_accumulation
-            self._refuse_lost_rest(followed)
-        cursor.limit = limit() if limit is not None else None
-        self._handed_out = cursor.start
-        batches = iter(self._loader)
-        while True:
-            began = time.perf_counter()
-            batch = _take(batches)
-            self.waited_s += time.perf_counter() - began
-            if batch is None:
-                break
-            if check is not None:
-                check()
-            self._handed_out += 1
-            yield batch
-        cursor.epoch, cursor.start = cursor.epoch + 1, 0
-        self._handed_out = 0
+    def state(self, at: Position) -> dict[str, Any]:
+        """Return the position and the settings of the plan."""
+        return {**self.planner.state(at.epoch, at.step), "ended": at.ended}
 
-    def _follow_caller(self) -> Progress | None:
-        """Return the position of the Trainer that was given this loader alone, if one iterates it to train.
-
-        Raises:
-            MisconfigurationException: when the loader was made for another.
-        """
-        trainer = None if self._kind == "eval" else running_trainer(self)
-        if trainer is None or self._kind == "eval":
-            return None
-        refuse_other_trainer(
-            trainer, kind=self._kind, rank=self._rank, ranks=self._dp, per_step=self._cursor.per_step
-        )
-        self._cursor.fixed_order = getattr(trainer, "overfit_batches", 0) > 0
-        settle_epoch(trainer)  # while it restores this loader
-        return Progress(trainer)
-
-    def _refuse_lost_rest(self, followed: Progress) -> None:
-        for state in followed.unread_states():
-            if isinstance(state, dict) and "settings" in state:
-                epoch, step = self.planner.resume(state)
-                batches = self.planner.num_steps(epoch) * self._cursor.per_step
-                limit = followed.limit()
-                refuse_lost_rest(
-                    epoch, step * self._cursor.per_step, batches if limit is None else min(batches, limit)
-                )
-
-    def _tell_of_repeats(self) -> None:
-        """Warn that an iteration which was broken off begins again, unless it only looked at one batch.
-
-        Lightning ends epochs early by itself, and begins the next one.
-        """
-        again = self._handed_out - self._cursor.start if self._began == self._cursor.epoch else 0
-        self._began = self._cursor.epoch
-        if self._consumed is None and not self._cursor.fixed_order and again > 1:
-            rank_zero_warn(
-                f"A loader of {len(self)} batches is iterated anew after {again} of epoch {self.epoch}, and "
-                "gives them again. To go on with the rest, keep one iterator over it, or call "
-                "loader.load_state_dict(loader.state_dict()) before; to begin the next epoch, finish this."
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in whole steps, the same on every rank and for every number of ranks."""
-        consumed = self._handed_out if self._consumed is None else self._consumed()
-        return self.planner.state(self._cursor.epoch, consumed // self._cursor.per_step)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the last whole step of ``state``.
-
-        Raises:
-            ValueError: when the data or a setting that decides the plan has changed since.
-        """
+    def load(self, state: Mapping[str, Any]) -> Position:
+        """Return the position of a state; refuse one of other data or settings."""
         epoch, step = self.planner.resume(state)
-        self._cursor.epoch, self._cursor.start = epoch, step * self._cursor.per_step
-        if step == self._cursor.num_steps:
-            self._cursor.epoch, self._cursor.start = epoch + 1, 0
-        self._handed_out = self._cursor.start  # saved again before the next batch, it is the same position
-        if step and not self._cursor.start:
-            return
-        followed = self._follow_caller() if self._consumed is None else None
-        on_load = self._on_load if followed is None else followed.match
-        if on_load is not None:
-            on_load(self._cursor.start)
+        if step and step == self._num_steps(epoch):
+            return Position(epoch=epoch + 1, ended=True)
+        return Position(epoch=epoch, step=step, ended=bool(state.get("ended")))
 
 
-def _take(batches: Iterator[Any]) -> Any:
-    """Return the next batch, None at the end.
+class _Keys(Sampler[Key]):
+    """Gives a DataLoader the keys of the batches that are left of an epoch."""
 
-    Raises:
-        RuntimeError: when a worker died while torch read a tensor of it, which names a socket alone.
-    """
-    try:
-        return next(batches, None)
-    except ConnectionError as err:
-        if "in DataLoader worker" in str(err):  # the data set's own
-            raise
-        raise RuntimeError(
-            f"A DataLoader worker died while its batch was read ({err}), often for want of memory. Lower "
-            "num_workers, prefetch_factor or capacity; the system's log may say why."
-        ) from err
+    def __init__(self) -> None:
+        self.left: Callable[[], Iterator[Key]] = partial(iter, ())
+
+    def __iter__(self) -> Iterator[Key]:
+        return self.left()
+
+
+class Batches(TorchDataset[Batch]):
+    """Maps a key to a batch of one rank; a pure function, so any worker can make any batch."""
+
+    def __init__(self, planner: Planner, maker: BatchMaker, rank: int, dp: int, kind: Kind) -> None:
+        self._planner, self._maker, self._rank, self._kind = planner, maker, rank, kind
+        self._plans = PlansAhead(planner, dp)
+
+    def __getitem__(self, key: Key) -> Batch:
+        epoch, step, micro, counted = key
+        plan = self._plans.step(epoch, step)
+        if self._kind == "eval":
+            return self._maker.batch(plan.microbatches(self._rank)[micro])
+        # Lightning divides by accumulate_grad_batches even where an epoch ends inside a step.
+        scales = plan.scales(None if self._kind == "step" else counted)
+        assert scales is not None, "a planner of training data knows its loss tokens"
+        if isinstance(plan, SharedStepPlan):
+            assert isinstance(self._planner, SharedPlanner)
+            return _shared_step(plan, scales, self._maker, self._planner.sharing, self._rank)
+        own = plan.microbatches(self._rank)
+        if self._kind == "step":
+            return THDStep([self._maker.batch(spans, scales) for spans in own])
+        return self._maker.batch(own[micro], scales)
+
+
+def _shared_step(
+    plan: SharedStepPlan, scales: tuple[float, float], maker: BatchMaker, sharing: Sharing, rank: int
+) -> SharedStep:
+    """Read and collate one rank's packs of a step; packs shared with other ranks are read whole."""
+    degrees = plan.degrees[rank].tolist()
+    batches = [
+        replace(maker, align=sharing.align(degree)).batch(spans, (scales[0] / degree, scales[1] / degree))
+        for spans, degree in zip(plan.microbatches(rank), degrees, strict=True)
+    ]
+    return SharedStep(batches, degrees, digest_of(plan.degrees))

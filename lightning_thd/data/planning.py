@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset
 
-from lightning_thd._checks import whole_number
-from lightning_thd.data.plans_ahead import Planner
+from lightning_thd._checks import choice, flags, instance, whole_number
+from lightning_thd.data.loader import Planner
+from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import DataSet
 from lightning_thd.data.store.arrays import cached_arrays
 from lightning_thd.data.store.columns import ColumnRows
-from lightning_thd.data.store.index import refuse_cuts
+from lightning_thd.data.store.index import Empty, refuse_cuts
 from lightning_thd.data.store.measure import MapDataset
 from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.data.trainer_link import Host, model_cost
@@ -27,27 +28,26 @@ from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
-from lightning_thd.packing.plan import Weigh
 from lightning_thd.packing.planner import Tail
-from lightning_thd.packing.sharing import Sharing
 from lightning_thd.packing.sharing.planner import SharedPlanner
 
 T = TypeVar("T")
 
-_VERSION = 1
-# What decides the packs of a window; the rest of a planner's settings may change under the same counts.
+_VERSION = 1  # The version of the counts in the cache.
+# These decide the packs of a window; the rest of a planner's settings may change under the same counts.
 _DECIDES = ("align", "window", "oversize", "seed")
-_KEEP_TOKENS = 1 << 24  # of split sequences that stay in memory: at most 256 MiB with labels
-COUNTS_FROM = 100_000  # sequences: below it counting windows takes less than opening a file
+_KEEP_TOKENS = 1 << 24  # tokens of split sequences that stay in memory: at most 256 MiB with labels
+COUNTS_FROM = 100_000  # With fewer sequences, counting windows takes less time than opening a file.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanSettings:
-    """How sets are packed; every attribute is described by ``THDDataModule``."""
+class DataSettings:
+    """The settings of a ``THDDataModule``, whose arguments describe them, for datasets and streams."""
 
     capacity: int
     global_batch: Packs | Sequences | None = None
     oversize: Oversize = "error"
+    empty: Empty = "error"
     tail: Tail = "pad"
     window: int = 4096
     seed: int = 0
@@ -56,22 +56,28 @@ class PlanSettings:
     cost: Cost | None = None
     pad_to: int | None = None
     mixing: Mixing | None = None
+    vocab_size: int | None = None
+    num_workers: int = 0
+    prefetch_factor: int | None = None
+    pin_memory: bool | None = None
+    opener: Opener = field(default_factory=Opener)
 
     def __post_init__(self) -> None:
-        capacity = whole_number(
-            self.capacity, "capacity", least=None, advice="Pass the tokens of a pack: 8_192."
-        )
+        advice = "Pass the tokens of a pack: 8_192."
+        capacity = whole_number(self.capacity, "capacity", least=1, advice=advice)
         object.__setattr__(self, "capacity", capacity)
-        if self.global_batch is not None and not isinstance(self.global_batch, Packs | Sequences):
-            raise TypeError(
-                f"global_batch is a {type(self.global_batch).__name__}. Pass Packs(n), Sequences(n) or None."
-            )
-        if self.pad_to is not None:
-            whole_number(self.pad_to, "pad_to", least=1, advice="None pads no pack.")
-        if self.capacity < 1:
-            raise ValueError(
-                f"capacity={self.capacity}: a pack holds at least 1 token. Pass the tokens of a pack."
-            )
+        if self.global_batch is not None:
+            advice = "Pass Packs(n), Sequences(n) or None."
+            instance(self.global_batch, "global_batch", Packs, Sequences, advice=advice)
+        choice(self.oversize, "oversize", *get_args(Oversize))
+        choice(self.empty, "empty", *get_args(Empty))
+        choice(self.tail, "tail", *get_args(Tail))
+        whole_number(self.seed, "seed", least=None)
+        for name in ("pad_to", "vocab_size"):
+            if getattr(self, name) is not None:
+                whole_number(getattr(self, name), name, least=1)
+        if self.pin_memory is not None:
+            flags(pin_memory=self.pin_memory)
         if self.pad_to is not None and self.pad_to < self.capacity:
             raise ValueError(
                 f"pad_to={self.pad_to} is less than capacity={self.capacity}. Raise pad_to or leave it out."
@@ -84,93 +90,93 @@ class PlanSettings:
 
 
 class Setting(Generic[T]):
-    """A data module's attribute in its ``PlanSettings``; what is set holds for the loaders made after."""
+    """A data module's attribute in its ``DataSettings``; a value that is set holds for later loaders."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, module: Any, owner: type | None = None) -> T:
-        return cast("T", self if module is None else getattr(module._plans, self._name))
+        return cast("T", self if module is None else getattr(module._settings, self._name))
 
     def __set__(self, module: Any, value: T) -> None:
-        module._plans = replace(module._plans, **{self._name: value})
+        module._settings = replace(module._settings, **{self._name: value})
 
 
 def make_planner(
-    data: DataSet, settings: PlanSettings, host: Host, *, training: bool, cache_dir: str | Path | None
+    data: DataSet, settings: DataSettings, host: Host, *, training: bool
 ) -> tuple[Planner, MapDataset]:
-    """Make the planner of a set, and the dataset that gives its rows; evaluation takes one pack a rank.
-
-    Raises:
-        ValueError: when the set cannot be planned so.
-    """
-    rows = data.dataset
-    if settings.oversize == "split" and not isinstance(rows, TokenStore | ColumnRows):
-        degree = host.sharing.max_degree if training and host.sharing is not None else 1
-        rows = RecentRows(rows, settings.capacity * degree // 2)
-    weigh = partial(data.index.loss_weights, rows)
-    return _make_planner(data, settings, host, weigh, training=training, cache_dir=cache_dir), rows
-
-
-def _make_planner(
-    data: DataSet,
-    settings: PlanSettings,
-    host: Host,
-    weigh: Weigh,
-    *,
-    training: bool,
-    cache_dir: str | Path | None,
-) -> Planner:
-    if training and host.sharing is not None:
-        if data.weights is not None:
-            raise ValueError(
-                "context_parallel_size='dynamic' plans one source, not a mixture. Give a number of ranks, or "
-                "one source."
-            )
-        return _shared_planner(data, settings, host, host.sharing, weigh)
-    index = data.index
-    oversize: Oversize = "own_pack" if not training and settings.oversize == "error" else settings.oversize
+    """Make the planner of a set, and the dataset that gives its rows; evaluation takes one pack a rank."""
+    sharing = host.sharing if training else None
+    capacity, oversize = settings.capacity, settings.oversize
+    if sharing is not None:
+        _refuse_with_sharing(data, settings, host)
+    if not training and oversize == "error":
+        oversize = "own_pack"  # so that nothing is lost
+    largest = capacity if sharing is None else capacity * sharing.max_degree
     if oversize in ("truncate", "split"):
-        refuse_cuts(index, data.dataset, settings.capacity)
-    plan = partial(
-        PackPlanner if data.weights is None else _mixture_planner(data, settings, oversize, host),
-        index.lengths,
-        settings.capacity,
-        global_batch=settings.step(host) if training else Packs(host.ranks),
-        loss_tokens=weigh,
-        align=host.alignment,
-        cost=settings.cost or model_cost(host.model, settings.capacity),
-        window=settings.window,
-        oversize=oversize,
-        tail=settings.tail if training else "pad",
-        seed=settings.seed,
-        scheduler=settings.scheduler if training else None,
-        schedule=settings.schedule if training and settings.schedule is not None else data.schedule,
-    )
-    if data.weights is not None or data.key is None or len(index.lengths) < COUNTS_FROM:
-        return plan()
-    return plan_counted_once(cast("partial[PackPlanner]", plan), data.key, cache_dir)
+        refuse_cuts(data.index, data.dataset, largest)
+    rows = data.dataset
+    if oversize == "split" and not isinstance(rows, TokenStore | ColumnRows):
+        rows = RecentRows(rows, largest // 2)
+    plan: dict[str, Any] = {
+        "global_batch": settings.step(host) if training else Packs(host.ranks),
+        "loss_tokens": partial(data.index.loss_weights, rows),
+        "align": host.alignment,
+        "cost": settings.cost or model_cost(host.model, largest),
+        "window": settings.window,
+        "oversize": oversize,
+        "tail": settings.tail if training else "pad",
+        "seed": settings.seed,
+        "scheduler": settings.scheduler if training else None,
+        "schedule": settings.schedule if training and settings.schedule is not None else data.schedule,
+    }
+    if sharing is not None:
+        del plan["align"]
+        return SharedPlanner(data.index.lengths, capacity, sharing=sharing, **plan), rows
+    if data.weights is not None:
+        return _mixture_planner(data, settings, plan), rows
+    whole = partial(PackPlanner, data.index.lengths, capacity, **plan)
+    if data.key is None or len(data.index.lengths) < COUNTS_FROM:
+        return whole(), rows
+    return plan_counted_once(whole, data.key, settings.opener.cache_dir), rows
 
 
-def _mixture_planner(
-    data: DataSet, settings: PlanSettings, oversize: Oversize, host: Host
-) -> Callable[..., MixturePlanner]:
+def _mixture_planner(data: DataSet, settings: DataSettings, plan: dict[str, Any]) -> MixturePlanner:
     assert data.weights is not None
     assert data.lengths is not None
     if settings.schedule is not None:
         raise ValueError(
             "schedule= places each sequence once, and a mixture draws them by weight. Leave one out."
         )
-    slots = make_slots(settings.capacity, host.alignment)
-    limit = slots.usable // slots.multiple * slots.multiple
-    mixture = make_mixture(
-        data.lengths,
-        data.weights,
-        settings.mixing,
-        seed=settings.seed,
-        most=limit if oversize == "drop" else None,
-    )
-    return partial(MixturePlanner, mixture=mixture)
+    slots = make_slots(settings.capacity, plan["align"])
+    most = slots.usable // slots.multiple * slots.multiple if plan["oversize"] == "drop" else None
+    mixture = make_mixture(data.lengths, data.weights, settings.mixing, seed=settings.seed, most=most)
+    return MixturePlanner(data.index.lengths, settings.capacity, mixture=mixture, **plan)
+
+
+def _refuse_with_sharing(data: DataSet, settings: DataSettings, host: Host) -> None:
+    """Refuse what cannot be planned if long sequences are shared by several ranks."""
+    if data.weights is not None:
+        raise ValueError(
+            "context_parallel_size='dynamic' plans one source, not a mixture. Give a number of ranks, or "
+            "one source."
+        )
+    if host.sharing is not None and host.alignment != host.sharing.align(1):
+        raise ValueError(
+            f"context_parallel_size='dynamic' with a precision that aligns packs ({host.alignment}): that "
+            "is known for one degree only. Set a fixed context_parallel_size, or another precision."
+        )
+    if settings.pad_to is not None:
+        raise ValueError(
+            f"pad_to={settings.pad_to} under context_parallel_size='dynamic': packs of different degrees are "
+            "padded by different multiples. Leave pad_to out."
+        )
+    if settings.oversize == "own_pack":
+        raise ValueError(
+            "oversize='own_pack' under context_parallel_size='dynamic' would put a sequence above the "
+            "capacity of its ranks. Raise max_context_parallel_size, or set oversize='drop', 'truncate' or "
+            "'split'."
+        )
 
 
 def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:
@@ -181,12 +187,7 @@ def counts_of(data: DataSet, planner: Planner) -> dict[str, int]:
 
 
 class RecentRows(Dataset[dict[str, Any]]):
-    """A dataset that caches the last long rows, so that reading one piece by piece reads it once.
-
-    Args:
-        dataset: gives rows.
-        limit: tokens up to which a row is not worth keeping.
-    """
+    """A dataset that caches the last long rows, so that reading one piece by piece reads it once."""
 
     def __init__(self, dataset: MapDataset, limit: int) -> None:
         self._dataset, self._limit = dataset, limit
@@ -212,57 +213,10 @@ class RecentRows(Dataset[dict[str, Any]]):
         return self._kept[i]
 
 
-def _shared_planner(
-    data: DataSet, settings: PlanSettings, host: Host, sharing: Sharing, weigh: Weigh
-) -> SharedPlanner:
-    """Plan a set whose long sequences several ranks share."""
-    if host.alignment != sharing.align(1):
-        raise ValueError(
-            f"context_parallel_size='dynamic' with a precision that aligns packs ({host.alignment}): that "
-            "is known for one degree alone. Set a fixed context_parallel_size, or another precision."
-        )
-    if settings.pad_to is not None:
-        raise ValueError(
-            f"pad_to={settings.pad_to} under context_parallel_size='dynamic': packs of different degrees are "
-            "padded by different multiples. Leave pad_to out."
-        )
-    if settings.oversize == "own_pack":
-        raise ValueError(
-            "oversize='own_pack' under context_parallel_size='dynamic' would put a sequence above the "
-            "capacity of its ranks. Raise max_context_parallel_size, or set oversize='drop', 'truncate' or "
-            "'split'."
-        )
-    largest = settings.capacity * sharing.max_degree
-    if settings.oversize in ("truncate", "split"):
-        refuse_cuts(data.index, data.dataset, largest)
-    return SharedPlanner(
-        data.index.lengths,
-        settings.capacity,
-        global_batch=settings.step(host),
-        loss_tokens=weigh,
-        sharing=sharing,
-        cost=settings.cost or model_cost(host.model, largest),
-        window=settings.window,
-        oversize=settings.oversize,
-        tail=settings.tail,
-        seed=settings.seed,
-        scheduler=settings.scheduler,
-        schedule=settings.schedule if settings.schedule is not None else data.schedule,
-    )
-
-
 def plan_counted_once(
     plan: partial[PackPlanner], key: Mapping[str, Any], cache_dir: str | Path | None
 ) -> PackPlanner:
-    """Make a planner whose number of packs in each window comes from the cache if counted before.
-
-    The planner compares each window that it packs with its count, so that counts of other data cannot pass.
-
-    Args:
-        plan: ``PackPlanner`` with all its arguments but ``counts``.
-        key: what the lengths are known by.
-        cache_dir: where counts are kept.
-    """
+    """Make a planner whose number of packs in each window comes from the cache if counted before."""
     if isinstance(plan.keywords["global_batch"], Sequences) or plan.keywords["schedule"] is not None:
         return plan()
     made: list[PackPlanner] = []

@@ -10,6 +10,7 @@ from typing import Any, cast
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -24,36 +25,22 @@ from lightning_thd.stats import Window
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """The ranks, devices, model and loggers of what runs the loaders: a Trainer, or the user's own loop.
+    """The ranks, devices, model and loggers of what runs the loaders: a Trainer, or the user's own loop."""
 
-    Attributes:
-        rank: data-parallel rank of this process.
-        ranks: number of data-parallel ranks.
-        accumulate: batches a rank runs between two optimizer steps.
-        is_first: this process writes messages and shows bars.
-        on_gpu: batches are moved to a CUDA device.
-        alignment: what the strategy asks lengths to be multiples of.
-        sharing: how many ranks may share a sequence, where the plan decides.
-        model: the module that is trained.
-        loggers: of the Trainer.
-        whole_steps: a batch of ``Packs(n)`` is all packs of this rank's step, as a pipeline or a plan of
-            degrees needs.
-    """
-
-    rank: int = 0
-    ranks: int = 1
-    accumulate: int = 1
-    is_first: bool = True
-    on_gpu: bool = False
+    rank: int = 0  # data-parallel rank of this process
+    ranks: int = 1  # number of data-parallel ranks
+    accumulate: int = 1  # batches a rank runs between two optimizer steps
+    is_first: bool = True  # this process writes messages and shows bars
+    on_gpu: bool = False  # batches are moved to a CUDA device
     alignment: Alignment | None = None
-    sharing: Sharing | None = None
-    model: nn.Module | None = None
+    sharing: Sharing | None = None  # how many ranks may share a sequence, where the plan decides
+    model: nn.Module | None = None  # the module that is trained
     loggers: tuple[Logger, ...] = ()
-    whole_steps: bool = False
+    whole_steps: bool = False  # A batch of Packs(n) is all packs of this rank's step.
 
 
 def host_of(trainer: L.Trainer) -> Host:
-    """Describe a Trainer as a ``Host``; its strategy tells which ranks read different data."""
+    """Describe a Trainer as a ``Host``; its strategy knows which ranks read different data."""
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     device = getattr(trainer.strategy, "root_device", None)
     sharing = getattr(trainer.strategy, "sharing", None)
@@ -72,13 +59,7 @@ def host_of(trainer: L.Trainer) -> Host:
 
 
 def alignment_of(strategy: Any, precision: Any, module: nn.Module | None = None) -> Alignment | None:
-    """Return the multiples of lengths and totals that strategy and precision together ask for.
-
-    Args:
-        strategy: of a Trainer; its ``alignment`` and the sizes of its parallel axes, where it has them.
-        precision: the precision plugin; its ``alignment(cp, tp, sequence_parallel)``, where it has one.
-        module: that is trained: a model converted to FP8 by hand asks for what the plugin would.
-    """
+    """Return the multiples of lengths and totals that strategy and precision together ask for."""
     asked: Alignment | None = getattr(strategy, "alignment", None)
     rule = getattr(precision, "alignment", None)
     if not callable(rule):
@@ -110,7 +91,7 @@ def _recipe(module: nn.Module | None) -> Any | None:
 
 
 def vocab_size(module: nn.Module | None) -> int | None:
-    """Return the size of the model's vocabulary, if its config tells it."""
+    """Return the size of the model's vocabulary, if its config has it."""
     config = model_config(module)
     return getattr(config.get_text_config(), "vocab_size", None) if config is not None else None
 
@@ -138,13 +119,7 @@ def model_windows(module: nn.Module | None) -> tuple[Window, ...]:
 
 
 def hide_hooks(module: L.LightningDataModule, own: type, hooks: Iterable[str]) -> None:
-    """Make Lightning take hooks of a data module for absent, except those that a subclass has written.
-
-    Args:
-        module: that Lightning will ask.
-        own: class whose hooks are to be hidden.
-        hooks: their names.
-    """
+    """Make Lightning take hooks of a data module for absent, except those that a subclass has written."""
     for hook in hooks:
         if getattr(type(module), hook) is getattr(own, hook):
             setattr(module, hook, MethodType(getattr(L.LightningDataModule, hook), module))
@@ -159,11 +134,7 @@ def hook_of_module(trainer: L.Trainer | None, batch: Any, dataloader_idx: int) -
 
 
 def check_trainer(trainer: L.Trainer | None, step: Packs | Sequences | None) -> None:
-    """Refuse a Trainer whose ranks and accumulation contradict ``global_batch``.
-
-    Raises:
-        MisconfigurationException: for accumulation, ranks or a strategy that would change the loss.
-    """
+    """Refuse a Trainer whose ranks and accumulation contradict ``global_batch``."""
     if trainer is None:
         return
     callbacks = cast("list[L.Callback]", trainer.callbacks)  # type: ignore[attr-defined]
@@ -196,11 +167,7 @@ def accumulates_itself(trainer: L.Trainer) -> bool:
 
 
 def check_whole_steps(step: Packs | Sequences | None, *, ranks: int, accumulate: int) -> None:
-    """Refuse accumulation and packs that do not suit a strategy running a whole step in one batch.
-
-    Raises:
-        MisconfigurationException: for accumulation, or packs that the ranks do not divide.
-    """
+    """Refuse accumulation and packs that do not suit a strategy running a whole step in one batch."""
     if accumulate != 1:
         raise MisconfigurationException(
             f"accumulate_grad_batches={accumulate}, but a pipeline or context_parallel_size='dynamic' runs "
@@ -215,11 +182,7 @@ def check_whole_steps(step: Packs | Sequences | None, *, ranks: int, accumulate:
 
 
 def check_packs(step: Packs | Sequences | None, *, ranks: int, accumulate: int) -> None:
-    """Refuse a ``global_batch`` that ranks and accumulation do not add up to.
-
-    Raises:
-        MisconfigurationException: when they would change what a step holds.
-    """
+    """Refuse a ``global_batch`` that ranks and accumulation do not add up to."""
     if isinstance(step, Packs) and step.n != ranks * accumulate:
         raise MisconfigurationException(
             f"global_batch={step} but {ranks} data-parallel ranks x accumulate_grad_batches={accumulate} "
@@ -235,3 +198,114 @@ def check_packs(step: Packs | Sequences | None, *, ranks: int, accumulate: int) 
             f"global_batch={step} decides by itself how many microbatches a step has, but "
             f"accumulate_grad_batches={accumulate}. Set gradient accumulation to 1."
         )
+
+
+def settle_epoch(trainer: L.Trainer) -> list[Any]:
+    """Fix the resumed Trainer's epoch and batch counters before its training loader is restored."""
+    # Lightning ends an epoch that max_steps, max_time or an early stop broke off, and would begin the next,
+    # so that the rest was lost. With max_steps it also runs one more batch of an epoch that was complete.
+    loop = trainer.fit_loop
+    epochs: Any = loop.epoch_progress
+    batches: Any = loop.epoch_loop.batch_progress
+    ended = 0 < epochs.total.ready == epochs.total.started == epochs.total.processed
+    if not (ended and loop._combined_loader_states_to_load):
+        return []
+    if batches.is_last_batch:
+        _Loop.restarting.fset(loop, False)  # type: ignore[attr-defined]  # its own asks for max_steps
+        states, loop._combined_loader_states_to_load = loop._combined_loader_states_to_load, []
+        return states  # Lightning does not restore the states of loaders whose epoch was complete.
+    if batches.current.processed:
+        for count in (epochs.total, epochs.current):
+            count.processed -= 1
+            count.completed = count.processed
+        loop.restarting = True
+    return []
+
+
+def refuse_cut_steps(trainer: L.Trainer | None, loader: Any) -> None:
+    """Refuse a Trainer's limit that ends an epoch inside a step, whose loss is divided by all its packs."""
+    limit = getattr(trainer, "limit_train_batches", None)
+    try:
+        total: int | None = len(loader)
+    except TypeError:  # nobody knows how many there are
+        total = None
+    share = isinstance(limit, float)
+    if limit is None or (share and total is None):
+        return
+    batches = int(limit * total) if share and total is not None else int(limit)
+    if batches % loader.per_step and (total is None or batches < total):
+        fits = -(-batches // loader.per_step) * loader.per_step
+        raise MisconfigurationException(
+            f"limit_train_batches={limit} (which fast_dev_run sets too) takes {batches} batches of a stream, "
+            f"whose steps of accumulate_grad_batches={loader.per_step} packs a rank are made whole: the last "
+            f"would train on a part of its packs by the loss of all. Take {fits}, another multiple of "
+            f"{loader.per_step}, or set accumulate_grad_batches=1."
+        )
+
+
+class Progress:
+    """A Trainer's position in its epoch, for a loader that saves its own."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
+        self._accumulate = trainer.accumulate_grad_batches
+
+    def begins_epoch(self) -> bool:
+        """Return whether the Trainer is in ``on_train_epoch_start``, or a checkpoint was written there."""
+        epochs: Any = self._trainer.fit_loop.epoch_progress.total
+        return bool(epochs.started < epochs.ready)
+
+    def refuse_other_accumulation(self) -> None:
+        """Refuse accumulation that was changed while the Trainer runs: the packs of a step are planned."""
+        now = self._trainer.accumulate_grad_batches
+        if now != self._accumulate:
+            raise MisconfigurationException(
+                f"accumulate_grad_batches is {now}, but was {self._accumulate} when the training data was "
+                "set up, and the loss of each pack is its share of a step of that many. Set it before fit, "
+                "and begin another fit to change it."
+            )
+
+    def total(self) -> int:
+        """Return how many batches of all epochs and fits the Trainer has finished."""
+        return int(self._batches.total.processed)
+
+    def limit(self) -> int | None:
+        """Return the most batches that the Trainer takes of an epoch."""
+        batches = self._trainer.num_training_batches
+        return int(batches) if batches != float("inf") else None
+
+    def resize(self, batches: int) -> None:
+        """Set the Trainer's number of batches for this epoch: a mixture's epochs differ by a few."""
+        trainer = self._trainer
+        limited = trainer.limit_train_batches
+        if isinstance(limited, int) and not isinstance(limited, bool):
+            batches = min(batches, limited)
+        elif limited is not None:
+            batches = int(batches * limited)
+        loop = trainer.fit_loop
+        if loop.max_batches == batches or getattr(trainer, "overfit_batches", 0) > 0:
+            return
+        loop.max_batches = batches
+        combined = loop._combined_loader
+        if combined is not None:
+            combined.limits = batches  # set once by Lightning, before the first epoch
+        if isinstance(trainer.val_check_interval, float):
+            trainer.val_check_batch = max(1, int(batches * trainer.val_check_interval))
+
+    def match(self, start: int) -> None:
+        """Set Lightning's batch counter to the loader's position, after a change of ranks or mid-step."""
+        progress = self._batches
+        if self.begins_epoch() and not start:  # still the counts of the epoch before
+            progress.current.reset()
+            progress.is_last_batch = False
+            return
+        shift = start - progress.current.processed
+        if shift:
+            for counter in (progress.current, progress.total):
+                for name in ("ready", "started", "processed", "completed"):
+                    setattr(counter, name, max(0, getattr(counter, name) + shift))
+            progress.current.ready = progress.current.started = start
+
+    @property
+    def _batches(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop.batch_progress

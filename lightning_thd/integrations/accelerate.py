@@ -12,7 +12,6 @@ from lightning_thd._imports import require
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.evaluation import LossFn
 from lightning_thd.integrations.loop import Engine, PackedLoop, as_loader, listed, share_packs
 from lightning_thd.loss import causal_lm_loss
@@ -31,7 +30,7 @@ _PRECISION = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": 
 def prepare_thd(
     accelerator: Any,
     model: nn.Module,
-    data: THDDataModule | THDLoader | StreamLoader,
+    data: THDDataModule | THDLoader,
     optimizer: Any,
     scheduler: Any = None,
     *,

@@ -13,7 +13,6 @@ from lightning_thd._checks import instance
 from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.evaluation import LossFn
 from lightning_thd.integrations.loop import Engine, PackedLoop, as_loader, listed, share_packs
 from lightning_thd.loss import causal_lm_loss
@@ -32,7 +31,7 @@ _REFUSED = {
 def prepare_fabric(
     fabric: Fabric,
     model: nn.Module,
-    data: THDDataModule | THDLoader | StreamLoader,
+    data: THDDataModule | THDLoader,
     optimizer: Any,
     *,
     accumulate: int = 1,

@@ -21,7 +21,7 @@ from lightning_thd.batch.samples import PER_TOKEN, check_attention_mask
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.store.measure import MapDataset
-from lightning_thd.data.streams import Stream, StreamLoader, is_stream
+from lightning_thd.data.streams import Stream, is_stream
 
 # A class of Trainers, whose attributes the mixins of ``packed_trainer`` use.
 TrainerBase: Any = object
@@ -85,10 +85,10 @@ def arguments_of(model: Any) -> frozenset[str]:
 
 def keyed_loader(loader: Any, *, pin_memory: bool) -> DataLoader[Any]:
     """Return the batches of a ``THDLoader`` from a loader that Trainer can skip and resume."""
-    inner = loader._loader
+    inner = loader.source.loader
     return KeyedLoader(
         cast("Any", Sized(inner.dataset, len(loader))),
-        batch_sampler=cast("Any", _Keys(loader._cursor)),
+        batch_sampler=cast("Any", _Keys(loader)),
         collate_fn=first,
         num_workers=inner.num_workers,
         prefetch_factor=inner.prefetch_factor,
@@ -153,19 +153,19 @@ class KeyedLoader(DataLoader[Any]):
 
 
 class _Keys:
-    """Presents a ``THDLoader``'s cursor as a batch sampler that yields one key a batch."""
+    """Presents a ``THDLoader`` as a batch sampler that yields one key a batch."""
 
-    def __init__(self, cursor: Any) -> None:
-        self._cursor = cursor
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
 
     def __len__(self) -> int:
-        return len(self._cursor)
+        return len(self._loader)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return ([key] for key in self._cursor)
+        return ([key] for key in self._loader.keys_left())
 
     def set_epoch(self, epoch: int) -> None:
-        self._cursor.set_epoch(epoch)
+        self._loader.begin_epoch(epoch)
 
 
 class Sized:
@@ -238,15 +238,16 @@ class StreamsMixin(TrainerBase):  # type: ignore[misc]
     def _planned(self, loader: THDLoader) -> None:
         """Remember the plan of training; on resuming, check a checkpoint's and begin in its epoch."""
         self._planner = loader.planner
+        assert loader.planner is not None
         if self._resumed is None:
             return
         check_plan(self._resumed, loader.planner)
         trained = Path(self._resumed) / "trainer_state.json"
         if trained.is_file():  # Trainers before 5.23 set no epoch on a loader whose batches they skip
             steps = json.loads(trained.read_text(encoding="utf-8"))["global_step"]
-            loader.batch_sampler.sampler.set_epoch(steps // loader.planner.num_steps(0))
+            loader.begin_epoch(steps // loader.planner.num_steps(0))
 
-    def _streamed(self, loader: StreamLoader) -> StreamedPacks:
+    def _streamed(self, loader: THDLoader) -> StreamedPacks:
         """Return the dataset that Trainer iterates, at the position of its checkpoint."""
         self._packs = StreamedPacks(loader, self._begin_stream)
         if self._resumed is not None:
@@ -301,7 +302,7 @@ class StreamedPacks:
     ``begin`` is called once, when the first pack is asked for.
     """
 
-    def __init__(self, loader: StreamLoader, begin: Callable[[], None]) -> None:
+    def __init__(self, loader: THDLoader, begin: Callable[[], None]) -> None:
         self.loader, self._begin = loader, begin
         self._begun = False
 

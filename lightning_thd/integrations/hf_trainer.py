@@ -19,7 +19,6 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.meter import Hardware, Meter
 from lightning_thd.callbacks.module_flops import find_model
 from lightning_thd.data import THDDataModule
-from lightning_thd.data.streams import StreamLoader
 from lightning_thd.integrations.hf_data import (
     StreamsMixin,
     arguments_of,
@@ -137,7 +136,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         )
         data.setup("fit")
         loader = data.train_dataloader()
-        if isinstance(loader, StreamLoader):
+        if loader.planner is None:
             return cast("DataLoader[Any]", self._streamed(loader))
         self._planned(loader)
         return keyed_loader(loader, pin_memory=self._pins)

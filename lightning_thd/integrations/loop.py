@@ -37,7 +37,6 @@ from lightning_thd.cuda_graph.choice.sampling import longest_sequence, sample_la
 from lightning_thd.cuda_graph.limits.support import sharded_by
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.data.streams import StreamLoader
 from lightning_thd.data.trainer_link import model_alignment
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.integrations.evaluation import LossFn, mean_loss
@@ -186,7 +185,7 @@ class PackedLoop:
         self,
         engine: Engine,
         model: nn.Module,
-        loader: THDLoader | StreamLoader,
+        loader: THDLoader,
         optimizer: Any,
         scheduler: Any = None,
         *,
@@ -364,7 +363,7 @@ def listed(optimizer: Any, who: str, name: str) -> list[Any]:
     return given
 
 
-def as_loader(data: object, model: nn.Module, shared: Shared, *, accumulate: int) -> THDLoader | StreamLoader:
+def as_loader(data: object, model: nn.Module, shared: Shared, *, accumulate: int) -> THDLoader:
     """Return the loader of training steps of a data module, or a loader of ours that was given."""
     if isinstance(data, THDDataModule):
         data.attach(
@@ -377,12 +376,12 @@ def as_loader(data: object, model: nn.Module, shared: Shared, *, accumulate: int
         data.prepare_data()
         data.setup("fit")
         return data.train_steps()
-    if isinstance(data, THDLoader | StreamLoader) and shared.size > 1:
+    if isinstance(data, THDLoader) and shared.size > 1:
         raise ValueError(
             f"prepare_thd got a ready {type(data).__name__} with context_parallel_size={shared.size}: which "
             "packs it reads and how they are padded was decided before. Give the THDDataModule itself."
         )
-    if isinstance(data, THDLoader | StreamLoader):
+    if isinstance(data, THDLoader):
         return data
     raise ValueError(
         f"prepare_thd got data of type {type(data).__name__}, wanted a THDDataModule, or what its "

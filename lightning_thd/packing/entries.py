@@ -37,21 +37,13 @@ OpenLengths = npt.NDArray[np.integer[Any]] | VirtualLengths
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthSummary:
-    """Extremes, sum and hash of all lengths, from one pass over them.
+    """Extremes, sum and hash of all lengths, from one pass over them."""
 
-    Attributes:
-        count: sequences.
-        total: tokens of all sequences.
-        shortest: tokens of the shortest one.
-        longest: tokens of the longest one.
-        digest: hexadecimal hash of all lengths in order, whatever integer type held them.
-    """
-
-    count: int
-    total: int
-    shortest: int
-    longest: int
-    digest: str
+    count: int  # sequences
+    total: int  # tokens of all sequences
+    shortest: int  # tokens of the shortest one
+    longest: int  # tokens of the longest one
+    digest: str  # hexadecimal hash of all lengths in order, whatever integer type held them
 
 
 def open_lengths(lengths: Lengths) -> OpenLengths:
@@ -95,17 +87,13 @@ def blocks(lengths: OpenLengths) -> Iterator[tuple[int, IntArray]]:
 
 
 def summarize(lengths: OpenLengths) -> LengthSummary:
-    """Read all lengths once: their extremes, their sum and their hash.
-
-    Raises:
-        ValueError: when there is none, or one is negative.
-    """
+    """Read all lengths once: their extremes, their sum and their hash."""
     known = getattr(lengths, "summary", None)
     if isinstance(known, LengthSummary):
         if known.count != len(lengths):
             raise ValueError(
                 f"lengths.summary was made of {known.count} sequences, but there are {len(lengths)}. "
-                "The lengths changed: make the summary anew."
+                "The lengths changed: make the summary again."
             )
         return known
     if not len(lengths):
@@ -126,23 +114,12 @@ def summarize(lengths: OpenLengths) -> LengthSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Entries:
-    """The sequences that take part in an epoch, numbered without gaps.
-
-    Attributes:
-        lengths: as opened by :func:`open_lengths`.
-        limit: longest piece that fits a pack, in real tokens.
-        oversize: what happens to a longer sequence.
-        total: entries: sequences less the ones left out.
-        left_out: int64, sorted dataset indices of empty and dropped sequences. The only thing that grows with
-            the dataset, and only by what is left out.
-        counts: sequences that are ``empty``, ``dropped``, ``truncated``, ``split`` or in their ``own_pack``,
-            and ``tokens_lost`` by dropping and truncating.
-    """
+    """The sequences that take part in an epoch, numbered without gaps."""
 
     lengths: OpenLengths
-    limit: int
+    limit: int  # longest piece that fits a pack, in real tokens
     oversize: Oversize
-    total: int
+    total: int  # entries: sequences less the ones left out
     left_out: IntArray
     counts: dict[str, int]
 
@@ -181,11 +158,7 @@ def _split(indices: IntArray, lengths: IntArray, limit: int) -> Spans:
 
 
 def make_entries(lengths: OpenLengths, summary: LengthSummary, *, limit: int, oversize: Oversize) -> Entries:
-    """Apply the oversize policy to lengths of known extremes, and count what it does.
-
-    Raises:
-        ValueError: when ``oversize="error"`` and a sequence is longer than ``limit``, or nothing is left.
-    """
+    """Apply the oversize policy to lengths of known extremes, and count what it does."""
     counts = {"empty": 0, "dropped": 0, "truncated": 0, "split": 0, "own_pack": 0, "tokens_lost": 0}
     left_out: list[IntArray] = []
     if summary.longest > limit or summary.shortest < 1:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd, lcm
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -18,16 +20,16 @@ import numpy.typing as npt
 from lightning_thd._checks import host_ints, instance, whole_number
 from lightning_thd.packing.entries import OpenLengths, make_entries, read_lengths, summarize
 from lightning_thd.packing.lengths import make_slots
-from lightning_thd.packing.loss_tokens import LossTokens, open_loss_tokens
 from lightning_thd.packing.permutation import derive_key, permute
 from lightning_thd.packing.plan import StepPlan
-from lightning_thd.packing.planner import PackPlanner
-from lightning_thd.packing.resume import Resumable
+from lightning_thd.packing.planner import LossTokens, PackPlanner, Resumable, open_loss_tokens
 
 IntArray = npt.NDArray[np.int64]
 EpochSize = Literal["longest", "shortest"] | int
 
 _DRAWS = 11  # purpose of the key, apart from those of windows.py and planner.py
+# Weights of streams become fractions of at most this denominator: 0.3 is 3/10, so that shares stay exact.
+_DENOMINATOR = 10**9
 _KEEP = 2  # planners of epochs that stay: the present one and the next, which workers prefetch
 
 
@@ -40,18 +42,22 @@ class Mixing:
             a large one makes the sources equal.
         epoch: sequences of an epoch: ``"longest"``, as many as use every source whole at least once,
             ``"shortest"``, as many as use no sequence twice, or a number.
-        passes: passes over each source in an epoch, by its name, in the place of weights: 2 uses every
+        passes: passes over each source in an epoch, by its name, in place of weights: 2 uses every
             sequence of it twice, 0.5 half of them, the other half in the next epoch.
-        dry: for streams alone, whose sizes are not known: what happens when a source runs dry. ``"restart"``
+        dry: only for streams, whose sizes are not known: what happens when a source runs dry. ``"restart"``
             (what None means) reads it again, so that its share holds, and ends the epoch once every source
             was used whole; ``"stop"`` ends the epoch with it, and the others go on in the next where they
-            stand; ``"rest"`` leaves the rest of the epoch to the others, by their shares.
+            are; ``"rest"`` leaves the rest of the epoch to the others, by their shares.
     """
 
     temperature: float = 1.0
     epoch: EpochSize = "longest"
     passes: Mapping[str, float] | None = None
     dry: Literal["restart", "stop", "rest"] | None = None
+
+    def tempered(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Return the weights with the temperature applied."""
+        return {name: float(weight) ** (1 / self.temperature) for name, weight in weights.items()}
 
     def __post_init__(self) -> None:
         if self.dry not in (None, "restart", "stop", "rest"):
@@ -73,21 +79,7 @@ def _is_number(value: object) -> bool:
 def share_out(
     sizes: Mapping[str, int], weights: Mapping[str, float], mixing: Mixing | None = None
 ) -> dict[str, int]:
-    """Return how many sequences of each source an epoch takes.
-
-    Args:
-        sizes: sequences of each source, by its name.
-        weights: share of each, in any unit.
-        mixing: temperature, size of the epoch, or passes in the place of weights.
-
-    Returns:
-        Counts whose shares are within one sequence of the weights': sizes ``{"a": 10, "b": 30}`` with equal
-        weights and ``epoch="longest"`` give ``{"a": 30, "b": 30}``, with ``"shortest"`` 10 each.
-
-    Raises:
-        TypeError: for sizes and weights that are no dicts, and another mixing.
-        ValueError: for weights that are none, a source without sequences, or one that would get none.
-    """
+    """Return how many sequences of each source an epoch takes."""
     mixing = Mixing() if mixing is None else mixing
     instance(mixing, "mixing", Mixing, advice="Pass Mixing(temperature=..., epoch=..., passes=...), or None.")
     if mixing.dry is not None:
@@ -98,7 +90,7 @@ def share_out(
     _check_sizes(sizes, weights)
     if mixing.passes is not None:
         return _by_passes(sizes, mixing.passes)
-    raised = {name: float(weights[name]) ** (1 / mixing.temperature) for name in sizes}
+    raised = mixing.tempered({name: weights[name] for name in sizes})
     total = sum(raised.values())
     shares = {name: value / total for name, value in raised.items()}
     if isinstance(mixing.epoch, str):
@@ -129,11 +121,7 @@ def _check_sizes(sizes: Mapping[str, int], weights: Mapping[str, float]) -> None
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
-    """Refuse weights that are not finite numbers above 0.
-
-    Raises:
-        ValueError: naming the source.
-    """
+    """Refuse weights that are not finite numbers above 0."""
     for name, weight in weights.items():
         if not _is_number(weight) or not 0 < weight < np.inf:
             raise ValueError(
@@ -167,21 +155,69 @@ def _round(shares: Mapping[str, float], number: int) -> dict[str, int]:
     return counts
 
 
+def whole_shares(weights: Sequence[float]) -> list[int]:
+    """Convert weights above 0 to whole numbers of the same proportions: ``[0.3, 0.7]`` becomes ``[3, 7]``."""
+    fractions = [Fraction(weight).limit_denominator(_DENOMINATOR) or Fraction(weight) for weight in weights]
+    common = lcm(*(fraction.denominator for fraction in fractions))
+    whole = [int(fraction * common) for fraction in fractions]
+    divisor = gcd(*whole)
+    return [number // divisor for number in whole]
+
+
+def take_turns(
+    shares: Mapping[int, int], drawn: Sequence[int], waiting: Sequence[int], most: int | None = None
+) -> tuple[list[int], int | None]:
+    """Return the source of each next sequence, up to the first source with none at hand.
+
+    The rule is Tijdeman's for the chairman assignment problem (Discrete Mathematics 32, 1980): among the n
+    sources that are behind by at least 1 / (2 n - 2), the one that must come soonest comes next. No source is
+    ever off its share by more than 1 - 1 / (2 n - 2) turns, the least that any rule can promise.
+
+    Args:
+        shares: whole numbers of the sources that take part, by their number.
+        drawn: sequences that each source gave since it takes part with these.
+        waiting: sequences that each source has at hand.
+        most: turns that are enough; None for all there are.
+
+    Returns:
+        The numbers of the sources, turn after turn, and the one whose turn could not be taken; None where
+        ``most`` turns were found. ``({0: 1, 1: 2}, [0, 0], [9, 4])`` gives ``([1, 0, 1, 1, 0, 1], 1)``.
+    """
+    names, total = list(shares), sum(shares.values())
+    taken = {i: int(drawn[i]) for i in names}
+    left = {i: int(waiting[i]) for i in names}
+    number = sum(taken.values())
+    twice = 2 * len(names) - 2
+    found: list[int] = []
+    if not twice:
+        (only,) = names
+        count = left[only] if most is None else min(most, left[only])
+        return [only] * count, only if count != most else None
+    while len(found) != most:
+        number += 1
+        first, chosen = None, None
+        for i in names:
+            behind = shares[i] * number - taken[i] * total
+            if behind * twice >= total:
+                due = ((twice - 1) * total - twice * behind) / shares[i]
+                if first is None or due < first:
+                    first, chosen = due, i
+        assert chosen is not None  # together they are behind by one turn, so that some source is by 1 / n
+        if not left[chosen]:
+            return found, chosen
+        found.append(chosen)
+        taken[chosen] += 1
+        left[chosen] -= 1
+    return found, None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """The sequences a mixture draws: entries of an epoch -> dataset indices, sources laid end to end.
-
-    Attributes:
-        names: of the sources.
-        sizes: sequences of each, int64 ``[K]``.
-        counts: entries of each in an epoch, int64 ``[K]``.
-        seed: of the shuffles.
-        usable: per source the positions that take part, or None for all: empty sequences do not.
-    """
+    """The sequences a mixture draws: entries of an epoch -> dataset indices, sources laid end to end."""
 
     names: tuple[str, ...]
-    sizes: IntArray
-    counts: IntArray
+    sizes: IntArray  # sequences of each, int64 ``[K]``
+    counts: IntArray  # entries of each in an epoch, int64 ``[K]``
     seed: int
     usable: tuple[IntArray | None, ...]
 
@@ -225,12 +261,7 @@ def make_mixture(
     seed: int = 0,
     most: int | None = None,
 ) -> Mixture:
-    """Build a mixture of sources of known lengths; a sequence of more than ``most`` tokens takes no part.
-
-    Raises:
-        TypeError: for lengths that are no dict, or hold no numbers.
-        ValueError: as :func:`share_out`.
-    """
+    """Build a mixture of sources of known lengths; a sequence of more than ``most`` tokens takes no part."""
     usable: dict[str, IntArray | None] = {}
     instance(lengths, "lengths", Mapping, advice="Pass the lengths of each source, by its name.")
     whole_number(seed, "seed", least=-(2**255), most=2**255, advice="It decides every shuffle.")
@@ -268,18 +299,7 @@ class _EpochLengths:
 
 
 class MixturePlanner(Resumable):
-    """Plans the steps of a mixture, each epoch by a ``PackPlanner`` of its drawn entries.
-
-    Steps hold dataset indices, as those of ``PackPlanner`` do, and are pure functions of (seed, epoch, step,
-    dp). With ``Packs(n)`` the epochs may differ by a step or two, because other sequences make other packs.
-
-    Args:
-        lengths: tokens of every sequence, the sources laid end to end, ints ``[N]``.
-        capacity: slots of a pack.
-        mixture: what is drawn.
-        loss_tokens: of every sequence, or a function that weighs spans of them.
-        settings: further arguments of ``PackPlanner``.
-    """
+    """Plans the steps of a mixture, each epoch by a ``PackPlanner`` of its drawn entries."""
 
     def __init__(
         self,
@@ -331,10 +351,3 @@ class MixturePlanner(Resumable):
         whole_number(epoch, "epoch", advice="Epochs count from 0.")
         plan = self.of_epoch(epoch).step(epoch, k, dp)
         return plan.with_indices(self.mixture.indices(epoch, plan.spans.index), self._weigh)
-
-
-def shares(mixture: Mixture, plans: Sequence[StepPlan]) -> dict[str, float]:
-    """Return the share of the sequences of some steps that each source has."""
-    whole = np.concatenate([plan.spans.index[plan.spans.start == 0] for plan in plans])
-    counts = np.bincount(mixture.source_of(whole), minlength=len(mixture.names))
-    return dict(zip(mixture.names, (counts / max(1, counts.sum())).tolist(), strict=True))

@@ -17,10 +17,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class _StepSize:
-    """Keeps the step sizes from being pure dataclasses, of which a YAML config takes the first that fits.
-
-    So ``class_path: lightning_thd.Sequences`` means what it says under LightningCLI.
-    """
+    """Keeps the step sizes from being pure dataclasses, of which a YAML config takes the first that fits."""
 
     __slots__ = ()
 
@@ -93,10 +90,7 @@ Weigh = Callable[[Spans], FloatArray | None]
 
 
 def step_scale(weight: float, *, dp: int, num_microbatches: int) -> float:
-    """Return the factor that turns summed losses, averaged over ranks and microbatches, into the step's mean.
-
-    This is law 2: the loss of a step is the sum over its loss tokens divided by their weight.
-    """
+    """Return the factor by which summed losses, averaged over ranks and microbatches, are the step's mean."""
     return dp * num_microbatches / weight if weight else 0.0
 
 
@@ -140,10 +134,7 @@ class StepPlan:
 
     @cached_property
     def weights(self) -> FloatArray | None:
-        """Return float64 ``[2, dp, M]``, the weight of each microbatch's loss tokens and of its sequences.
-
-        The second is used by ``reduction="sequences"``. None if the loss tokens are unknown.
-        """
+        """Return float64 ``[2, dp, M]``, the weight of each microbatch's loss tokens and of its sequences."""
         found = None if self.weigh is None else self.weigh(self.spans)
         if found is None:
             return None
@@ -153,12 +144,7 @@ class StepPlan:
         return np.stack(sums).astype(np.float64, copy=False).reshape(2, self.dp, -1)
 
     def scales(self, counted: int | None = None) -> tuple[float, float] | None:
-        """Return the loss scale and the sequence scale of the step; None if its loss tokens are unknown.
-
-        Args:
-            counted: microbatches of each rank that will run, if an epoch ends inside the step. The scale
-                still counts all microbatches, by which Trainers divide.
-        """
+        """Return the loss scale and the sequence scale of the step; None if its loss tokens are unknown."""
         if self.weights is None:
             return None
         tokens, sequences = self.weights[:, :, :counted].sum(axis=(1, 2)).tolist()

@@ -6,6 +6,11 @@ a killed job goes on where it stopped, on another number of ranks too, with the 
 
 from __future__ import annotations
 
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,6 +23,7 @@ from lightning_thd.packing.bins import Packing
 from lightning_thd.packing.cost import Cost
 from lightning_thd.packing.entries import (
     Lengths,
+    OpenLengths,
     Oversize,
     make_entries,
     open_lengths,
@@ -25,14 +31,12 @@ from lightning_thd.packing.entries import (
     summarize,
 )
 from lightning_thd.packing.lengths import MOST_RANKS, make_slots
-from lightning_thd.packing.loss_tokens import LossTokens, open_loss_tokens
 from lightning_thd.packing.permutation import derive_key, permute
-from lightning_thd.packing.plan import Packs, Sequences, Spans, StepPlan
-from lightning_thd.packing.resume import Resumable
-from lightning_thd.packing.schedule import ScheduledPacks, open_schedule
-from lightning_thd.packing.windows import WindowedPacks, make_windows
+from lightning_thd.packing.plan import FloatArray, Packs, Sequences, Spans, StepPlan, Weigh
+from lightning_thd.packing.windows import ScheduledPacks, WindowedPacks, make_windows, open_schedule
 
 Tail = Literal["pad", "drop"]
+LossTokens = Lengths | Literal["all"] | Weigh
 IntArray = npt.NDArray[np.int64]
 
 # Part of every fingerprint: raise it when the same settings no longer give the same plans.
@@ -42,6 +46,108 @@ _ENTRIES = 10  # purpose of the key, apart from those of windows.py
 
 class NoSuchStep(IndexError, ValueError):
     """Raised when a step is asked for that the epoch does not have."""
+
+
+class Resumable(ABC):
+    """A planner that goes on from a checkpoint's state, as all its plans follow from its settings."""
+
+    settings: dict[str, Any]
+
+    @abstractmethod
+    def num_steps(self, epoch: int) -> int:
+        """Return the number of steps of an epoch."""
+
+    def fingerprint(self) -> str:
+        """Return a hash of the lengths and of all settings of a plan except dp."""
+        return fingerprint(self.settings)
+
+    def state(self, epoch: int, step: int) -> dict[str, Any]:
+        """Return the state that a checkpoint needs to continue with ``step(epoch, step)``, on any rank."""
+        whole_number(epoch, "epoch", advice="Epochs count from 0.")
+        whole_number(step, "step", most=self.num_steps(epoch), advice="Pass the steps consumed in the epoch.")
+        return {
+            "epoch": int(epoch),
+            "step": int(step),
+            "seed": self.settings["seed"],
+            "fingerprint": self.fingerprint(),
+            "settings": dict(self.settings),
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the epoch and next step of a state, or refuse one of other data, naming each change."""
+        instance(state, "state", Mapping, advice="Pass what PackPlanner.state() returned.")
+        missing = {"epoch", "step", "fingerprint"} - set(state)
+        if missing:
+            raise ValueError(
+                f"The state has no {', '.join(sorted(missing))}; it holds "
+                f"{', '.join(sorted(state)) or 'nothing'}. Pass what PackPlanner.state() returned."
+            )
+        if state["fingerprint"] != self.fingerprint():
+            saved = state.get("settings", {})
+            changes = [
+                f"{name} was {saved.get(name)!r}, is {value!r}"
+                for name, value in self.settings.items()
+                if saved.get(name) != value
+            ]
+            found = "; ".join(changes) or f"fingerprint was {state['fingerprint']}, is {self.fingerprint()}"
+            raise ValueError(
+                f"The state was saved with other data or settings ({found}), so its steps "
+                "would hold other sequences. Restore the old ones, or start without the state."
+            )
+        return int(state["epoch"]), int(state["step"])
+
+
+def fingerprint(settings: Mapping[str, Any]) -> str:
+    """Hash settings that JSON can write, independent of their order: 32 hexadecimal digits."""
+    text = json.dumps(settings, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class CountedTargets:
+    """Weighs spans by counted loss tokens, each target and each sequence by 1."""
+
+    lengths: OpenLengths  # tokens of each sequence
+    counts: OpenLengths | None
+
+    def __call__(self, spans: Spans) -> FloatArray | None:
+        """Return float64 ``[2, S]``, or None where a part of a partly masked sequence is among the spans."""
+        lengths = read_lengths(self.lengths, spans.index)
+        counts = lengths - 1 if self.counts is None else read_lengths(self.counts, spans.index)
+        wrong = (counts < 0) | (counts >= lengths)
+        if wrong.any():
+            first = int(wrong.argmax())
+            raise ValueError(
+                f"Sequence {spans.index[first]} has {lengths[first]} tokens but {counts[first]} loss tokens. "
+                "The first token of a sequence is no target, so it has fewer. Count the labels from the "
+                "second token on."
+            )
+        whole, full = spans.lengths == lengths, counts == lengths - 1
+        if not (whole | full | (counts == 0)).all():
+            return None
+        targets = spans.lengths - ~spans.continued
+        own = np.where(whole, counts, np.where(full, targets, 0)).astype(np.float64)
+        truncated = (spans.start == 0) & ~spans.continued  # the rest is dropped, not placed in other pieces
+        of_sequence = np.where(truncated, own, counts)
+        share = np.divide(own, of_sequence, out=np.zeros_like(own), where=of_sequence > 0)
+        return np.stack([own, share])
+
+
+def open_loss_tokens(loss_tokens: LossTokens | None, lengths: OpenLengths) -> Weigh | None:
+    """Check that there is one count a sequence; memory maps and virtual counts stay where they are."""
+    if loss_tokens is None or callable(loss_tokens):
+        return loss_tokens
+    if isinstance(loss_tokens, str):
+        if loss_tokens == "all":
+            return CountedTargets(lengths, None)
+        raise ValueError(f"loss_tokens={loss_tokens!r}: pass one count a sequence, 'all', or None.")
+    opened = open_lengths(loss_tokens)
+    if len(opened) != len(lengths):
+        raise ValueError(
+            f"loss_tokens has {len(opened)} counts but there are {len(lengths)} sequences. Pass one count a "
+            f"sequence."
+        )
+    return CountedTargets(lengths, opened)
 
 
 class PackPlanner(Resumable):
@@ -68,9 +174,9 @@ class PackPlanner(Resumable):
         loss_tokens: targets of each sequence, ints ``[N]``, or ``"all"`` when every token with a next one in
             its sequence has a target, or a function ``Spans -> float64 [2, S]`` that gives the weights of
             their loss tokens and of their sequences; then each plan holds the loss scale of its step.
-        scheduler: a function in the place of :func:`balance`, for ``Sequences(n)``.
+        scheduler: a function in place of :func:`balance`, for ``Sequences(n)``.
         schedule: the number of the microbatch of each sequence, ints ``[N]``, for ``Packs(n)``: these packs,
-            in this order, in every epoch, in the place of our own. Held in memory.
+            in this order, in every epoch, in place of our own. Held in memory.
         counts: packs of every window, as :attr:`counts` of a planner with the same fingerprint gave them.
         num_workers: processes that count the packs of the windows; 0 counts them in this one.
 

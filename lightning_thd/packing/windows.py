@@ -1,13 +1,14 @@
-"""The entries of a data set, window by window -> the packs of an epoch, in any order, from any pack on.
+"""The entries of a data set, by windows or by a given schedule -> the packs of an epoch, from any pack on.
 
-Which sequences share a window depends on the seed alone, so that the packs of a window need counting only
+Which sequences share a window depends only on the seed, so that the packs of a window need counting only
 once. An epoch shuffles the windows, the packs inside each, and sequences of equal length among each other.
 """
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,21 +32,13 @@ _BLOCK = 1 << 18  # sequences counted at a time: 2 MiB of each array
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WindowedPacks:
-    """The packs of each epoch, made window by window, with one window in memory.
+    """The packs of each epoch, made window by window, with one window in memory."""
 
-    Attributes:
-        entries: the sequences that take part.
-        slots: what a pack offers.
-        window: entries of a window; the last one may hold fewer.
-        seed: of all shuffles.
-        counts: uint32 ``[W]``, packs of every window.
-    """
-
-    entries: Entries
+    entries: Entries  # the sequences that take part
     slots: Slots
-    window: int
+    window: int  # entries of a window; the last one may hold fewer
     seed: int
-    counts: npt.NDArray[np.uint32]
+    counts: npt.NDArray[np.uint32]  # uint32 ``[W]``, packs of every window
     _order: tuple[int, IntArray, IntArray] | None = field(default=None, init=False, repr=False)
     _packed: tuple[tuple[int, int], Spans, IntArray] | None = field(default=None, init=False, repr=False)
 
@@ -105,11 +98,7 @@ def make_windows(
     counts: npt.NDArray[np.uint32] | None = None,
     num_workers: int = 0,
 ) -> WindowedPacks:
-    """Cut the entries into windows, and count the packs of each unless counts are given.
-
-    Raises:
-        ValueError: when the counts given are not those of as many windows.
-    """
+    """Cut the entries into windows, and count the packs of each unless counts are given."""
     total = -(-entries.total // window)
     if counts is None:
         counts = count_windows(entries, slots, window, seed, num_workers=num_workers)
@@ -117,7 +106,7 @@ def make_windows(
         raise ValueError(
             f"counts has {len(counts) if isinstance(counts, np.ndarray) else type(counts).__name__} windows "
             f"but there are {total}, or is no array of positive ints. "
-            "Pass the counts of a planner with the same fingerprint, or None to count anew."
+            "Pass the counts of a planner with the same fingerprint, or None to count again."
         )
     return WindowedPacks(entries=entries, slots=slots, window=window, seed=seed, counts=counts)
 
@@ -141,7 +130,6 @@ def count_windows(
     seed: int,
     *,
     num_workers: int = 0,
-    progress: Callable[[int, int], None] | None = None,
 ) -> npt.NDArray[np.uint32]:
     """Count the packs of every window, ``[W]``, in forked processes that touch only numpy, or here for 0."""
     total = -(-entries.total // window)
@@ -159,8 +147,6 @@ def count_windows(
             done = map(count, blocks)
         for (first, last), found in zip(blocks, done, strict=True):
             counts[first:last] = found
-            if progress is not None:
-                progress(last, total)
     return counts
 
 
@@ -177,8 +163,8 @@ def _count_block(
 
 def _count(padded: IntArray, slots: Slots) -> int:
     fits = padded <= slots.usable
-    alone = len(padded) - int(fits.sum())
-    return alone + count_packs(padded[fits] // slots.multiple, slots.usable // slots.multiple)
+    too_long = len(padded) - int(fits.sum())
+    return too_long + count_packs(padded[fits] // slots.multiple, slots.usable // slots.multiple)
 
 
 _Count = Callable[[tuple[int, int]], npt.NDArray[np.uint32]]
@@ -191,3 +177,61 @@ def _keep(count: _Count) -> None:
 
 def _call_kept(block: tuple[int, int]) -> npt.NDArray[np.uint32]:
     return _kept[0](block)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScheduledPacks:
+    """Packs given from outside, in the order of their numbers, the same in every epoch."""
+
+    entries: Entries  # the sequences that take part
+    indices: IntArray  # int64 ``[S]``, dataset indices, microbatch after microbatch
+    offsets: IntArray  # int64 ``[P + 1]`` of each microbatch in them
+
+    @property
+    def total(self) -> int:
+        """Return the number of packs of an epoch."""
+        return len(self.offsets) - 1
+
+    def digest(self) -> str:
+        """Return a hexadecimal hash of which sequence is in which pack."""
+        hashed = hashlib.blake2b(self.indices.astype("<i8").tobytes(), digest_size=16)
+        hashed.update(self.offsets.astype("<i8").tobytes())
+        return hashed.hexdigest()
+
+    def read(self, epoch: int, first: int, last: int) -> tuple[Spans, IntArray]:
+        """Return the packs ``first`` to ``last``: their spans, and int64 offsets of each pack in them."""
+        begin = self.offsets[first]
+        spans = self.entries.spans(self.indices[begin : self.offsets[last]])
+        return spans, self.offsets[first : last + 1] - begin
+
+
+def open_schedule(
+    schedule: npt.ArrayLike | Sequence[int], entries: Entries, count: int, slots: Slots
+) -> ScheduledPacks:
+    """Sort sequences by microbatch after a checked schedule ``[N]`` (gaps allowed); empty ones stay out."""
+    numbers = np.asarray(schedule)
+    if numbers.shape != (count,) or numbers.dtype.kind not in "iu" or (count and numbers.min() < 0):
+        raise ValueError(
+            f"schedule has the shape {numbers.shape} and the type {numbers.dtype} for {count} sequences. "
+            "Pass one microbatch number a sequence, each at least 0."
+        )
+    if entries.oversize in ("truncate", "split"):
+        raise ValueError(
+            f"oversize={entries.oversize!r} changes sequences that the schedule has already placed. "
+            "Cut them beforehand, or set oversize='error', 'drop' or 'own_pack'."
+        )
+    indices = np.argsort(numbers, kind="stable")
+    indices = indices[~np.isin(indices, entries.left_out)]
+    ordered = numbers[indices]
+    offsets = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1], [True]]))
+    packs = ScheduledPacks(entries=entries, indices=indices, offsets=offsets)
+    padded = np.concatenate([[0], np.cumsum(slots.padded(entries.spans(indices).lengths))])
+    totals = np.diff(padded[offsets])
+    over = (totals > slots.usable) & ((np.diff(offsets) > 1) | (entries.oversize != "own_pack"))
+    if over.any():
+        first = int(over.argmax())
+        raise ValueError(
+            f"Microbatch {ordered[offsets[first]]} of the schedule takes {totals[first]} slots, but "
+            f"{slots.usable} of a pack are usable. Raise capacity, or schedule fewer sequences there."
+        )
+    return packs

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_thd import THDDataModule, THDThroughputMonitor
 from lightning_thd.callbacks.monitor import PARTS, StepMarks
 from lightning_thd.report.run import read_metrics
-from tests.data.test_datamodule import make_trainer
+from tests.data.support import make_trainer
 from tests.tiny import TinyModule, sequences
 
 SLOW_S = 0.05

@@ -23,8 +23,7 @@ from lightning_thd.data import (
     stdlib_documents,
 )
 from lightning_thd.data.store import Rows, cached_store, count_targets, write_store
-from lightning_thd.data.streams import Stream, StreamPolicies, is_stream, stream_loader
-from lightning_thd.data.trainer_link import Host
+from lightning_thd.data.streams import Stream, is_stream
 from lightning_thd.packing import Packs
 from lightning_thd.packing.mixtures import Mixing
 from tests.fuzz import Entry
@@ -118,37 +117,10 @@ def _stream(rng: random.Random) -> dict[str, Any]:
     }
 
 
-_POLICIES: dict[str, Any] = {
-    "capacity": 64,
-    "global_batch": None,
-    "tokenizer": ByteTokenizer,
-    "text_key": "text",
-    "append_eos": True,
-    "oversize": "truncate",
-    "drop_empty": False,
-    "tail": "pad",
-    "seed": 0,
-    "pad_to": None,
-    "vocab_size": None,
-    "num_workers": 0,
-    "pin_memory": False,
-}
-
-
 def _run_stream(**given: Any) -> THDBatch | THDStep:
-    return next(iter(stream_loader(**given)))
-
-
-def _loader(rng: random.Random) -> dict[str, Any]:
-    return {
-        "stream": Stream(**_stream(rng)),
-        "policies": StreamPolicies(**_POLICIES),
-        "host": Host(),
-        "kind": rng.choice(["pack", "step"]),
-        "parts": None,
-        "consumed": None,
-        "on_load": None,
-    }
+    module = THDDataModule(Stream(**given), capacity=64, oversize="truncate")
+    module.setup("fit")
+    return next(iter(module.train_dataloader()))
 
 
 def _stdlib(call: Any, max_bytes: Any) -> Any:
@@ -218,13 +190,6 @@ TABLE = {
         },
     ),
     "data.streams.Stream": Entry(Stream, _stream),
-    "data.streams.Stream read": Entry(
-        lambda **given: _run_stream(
-            stream=Stream(**given), policies=StreamPolicies(**_POLICIES), host=Host(), kind="pack"
-        ),
-        _stream,
-    ),
+    "data.streams.Stream read": Entry(_run_stream, _stream),
     "data.streams.is_stream": Entry(is_stream, lambda _: {"source": iter([1])}),
-    "data.streams.StreamPolicies": Entry(StreamPolicies, lambda _: dict(_POLICIES)),
-    "data.streams.stream_loader": Entry(_run_stream, _loader),
 }

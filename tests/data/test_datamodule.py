@@ -18,27 +18,8 @@ from lightning_thd import Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.batch import THDStep
 from lightning_thd.data import TokenStore
 from lightning_thd.data.streams import Stream
+from tests.data.support import CAPACITY, flat, make_trainer
 from tests.tiny import VOCAB, TinyModule, largest_error, nll, sequences
-
-CAPACITY = 48
-
-
-def make_trainer(**kwargs: Any) -> L.Trainer:
-    defaults: dict[str, Any] = {
-        "max_epochs": 1,
-        "log_every_n_steps": 1,
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return L.Trainer(**{**defaults, **kwargs})
-
-
-def flat(seen: list[tuple[int, ...]]) -> list[int]:
-    return [i for ids in seen for i in ids]
 
 
 def test_an_epoch_uses_every_sequence_once_and_the_next_one_in_another_order() -> None:

@@ -19,7 +19,7 @@ from lightning_thd import CUDAGraphCallback, Packs, Sequences, THDBatch, THDData
 from lightning_thd.loss import log_token_losses
 from lightning_thd.module import CausalLMModule
 from lightning_thd.packing.mixtures import Mixing
-from tests.data.test_datamodule import CAPACITY, flat, make_trainer
+from tests.data.support import CAPACITY, flat, make_trainer
 from tests.ranks import run_ranks
 from tests.tiny import TinyModule, nll, sequences, tiny_llama
 

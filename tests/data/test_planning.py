@@ -24,7 +24,7 @@ from lightning_thd.data.store.index import build_index
 from lightning_thd.data.trainer_link import Host, check_whole_steps
 from lightning_thd.packing import Cost, balance
 from lightning_thd.packing.sharing import Sharing
-from tests.data.test_datamodule import CAPACITY, make_trainer
+from tests.data.support import CAPACITY, make_trainer
 from tests.ranks import run_ranks
 from tests.tiny import TinyModule, sequences
 

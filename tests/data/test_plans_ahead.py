@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_thd.data.plans_ahead import PlansAhead
+from lightning_thd.data.loader import PlansAhead
 from lightning_thd.packing import PackPlanner, Packs, Sequences, StepPlan
 from lightning_thd.packing.planner import NoSuchStep
 
@@ -113,8 +115,20 @@ class Asking:
 
     def __getitem__(self, k: int) -> bool:
         self.ahead.step(0, k)
-        return self.ahead._thread is None
+        return self.ahead._ahead._thread is None
 
 
 def test_workers_plan_nothing_ahead() -> None:
     assert [bool(x) for x in DataLoader(Asking(), batch_size=None, num_workers=2)] == [True] * 4
+
+
+def test_the_thread_of_a_dropped_owner_is_joined_before_the_interpreter_ends() -> None:
+    job = (
+        "import time\n"
+        "from lightning_thd.data.loader import Ahead\n"
+        "ahead = Ahead('slow')\n"
+        "ahead.begin(lambda: (time.sleep(0.5), print('made')))\n"
+        "del ahead\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", job], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "made\n", "")

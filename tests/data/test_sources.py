@@ -10,7 +10,7 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 
-from lightning_thd import THDBatch, THDDataModule
+from lightning_thd import THDDataModule
 from lightning_thd.data.read.columns import as_rows
 from lightning_thd.data.read.sources import Opener, open_source
 from tests.tiny import sequences
@@ -80,6 +80,6 @@ def test_the_module_serves_one_trainer_after_another(tmp_path: Path) -> None:
         data.trainer = Pretends(ranks)  # type: ignore[assignment]
         data.setup("fit")
         loader = data.train_dataloader()
-        batches = [batch for batch in loader._loader if isinstance(batch, THDBatch)]
+        batches = [loader.source.loader.dataset[key] for key in loader.keys_left()]
         tokens = sum(batch.stats.real_tokens for batch in batches)
         assert tokens == pytest.approx(int(data._sets["train"].index.lengths.sum()) / ranks, rel=0.3)

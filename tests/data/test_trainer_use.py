@@ -18,9 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_thd import Packs, Sequences, THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd.batch import THDStep
-from lightning_thd.data.progress import refuse_other_trainer
 from lightning_thd.data.streams import Stream
-from tests.data.test_datamodule import CAPACITY, make_trainer
+from tests.data.support import CAPACITY, make_trainer
 from tests.tiny import TinyModule, largest_error, sequences
 
 SAMPLES = sequences(40)
@@ -181,90 +180,41 @@ def test_what_a_step_is_not_says_where_it_is_found() -> None:
         TinyModule().model(**batch)
 
 
-def made(train: Any = SAMPLES, accumulate: int | None = None, step: Packs | Sequences | None = None) -> Any:
+def made(train: Any = SAMPLES, step: Packs | Sequences | None = None) -> Any:
     """Return the training loader of a data module that knows no Trainer."""
     data = THDDataModule(train, capacity=CAPACITY, global_batch=step)
-    if accumulate is not None:
-        data.attach(accumulate=accumulate)
     data.setup("fit")
     return data.train_dataloader()
 
 
+@pytest.mark.parametrize("strategy", ["auto", "thd"])
 @pytest.mark.parametrize("train", [SAMPLES, Rows()], ids=["planned", "streamed"])
-def test_a_loader_made_for_another_trainer_is_refused(train: Any) -> None:
-    with pytest.raises(
-        MisconfigurationException,
-        match=r"one of 1 batches of a step to rank 0 of 1\. .* SingleDeviceStrategy with accumulate_grad"
-        r"_batches=3 as rank 0 of 1.*datamodule=data\), or call data.attach\(rank=0, ranks=1, accumulate=3\)",
-    ):
-        make_trainer(accumulate_grad_batches=3).fit(TinyModule(), made(train))
-    with pytest.raises(MisconfigurationException, match=r"a THDStep .* or set strategy='thd', 'thd_ddp'"):
-        make_trainer().fit(TinyModule(), made(train, step=Sequences(7)))
-    with pytest.raises(MisconfigurationException, match="to rank 1 of 2"):  # what a second rank would read
-        refuse_other_trainer(make_trainer(), kind="pack", rank=1, ranks=2, per_step=1)
+def test_a_training_loader_without_its_data_module_is_refused(train: Any, strategy: str) -> None:
+    module = TinyModule()
+    with pytest.raises(MisconfigurationException, match=r"by itself.*fit\(module, datamodule=data\)"):
+        make_trainer(strategy=strategy).fit(module, made(train))
+    assert not module.seen
 
 
-def test_a_cut_step_of_a_stream_given_as_a_loader_is_refused() -> None:
-    trainer = make_trainer(accumulate_grad_batches=2, limit_train_batches=3)
-    with pytest.raises(MisconfigurationException, match="takes 3 batches of a stream"):
-        trainer.fit(TinyModule(), made(Rows(), accumulate=2))
-
-
-def test_a_loader_given_by_itself_follows_the_trainers_limit_and_overfits() -> None:
+def test_a_limit_inside_a_step_counts_the_packs_that_run() -> None:
     class Scales(L.Callback):
         def on_train_batch_start(self, *args: Any) -> None:
             scales.append(args[2].loss_scale)
 
     scales: list[float] = []
-    module = TinyModule()
+    module, data = TinyModule(), THDDataModule(SAMPLES, capacity=CAPACITY)
     trainer = make_trainer(
         accumulate_grad_batches=2, callbacks=[Scales()], limit_train_batches=3, max_epochs=1
     )
-    trainer.fit(module, made(accumulate=2))
-    batches = list(itertools.islice(made(accumulate=2), 3))
+    trainer.fit(module, data)
+    alone = THDDataModule(SAMPLES, capacity=CAPACITY)
+    alone.attach(accumulate=2)
+    alone.setup("fit")
+    batches = list(itertools.islice(alone.train_dataloader(), 3))
     # The third batch is a step of its own; Lightning halves its loss all the same.
     tokens = [sum(batch.loss_tokens for batch in batches[:2]), batches[2].loss_tokens]
     assert [module.seen[i] for i in range(3)] == [batch.sequence_ids for batch in batches]
     assert scales == pytest.approx([2 / tokens[0], 2 / tokens[0], 2 / tokens[1]])
-
-    again = TinyModule()
-    make_trainer(overfit_batches=2, max_epochs=2).fit(again, made())
-    assert again.seen[:2] == again.seen[2:]
-
-
-def test_a_loader_given_by_itself_goes_on_inside_a_step(tmp_path: Path) -> None:
-    def run(module: TinyModule, *callbacks: L.Callback, ckpt_path: Path | None = None) -> None:
-        trainer = make_trainer(accumulate_grad_batches=3, callbacks=list(callbacks))
-        trainer.fit(module, made(accumulate=3), ckpt_path=ckpt_path)
-
-    whole, resumed = TinyModule(), TinyModule()
-    run(whole, SavesAt("on_train_batch_end", 5, tmp_path / "in.ckpt"))
-    run(resumed, ckpt_path=tmp_path / "in.ckpt")
-    assert resumed.seen == whole.seen[3:]
-    assert largest_error(weights(resumed), weights(whole)) < 1e-12
-
-
-@pytest.mark.filterwarnings("ignore:The stream is a generator")  # which gives the same rows again here
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.parametrize("streamed", [False, True])
-def test_loaders_given_by_themselves_lose_no_rest_of_an_epoch(streamed: bool, tmp_path: Path) -> None:
-    def run(module: TinyModule, path: Path | None = None, **settings: Any) -> None:
-        train = Stream(source=Rows(), steps_per_epoch=4) if streamed else SAMPLES
-        make_trainer(**settings).fit(module, made(train), ckpt_path=path)
-
-    begun, whole, resumed = TinyModule(), TinyModule(), TinyModule()
-    saver = ModelCheckpoint(tmp_path, filename="end")
-    run(begun, max_epochs=-1, max_steps=5, callbacks=[saver], enable_checkpointing=True)
-    run(whole, max_epochs=-1, max_steps=14)
-    run(resumed, tmp_path / "end.ckpt", max_epochs=-1, max_steps=14)
-    assert begun.seen + resumed.seen == whole.seen
-    by_epoch = TinyModule()
-    if streamed:  # whose epochs are but marks
-        run(by_epoch, tmp_path / "end.ckpt", max_epochs=3)
-        assert by_epoch.seen == whole.seen[5 : 5 + len(by_epoch.seen)]
-    else:
-        with pytest.raises(MisconfigurationException, match=r"after 5 of \d+ batches of epoch 0, where"):
-            run(by_epoch, tmp_path / "end.ckpt", max_epochs=2)
 
 
 def test_a_loader_that_a_callback_iterates_is_its_own() -> None:
@@ -371,16 +321,10 @@ class Accumulates(TinyModule):
         """There is no loss to keep."""
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_a_module_that_accumulates_by_itself_names_its_packs(alone: bool) -> None:
+def test_a_module_that_accumulates_by_itself_names_its_packs() -> None:
     module, automatic = Accumulates(), TinyModule()
     data = THDDataModule(SAMPLES, capacity=CAPACITY, global_batch=Packs(3))
-    if alone:
-        data.attach(accumulate=3)
-        data.setup("fit")
-        make_trainer().fit(module, data.train_dataloader())
-    else:
-        make_trainer().fit(module, data)
+    make_trainer().fit(module, data)
     trainer = make_trainer(accumulate_grad_batches=3, gradient_clip_val=0.5)
     trainer.fit(automatic, THDDataModule(SAMPLES, capacity=CAPACITY))
     assert module.seen == automatic.seen

@@ -13,7 +13,7 @@ import torch
 
 from lightning_thd import THDDataModule, causal_lm_loss
 from lightning_thd.batch import THDBatch
-from lightning_thd.data.loader import BatchMaker, THDLoader
+from lightning_thd.data.loader import BatchMaker, PlannedSteps, THDLoader
 from lightning_thd.data.store.index import build_index
 from lightning_thd.packing import PackPlanner, Packs, Sequences
 from tests.tiny import tiny_llama
@@ -67,7 +67,7 @@ def test_the_microbatches_of_a_step_weigh_what_the_brute_force_does(
     maker = BatchMaker(dataset=samples, index=index)
     found: tuple[dict[tuple[int, int], float], ...] = ({}, {})
     for rank in range(dp):
-        (step,) = THDLoader(planner, maker, rank=rank, dp=dp, kind="step")
+        (step,) = THDLoader(PlannedSteps(planner, maker, rank=rank, dp=dp, kind="step"))
         plan = planner.step(0, 0, dp).microbatches(rank)
         for batch, spans in zip(step.microbatches, plan, strict=True):
             assert batch.weights is not None

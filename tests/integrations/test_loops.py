@@ -417,7 +417,7 @@ def test_a_loop_that_breaks_off_is_told_that_steps_come_again() -> None:
     loader = data.train_steps()
     first = [step.microbatches[0].sequence_ids for _, step in zip(range(3), loader, strict=False)]
     with pytest.warns(
-        UserWarning, match=r"batches is iterated anew after 3 of epoch 0, and gives them again"
+        UserWarning, match=r"batches is iterated again after 3 of epoch 0, and gives them again"
     ):
         again = next(iter(loader)).microbatches[0].sequence_ids
     assert again == first[0]

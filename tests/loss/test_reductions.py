@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
-from lightning_thd.data.loader import BatchMaker, THDLoader
+from lightning_thd.data.loader import BatchMaker, PlannedSteps, THDLoader
 from lightning_thd.data.store.index import build_index
 from lightning_thd.integrations.evaluation import mean_loss
 from lightning_thd.loss import (
@@ -79,7 +79,7 @@ def test_a_step_is_exact_over_ranks_and_microbatches(weights: str, reduction: An
     maker = BatchMaker(dataset=samples, index=index, align=Alignment(sequence_multiple=2, total_multiple=4))
     dp, smoothing, losses = 2, 0.1 if weights == "both" else 0.0, []
     for rank in range(dp):
-        (step,) = THDLoader(planner, maker, rank=rank, dp=dp, kind="step")
+        (step,) = THDLoader(PlannedSteps(planner, maker, rank=rank, dp=dp, kind="step"))
         assert len(step.microbatches) > 1
         losses += [
             causal_lm_loss(model, batch, reduction=reduction, label_smoothing=smoothing)

@@ -58,26 +58,11 @@ def test_long_packs_do_not_come_first() -> None:
     assert abs(place) < 5 / np.sqrt(len(sizes))  # five standard deviations of an unrelated order
 
 
-def test_counting_tells_its_progress() -> None:
-    seen = []
-    counts = count_windows(
-        entries_of(draw("chat", 1_000)),
-        SLOTS,
-        300,
-        0,
-        progress=lambda done, total: seen.append((done, total)),
-    )
-    assert seen == [(4, 4)]
-    assert counts.tolist() == make_windows(entries_of(draw("chat", 1_000)), SLOTS, 300, 0).counts.tolist()
-
-
 def test_workers_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_thd.packing.windows._BLOCK", 700)  # two windows a block
-    seen: list[tuple[int, int]] = []
     entries = entries_of(draw("chat", 3_000))
-    alone = count_windows(entries, SLOTS, 300, 0, progress=lambda *done: seen.append(done))
-    assert seen == [(2, 10), (4, 10), (6, 10), (8, 10), (10, 10)]
-    assert alone.tolist() == count_windows(entries, SLOTS, 300, 0, num_workers=2).tolist()
+    counts = count_windows(entries, SLOTS, 300, 0)
+    assert counts.tolist() == count_windows(entries, SLOTS, 300, 0, num_workers=2).tolist()
 
 
 def test_refuses_counts_of_others() -> None:

@@ -1,99 +1,50 @@
 """Shards of all ranks -> steps that are planned, exchanged and collated in lockstep on every rank.
 
-Each turn gathers what ranks read since the last (``intake``: 8 bytes a sequence), orders and plans it by
+Each turn gathers what ranks read since the last (``intake``), orders and plans it by
 ``order`` and ``schedule`` on the same numbers everywhere, and moves what has to move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.data.streams import ledger as ledgers
-from lightning_thd.data.streams.intake import Intake, Source
-from lightning_thd.data.streams.ledger import Ledger
-from lightning_thd.data.streams.order import Dry, Order, dry_notice, order_of, shares_of, wanted_of
-from lightning_thd.data.streams.ranks.exchange import exchange, moved_bytes
-from lightning_thd.data.streams.ranks.wire import Wire
-from lightning_thd.data.streams.samples import Sampler, check_keys
-from lightning_thd.data.streams.schedule import IntArray, Planned, Scheduling, Table, plan_steps, rows_of
-from lightning_thd.data.streams.shards import Shard
+from lightning_thd.batch import THDStep
+from lightning_thd.data.streams.intake import Intake, Settings
+from lightning_thd.data.streams.order import Order, dry_notice, order_of, shares_of, wanted_of
+from lightning_thd.data.streams.ranks import Wire, exchange, moved_bytes
+from lightning_thd.data.streams.samples import check_keys
+from lightning_thd.data.streams.schedule import (
+    IntArray,
+    Ledger,
+    Planned,
+    Table,
+    begun,
+    pending_rows,
+    plan_steps,
+    restored,
+    rows_of,
+)
 from lightning_thd.packing.plan import step_scale
 
-ROW_BITS = 40  # of a sequence id, below the number of its shard
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How a stream is read and packed: sources, shards, policies and scheduling.
-
-    Attributes:
-        shards: of the whole job, source after source.
-        sources: of which they are; one where nothing is mixed.
-        dry: what happens when a source of a mixture runs dry.
-        make_sampler: makes the policies of one reader.
-        scheduling: what decides the steps.
-        collate: samples of a microbatch, ids and scales -> batch.
-        window: sequences each rank keeps at hand.
-        seed: of what is drawn at random.
-        num_workers: processes that read.
-        timeout_s: seconds until a rank or worker that gives nothing is given up.
-    """
-
-    shards: Sequence[Shard]
-    sources: Sequence[Source]
-    dry: Dry = "restart"
-    make_sampler: Callable[[], Sampler]
-    scheduling: Scheduling
-    collate: Callable[..., THDBatch]
-    window: int
-    seed: int = 0
-    num_workers: int = 0
-    timeout_s: float = 600.0
-
-    @cached_property
-    def source_of(self) -> IntArray:
-        """Return the number of each shard's source, int64 ``[K]``."""
-        return np.repeat(np.arange(len(self.sources)), [one.stop - one.first for one in self.sources])
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of a mixture's sources; empty where nothing is mixed."""
-        return tuple(source.name for source in self.sources) if self.sources[0].name else ()
+ROW_BITS = 40  # The low bits of a sequence id are its row, the others the number of its shard.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Made:
-    """A planned, read and collated step of this rank, with the stream's state after it.
+class EngineStep:
+    """A planned, read and collated step of this rank, with the stream's state after it."""
 
-    Attributes:
-        step: this rank's microbatches.
-        state: of the stream after it.
-        last: the pass over the stream ends with it.
-        tokens: real tokens of each source in the step, over all ranks, int64 ``[N]``.
-    """
-
-    step: THDStep
+    step: THDStep  # this rank's microbatches
     state: dict[str, Any]
-    last: bool
-    tokens: IntArray
+    last: bool  # the pass over the stream ends with it
+    tokens: IntArray  # real tokens of each source in the step, over all ranks, int64 ``[N]``
 
 
 class Engine:
-    """Makes the steps of a stream, pass after pass; every method is a collective of the ranks that read.
-
-    Args:
-        settings: how the stream is read and packed.
-        wire: to the other ranks that read.
-        state: of a checkpoint; None starts anew.
-        same: the planned steps of the state fit this job.
-    """
+    """Makes the steps of a stream, pass after pass; every method is a collective of the ranks that read."""
 
     def __init__(
         self, settings: Settings, wire: Wire, state: dict[str, Any] | None = None, *, same: bool = False
@@ -101,25 +52,18 @@ class Engine:
         self._settings, self._wire = settings, wire
         self._names = [shard.name for shard in settings.shards]
         count = len(settings.sources)
-        self.ledger = Ledger.fresh(len(settings.shards), count) if state is None else ledgers.begun(state)
-        self._intake = Intake(
-            settings.shards,
-            settings.sources,
-            settings.make_sampler,
-            wire,
-            seed=settings.seed,
-            num_workers=settings.num_workers,
-            timeout_s=settings.timeout_s,
-        )
+        self.ledger = Ledger.fresh(len(settings.shards), count) if state is None else begun(state)
+        self._intake = Intake(settings, wire)
         if state is not None:
             self._intake.marks = {shard: [mark] for shard, mark in state["marks"].items()}
         self.moved_bytes = 0
         self._restore = None if state is None else (state, same)
-        self._before = dict(self.counts)  # of the passes that are over
-        self._told: set[int] = set()  # sources of which was said that they ran dry
+        self._before = dict(self.counts)  # when the passes before had ended
+        self._told: set[int] = set()  # sources whose end was announced
         self._given = np.zeros(count, bool)  # sources that gave something in their round
         self._next: Planned | None = None
         self._to_open = list(range(count))
+        self._closed = False  # The pass has ended, or an error has come: no step is made.
         self.open_pass()
 
     @property
@@ -131,25 +75,28 @@ class Engine:
         """Start to read the sources whose next pass is due; worker processes start in the calling thread."""
         for number in self._to_open:
             self._open(number)
-        self._to_open = []
+        self._to_open, self._closed = [], False
 
     def _open(self, number: int) -> None:
         source, ledger = self._settings.sources[number], self.ledger
-        begun = ledger.cursors[source.first : source.stop].any()
-        self._given[number] = bool(begun)
+        self._given[number] = bool(ledger.cursors[source.first : source.stop].any())
         self._intake.open(number, int(ledger.rounds[number]), ledger.cursors)
 
-    def make(self) -> Made | None:
-        """Plan, exchange and collate the next step; None when this pass over the stream has none left.
+    def make_next(self) -> EngineStep | None:
+        """Make the next step, or nothing until the next pass is opened."""
+        if self._closed:
+            return None
+        self._closed = True
+        made = self.make()
+        self._closed = made is None or made.last
+        return made
 
-        Raises:
-            ValueError: for what any rank could not read, on every rank.
-            RuntimeError: when a rank does not answer in time.
-        """
+    def make(self) -> EngineStep | None:
+        """Plan, exchange and collate the next step; None when this pass over the stream has none left."""
         if self._restore is not None:
             (state, same), self._restore = self._restore, None
-            found = self._intake.again(ledgers.pending_rows(state))
-            self.ledger = ledgers.restored(
+            found = self._intake.again(pending_rows(state))
+            self.ledger = restored(
                 state, found, dp=self._wire.ranks, same=same, source_of=self._settings.source_of
             )
         planned = self._next if self._next is not None else self._plan()
@@ -163,7 +110,7 @@ class Engine:
             step = self._collated(planned, microbatches)
         except Exception as err:
             self._intake.failure = err
-            self._plan()  # tells the other ranks, which wait, and raises
+            self._plan()  # sends the reason to the other ranks, which wait, and raises
             raise
         self.ledger.steps += 1
         last = self._has_gone_round()
@@ -178,7 +125,7 @@ class Engine:
         sources = self._settings.source_of[planned.table["shard"]]
         weights = planned.table["length"].astype(np.float64)
         tokens = np.bincount(sources, weights=weights, minlength=len(self._given)).astype(np.int64)
-        return Made(step=step, state=state, last=last, tokens=tokens)
+        return EngineStep(step=step, state=state, last=last, tokens=tokens)
 
     def _state(self) -> dict[str, Any]:
         """Return the state of the stream for a checkpoint, with the states of sources that have one."""

@@ -1,86 +1,91 @@
-"""Sources and how much each rank is to read of them -> what all ranks read, known to every rank.
+"""The shards of a stream and how much each rank is to read -> what all ranks read, known to every rank.
 
 A rank that cannot go on says so in its message, so that all stop with its reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import heapq
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as worker_module
 
-from lightning_thd.data.streams.ranks.exchange import Held
-from lightning_thd.data.streams.ranks.message import (
-    Layout,
-    Table,
-    decode,
-    encode,
-    header_type,
-    in_runs,
-    settled,
-    widened,
-)
-from lightning_thd.data.streams.ranks.wire import Wire
-from lightning_thd.data.streams.reader import OnError, Read, Reader, Reading, assign, shard_order
-from lightning_thd.data.streams.samples import META, POLICIES, Sampler
-from lightning_thd.data.streams.schedule import POOL, IntArray
-from lightning_thd.data.streams.shards import Mark, Shard
+from lightning_thd.batch import THDBatch
+from lightning_thd.data.streams.ranks import Held, Wire
+from lightning_thd.data.streams.samples import META, POLICIES, Sample, Sampler
+from lightning_thd.data.streams.schedule import POOL, IntArray, Scheduling, Table
+from lightning_thd.data.streams.shards import Bad, Mark, Shard
 
-_WORKERS_FROM = 1000  # sequences of a rank's round: below it starting workers again takes longer than reading
+OnError = Literal["raise", "skip"]
+Dry = Literal["restart", "stop", "rest"]
+
+# Below so many sequences of a rank's round, starting workers again takes longer than reading.
+_WORKERS_FROM = 1000
+_LOOK_S = 5.0  # Seconds between two looks at whether the workers live, as torch's own without a time-out.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One source of a stream: its shards, share and policies.
+    """One source of a stream: its shards, share and policies."""
 
-    Attributes:
-        name: in a mixture; empty where there is one source.
-        first: number of its first shard among those of the stream.
-        stop: one past the number of its last.
-        share: whole number, of all sources' together.
-        shuffle_buffer: sequences each rank keeps at hand to draw from at random; 0 keeps their order.
-        on_error: what becomes of records that cannot be used.
-        max_errors: most such records of the whole job; None for no limit.
-    """
-
-    name: str = ""
-    first: int = 0
-    stop: int
-    share: int = 1
-    shuffle_buffer: int = 0
+    name: str = ""  # in a mixture; empty where there is one source
+    first: int = 0  # number of its first shard among those of the stream
+    stop: int  # one past the number of its last
+    share: int = 1  # whole number, of all sources' together
+    shuffle_buffer: int = 0  # sequences each rank keeps at hand to draw from at random; 0 keeps their order
     on_error: OnError = "raise"
-    max_errors: int | None = None
+    max_errors: int | None = None  # most such records of the whole job; None for no limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a stream is read and packed: sources, shards, policies and scheduling."""
+
+    shards: Sequence[Shard]
+    sources: Sequence[Source]
+    dry: Dry = "restart"
+    make_sampler: Callable[[], Sampler]  # makes the policies of one reader
+    scheduling: Scheduling
+    collate: Callable[..., THDBatch]  # samples of a microbatch, ids and scales -> batch
+    window: int  # sequences each rank keeps at hand
+    seed: int = 0
+    num_workers: int = 0  # processes that read
+    timeout_s: float = 600.0  # seconds until a rank or worker that gives nothing is given up
+
+    @cached_property
+    def source_of(self) -> IntArray:
+        """Return the number of each shard's source, int64 ``[K]``."""
+        return np.repeat(np.arange(len(self.sources)), [one.stop - one.first for one in self.sources])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of a mixture's sources; empty where nothing is mixed."""
+        return tuple(source.name for source in self.sources) if self.sources[0].name else ()
 
 
 class Intake:
-    """Reads the sources of a stream on one rank and tells all ranks what each has read."""
+    """Reads the sources of a stream on one rank and sends all ranks what each has read."""
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        sources: Sequence[Source],
-        make_sampler: Callable[[], Sampler],
-        wire: Wire,
-        *,
-        seed: int = 0,
-        num_workers: int = 0,
-        timeout_s: float = 600.0,
-    ) -> None:
-        self._shards, self._sources, self._make_sampler, self._wire = shards, sources, make_sampler, wire
-        self._seed, self._num_workers, self._timeout_s = seed, num_workers, timeout_s
+    def __init__(self, settings: Settings, wire: Wire) -> None:
+        shards, sources = settings.shards, settings.sources
+        self._settings, self._shards, self._sources, self._wire = settings, shards, sources, wire
         self.held: Held = {}
-        self.failure: Exception | None = None  # of this rank, which the others are to be told
+        self.failure: Exception | None = None  # an error of this rank, to be sent to the others
         self.exhausted = np.zeros((len(sources), wire.ranks), bool)
-        self.marks: dict[int, list[Mark]] = {}  # of shards that have a state, in order
+        self.marks: dict[int, list[Mark]] = {}  # the states of shards that have one, in order
         self.counts = dict.fromkeys(("bad", "tail_dropped", *POLICIES), 0)
-        self._bad = np.zeros(len(sources), np.int64)  # of rounds that are over
+        self._bad = np.zeros(len(sources), np.int64)  # in rounds that are over
         self._policies = dict.fromkeys(POLICIES, 0)  # likewise, of this rank
         self._own_bad = np.zeros(len(sources), np.int64)  # likewise, of this rank
         self._readers: list[Reader | None] = [None] * len(sources)
         self._taken = [0] * len(sources)  # by this rank in the present round
-        self._layout = Layout()
         self._header = header_type(len(sources))
         sizes = [shard.size for shard in shards]
         self._owners = [
@@ -96,24 +101,29 @@ class Intake:
         source, before = self._sources[number], self._readers[number]
         own = set(self._owners[number][self._wire.rank])
         order = shard_order(
-            source.stop - source.first, seed=self._seed, number=round_, shuffle=source.shuffle_buffer > 0
+            source.stop - source.first,
+            seed=self._settings.seed,
+            number=round_,
+            shuffle=source.shuffle_buffer > 0,
         )
         reading = Reading(
             shards=self._shards,
             own=[source.first + i for i in order if source.first + i in own],
-            sampler=self._make_sampler(),
+            sampler=self._settings.make_sampler(),
             on_error=source.on_error,
             round=round_,
             marks={i: marks[0] for i in own if (marks := self.marks.get(i))},
         )
-        workers = self._num_workers
+        workers = self._settings.num_workers
         if before is not None:
             self._own_bad[number] += len(before.bad)
             for name, count in before.counts.items():
                 self._policies[name] += count
             workers = workers if self._taken[number] >= _WORKERS_FROM or len(self._sources) == 1 else 0
         starts = {i: int(cursors[i]) for i in own}
-        self._readers[number] = Reader(reading, starts, num_workers=workers, timeout_s=self._timeout_s)
+        self._readers[number] = Reader(
+            reading, starts, num_workers=workers, timeout_s=self._settings.timeout_s
+        )
         self._taken[number] = 0
         self.exhausted[number] = False
 
@@ -123,11 +133,7 @@ class Intake:
         return np.asarray(self.exhausted.all(axis=1))
 
     def gather(self, wanted: IntArray) -> Table:
-        """Read this rank's share of ``[N, ranks]`` sequences; return ``POOL`` of what all read; a collective.
-
-        Raises:
-            ValueError: when any rank cannot go on; the message names rank, shard and row.
-        """
+        """Read this rank's share of ``[N, ranks]`` sequences."""
         own = wanted[:, self._wire.rank].tolist()
         return self._shared(int(wanted.sum(0).max()), lambda: self._take(own))
 
@@ -159,24 +165,21 @@ class Intake:
         failure, reads = self.failure, list[Read]()
         try:
             reads = read() if failure is None else reads
-        except Exception as err:  # told to the other ranks, which wait
+        except Exception as err:  # sent to the other ranks, which wait
             failure = err
         table = self._table(reads)
-        header = self._written_header(failure is not None)
-        while True:
-            found = self._wire.gather(encode(table, header, self._layout, most))
-            headers = np.concatenate([one[: self._header.itemsize].view(self._header) for one in found])
-            if headers["failed"].any():
-                self._raise(failure)
-            wider = widened(self._layout, headers)
-            if wider is None:
-                break
-            self._layout = wider
+        header, size = self._written_header(len(table), failure is not None), self._header.itemsize
+        message = np.zeros(size + most * META.itemsize, np.uint8)  # as long as every other rank's
+        message[:size] = header.view(np.uint8)
+        message[size : size + table.nbytes] = table.view(np.uint8)
+        found = self._wire.gather(message)
+        headers = np.concatenate([one[:size].view(self._header) for one in found])
+        if headers["failed"].any():
+            self._raise(failure)
         tables = [
-            _held_by(decode(one, head, self._layout, most), rank)
-            for rank, (one, head) in enumerate(zip(found, headers, strict=True))
+            _held_by(one[size:].view(META)[:count], rank)
+            for rank, (one, count) in enumerate(zip(found, headers["count"].tolist(), strict=True))
         ]
-        self._layout = settled(self._layout, headers)
         self._count(headers)
         if headers["marks"].any():
             self._share_marks()
@@ -217,11 +220,11 @@ class Intake:
             }
             table[i] = tuple(meta[name] for name in META.names or ())
             self.held[one.round, one.shard, one.row] = one.sample
-        return table[in_runs(table)]
+        return table[np.lexsort((table["row"], table["round"], table["shard"]))]
 
-    def _written_header(self, failed: bool) -> Table:
+    def _written_header(self, count: int, failed: bool) -> Table:
         header = np.zeros(1, self._header)
-        header["failed"] = failed
+        header["count"], header["failed"] = count, failed
         header["marks"] = sum(len(reader.marks) for reader in self._open_readers)
         for number, reader in enumerate(self._readers):
             header["exhausted"][0, number] = reader is None or reader.exhausted
@@ -256,6 +259,18 @@ class Intake:
         )
 
 
+def header_type(sources: int) -> np.dtype[np.void]:
+    """Return the dtype of a message's header, the status of a rank; its ``META`` rows follow."""
+    return np.dtype(
+        [
+            *((name, "<i4") for name in ("failed", "count", "marks")),
+            *((name, "<i8") for name in POLICIES),
+            ("exhausted", "<i4", (sources,)),
+            ("bad", "<i8", (sources,)),
+        ]
+    )
+
+
 def _held_by(table: Table, rank: int) -> Table:
     pool: npt.NDArray[np.void] = np.zeros(len(table), POOL)
     for name in META.names or ():
@@ -274,3 +289,184 @@ def _in_turn(tables: list[Table]) -> Table:
     starts = np.flatnonzero(begins)
     within = np.arange(len(joined)) - np.repeat(starts, np.diff(starts, append=len(joined)))
     return joined[np.argsort(within, kind="stable")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """One record that was read, or the place at which reading failed."""
+
+    shard: int  # number of its shard
+    row: int  # its row in the shard
+    round: int = 0  # the pass over its source
+    sample: Sample | None  # None where a policy left it out or it is bad
+    bad: str | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    mark: Mark | None = None  # a state from which its shard goes on with the row after it; mostly None
+
+
+def assign(sizes: Sequence[int], ranks: int, *, first: int = 0) -> list[list[int]]:
+    """Assign shards to ranks, the largest to rank ``first``, each next one to the rank with the least."""
+    heap = [(0, (rank - first) % ranks, rank) for rank in range(ranks)]
+    heapq.heapify(heap)
+    own: list[list[int]] = [[] for _ in range(ranks)]
+    for number in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        load, count, rank = heapq.heappop(heap)
+        own[rank].append(number)
+        heapq.heappush(heap, (load + sizes[number], count + ranks, rank))
+    return [sorted(numbers) for numbers in own]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Which shards a rank reads, in which order, and how records become samples."""
+
+    shards: Sequence[Shard]  # all of the stream
+    own: Sequence[int]  # numbers of those this rank reads, in the order they are read
+    sampler: Sampler  # makes samples
+    on_error: OnError = "raise"  # ``"raise"`` for the first record that cannot be used, or ``"skip"`` it
+    round: int = 0  # the pass over the source
+    marks: Mapping[int, Mark] = field(default_factory=dict)
+
+    def rows(self, number: int, start: int, *, only: Iterable[int] | None = None) -> Iterator[Read]:
+        """Yield the records of one shard from a row on; with ``only`` just these rows."""
+        wanted = None if only is None else set(only)
+        shard, row, mark = self.shards[number], start - 1, self.marks.get(number)
+        try:
+            for row, record, after in shard.read(
+                start, mark if mark is not None and mark[0] <= start else None
+            ):
+                if wanted is None or row in wanted:
+                    yield self._read(number, row, record, after)
+                if wanted is not None:
+                    wanted.discard(row)
+                    if not wanted:
+                        return
+        except ModuleNotFoundError:
+            raise
+        except Exception as err:  # a file system, a decoder or the user's iterator: no record comes after
+            yield Read(shard=number, row=row + 1, sample=None, bad=f"reading stopped: {err}")
+
+    def _read(self, number: int, row: int, record: Any, mark: Mark | None) -> Read:
+        before = dict(self.sampler.counts)
+        try:
+            if isinstance(record, Bad):
+                raise ValueError(record.reason)
+            sample = self.sampler(record, row)
+        except (ValueError, TypeError) as err:
+            return Read(shard=number, row=row, round=self.round, sample=None, bad=str(err), mark=mark)
+        after = self.sampler.counts
+        counts = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+        return Read(shard=number, row=row, round=self.round, sample=sample, counts=counts, mark=mark)
+
+    def place(self, read: Read) -> str:
+        """Return the place of a record as text, for messages."""
+        return f"shard {self.shards[read.shard].name}, row {read.row}"
+
+
+class _Rows(IterableDataset[Read]):
+    """Reads every n-th shard of a rank in one worker."""
+
+    def __init__(self, reading: Reading, starts: dict[int, int]) -> None:
+        self._reading, self._starts = reading, starts
+
+    def __iter__(self) -> Iterator[Read]:
+        worker = get_worker_info()
+        first, every = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        if worker is not None:
+            # A dataset that shares its records out among workers would leave some to those of other shards.
+            worker_module._worker_info = None
+        for number in self._reading.own[first::every]:
+            yield from self._reading.rows(number, self._starts[number])
+
+
+class Reader:
+    """Reads the shards of a rank in order, in this process or in workers, and counts what is left out."""
+
+    def __init__(
+        self, reading: Reading, starts: dict[int, int], *, num_workers: int = 0, timeout_s: float = 600.0
+    ) -> None:
+        self._reading = reading
+        self.exhausted = False
+        self.bad: list[str] = []
+        self.marks: dict[int, list[Mark]] = {}  # that were met since they were asked for last
+        self.counts = dict.fromkeys(reading.sampler.counts, 0)
+        rows = _Rows(reading, starts)
+        self._rows: Iterator[Read]
+        if num_workers and reading.own:
+            workers = min(num_workers, len(reading.own))
+            # Workers start here, in the thread that makes the reader.
+            self._rows = from_workers(rows, workers=workers, timeout_s=timeout_s)
+        else:
+            self._rows = iter(rows)
+
+    def take(self, count: int) -> list[Read]:
+        """Return up to ``count`` samples; fewer only at the end of the shards."""
+        taken: list[Read] = []
+        while len(taken) < count:
+            try:
+                read = next(self._rows, None)
+            except RuntimeError as err:  # a worker that died or gave nothing
+                names = ", ".join(self._reading.shards[i].name for i in self._reading.own[:4])
+                raise ValueError(f"A worker that reads {names} ended: {err}") from err
+            if read is None:
+                self.exhausted = True
+                break
+            if read.mark is not None:
+                self.marks.setdefault(read.shard, []).append(read.mark)
+            for name, more in read.counts.items():
+                self.counts[name] += more
+            if read.bad is not None:
+                place = f"{self._reading.place(read)}: {read.bad}"
+                if self._reading.on_error == "raise":
+                    raise ValueError(f"{place} To leave such records out, pass on_error='skip'.")
+                self.bad.append(place)
+            elif read.sample is not None:
+                taken.append(read)
+        return taken
+
+    def again(self, pending: dict[int, dict[int, list[int]]]) -> list[Read]:
+        """Read records again, by shard, row and pass, that were read but not used at a checkpoint."""
+        found = []
+        for number in self._reading.own:
+            rows = pending.get(number)
+            if not rows:
+                continue
+            reads = [read for read in self._reading.rows(number, min(rows), only=rows) if read.bad is None]
+            if len(reads) != len(rows):
+                raise ValueError(
+                    f"Shard {self._reading.shards[number].name} held {len(rows)} sequences when the "
+                    f"checkpoint was written that it gives {len(reads)} of now. Restore it, or start anew."
+                )
+            for name, more in ((name, more) for read in reads for name, more in read.counts.items()):
+                self.counts[name] += more
+            found += [replace(read, round=of) for read in reads if read.sample for of in rows[read.row]]
+        return found
+
+
+def shard_order(count: int, *, seed: int, number: int, shuffle: bool) -> list[int]:
+    """Order the shards of a pass: as given, or drawn by the seed and the number of the pass."""
+    return np.random.default_rng([seed, number]).permutation(count).tolist() if shuffle else [*range(count)]
+
+
+def from_workers(dataset: Dataset[Any], *, workers: int, timeout_s: float) -> Iterator[Any]:
+    """Read items in worker processes, which start in the calling thread and at once."""
+    look = min(_LOOK_S, timeout_s)
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers, timeout=look)
+    return _patiently(iter(loader), timeout_s)
+
+
+def _patiently(items: Iterator[Any], timeout_s: float) -> Iterator[Any]:
+    while True:
+        asked = time.monotonic()
+        while True:
+            try:
+                item = next(items)
+                break
+            except StopIteration:
+                return
+            except RuntimeError as err:
+                if not str(err).startswith("DataLoader timed out"):
+                    raise
+                if time.monotonic() - asked >= timeout_s:
+                    raise RuntimeError(f"it gave nothing for timeout_s={timeout_s:g} seconds.") from err
+        yield item

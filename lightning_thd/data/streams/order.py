@@ -1,66 +1,38 @@
 """Sequences read but not planned, of several sources -> the order in which they are used, what to read next.
 
 With one source that is the order in which it came, or one drawn at random. With several, sources take turns
-by their shares, each giving its own in order. The rule is Tijdeman's for the chairman assignment problem
-(Discrete Mathematics 32, 1980): among the sources that are behind by at least 1 / (2 n - 2), the one that
-must come soonest. After any number of turns no source is off its share by more than 1 - 1 / (2 n - 2) turns,
-the least that any rule can promise.
+by their shares (``packing.mixtures.take_turns``), each giving its own in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from math import gcd, lcm
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_thd.data.streams.intake import Source
-from lightning_thd.data.streams.ledger import Ledger
-from lightning_thd.data.streams.schedule import IntArray, Planned, Table
+from lightning_thd.data.streams.intake import Dry, Source
+from lightning_thd.data.streams.schedule import IntArray, Ledger, Planned, Table
+from lightning_thd.packing.mixtures import take_turns
 
-Dry = Literal["restart", "stop", "rest"]
 BoolArray = npt.NDArray[np.bool_]
-# Weights become fractions of at most this denominator: 0.3 is 3/10, and numbers of tokens stay what they are.
-_DENOMINATOR = 10**9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """The order in which unplanned sequences are used, as far as it is decided.
+    """The order in which unplanned sequences are used, as far as it is decided."""
 
-    Attributes:
-        rows: int64, positions in the pool, in order, of those whose turn is known.
-        rest: int64, positions of the others, in the order of the pool.
-        ended: nothing more comes before the pass ends.
-        phases: where in ``rows`` a source left the others to themselves, and which: ``(position, source)``.
-        dry: sources that ran dry.
-    """
-
-    rows: IntArray
-    rest: IntArray
-    ended: bool
+    rows: IntArray  # int64, positions in the pool, in order, of those whose turn is known
+    rest: IntArray  # int64, positions of the others, in the order of the pool
+    ended: bool  # nothing more comes before the pass ends
     phases: tuple[tuple[int, int], ...] = ()
-    dry: frozenset[int] = frozenset()
+    dry: frozenset[int] = frozenset()  # sources that ran dry
 
     def after(
         self, ledger: Ledger, steps: Sequence[Planned], source_of: IntArray
     ) -> tuple[IntArray, BoolArray]:
-        """Return how many sequences each source has given after some steps, and which sources are used up.
-
-        A source is out once all that it gave is planned; from there the others count from 0.
-
-        Args:
-            ledger: whose pool was ordered.
-            steps: planned of it; the column ``at`` of their tables is the position in the pool.
-            source_of: int64 ``[K]``, the source of each shard.
-
-        Returns:
-            What ``Ledger.drawn`` and ``Ledger.out`` become.
-        """
+        """Return how many sequences each source has given after some steps, and which sources are used up."""
         used = np.zeros(len(ledger.pool), bool)
         for step in steps:
             used[step.table["at"]] = True
@@ -147,17 +119,7 @@ def wanted_of(
     holder: npt.NDArray[np.integer],
     exhausted: BoolArray,
 ) -> IntArray:
-    """Return how many sequences of each source each rank has to read, int64 ``[N, ranks]``.
-
-    Args:
-        window: sequences that each rank is to hold together.
-        needed: sequences of a step.
-        shares: of the sources that take part, by their number.
-        buffers: sequences of each source that each rank is to hold at least.
-        pool_source: int64 ``[S]``, the source of what nobody planned.
-        holder: int ``[S]``, the rank that holds it.
-        exhausted: bool ``[N, ranks]``.
-    """
+    """Return how many sequences of each source each rank has to read, int64 ``[N, ranks]``."""
     sources, ranks = exhausted.shape
     held = np.bincount(pool_source * ranks + holder, minlength=sources * ranks).reshape(sources, ranks)
     wanted = np.zeros((sources, ranks), np.int64)
@@ -183,59 +145,3 @@ def dry_notice(name: str, dry: Dry) -> str:
             "rest": "the others share what remains of the epoch (dry='rest').",
         }[dry]
     )
-
-
-def whole_shares(weights: Sequence[float]) -> list[int]:
-    """Convert weights above 0 to whole numbers of the same proportions, so that shares stay exact for ever.
-
-    Returns:
-        Whole numbers without a common divisor: ``[0.3, 0.7]`` becomes ``[3, 7]``.
-    """
-    fractions = [Fraction(weight).limit_denominator(_DENOMINATOR) or Fraction(weight) for weight in weights]
-    common = lcm(*(fraction.denominator for fraction in fractions))
-    whole = [int(fraction * common) for fraction in fractions]
-    divisor = gcd(*whole)
-    return [number // divisor for number in whole]
-
-
-def take_turns(
-    shares: Mapping[int, int], used: Sequence[int], waiting: Sequence[int], most: int | None = None
-) -> tuple[list[int], int | None]:
-    """Return the source of each next sequence, up to the first source with none at hand.
-
-    Args:
-        shares: whole numbers of the sources that take part, by their number.
-        used: sequences that each source gave since it takes part with these.
-        waiting: sequences that each source has at hand.
-        most: turns that are enough; None for all there are.
-
-    Returns:
-        The numbers of the sources, turn after turn, and the one whose turn could not be taken; None where
-        ``most`` turns were found. ``({0: 1, 1: 2}, [0, 0], [9, 4])`` gives ``([1, 0, 1, 1, 0, 1], 1)``.
-    """
-    names, total = list(shares), sum(shares.values())
-    taken = {i: int(used[i]) for i in names}
-    left = {i: int(waiting[i]) for i in names}
-    number = sum(taken.values())
-    twice = 2 * len(names) - 2
-    found: list[int] = []
-    if not twice:
-        (only,) = names
-        count = left[only] if most is None else min(most, left[only])
-        return [only] * count, only if count != most else None
-    while len(found) != most:
-        number += 1
-        first, chosen = None, None
-        for i in names:
-            behind = shares[i] * number - taken[i] * total
-            if behind * twice >= total:
-                due = ((twice - 1) * total - twice * behind) / shares[i]
-                if first is None or due < first:
-                    first, chosen = due, i
-        assert chosen is not None  # together they are behind by one turn, so that some source is by 1 / n
-        if not left[chosen]:
-            return found, chosen
-        found.append(chosen)
-        taken[chosen] += 1
-        left[chosen] -= 1
-    return found, None

@@ -28,7 +28,7 @@ from lightning_thd.data.read.encode import Encoder, Tokenizer
 
 StreamOversize = Literal["error", "drop", "truncate", "own_pack"]
 
-# What every rank knows of a sequence that any rank holds; ``message`` sends 8 bytes of it.
+# What every rank knows of a sequence that any rank holds; ranks send it to each other.
 META = np.dtype(
     [
         ("length", "<i4"),  # tokens
@@ -37,7 +37,7 @@ META = np.dtype(
         ("shard", "<i4"),
         ("row", "<i8"),
         ("round", "<i4"),  # pass over its source
-        ("weight", "<f8"),  # of its loss tokens together; their number where nothing is weighed
+        ("weight", "<f8"),  # sum over its loss tokens; their number if nothing is weighed
         ("sequences", "<f8"),  # its weight among sequences
     ]
 )
@@ -57,19 +57,12 @@ _INT32 = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One sequence as a rank holds and sends it: ids, labels, and further inputs as bytes.
+    """One sequence as a rank holds and sends it: ids, labels, and further inputs as bytes."""
 
-    Attributes:
-        ids: int32 ``[n]``.
-        labels: int32 ``[n]``, unshifted, -100 where ignored; None where every token is its own label.
-        extra: the other keys, pickled; empty where there are none.
-        meta: its entry of ``META``, but for shard and row.
-    """
-
-    ids: npt.NDArray[np.int32]
+    ids: npt.NDArray[np.int32]  # int32 ``[n]``
     labels: npt.NDArray[np.int32] | None
-    extra: bytes
-    meta: dict[str, Any] = field(default_factory=dict)
+    extra: bytes  # the other keys, pickled; empty where there are none
+    meta: dict[str, Any] = field(default_factory=dict)  # its entry of ``META``, but for shard and row
 
 
 def unpacked(ids: Any, labels: Any, extra: bytes) -> dict[str, Any]:
@@ -103,12 +96,7 @@ class Sampler:
         self._encoders: dict[str, Encoder] = {}
 
     def __call__(self, record: Any, row: int) -> Sample | None:
-        """Convert a record to a sample, or return None where a policy leaves it out.
-
-        Raises:
-            ValueError: for a record that is no sequence, and for what policies refuse.
-            TypeError: for a record or value of another type.
-        """
+        """Convert a record to a sample, or return None where a policy leaves it out."""
         sample = self._with_ids(record)
         if sample is None or not len(sample["input_ids"]):
             if not self.drop_empty:
@@ -250,11 +238,7 @@ def _cut(sample: dict[str, Any], length: int, capacity: int, row: int) -> dict[s
 
 
 def check_keys(table: npt.NDArray[Any], names: list[str]) -> None:
-    """Raise when some sequences of the job carry a key that others lack.
-
-    Raises:
-        ValueError: naming the key and two shards; every rank that looks at the same table raises the same.
-    """
+    """Raise when some sequences of the job carry a key that others lack."""
     for key, bit in _KEYS.items():
         if key == "position_ids":  # a sequence without counts from 0
             continue

@@ -1,15 +1,18 @@
-"""Sequences that all ranks hold, in one table -> the next optimizer steps: who runs which sequence when.
+"""Sequences that all ranks hold, in one table -> the next optimizer steps, and the stream's position.
 
 A pure function of numbers that every rank has, so that every rank finds the same steps by itself.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lightning_thd.data.streams.samples import META
 from lightning_thd.packing import Cost, Packs, Scheduler, Sequences
@@ -32,23 +35,14 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheduling:
-    """The settings that decide a stream's steps: what a step takes, pack size, cost and ranks.
-
-    Attributes:
-        step: what one optimizer step takes.
-        slots: what a pack offers.
-        cost: work of a sequence by its length.
-        dp: data-parallel ranks.
-        tail: what becomes of a last step that has too few sequences or packs.
-        scheduler: a function in the place of ``packing.balance``, for ``Sequences(n)``.
-    """
+    """The settings that decide a stream's steps: what a step takes, pack size, cost and ranks."""
 
     step: Packs | Sequences
     slots: Slots
-    cost: Cost
-    dp: int
+    cost: Cost  # work of a sequence by its length
+    dp: int  # data-parallel ranks
     tail: Tail = "pad"
-    scheduler: Scheduler | None = None
+    scheduler: Scheduler | None = None  # a function in place of ``packing.balance``, for ``Sequences(n)``
 
     @property
     def takes_first(self) -> bool:
@@ -63,17 +57,11 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One planned optimizer step: its sequences by rank and microbatch.
+    """One planned optimizer step: its sequences by rank and microbatch."""
 
-    Attributes:
-        table: ``POOL`` of its sequences, rank after rank, microbatch after microbatch.
-        offsets: int64 ``[dp * microbatches + 1]`` of the microbatches in it.
-        dp: data-parallel ranks.
-    """
-
-    table: Table
-    offsets: IntArray
-    dp: int
+    table: Table  # ``POOL`` of its sequences, rank after rank, microbatch after microbatch
+    offsets: IntArray  # int64 ``[dp * microbatches + 1]`` of the microbatches in it
+    dp: int  # data-parallel ranks
 
     @property
     def microbatches(self) -> int:
@@ -98,11 +86,7 @@ def rows_of(table: Table, rows: IntArray) -> Table:
 
 
 def plan_steps(pool: Table, how: Scheduling, *, ended: bool) -> tuple[list[Planned], Table]:
-    """Plan as many steps as the sequences at hand allow, in the order of the pool.
-
-    Returns:
-        The steps, in order, and what is left of the pool. No step where more sequences are needed first.
-    """
+    """Plan as many steps as the sequences at hand allow, in the order of the pool."""
     if not len(pool):
         return [], pool
     if isinstance(how.step, Sequences):
@@ -162,3 +146,96 @@ def _dealt_bins(padded: IntArray, how: Scheduling, num_microbatches: int | None)
 def _planned(table: Table, bins: Sequence[IntArray], dp: int) -> Planned:
     rows = np.concatenate([np.empty(0, np.int64), *bins])
     return Planned(rows_of(table, rows), np.cumsum([0, *map(len, bins)]), dp)
+
+
+_VERSION = 2
+_PLACE = ("shard", "row", "round")  # These find a sequence.
+
+
+@dataclass(kw_only=True)
+class Ledger:
+    """The position of a stream, on which all ranks agree."""
+
+    cursors: IntArray  # int64 ``[K]``, rows of each shard that were read in the present round of its source
+    rounds: IntArray  # int64 ``[N]``, the present pass over each source
+    drawn: IntArray
+    out: npt.NDArray[np.bool_]  # bool ``[N]``, sources that ran dry and leave this pass to the others
+    pool: Table = field(default_factory=lambda: np.empty(0, POOL))
+    planned: deque[Planned] = field(default_factory=deque)  # steps that are planned and not made, in order
+    number: int = 0
+    steps: int = 0  # made in this pass
+    pace: int = 0  # sequences each rank reads ahead a step
+
+    @classmethod
+    def fresh(cls, shards: int, sources: int) -> Ledger:
+        """Return the position at the start of a stream with so many shards and sources."""
+        return cls(
+            cursors=np.zeros(shards, np.int64),
+            rounds=np.zeros(sources, np.int64),
+            drawn=np.zeros(sources, np.int64),
+            out=np.zeros(sources, bool),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the position as plain numbers and tensors, for a checkpoint."""
+        tables = [*(step.table for step in self.planned), self.pool]
+        pending = np.concatenate([np.stack([table[name] for name in _PLACE], 1) for table in tables])
+        return {
+            "version": _VERSION,
+            "cursors": torch.from_numpy(self.cursors.copy()),
+            "rounds": self.rounds.tolist(),
+            "drawn": self.drawn.tolist(),
+            "out": self.out.tolist(),
+            "pending": torch.from_numpy(pending.astype(np.int64)),
+            "planned": [step.offsets.tolist() for step in self.planned],
+            "pass": self.number,
+            "steps": self.steps,
+            "pace": self.pace,
+        }
+
+
+def begun(state: dict[str, Any]) -> Ledger:
+    """Build a ledger from a saved state, without its pending sequences."""
+    if state.get("version") != _VERSION:
+        raise ValueError(
+            f"The checkpoint holds version {state.get('version')} of a stream's state, and this release "
+            f"reads version {_VERSION}. Go on with the release that wrote it, or start the stream anew."
+        )
+    return Ledger(
+        cursors=state["cursors"].numpy().copy(),
+        rounds=np.array(state["rounds"], np.int64),
+        drawn=np.array(state["drawn"], np.int64),
+        out=np.array(state["out"], bool),
+        number=int(state["pass"]),
+        steps=int(state["steps"]),
+        pace=int(state["pace"]),
+    )
+
+
+def pending_rows(state: dict[str, Any]) -> dict[int, dict[int, list[int]]]:
+    """Return the records that were read but unused at the checkpoint, by shard, row and pass."""
+    rows: dict[int, dict[int, list[int]]] = {}
+    for shard, row, number in state["pending"].tolist():
+        rows.setdefault(shard, {}).setdefault(row, []).append(number)
+    return rows
+
+
+def restored(state: dict[str, Any], found: Table, *, dp: int, same: bool, source_of: IntArray) -> Ledger:
+    """Build a ledger from a saved state and the pending sequences, which were read again."""
+    keys = zip(*(found[name].tolist() for name in _PLACE), strict=True)
+    places = {key: i for i, key in enumerate(keys)}
+    pending = state["pending"].tolist()
+    order = [places.get(tuple(place), -1) for place in pending]  # policies may leave some out now
+    table = found[np.array([i for i in order if i >= 0], np.int64)]
+    ledger = begun(state)
+    if same and len(table) == len(pending):
+        for offsets in state["planned"]:
+            ledger.planned.append(Planned(table[: offsets[-1]], np.array(offsets, np.int64), dp))
+            table = table[offsets[-1] :]
+    else:  # what was planned is to be drawn again
+        unmade = pending[: sum(offsets[-1] for offsets in state["planned"])]
+        shards = np.array([shard for shard, *_ in unmade], np.int64)
+        again = np.bincount(source_of[shards], minlength=len(ledger.drawn))
+        ledger.drawn = np.maximum(0, ledger.drawn - again)
+    ledger.pool = table
+    return ledger

@@ -1,18 +1,26 @@
-"""A source that is read in order, its settings -> a ``Stream``; several with weights, a ``StreamMixture``."""
+"""A source that is read in order, or several with weights, and settings -> the loader of one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from lightning_thd._checks import real_number, whole_number
-from lightning_thd.data.streams.intake import Source
-from lightning_thd.data.streams.loader import Opened
-from lightning_thd.data.streams.order import whole_shares
-from lightning_thd.data.streams.reader import OnError
+from lightning_thd.batch import THDBatch
+from lightning_thd.data.loader import THDLoader
+from lightning_thd.data.planning import DataSettings
+from lightning_thd.data.read.encode import load_tokenizer
+from lightning_thd.data.streams.intake import OnError, Settings, Source
+from lightning_thd.data.streams.samples import Sampler
+from lightning_thd.data.streams.schedule import Scheduling
 from lightning_thd.data.streams.shards import Shard, open_shards
-from lightning_thd.packing.mixtures import Mixing, check_weights
+from lightning_thd.data.streams.steps import Opened, StreamedSteps
+from lightning_thd.data.trainer_link import Host, Progress, model_cost, model_windows, vocab_size
+from lightning_thd.packing import Cost, Packs
+from lightning_thd.packing.lengths import make_slots
+from lightning_thd.packing.mixtures import Mixing, check_weights, whole_shares
 
 _MOST_KEPT = 2**31 - 1  # sequences in the memory of one rank
 
@@ -67,17 +75,10 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamMixture:
-    """Several streams taking turns, so that after any number of steps each has had its share.
-
-    Attributes:
-        streams: by the names of the sources. ``shuffle_buffer``, ``on_error`` and ``max_errors`` hold for
-            each; the longest ``window`` and ``timeout_s`` for all.
-        weights: share of each source, in any unit, counted in sequences.
-        mixing: what happens when a source runs dry, and the temperature.
-    """
+    """Several streams taking turns, so that after any number of steps each has had its share."""
 
     streams: Mapping[str, Stream]
-    weights: Mapping[str, float]
+    weights: Mapping[str, float]  # share of each source, in any unit, counted in sequences
     mixing: Mixing = field(default_factory=Mixing)
 
     def __post_init__(self) -> None:
@@ -112,16 +113,12 @@ class StreamMixture:
 
     def shares(self) -> dict[str, int]:
         """Return whole numbers in the proportions of the weights, temperature applied."""
-        raised = [weight ** (1 / self.mixing.temperature) for weight in self.weights.values()]
-        return dict(zip(self.weights, whole_shares(raised), strict=True))
+        raised = self.mixing.tempered(self.weights)
+        return dict(zip(raised, whole_shares([*raised.values()]), strict=True))
 
 
 def open_sources(stream: Stream | StreamMixture, parts: int) -> Opened:
-    """Open the sources of a stream or a mixture as shards, ``parts`` of each that any number can be asked of.
-
-    Raises:
-        ValueError: for what is no source, naming it in a mixture.
-    """
+    """Open the sources of a stream or a mixture as shards; some can be asked for any number of ``parts``."""
     if isinstance(stream, Stream):
         streams, shares = {"": stream}, {"": 1}
     else:
@@ -150,3 +147,76 @@ def open_sources(stream: Stream | StreamMixture, parts: int) -> Opened:
         replays &= found.replays
         alone |= {f"{name}/{kind}" if name else kind: value for kind, value in found.alone.items()}
     return Opened(shards=shards, sources=sources, replays=replays, alone=alone)
+
+
+def stream_loader(
+    stream: Stream | StreamMixture,
+    settings: DataSettings,
+    host: Host,
+    *,
+    kind: Literal["pack", "step"],
+    progress: Progress | None = None,
+) -> THDLoader:
+    """Build the loader of one rank; a collective of the job."""
+    if host.sharing is not None:
+        raise ValueError(
+            "context_parallel_size='dynamic' plans a degree for every microbatch from all lengths, which a "
+            "stream does not know. Set a fixed context_parallel_size, or train on a dataset with a length."
+        )
+    if settings.oversize == "split":
+        raise ValueError(
+            "oversize='split' needs every length before the first step, which a stream does not know. Set "
+            "'truncate', 'drop' or 'own_pack', or cut the sequences while they are read."
+        )
+    step = settings.step(host)
+    if isinstance(step, Packs) and step.n % host.ranks:
+        raise ValueError(
+            f"{step} cannot be shared by {host.ranks} data-parallel ranks. Use a multiple of it."
+        )
+    if settings.scheduler is not None and isinstance(step, Packs):
+        raise ValueError(f"A scheduler cannot serve {step}. Pass global_batch=Sequences(n).")
+    opened = open_sources(stream, host.ranks)
+    slots, opener = make_slots(settings.capacity, host.alignment), settings.opener
+    steps = StreamedSteps(
+        Settings(
+            shards=opened.shards,
+            sources=opened.sources,
+            dry=(stream.mixing.dry or "restart") if isinstance(stream, StreamMixture) else "rest",
+            make_sampler=partial(
+                Sampler,
+                tokenizer=load_tokenizer(opener.tokenizer),
+                capacity=slots.usable // slots.multiple * slots.multiple,
+                oversize=settings.oversize,
+                drop_empty=settings.empty == "drop",
+                text_key=opener.text_key,
+                append_eos=opener.append_eos,
+                vocab_size=settings.vocab_size or vocab_size(host.model),
+            ),
+            scheduling=Scheduling(
+                step=step,
+                slots=slots,
+                cost=settings.cost or model_cost(host.model, settings.capacity) or Cost(),
+                dp=host.ranks,
+                tail=settings.tail,
+                scheduler=settings.scheduler,
+            ),
+            collate=partial(
+                THDBatch.collate,
+                align=host.alignment,
+                pad_to=settings.pad_to,
+                windows=model_windows(host.model),
+            ),
+            window=max(stream.window, stream.shuffle_buffer) if isinstance(stream, Stream) else stream.window,
+            seed=settings.seed,
+            num_workers=settings.num_workers,
+            timeout_s=stream.timeout_s,
+        ),
+        opened,
+        rank=host.rank,
+        kind=kind,
+        parts=host.ranks,
+        reopen=partial(open_sources, stream),
+        steps_per_epoch=stream.steps_per_epoch,
+        pin_memory=host.on_gpu if settings.pin_memory is None else settings.pin_memory,
+    )
+    return THDLoader(steps, progress=progress)

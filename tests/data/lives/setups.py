@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_thd import Packs, Sequences, THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.data.streams import Stream, StreamLoader
+from lightning_thd.data.streams import Stream
 from lightning_thd.packing.mixtures import Mixing
 
 MOST = 64  # tokens of a sequence, one less at most
@@ -150,7 +150,7 @@ def _source(setup: Setup, folder: Path, source: int) -> Any:
 
 def loader_of(
     setup: Setup, folder: Path, *, capacity: int, rank: int = 0, dp: int = 1, workers: int = 0
-) -> THDLoader | StreamLoader:
+) -> THDLoader:
     """Make the training loader of one rank."""
     parts = [_source(setup, folder, source) for source in range(len(setup.lengths))]
     mixture = dict(zip(setup.names, zip(parts, setup.weights, strict=True), strict=True))

@@ -77,7 +77,7 @@ def run(source: Any, *, steps: int | None = None, state: Any = None, epochs: int
         loader.load_state_dict(state)
     every = (step for _ in range(epochs) for step in loader)
     seen = [describe(step) for step in itertools.islice(every, steps)]
-    return seen, loader.state_dict(), loader._engine.moved_bytes if loader._engine else 0
+    return seen, loader.state_dict(), loader.source.engine.moved_bytes if loader.source.engine else 0
 
 
 def counted(ranks: list[Any]) -> Counter[int]:

@@ -228,7 +228,7 @@ def test_a_node_that_repeats_warns_only_where_it_has_no_state(recwarn: Any) -> N
         _, state, _ = run(kind(), steps=8, n=20, window=30)
         recwarn.clear()
         module(kind(), n=20).train_steps().load_state_dict(state)
-        assert any("begins anew" in str(one.message) for one in recwarn) == warns
+        assert any("begins again" in str(one.message) for one in recwarn) == warns
 
 
 class Mosaic:

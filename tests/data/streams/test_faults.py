@@ -16,10 +16,10 @@ import pytest
 import torch.distributed as dist
 
 from lightning_thd import Packs, THDDataModule
-from lightning_thd.data.read.text import ByteTokenizer
-from lightning_thd.data.streams import Stream, StreamPolicies, stream_loader
-from lightning_thd.data.streams.ranks import wire
-from lightning_thd.data.streams.ranks.peers import Peers
+from lightning_thd.data.planning import DataSettings
+from lightning_thd.data.streams import Stream, ranks
+from lightning_thd.data.streams.ranks import Peers
+from lightning_thd.data.streams.stream import stream_loader
 from lightning_thd.data.trainer_link import Host
 from tests.data.streams.jobs import check_content, counted, describe, module, read_shards, run, write_shards
 from tests.ranks import RankError, run_ranks
@@ -125,7 +125,7 @@ def test_a_rank_that_dies_does_not_leave_the_others_waiting() -> None:
 def dies_before_the_group() -> str:
     """Let rank 1 die before the ranks that read have connected, as a fast reader's death may."""
     if dist.get_rank() == 1:
-        wire.host_group = lambda members, timeout_s: os._exit(3)
+        ranks.host_group = lambda members, timeout_s: os._exit(3)
     return survivor(timeout_s=3)
 
 
@@ -137,9 +137,9 @@ def test_a_rank_that_dies_before_the_ranks_have_connected() -> None:
 def fails_to_begin() -> str:
     """Let the rank that reads fail before its first step; return what a rank is told."""
     loader = module(dying, n=8, window=8).train_steps()
-    loader._peers = Peers([0], [0, 1], dist.get_rank(), timeout_s=30)
+    loader.source._peers = Peers([0], [0, 1], dist.get_rank(), timeout_s=30)
     if dist.get_rank() == 0:
-        loader._begin = lambda: (_ for _ in ()).throw(ValueError("cache_dir holds none"))
+        loader.source._taken = lambda at: (_ for _ in ()).throw(ValueError("cache_dir holds none"))
     with pytest.raises(ValueError, match="cache_dir") as told:
         next(iter(loader))
     return str(told.value)
@@ -180,7 +180,7 @@ def test_a_worker_that_gives_nothing_is_given_up_after_the_time_out(monkeypatch:
             time.sleep(0.5 if row == 10 else 60 if row == 30 else 0)  # slow is not silent
             yield {"input_ids": np.arange(5)}
 
-    monkeypatch.setattr("lightning_thd.data.streams.workers._LOOK_S", 0.2)
+    monkeypatch.setattr("lightning_thd.data.streams.intake._LOOK_S", 0.2)
     loader, given = module(source, n=8, window=8, num_workers=1, timeout_s=3).train_steps(), []
     with pytest.raises(ValueError, match="A worker that reads source ended: it gave nothing for timeout_s=3"):
         given.extend(iter(loader))
@@ -242,9 +242,8 @@ def test_tails(tmp_path: Path) -> None:
 def test_streams_do_not_evaluate_and_have_no_dynamic_degrees(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="val is a stream .*train may be a stream"):
         THDDataModule(capacity=8, val=lambda: iter([]))
-    policies = StreamPolicies(capacity=8, global_batch=Packs(1), tokenizer=ByteTokenizer)
     with pytest.raises(ValueError, match="context_parallel_size='dynamic' plans a degree"):
-        stream_loader(Stream(source=dying), policies, Host(sharing=Any), kind="step")  # type: ignore[arg-type]
+        stream_loader(Stream(source=dying), DataSettings(capacity=8), Host(sharing=Any), kind="step")  # type: ignore[arg-type]
 
 
 def test_what_is_no_stream(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def train(folder: str, layout: Layout) -> dict[str, Any]:
     return {
         "params": full_parameters(module.model),
         "seen": data.seen,
-        "read": data.loader._engine is not None,
+        "read": data.loader.source.engine is not None,
         "losses": module.losses,
     }
 

@@ -11,9 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from lightning_thd import Packs, THDDataModule
-from lightning_thd.data.read.text import ByteTokenizer
-from lightning_thd.data.streams import Stream, StreamPolicies, stream_loader
-from lightning_thd.data.streams.ranks.peers import Peers
+from lightning_thd.data.planning import DataSettings
+from lightning_thd.data.streams import Stream
+from lightning_thd.data.streams.ranks import Peers
+from lightning_thd.data.streams.stream import stream_loader
 from lightning_thd.data.trainer_link import Host
 from tests.data.streams.jobs import module, write_shards
 from tests.ranks import pretended_ranks
@@ -26,8 +27,8 @@ def loader(source: Any, **kwargs: Any) -> Any:
 
 
 def for_three(packs: int) -> Any:
-    policies = StreamPolicies(capacity=8, global_batch=Packs(packs), tokenizer=ByteTokenizer)
-    return stream_loader(Stream(source=rows), policies, Host(ranks=3), kind="pack")
+    settings = DataSettings(capacity=8, global_batch=Packs(packs))
+    return stream_loader(Stream(source=rows), settings, Host(ranks=3), kind="pack")
 
 
 def rows() -> Any:
@@ -190,7 +191,7 @@ def test_a_reader_that_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("Timed out waiting 1000ms")
 
-    monkeypatch.setattr("lightning_thd.data.streams.ranks.peers.host_group", lambda ranks, timeout_s: None)
+    monkeypatch.setattr("lightning_thd.data.streams.ranks.host_group", lambda ranks, timeout_s: None)
     monkeypatch.setattr(dist, "broadcast", closed)
     peers = Peers([0], [0, 1], 1, timeout_s=1.0)
     with pytest.raises(

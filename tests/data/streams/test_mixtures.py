@@ -20,10 +20,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_thd import Packs, Sequences, THDDataModule
 from lightning_thd.data.streams import Stream
-from lightning_thd.data.streams.order import take_turns, whole_shares
-from lightning_thd.packing.mixtures import Mixing
+from lightning_thd.packing.mixtures import Mixing, take_turns, whole_shares
 from tests.data.streams.jobs import counted, describe, write_shards
-from tests.data.test_datamodule import CAPACITY
+from tests.data.support import CAPACITY
 from tests.data.test_mixing import logged_losses, source_losses
 from tests.ranks import run_ranks
 from tests.tiny import TinyModule, nll, sequences

@@ -77,16 +77,16 @@ def test_a_function_of_parts_keeps_the_parts_of_its_checkpoint() -> None:
     data = module(parts, n=10)
     data.attach(rank=0, ranks=1)
     loader = data.train_steps()
-    loader._parts = 1
+    loader.source._parts = 1
     batches = iter(loader)
     next(batches)
     state = loader.state_dict()
     assert state["parts"] == 1
     other = module(parts, n=10).train_steps()
-    other._parts = 4  # as on four ranks
-    with pytest.warns(UserWarning, match="begins anew, and the records that were used are passed over"):
+    other.source._parts = 4  # as on four ranks
+    with pytest.warns(UserWarning, match="begins again, and the records that were used are passed over"):
         other.load_state_dict(state)
-    assert other._parts == 1
+    assert other.source._parts == 1
     assert sum(len(ids) for step in other for ids in [b.sequence_ids for b in step.microbatches]) == 50
 
 

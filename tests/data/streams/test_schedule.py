@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_thd.data.streams.ranks.exchange import moved_bytes
+from lightning_thd.data.streams.ranks import moved_bytes
 from lightning_thd.data.streams.schedule import POOL, Scheduling, Table, plan_steps
 from lightning_thd.packing import Cost, Packs, Sequences
 from lightning_thd.packing.lengths import make_slots

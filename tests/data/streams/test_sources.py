@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_thd import Sequences, THDDataModule
 from lightning_thd.data.streams import is_stream
-from lightning_thd.data.streams.reader import assign
+from lightning_thd.data.streams.intake import assign
 from lightning_thd.data.streams.shards import open_shards
 from tests.data.streams.jobs import run
 

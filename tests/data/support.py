@@ -1,0 +1,27 @@
+"""What several tests of the data module use: a quiet Trainer, the capacity of its packs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as L
+
+CAPACITY = 48
+
+
+def make_trainer(**kwargs: Any) -> L.Trainer:
+    defaults: dict[str, Any] = {
+        "max_epochs": 1,
+        "log_every_n_steps": 1,
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(**{**defaults, **kwargs})
+
+
+def flat(seen: list[tuple[int, ...]]) -> list[int]:
+    return [i for ids in seen for i in ids]
