@@ -60,3 +60,13 @@ def model_config(module: nn.Module | None) -> Any | None:
 def text_config(config: Any) -> Any:
     """Return the config of the language model, which in a multimodal model's config is its text part."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def holds_text_config(config: Any) -> bool:
+    """Return whether a transformers config may hold another one for its language model.
+
+    ``get_text_config`` looks for the same names, but reads some twenty attributes and copies the config of
+    an encoder-decoder.
+    """
+    own, kind = vars(config), type(config)
+    return any(name in own or hasattr(kind, name) for name in ("decoder", "generator", "text_config"))

@@ -165,9 +165,11 @@ class HeadCall:
         outputs: dict[str, Tensor] = self._finish(self._job.model_forward(*args, **kwargs))
         return outputs
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def head_forward(self, hidden: Tensor) -> LazyLogits:
         """Compute the job's values from hidden states ``[1, T, H]`` and return them as lazy logits."""
+        if torch.compiler.is_compiling():
+            outside: LazyLogits = _outside_compile(self.head_forward, hidden)
+            return outside
         job = self._job
         assert job is not None
         head, stage = job.head, job.stage
@@ -194,8 +196,10 @@ class HeadCall:
         job.logits.append(logits)
         return logits
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _finish(self, outputs: Any) -> dict[str, Tensor]:
+        if torch.compiler.is_compiling():
+            outside: dict[str, Tensor] = _outside_compile(self._finish, outputs)
+            return outside
         job = self._job
         assert job is not None
         logits = getattr(outputs, "logits", None)
@@ -225,6 +229,12 @@ class HeadCall:
             f"{type(self.inner).__name__} returned an auxiliary loss, but neither it nor its config has "
             "router_aux_loss_coef. Set config.router_aux_loss_coef, or config.output_router_logits=False."
         )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside_compile(function: Callable[..., Any], argument: Any) -> Any:
+    """Call a function that torch.compile must not trace; eager calls skip this, because it takes longer."""
+    return function(argument)
 
 
 def _nothing() -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 from torch import nn
 
+from lightning_thd._find import holds_text_config
 from lightning_thd._patches import patch
 from lightning_thd.models.masks import adopt_indexers, learn_window
 from lightning_thd.models.mixers import adopt_mixers, has_mixers
@@ -234,7 +235,8 @@ def enter(
             return args, {name: value for name, value in kwargs.items() if name not in PACK_KWARGS}
         text = None
     else:
-        text = config.get_text_config(decoder=True)
+        plain = not torch.compiler.is_compiling() and not holds_text_config(config)
+        text = config if plain else config.get_text_config(decoder=True)
         families, masks = (type(config), type(text)), ()
     pack = find_pack(outer, args, kwargs)
     if REAL in kwargs:  # no model takes it
@@ -244,7 +246,7 @@ def enter(
         if torch.compiler.is_compiling() or not model._thd_checked:
             _refuse_wrong_layers(model)
         if text is not None:
-            if text._attn_implementation != NAME:
+            if text is not config and text._attn_implementation != NAME:
                 raise ValueError(_other_attention(model, text._attn_implementation))
             if (caller := getattr(STATE, "caller", None)) is not None:
                 _report(model, pack, caller)

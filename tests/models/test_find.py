@@ -28,12 +28,21 @@ def test_models_are_found_by_path_outer_ones_first() -> None:
     assert model_config(nn.Linear(2, 2)) is model_config(None) is model_with_head(nn.Linear(2, 2)) is None
 
 
+class Wrapped(nn.Module):
+    """As DistributedDataParallel holds a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's
 def test_wrappers_are_taken_off() -> None:
     peft = pytest.importorskip("peft")
     model = build("llama", "eager")
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     seen: list[object] = []
-    compiled = torch.compile(nn.parallel.DataParallel(wrapped))
+    compiled = torch.compile(Wrapped(wrapped))
     assert unwrapped(compiled, on_peft=seen.append) is model
     assert seen == [wrapped]
     assert model_with_head(wrapped) is model
