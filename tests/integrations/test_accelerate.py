@@ -15,7 +15,7 @@ from accelerate import DistributedType, FullyShardedDataParallelPlugin
 from lightning_thd import Packs, Sequences, prepare_thd
 from lightning_thd.batch import THDBatch
 from lightning_thd.integrations.accelerate import data_rank
-from tests.integrations.test_loops import STEPS, by_hand, make_data, run, same
+from tests.integrations.support import STEPS, by_hand, make_data, run, same
 from tests.ranks import run_ranks
 from tests.tiny import TinyModule, tiny_llama
 from tests.trackers import read_tensorboard, read_wandb

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd import Packs, Sequences, THDDataModule, causal_lm_loss
 from lightning_thd.integrations import PackedLoop, prepare_fabric, prepare_thd
-from tests.integrations.test_loops import CAPACITY, STEPS, by_hand, make_data, run, same
+from tests.integrations.support import CAPACITY, STEPS, by_hand, make_data, run, same
 from tests.ranks import run_ranks
 from tests.tiny import TinyModule, sequences, tiny_llama
 

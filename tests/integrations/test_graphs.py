@@ -9,7 +9,7 @@ import torch
 
 from lightning_thd import Packs, Sequences
 from lightning_thd.cuda_graph.capture.recording import RecordingBackend
-from tests.integrations.test_loops import STEPS, by_hand, make_loop, run, same
+from tests.integrations.support import STEPS, by_hand, make_loop, run, same
 from tests.ranks import run_ranks
 
 

@@ -17,7 +17,7 @@ from lightning_thd.data.streams import Stream
 from lightning_thd.integrations import packed_trainer
 from lightning_thd.integrations.hf_data import is_streamed, streamed_dataset
 from tests.integrations.engines import know_indexed_cpus
-from tests.integrations.test_hf_trainer import RecordsSteps
+from tests.integrations.support import RecordsSteps
 from tests.ranks import run_ranks
 from tests.tiny import largest_error, nll, sequences, tiny_llama
 

@@ -15,22 +15,12 @@ from transformers import Trainer, TrainingArguments
 from lightning_thd import Packs, Sequences
 from lightning_thd.integrations import packed_trainer
 from lightning_thd.packing import PackPlanner
+from tests.integrations.support import RecordsSteps
 from tests.ranks import run_ranks
 from tests.tiny import largest_error, nll, sequences, tiny_llama, train_by_hand
 from tests.trackers import read_tensorboard
 
 CAPACITY, STEPS = 48, 6
-
-
-class RecordsSteps:
-    """A mixin that records the sequences of every microbatch."""
-
-    seen: list[tuple[int, ...]]
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.seen.append(inputs["batch"].sequence_ids)
-        loss: torch.Tensor = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        return loss
 
 
 def make_trainer(out: str, accumulate: int, *, report_to: Sequence[str] = (), **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from lightning_thd.loss import (
 from lightning_thd.loss.policy import group_advantages
 from lightning_thd.loss.preference import sequence_sums
 from tests.loss.families import build
-from tests.loss.test_causal_lm import make_batch
+from tests.loss.support import make_batch
 from tests.ranks import pretended_ranks
 
 HIDDEN, WEIGHT, TARGETS = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dtype=torch.long)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lightning_thd.batch import THDBatch
 from lightning_thd.loss import causal_lm_loss, mtp_targets
 from tests.loss.families import build
-from tests.loss.test_causal_lm import make_batch
+from tests.loss.support import make_batch
 from tests.ranks import run_ranks
 
 

@@ -26,7 +26,7 @@ from lightning_thd.packing import PackPlanner, Sequences
 from lightning_thd.parallel.shard import shard_batch
 from tests.loss.families import VOCAB, build
 from tests.loss.oracles import Case
-from tests.loss.test_causal_lm import gradients, make_batch
+from tests.loss.support import gradients, make_batch
 
 pytest.importorskip("transformers")
 register_thd()

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from lightning_thd.loss import causal_lm_logprobs, causal_lm_loss
 from lightning_thd.loss.head import head_operands
 from tests.loss.families import VOCAB, build
-from tests.loss.test_causal_lm import gradients, make_batch, oracle
+from tests.loss.support import gradients, make_batch, oracle
 from tests.ranks import run_ranks
 
 # How transformers cuts a head over ranks: since 5.16 into DTensors, before into plain weights and hooks.
