@@ -209,8 +209,5 @@ def _stack(rows: list[Any]) -> Any:
         return tuple(_stack(list(part)) for part in zip(*rows, strict=True))
     if rows[0].ndim == 0:
         return np.stack(rows)
-    longest = max(len(row) for row in rows)
-    stacked = np.full((len(rows), longest, *rows[0].shape[1:]), _PAD, dtype=rows[0].dtype)
-    for i, row in enumerate(rows):
-        stacked[i, : len(row)] = row
-    return stacked
+    tensors = [torch.from_numpy(row) for row in rows]
+    return nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=_PAD).numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -33,7 +33,7 @@ from lightning_thd.integrations.hf_options import refuse_engines, refuse_options
 from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
 from lightning_thd.integrations.loop import sum_over_packs
 from lightning_thd.loss import TokenStats, causal_lm_logprobs, causal_lm_loss, causal_lm_loss_and_stats
-from lightning_thd.packing import Packs, Sequences
+from lightning_thd.packing import Sequences
 from lightning_thd.precision.convert import in_low_precision
 
 
@@ -73,6 +73,7 @@ def packed_trainer(trainer_class: type | None = None) -> type:
 
 class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
     loss_is_scaled_for_ga = False  # Trainer divides by the accumulation steps, as loss_scale expects
+    current_gradient_accumulation_steps: int
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         self._meter = Meter("train", "training", time.perf_counter)
         self._metered = False
         self._trained_sequences, self._trained_tokens = 0, 0
-        self._tokens = TokenMeter()
+        self._token_sums: dict[str, Tensor] = {}  # of training and evaluation, until they are logged
         self._refuse_settings()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -111,10 +112,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         try:
             return super().train(*args, **kwargs)
         finally:
-            self._stop_clock()
-
-    def _stop_clock(self) -> bool:
-        return self._meter.pause()
+            self._meter.pause()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this rank's training packs."""
@@ -167,26 +165,35 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
             loss, stats = causal_lm_loss_and_stats(model, batch, label_smoothing=smoothing)
         else:
             return causal_lm_loss(model, batch, label_smoothing=smoothing)
-        self._tokens.add("train" if model.training else "eval", stats)
+        mode, own = "train" if model.training else "eval", torch.stack(stats).double()
+        self._token_sums[mode] = own + self._token_sums.get(mode, 0.0)
         return loss
 
     def _token_metrics(self, mode: str) -> dict[str, float]:
         """Return entropy and accuracy of the loss tokens since they were last asked for; a collective."""
-        sums = self._tokens.take(mode, torch.device(self.args.device))
+        sums = self._token_sums.pop(mode, torch.zeros(3, dtype=torch.float64, device=self.args.device))
         entropy, correct, tokens = self.accelerator.reduce(sums, reduction="sum").tolist()
         return {"entropy": entropy / max(tokens, 1.0), "mean_token_accuracy": correct / max(tokens, 1.0)}
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Train on a pack, or on all of a step, and add their tokens to the throughput counters."""
         self._ready.resume()
-        one: Any = super().training_step
-        step = inputs["batch"]
-        loss = train_on_packs(self, one, model, step) if isinstance(step, THDStep) else one(model, inputs)
+        one, step = super().training_step, inputs["batch"]
+        if isinstance(step, THDStep):
+            before = self.current_gradient_accumulation_steps
+            self.current_gradient_accumulation_steps = len(step)
+            try:
+                no_sync = self.accelerator.no_sync
+                loss = sum_over_packs(step, no_sync, model, lambda batch: one(model, {"batch": batch}))
+            finally:
+                self.current_gradient_accumulation_steps = before
+        else:
+            loss = one(model, inputs)
         for batch in packs_of(inputs):
             self._meter.add(batch)
             self._trained_sequences += len(batch.lengths)
             self._trained_tokens += batch.stats.real_tokens
-        return cast("Tensor", loss)
+        return loss
 
     def floating_point_ops(self, inputs: dict[str, THDBatch | THDStep]) -> int:
         """Return the FLOPs of a pack from the lengths of its sequences; 0 if the model's are unknown."""
@@ -241,7 +248,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        running = self._stop_clock()
+        running = self._meter.pause()
         yield
         if running:
             self._ready.resume()
@@ -276,47 +283,24 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
                 "SFTConfig(loss_type='dft') with a mixture of experts: its balancing loss is not added to "
                 "the DFT loss of packs. Set router_aux_loss_coef=0.0, or loss_type='nll'."
             )
-        check_global_batch(
-            self._data_kwargs.get("global_batch"),
-            self.args.gradient_accumulation_steps,
-            str(getattr(self.args.optim, "value", self.args.optim)),
-        )
+        wanted, accumulate = self._data_kwargs.get("global_batch"), self.args.gradient_accumulation_steps
+        optimizer = str(getattr(self.args.optim, "value", self.args.optim))
+        if isinstance(wanted, Sequences) and accumulate != 1:
+            raise ValueError(
+                f"global_batch={wanted} with gradient_accumulation_steps={accumulate}: a step of n "
+                "sequences has as many microbatches as it needs. Set gradient_accumulation_steps=1."
+            )
+        if isinstance(wanted, Sequences) and ("layerwise" in optimizer or "lomo" in optimizer):
+            raise ValueError(
+                f"global_batch={wanted} with optim={optimizer!r}, which steps in every backward pass: "
+                "once a microbatch here, not once a step. Use another optimizer, or global_batch=Packs(n)."
+            )
 
 
 def packs_of(inputs: dict[str, THDBatch | THDStep]) -> tuple[THDBatch, ...]:
     """Return the packs in a batch that the Trainer's loader gave."""
     batch = inputs["batch"]
     return batch.microbatches if isinstance(batch, THDStep) else (batch,)
-
-
-def train_on_packs(
-    trainer: Any, one: Callable[[nn.Module, dict[str, THDBatch]], Tensor], model: nn.Module, step: THDStep
-) -> Tensor:
-    """Run a step's microbatches by ``one``, gradients synchronised in the last; return this rank's loss."""
-    before, trainer.current_gradient_accumulation_steps = (
-        trainer.current_gradient_accumulation_steps,
-        len(step),
-    )
-    try:
-        return sum_over_packs(
-            step, trainer.accelerator.no_sync, model, lambda batch: one(model, {"batch": batch})
-        )
-    finally:
-        trainer.current_gradient_accumulation_steps = before
-
-
-def check_global_batch(global_batch: Packs | Sequences | None, accumulate: int, optimizer: str) -> None:
-    """Refuse accumulation, and optimizers that step in backward, with ``Sequences(n)``."""
-    if isinstance(global_batch, Sequences) and accumulate != 1:
-        raise ValueError(
-            f"global_batch={global_batch} with gradient_accumulation_steps={accumulate}: a step of n "
-            "sequences has as many microbatches as it needs. Set gradient_accumulation_steps=1."
-        )
-    if isinstance(global_batch, Sequences) and ("layerwise" in optimizer or "lomo" in optimizer):
-        raise ValueError(
-            f"global_batch={global_batch} with optim={optimizer!r}, which steps in every backward pass: "
-            "once a microbatch here, not once a step. Use another optimizer, or global_batch=Packs(n)."
-        )
 
 
 def dft_loss(model: nn.Module, batch: THDBatch) -> tuple[Tensor, TokenStats]:
@@ -328,19 +312,3 @@ def dft_loss(model: nn.Module, batch: THDBatch) -> tuple[Tensor, TokenStats]:
     entropy = found.entropy.detach().masked_fill(~known, 0.0).sum()
     right = ((found.top.tokens[:, 0] == batch.targets) & known).sum()
     return loss, TokenStats(entropy, right.to(entropy.dtype), known.sum().to(entropy.dtype))
-
-
-class TokenMeter:
-    """Sums entropy, right guesses and tokens, apart for training and evaluation, until they are logged."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, mode: str, stats: TokenStats) -> None:
-        """Add the statistics of a batch without reading the device."""
-        own = torch.stack(stats).double()
-        self._sums[mode] = own + self._sums[mode] if mode in self._sums else own
-
-    def take(self, mode: str, device: torch.device) -> Tensor:
-        """Return and reset the sums of entropy, right guesses and tokens, fp64 ``[3]``."""
-        return self._sums.pop(mode, torch.zeros(3, dtype=torch.float64, device=device))
