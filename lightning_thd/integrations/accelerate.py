@@ -16,13 +16,8 @@ from lightning_thd.integrations.evaluation import LossFn
 from lightning_thd.integrations.loop import Engine, PackedLoop, as_loader, listed, share_packs
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.parallel.context.layout import Communication
+from lightning_thd.strategies.guards import why_refused
 
-# Accelerate's distributed_type: why whole steps of packs cannot run in it.
-_ENGINES = {
-    "DEEPSPEED": "whose engine accumulates, clips and steps by itself, once a microbatch",
-    "MEGATRON_LM": "which runs the model and its steps by itself",
-    "XLA": "which compiles one step of fixed shapes",
-}
 # accelerate's mixed_precision -> Lightning's name
 _PRECISION = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed", "fp8": "transformer-engine"}
 
@@ -173,9 +168,9 @@ def _refuse_parallelism(accelerator: Any) -> None:
     if not hasattr(accelerator, "parallelism_config"):
         raise TypeError(f"accelerator is {described(accelerator)}; wanted an accelerate.Accelerator.")
     kind = getattr(accelerator.distributed_type, "name", "")
-    if kind in _ENGINES:
+    if (why := why_refused(kind)) is not None:
         raise ValueError(
-            f"The accelerator runs {kind}, {_ENGINES[kind]}. Use FSDP2 or DDP with prepare_thd, or Lightning "
+            f"The accelerator runs {kind}, {why}. Use FSDP2 or DDP with prepare_thd, or Lightning "
             "with THDModelParallelStrategy."
         )
     config = accelerator.parallelism_config

@@ -17,15 +17,7 @@ from lightning_thd.integrations.evaluation import LossFn
 from lightning_thd.integrations.loop import Engine, PackedLoop, as_loader, listed, share_packs
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.parallel.context.layout import Communication
-
-# Names of Fabric's strategies, for importing some needs packages of theirs: why packs cannot run in them.
-_REFUSED = {
-    "DeepSpeedStrategy": "whose engine accumulates, clips and steps by itself",
-    "XLAStrategy": "which compiles one step of fixed shapes",
-    "XLAFSDPStrategy": "which compiles one step of fixed shapes",
-    "SingleDeviceXLAStrategy": "which compiles one step of fixed shapes",
-    "DataParallelStrategy": "which cuts packs and their cu_seqlens in pieces, one a device",
-}
+from lightning_thd.strategies.guards import refused_engine
 
 
 def prepare_fabric(
@@ -72,7 +64,11 @@ def prepare_fabric(
     """
     instance(fabric, "fabric", Fabric, advice="Pass a lightning Fabric that was launched.")
     instance(model, "model", nn.Module, advice="Pass the model itself.")
-    _refuse_strategy(fabric.strategy)
+    if (found := refused_engine(type(fabric.strategy))) is not None:
+        raise ValueError(
+            f"prepare_fabric under {found[0]}, {found[1]}. Use Fabric(strategy='ddp'), 'fsdp', "
+            "ModelParallelStrategy or one device."
+        )
     shared = share_packs(
         model,
         data=data_rank(fabric),
@@ -99,15 +95,6 @@ def prepare_fabric(
     return PackedLoop(
         engine, model, loader, optimizer, loss_fn=loss_fn, peak=peak, log_every_n_steps=log_every_n_steps
     )
-
-
-def _refuse_strategy(strategy: object) -> None:
-    for base in type(strategy).__mro__:
-        if base.__name__ in _REFUSED and base.__module__.partition(".")[0].startswith("lightning"):
-            raise ValueError(
-                f"prepare_fabric under {base.__name__}, {_REFUSED[base.__name__]}. Use "
-                "Fabric(strategy='ddp'), 'fsdp', ModelParallelStrategy or one device."
-            )
 
 
 def data_rank(fabric: Fabric) -> tuple[int, int, Any]:

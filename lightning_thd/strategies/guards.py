@@ -20,21 +20,27 @@ from lightning_thd.parallel.shard import THDShard
 
 _TORCH_CP = "torch.distributed.tensor.experimental._context_parallel._attention"
 
-# Part of the names of Lightning's strategies -> why no step of ours can run in them. An import of the classes
-# would need their packages.
-REFUSED_ENGINES = {
-    "DeepSpeed": "whose engine accumulates, clips and steps by itself",
-    "XLA": "which compiles one step of fixed shapes",
+# Part of the names of Lightning's strategies, and of Accelerate's types -> why our steps cannot run in them.
+# An import of the classes would need their packages.
+_REFUSED_ENGINES = {
+    "deepspeed": "whose engine accumulates, clips and steps by itself",
+    "megatron": "which runs the model and its steps by itself",
+    "xla": "which compiles one step of fixed shapes",
+    "dataparallel": "which cuts packs and their cu_seqlens in pieces, one a device",
 }
+
+
+def why_refused(engine: str) -> str | None:
+    """Return why our steps cannot run in an engine of this name, or None if they can."""
+    plain = engine.lower().replace("_", "")
+    return next((why for name, why in _REFUSED_ENGINES.items() if name in plain), None)
 
 
 def refused_engine(kind: type) -> tuple[str, str] | None:
     """Return the name of a strategy of Lightning whose engine cannot run our steps, and the reason."""
     for base in kind.__mro__:
-        if base.__module__.partition(".")[0].startswith("lightning"):
-            for name, why in REFUSED_ENGINES.items():
-                if name in base.__name__:
-                    return base.__name__, why
+        if base.__module__.partition(".")[0].startswith("lightning") and (why := why_refused(base.__name__)):
+            return base.__name__, why
     return None
 
 
