@@ -186,11 +186,10 @@ def _distillation(
         hard = hard * (1.0 - alpha)
         if alpha == 0.0:
             return hard
-    make = (
-        _head_teacher(call, teacher, prepared, token_weights)
-        if isinstance(teacher, Call)
-        else (_top_teacher(call, teacher, prepared))
-    )
+    if isinstance(teacher, Call):
+        make = _head_teacher(call, teacher, prepared, token_weights)
+    else:
+        make = _top_teacher(call, teacher, prepared)
     operands, settings = prepared.operands, prepared.settings
     if settings.compute == torch.float16:  # gradients are made before anybody's loss scale is known
         hidden, weight, *rest = operands
