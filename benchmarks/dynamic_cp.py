@@ -48,8 +48,8 @@ from benchmarks.balance import LLAMA_8B
 from lightning_thd import Sequences, THDBatch, THDDataModule, THDDDPStrategy, causal_lm_loss
 from lightning_thd.flops import FlopsModel
 from lightning_thd.packing import Cost, balance
+from lightning_thd.packing.degrees import Tables
 from lightning_thd.packing.sharing import SharedBins, Sharing, Waits, share_out
-from lightning_thd.packing.sharing.tables import Tables
 from lightning_thd.parallel.context.costs import LayerSizes
 from tests.ranks import run_ranks
 

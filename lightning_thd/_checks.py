@@ -173,10 +173,11 @@ def flags(**values: Any) -> None:
         instance(value, name, bool, advice="Pass True or False.")
 
 
-def choice(value: Any, name: str, *wanted: str) -> None:
+def choice(value: Any, name: str, *wanted: str, advice: str = "") -> None:
     """Raise ValueError unless a value is one of the given words."""
     if not isinstance(value, str) or value not in wanted:
-        raise ValueError(f"{name} is {described(value)}; wanted one of {', '.join(wanted)}.")
+        given = f"{name}={value!r:.40}" if isinstance(value, str) else f"{name} is {described(value)}"
+        raise ValueError(f"{given}; wanted one of {', '.join(wanted)}. {advice}".rstrip())
 
 
 def refuse_missing(name: str, advice: str) -> None:

@@ -63,15 +63,15 @@ def available(name: str) -> bool:
 
 
 def trouble(name: str, install: str = "") -> str | None:
-    """Return why a module does not import here and what to do about it, or None where it imports.
+    """Return why a module does not import here and what to do about it, or None if it imports.
 
     Args:
         name: dotted module name; ``"flash_attn.cute.interface"``.
         install: the command that brings it, for a package that has no row above.
 
     Returns:
-        ``"fla does not import here: pip install flash-linear-attention"`` where it is absent; what the import
-        raised, and that a build for another torch is to be replaced, where it is installed.
+        ``"fla does not import here: pip install flash-linear-attention"`` if it is absent. If it is
+        installed: what the import raised, and how to replace a build for another torch.
     """
     top = name.partition(".")[0]
     install = install or _hint(name)[0]
@@ -85,10 +85,10 @@ def trouble(name: str, install: str = "") -> str | None:
         return f"{name} does not import here ({_first_line(err)}): pip install {err.name}"
     except Exception as err:  # a build for another ABI raises many kinds
         build = f"pip install {top}" if "lightning_thd[" in install else install
-        anew = build.replace("pip install", "pip install --force-reinstall --no-deps")
+        again = build.replace("pip install", "pip install --force-reinstall --no-deps")
         return (
             f"{name} is installed and does not import here ({_first_line(err)}). Built for another torch or "
-            f"CUDA? Build it anew: {anew}"
+            f"CUDA? Build it again: {again}"
         )
     return None
 

@@ -1,6 +1,6 @@
-"""Installed packages and the GPU -> which combinations are known to fail or to compute wrong numbers.
+"""Installed packages and the GPU -> the combinations that are known to fail or to compute wrong numbers.
 
-The one table of such versions: ``lightning-thd doctor`` prints it, and what chooses kernels reads it.
+This is the only table of such versions: ``lightning-thd doctor`` prints it, and kernels are chosen by it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class KnownBad:
 
     Attributes:
         feature: import name of the package, or ``"graphs"``, that the combination breaks.
-        versions: distribution -> versions it concerns; all of them have to be installed.
-        without: distribution that mends it, "" for none.
+        versions: distribution -> versions that are concerned; all of them must be installed.
+        without: distribution that removes the problem, "" for none.
         capability: CUDA compute capability (major) it needs, None for any device.
         problem: what happens.
-        instead: what to do; where this package works around it by itself, what it does.
+        instead: what to do, or what this package does by itself.
     """
 
     feature: str
@@ -71,13 +71,13 @@ TABLE: tuple[KnownBad, ...] = (
         feature="graphs",
         versions={"torch": ">=2.12,<2.14"},
         problem="a capture that fails at its end keeps the memory of its pool reserved (pytorch pull 190348)",
-        instead="train without CUDAGraphCallback where it says that graphs are off and memory is short",
+        instead="train without CUDAGraphCallback if it says that graphs are off and memory is short",
     ),
 )
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of a distribution, or None where it is not installed."""
+    """Return the version of a distribution, or None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -96,7 +96,7 @@ def known_problems(
         feature: only those of one package; None for all.
         capability: CUDA compute capability (major) of the device, None without one: combinations that need a
             certain one are left out then.
-        version_of: of a distribution, None where it is absent.
+        version_of: gives the version of a distribution, None if it is absent.
     """
     return [
         entry
@@ -109,7 +109,7 @@ def known_problems(
 
 
 def _within(version: str | None, wanted: str) -> bool:
-    """Return whether a version is among those given; pre-releases and local builds count as their base."""
+    """Return whether a version is wanted; pre-releases and local builds count as their base."""
     if version is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""A context manager for recording a step -> code inside may ask whether it must read no tensor values."""
+"""A context for recording a step: code inside asks here whether it may read values of tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _STATIC: ContextVar[bool] = ContextVar("lightning_thd_static_shapes", default=Fa
 
 @contextlib.contextmanager
 def static_shapes() -> Iterator[None]:
-    """Tell code in this context to read no tensor values, so that shapes depend on sizes alone.
+    """Let no code in this context read values of tensors, so that shapes depend only on sizes.
 
-    For code that records a step once and replays it on other batches, a CUDA graph above all. Checks of
-    values are left out, and so are savings that depend on values; results are the same.
+    It is for code that records a step and replays it on other batches, such as a CUDA graph. Checks of values
+    are left out, and so are savings that depend on values. Results are the same.
     """
     token = _STATIC.set(True)
     try:

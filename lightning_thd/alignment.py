@@ -1,10 +1,10 @@
 """A parallel layout and an fp8 recipe -> what lengths and totals must be multiples of, and padded numbers.
 
 Kernels assert on what one rank holds, not on the pack: on T / (cp x tp) slots before sequence parallel
-gathers them ("local") and on T / cp after ("gathered"). Padding every sequence until each satisfies all of
-that wastes up to ten per cent of a pack of chats; padding sequences for context parallelism alone, and the
-pack once for everything else, wastes one to three (python -m benchmarks.segments prints both). The pad at the
-end of a pack is a sequence of its own: nothing attends to it.
+gathers them ("local") and on T / cp after ("gathered"). If every sequence is padded for all of these, a pack
+of chats wastes up to ten per cent. So sequences are padded only for context parallelism, and the pack once
+for everything else, which wastes one to three (python -m benchmarks.segments prints both). The pad at the end
+of a pack is a sequence of its own: nothing attends to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from lightning_thd._checks import described, host_ints, whole_number
+from lightning_thd._checks import choice, flags, host_ints, whole_number
 
 Recipe = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 Layout = Literal["dual_chunk", "contiguous", "striped", "mixed"]
@@ -34,7 +34,7 @@ class Rule:
         shard: "local" counts T / (cp x tp) slots, "gathered" T / cp; the same without sequence parallel.
         multiple: slots of that shard must be a multiple of this.
         name: what is checked, in words.
-        source: where the assertion stands.
+        source: where the assertion is.
     """
 
     product: Product
@@ -49,9 +49,9 @@ _INPUT = Rule(
     "forward", "local", 8, "rows of an fp8 input", "Transformer Engine utils.py, assert_dim_for_fp8_exec"
 )
 
-# Every assertion on the number of slots, by recipe: Transformer Engine's main branch of 2026 and torch 2.13.
-# Sizes of features have rules of their own, which are the model's affair. In a weight gradient slots are the
-# inner dimension.
+# Every assertion on the number of slots, by recipe, in Transformer Engine (main, 2026) and torch 2.13.
+# The model decides whether its features meet the rules on features. In a weight gradient slots are the inner
+# dimension.
 RULES: dict[Recipe, tuple[Rule, ...]] = {
     "tensorwise": (  # delayed and current scaling, and torchao
         _INPUT,
@@ -154,9 +154,8 @@ class Alignment:
 
     def __post_init__(self) -> None:
         for name in ("sequence_multiple", "total_multiple"):
-            object.__setattr__(self, name, whole_number(getattr(self, name), name, least=None))
-        if self.sequence_multiple < 1 or self.total_multiple < 1:
-            raise ValueError(f"{self} has a multiple below 1; wanted 1 or more, where 1 asks for nothing.")
+            number = whole_number(getattr(self, name), name, least=1, advice="1 asks for nothing.")
+            object.__setattr__(self, name, number)
         if self.total_multiple % self.sequence_multiple:
             raise ValueError(
                 f"{self}: the total must be a multiple of sequence_multiple, or the trailing pad is none. "
@@ -185,7 +184,13 @@ class Alignment:
         Returns:
             ``cp=4, tp=2, sequence_parallel=True, recipe="tensorwise"`` gives multiples of 8 and 128.
         """
-        _check_layout(cp, tp, sequence_parallel, recipe, layout)
+        for size, name in ((cp, "cp"), (tp, "tp")):
+            whole_number(size, name, least=1, advice="1 means not at all.")
+        flags(sequence_parallel=sequence_parallel)
+        choice(layout, "layout", *get_args(Layout))
+        if recipe is not None:
+            advice = "Delayed and current scaling and torchao are 'tensorwise'."
+            choice(recipe, "recipe", *RULES, advice=advice)
         slot_ranks = cp * tp if sequence_parallel else cp
         sequence_multiple = 2 * cp if cp > 1 and layout in ("dual_chunk", "mixed") else 1
         token_multiple = 1 if recipe is None else TOKEN_MULTIPLE[recipe]
@@ -208,31 +213,16 @@ class Alignment:
         )
 
     def padded_length(self, length: int) -> int:
-        """Round a sequence's length up: 13 tokens become 16 slots where sequence_multiple is 8."""
-        length = whole_number(length, "length", least=None)
-        if length < 0:
-            raise ValueError(f"A sequence has length {length}; wanted 0 or more tokens. Mend the lengths.")
-        return -(-length // self.sequence_multiple) * self.sequence_multiple
+        """Round a sequence's length up: 13 tokens become 16 slots if sequence_multiple is 8."""
+        return -(-whole_number(length, "length") // self.sequence_multiple) * self.sequence_multiple
 
     def padded_lengths(self, lengths: npt.ArrayLike | Tensor) -> npt.NDArray[np.int64]:
-        """Round the lengths ``[S]`` of many sequences up, in one call.
-
-        Returns:
-            int64 ``[S]`` slots. ``[13, 8]`` becomes ``[16, 8]`` where sequence_multiple is 8.
-        """
-        array: npt.NDArray[np.int64] = host_ints(lengths, "lengths")
-        if array.size and array.min() < 0:
-            raise ValueError(
-                f"A sequence has length {array.min()}; wanted 0 or more tokens. Mend the lengths."
-            )
-        return -(-array // self.sequence_multiple) * self.sequence_multiple
+        """Round the lengths ``[S]`` of many sequences up, in one call."""
+        return -(-host_ints(lengths, "lengths", least=0) // self.sequence_multiple) * self.sequence_multiple
 
     def padded_total(self, total: int) -> int:
-        """Round the slots of a pack up: 1,000 become 1,024 where total_multiple is 128."""
-        total = whole_number(total, "total", least=None)
-        if total < 0:
-            raise ValueError(f"A pack has {total} slots; wanted 0 or more.")
-        return -(-total // self.total_multiple) * self.total_multiple
+        """Round the slots of a pack up: 1,000 become 1,024 if total_multiple is 128."""
+        return -(-whole_number(total, "total") // self.total_multiple) * self.total_multiple
 
     def check(self, slots: int, *, padded_lengths: npt.ArrayLike | Tensor = ()) -> None:
         """Raise ValueError for lengths that break a kernel's or collective's rule, naming it and the remedy.
@@ -243,7 +233,8 @@ class Alignment:
         """
         slots = whole_number(slots, "slots")
         for requirement in self.requirements:
-            _check_requirement(requirement, slots)
+            if slots % requirement.multiple:
+                raise ValueError(_broken(requirement, slots))
         if slots % self.total_multiple:
             raise ValueError(
                 f"A pack has {slots} slots; wanted a multiple of {self.total_multiple}. {_WHO_PADS} "
@@ -260,28 +251,11 @@ class Alignment:
 _WHO_PADS = "THDBatch.collate pads when it is given align=, which THDDataModule takes from the strategy."
 
 
-def _check_requirement(requirement: Requirement, slots: int) -> None:
+def _broken(requirement: Requirement, slots: int) -> str:
     rule, ranks = requirement.rule, requirement.ranks
-    if slots % requirement.multiple == 0:
-        return
     share = f"{slots} slots" if ranks == 1 else f"{slots} slots over {ranks} ranks"
     product = rule.product.replace("_", " ")
-    raise ValueError(
+    return (
         f"{share} break the rule '{rule.name}' of the {product} ({rule.source}): wanted "
         f"a multiple of {rule.multiple} on a rank, {requirement.multiple} in the pack. {_WHO_PADS}"
     )
-
-
-def _check_layout(cp: int, tp: int, sequence_parallel: object, recipe: Recipe | None, layout: Layout) -> None:
-    cp, tp = whole_number(cp, "cp", least=None), whole_number(tp, "tp", least=None)
-    if cp < 1 or tp < 1:
-        raise ValueError(f"cp={cp} and tp={tp}; wanted 1 or more ranks each, where 1 means not at all.")
-    if not isinstance(sequence_parallel, bool):
-        raise TypeError(f"sequence_parallel is {described(sequence_parallel)}; wanted True or False.")
-    if recipe is not None and (not isinstance(recipe, str) or recipe not in RULES):
-        raise ValueError(
-            f"recipe={recipe!r}; wanted None or one of {', '.join(RULES)}. "
-            "Delayed and current scaling and torchao are 'tensorwise'."
-        )
-    if not isinstance(layout, str) or layout not in get_args(Layout):
-        raise ValueError(f"layout={layout!r}; wanted one of {', '.join(get_args(Layout))}.")

@@ -2,10 +2,10 @@
 
 Legend: T slots in a row, M = max_segments. Ids count from 1, and 0 is padding.
 
-A query sees a key of its own id where ``key(query) >= key(key)``. So a query sees any key of its id exactly
-where it reaches that id's lowest one, and a key is seen exactly where the id's highest query reaches it: one
-minimum and one maximum for an id stand for the T x T mask. Ids may come in any order, in several runs, with
-padding between them, on one side only, or cut for context parallelism (striped, dual-chunk, contiguous).
+A query sees a key of its own id if ``key(query) >= key(key)``. So a query sees some key of its id exactly if
+it reaches that id's lowest one, and a key is seen exactly if the id's highest query reaches it. One minimum
+and one maximum for each id replace the T x T mask. Ids may come in any order, in several runs, with padding
+between them, on one side only, or cut for context parallelism (striped, dual-chunk, contiguous).
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lightning_thd._checks import int_tensor, whole_number
+from lightning_thd._checks import choice, int_tensor, whole_number
+from lightning_thd.seqlens import host_values
 
 Ints = Tensor | npt.NDArray[np.integer] | Sequence[Any]
+_MOST_SEGMENTS = 2**31 - 2  # ids and their number plus one are int32
 MaskFamily = Literal["causal", "causal_bottom_right", "padding"]
 
 
@@ -33,7 +35,7 @@ class SegmentLayout(NamedTuple):
         q_offsets: ``[..., M + 1]`` slots where runs of such queries start, ascending, then -1: what
             Transformer Engine wants.
         kv_offsets: ``[..., M + 1]`` the same for keys.
-        q_starts: ``[..., M]`` slot of the first such query of id ``i + 1``, -1 where there is none.
+        q_starts: ``[..., M]`` slot of the first such query of id ``i + 1``, -1 if there is none.
         kv_starts: ``[..., M]`` the same for keys.
     """
 
@@ -59,12 +61,12 @@ def seqlens_offsets(
 
     Args:
         ids_q: int32 or int64 ``[..., Tq]``, in ``[0, max_segments]``.
-        ids_kv: the same for keys, ``[..., Tkv]``. The very same tensors for both sides take a
-            shorter way, whose fields for keys are those for queries.
+        ids_kv: the same for keys, ``[..., Tkv]``. The very same tensors on both sides cost half:
+            the fields for keys are those for queries.
         pos_q: position inside the segment, of the shape of ``ids_q``; "padding" looks at none.
         pos_kv: the same for keys.
         mask: "causal" lets a query see keys at its position and before; "causal_bottom_right" counts
-            positions from the end of the run they stand in; "padding" lets it see all of its id.
+            positions from the end of their run; "padding" lets it see all of its id.
         max_segments: the highest id M, known on the host.
 
     Returns:
@@ -72,7 +74,11 @@ def seqlens_offsets(
         ``[0, 3, 6, -1, -1]`` and starts ``[0, 3, 6, -1]``. Ids above M raise on the CPU and trip the
         device's own index check elsewhere.
     """
-    max_segments = _check_arguments(mask, max_segments)
+    choice(mask, "mask", *get_args(MaskFamily))
+    most = 2**31 - 2  # ids and counts are int32
+    max_segments = whole_number(
+        max_segments, "max_segments", least=1, most=most, advice="Pass the highest id."
+    )
     same = ids_q is ids_kv and pos_q is pos_kv
     ids_q, pos_q = _check_side(ids_q, pos_q, mask, max_segments, "q")
     if same:
@@ -101,7 +107,7 @@ def _keys(ids: Tensor, pos: Tensor | None, mask: MaskFamily) -> Tensor:
 
 
 def _run_lengths(ids: Tensor) -> Tensor:
-    """Return for every slot the length of the run of equal ids it stands in; int32."""
+    """Return for every slot the length of its run of equal ids; int32."""
     run = torch.cumsum(_run_starts(ids), -1, dtype=torch.int64).sub_(1)
     counts = torch.zeros(ids.shape, dtype=torch.int32, device=ids.device)
     counts.scatter_add_(-1, run, torch.ones((), dtype=torch.int32, device=ids.device).expand(ids.shape))
@@ -145,12 +151,6 @@ def _describe(ids: Tensor, max_segments: int) -> tuple[Tensor, Tensor, Tensor]:
     return lengths, offsets.where(offsets < total, -1), starts.where(starts < total, -1)
 
 
-def _check_arguments(mask: object, max_segments: int) -> int:
-    if not isinstance(mask, str) or mask not in get_args(MaskFamily):
-        raise ValueError(f"mask={mask!r}; wanted one of {', '.join(get_args(MaskFamily))}.")
-    return whole_number(max_segments, "max_segments", least=1, most=2**31 - 2, advice="Pass the highest id.")
-
-
 def _check_side(
     ids: Ints, pos: Ints | None, mask: MaskFamily, max_segments: int, side: str
 ) -> tuple[Tensor, Tensor | None]:
@@ -174,14 +174,10 @@ def _check_side(
             f"pos_{side} is {pos.dtype} {list(pos.shape)} on {pos.device}; wanted int32 or int64 "
             f"{list(ids.shape)} on {ids.device}, as ids_{side}. Pass one position a slot."
         )
-    if (
-        torch.compiler.is_compiling()
-        or type(ids) is not Tensor
-        or ids.device.type != "cpu"
-        or not ids.numel()
-    ):
+    host = host_values(ids)
+    if host is None or not host.size:
         return ids, pos
-    low, high = int(ids.numpy().min()), int(ids.numpy().max())
+    low, high = int(host.min()), int(host.max())
     if low < 0 or high > max_segments:
         raise ValueError(
             f"ids_{side} holds ids from {low} to {high}, but max_segments={max_segments}; wanted 0 for "

@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "below": (lambda: real_number(-0.1, "x", least=0), ValueError, "wanted a finite number of 0 or more"),
     "no number": (lambda: real_number("1", "x"), TypeError, "x is a str, '1'; wanted a number"),
     "no flag": (lambda: flags(a=True, b=1), TypeError, "b is a int, 1; wanted bool. Pass True or False"),
-    "no such word": (lambda: choice("c", "x", "a", "b"), ValueError, "x is a str, 'c'; wanted one of a, b"),
+    "no such word": (lambda: choice("c", "x", "a", "b"), ValueError, "x='c'; wanted one of a, b"),
     "another class": (lambda: instance(1, "x", str, dict), TypeError, "x is a int, 1; wanted str or dict"),
     "no such path": (
         lambda: refuse_missing("./none", "Look."),

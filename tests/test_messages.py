@@ -19,7 +19,6 @@ from lightning_thd.flops import SeqStats
 from lightning_thd.loss import PackedRollouts, fused_linear_logprobs
 from lightning_thd.module import CausalLMModule
 from lightning_thd.packing import PackPlanner, Sequences
-from lightning_thd.seqlens import segment_ids_from_cu_seqlens
 from tests.data.chats import MARKED, PLAIN, make_tokenizer
 from tests.tiny import tiny_llama
 
@@ -126,19 +125,11 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: _setup([{"input_ids": [1, 2, 3], "lengths": [1, 2], "pixel_values": [[1.0]]}]),
         "Row 0 holds several sequences and carries pixel_values, of which nothing says what belongs",
     ),
-    "more tokens than slots": (
-        lambda: segment_ids_from_cu_seqlens(_offsets(0, 4, 5), 5, cu_seqlens_padded=_offsets(0, 3, 5)),
-        "Sequence 0 has 4 tokens in 3 slots; wanted no fewer slots. Were .* swapped",
-    ),
     "attention weights": (
         lambda: tiny_llama()(**_batch().hf_kwargs(), output_attentions=True),
         "packed kernels never form. Use attn_implementation='eager' to look at weights",
     ),
 }
-
-
-def _offsets(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def _setup(rows: list[dict[str, Any]]) -> None:

@@ -1,4 +1,8 @@
-"""Every option of every public function, given a value of another type, is refused."""
+"""Every flag and number of every public function, given a value of another type, is refused.
+
+Such a value might else be used: "no" is true, for example. A word or an object of another type fails by
+itself, or is refused as an unknown word.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,6 @@ OTHERS: dict[type, tuple[Any, ...]] = {
     bool: ("no", 2, torch.ones(2)),
     int: ("3", [1], torch.ones(2), object()),
     float: ("3", [1], torch.ones(2), object()),
-    str: (3, [1], torch.ones(2), object()),
     type(None): (object(), 3.5, [object()]),
 }
 TABLES = {name: entry for name, entry in tables().items() if name not in RECORDS}

@@ -1,10 +1,17 @@
 """Queries, keys and values of one rank's shard -> its attention output, around any kernel for whole packs.
 
-Four ways. ``all_gather``: keys and values of all ranks come here, and every stretch of queries attends to the
-keys of its sequence up to its own last; the backward pass reduce-scatters. ``needed``: the same call, but
-only keys that some query here sees are sent, in one exchange of sizes that the host knows. ``ring``: needed
-keys come from one rank after the other and partial results are merged (``merge``). ``ulysses``: rows are
-traded for heads, the kernel sees the whole pack with H / cp heads, and the output is traded back.
+There are four ways by which keys reach other ranks:
+
+- ``all_gather``: keys and values of all ranks come here. Every stretch of queries attends to the keys of its
+  sequence up to its own last. The backward pass reduce-scatters.
+- ``needed``: the same call, but only keys that some query here sees are sent, in one exchange whose sizes the
+  host knows.
+- ``ring``: needed keys come from one rank after the other, and partial results are merged (``merge``).
+- ``ulysses``: rows are traded for heads, the kernel sees the whole pack with H / cp heads, and the output is
+  traded back.
+
+``auto`` computes the cost of every way that can run the layer (``parallel.context.costs``) and takes the
+cheapest, for each batch and kind of layer.
 
 Legend: T slots in a pack, N = T / cp, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -12,23 +19,122 @@ Legend: T slots in a pack, N = T / cp, H query heads, G key-value heads, D head 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
+import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_thd.attention.choice import Way, choose_way
 from lightning_thd.attention.kernels.raw import RawKernel
 from lightning_thd.attention.merge import AtHand, Ring, joined, merged_attention, split
 from lightning_thd.attention.spec import AttentionSpec, Offsets
-from lightning_thd.parallel.context import calls, traffic
-from lightning_thd.parallel.context.costs import LayerSizes
+from lightning_thd.parallel.context import needs, partition, traffic
+from lightning_thd.parallel.context.costs import Choice, LayerSizes, compare_ways
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.exchange import all_gather_rows, exchange_rows, heads_to_rows, rows_to_heads
 
+Way = Literal["all_gather", "ulysses", "needed", "ring"]
+
+_said: set[tuple[object, ...]] = set()
+
+
+def choose_way(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> Way:
+    """Choose how a layer's keys reach other context-parallel ranks; all ranks of the group choose alike."""
+    ahead = not spec.causal and spec.windowed
+    divides = sizes.heads % layout.cp == 0
+    asked = layout.communication
+    if asked == "ulysses" or (ahead and asked == "auto"):
+        if not divides:
+            raise ValueError(_indivisible(sizes.heads, layout.cp, ahead=ahead))
+        return "ulysses"
+    if ahead:
+        raise ValueError(
+            f"A window of {spec.left} keys before and {spec.right} after a query looks ahead, which {asked} "
+            "cannot express as one call of a kernel. Use context_parallel_communication='ulysses'."
+        )
+    if asked == "all_gather":
+        return asked
+    if asked == "auto":
+        return _cheapest(layout, sizes, spec, divides=divides)
+    layout.check_varying(asked)
+    # A window has few keys at distances that differ from sequence to sequence: one exchange brings them.
+    return "needed" if asked == "ring" and not _rings(layout, spec) else asked
+
+
+def _rings(layout: ShardLayout, spec: AttentionSpec) -> bool:
+    return layout.layout == "striped" or spec.left < 0
+
+
+def _indivisible(heads: int, cp: int, *, ahead: bool) -> str:
+    return (
+        f"{heads} query heads cannot be shared out among {cp} context-parallel ranks; ulysses "
+        f"wants a multiple of {cp}. Use context_parallel_communication='all_gather'"
+        + (", and no window that looks ahead." if ahead else ".")
+    )
+
+
+def _cheapest(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec, *, divides: bool) -> Way:
+    if layout.fixed:  # a recorded graph: the sizes of an exchange must not follow the lengths
+        return "ulysses" if divides else "all_gather"
+    key = ("way", sizes, spec.causal, spec.left)
+    if key not in layout.cache:
+        choice = _compare(layout, sizes, spec, divides=divides)[0]
+        layout.cache[key] = choice.name
+        _say(choice, layout, sizes, spec)
+    way: Way = layout.cache[key]
+    return way
+
+
+def _compare(layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec, *, divides: bool) -> list[Choice]:
+    lengths = layout.padded_lengths
+    counts = needs.need_counts(lengths, **layout.cut, causal=spec.causal, left=spec.left)
+    most, pairs = _pairs(layout, spec)
+    return compare_ways(
+        sizes,
+        layout.costs,
+        cp=layout.cp,
+        slots=layout.local_slots,
+        needed_rows=int(max(counts.sum(0).max(), counts.sum(1).max())),
+        pairs=pairs,
+        most_pairs=most,
+        ulysses=divides,
+        ring=_rings(layout, spec),
+    )
+
+
+def _pairs(layout: ShardLayout, spec: AttentionSpec) -> tuple[float, float]:
+    """Count the query-key pairs of the busiest rank and of all ranks; for windows an upper bound."""
+    lengths = np.asarray(layout.padded_lengths, dtype=np.float64)
+    if not spec.causal:
+        held = [partition.held_lengths(layout.padded_lengths, **layout.cut, rank=r) for r in range(layout.cp)]
+        work = np.array([float((own * lengths).sum()) for own in held])
+    elif spec.left < 0:
+        work = partition.causal_work(layout.padded_lengths, **layout.cut)
+    else:  # about the same for every query
+        seen = float(np.minimum(lengths, spec.left + 1) @ lengths)
+        return seen / layout.cp, seen
+    return float(work.max()), float(work.sum())
+
+
+def _say(choice: Choice, layout: ShardLayout, sizes: LayerSizes, spec: AttentionSpec) -> None:
+    """Print a chosen way of communicating the first time that a kind of layer uses it."""
+    key = (choice.name, layout.cp, layout.layout, sizes, spec.causal, spec.left)
+    if key in _said:
+        return
+    _said.add(key)
+    kind = "causal" if spec.causal else "bidirectional"
+    window = f", window {spec.left + 1}" if spec.left >= 0 else ""
+    rank_zero_info(
+        f"context parallelism of {layout.cp} ranks ({layout.layout}): {kind} attention, {sizes.heads} heads "
+        f"on {sizes.kv_heads}{window} exchanges by {choice.name!r}: {choice.received_bytes / 1e6:.3g} MB a "
+        f"layer and pass. Expected by CommCosts: {choice.exchange_s * 1e6:,.2f} us, beside "
+        f"{choice.kernel_s * 1e6:,.2f} us of its kernel."
+    )
+
 
 class PackAttention(Protocol):
-    """A function that attends inside sequences given by offsets, bottom-right where lengths differ."""
+    """A function that attends inside sequences given by offsets, bottom-right if lengths differ."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, *, sinks: Tensor | None) -> Tensor:
         """Return the attention output ``[Tq, H, E]``."""
@@ -49,7 +155,7 @@ def context_parallel_attention(
 
     Args:
         attend: does what ``spec`` says within sequences given by offsets.
-        raw_kernel: gives the kernel whose partial results can be merged; asked where a way merges them.
+        raw_kernel: gives the kernel whose partial results can be merged; called only if a way merges them.
         q_NHD: ``[N, H, D]``.
         k_NGD: ``[N, G, D]``; G divides H.
         v_NGE: ``[N, G, E]``.
@@ -73,19 +179,19 @@ def context_parallel_attention(
         traffic.count(sizes.ulysses_bytes(layout.local_slots, layout.cp), way)
         return _over_heads(attend, q_NHD, k_NGD, v_NGE, layout, sinks)
     if way == "ring":
-        steps = calls.ring_steps(layout, causal=spec.causal, left=spec.left)
+        steps = needs.ring_steps(layout, causal=spec.causal, left=spec.left)
         traffic.count(sum(step.receive_count for step in steps) * sizes.key_bytes, way)
         assert layout.group is not None
         ring = Ring(steps, layout.group)
         return merged_attention(raw_kernel(), ring, q_NHD, k_NGD, v_NGE, spec=spec, sinks=sinks)
     if layout.layout == "striped":
-        blocks = calls.block_calls(layout, causal=spec.causal, left=spec.left, gathered=way == "all_gather")
+        blocks = needs.block_calls(layout, causal=spec.causal, left=spec.left, gathered=way == "all_gather")
         k, v = _bring(k_NGD, v_NGE, way, layout, spec, sizes)
         return merged_attention(raw_kernel(), AtHand(blocks), q_NHD, k, v, spec=spec, sinks=sinks)
     if way == "all_gather":
         call = layout.call(causal=spec.causal, left=spec.left)
     else:
-        call = calls.needed_call(layout, causal=spec.causal, left=spec.left)
+        call = needs.needed_call(layout, causal=spec.causal, left=spec.left)
     k, v = _bring(k_NGD, v_NGE, way, layout, spec, sizes, call.kv_index)
     at = Offsets(call.cu_seqlens_q, call.cu_seqlens_kv, call.max_seqlen_q, call.max_seqlen_kv)
     return attend(q_NHD, k, v, at, sinks=sinks)
@@ -100,11 +206,9 @@ def _bring(
     sizes: LayerSizes,
     index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gather other ranks' keys and values in one collective, and select the rows that ``index`` names.
+    """Bring other ranks' keys ``[M, G, D]`` and values ``[M, G, E]`` here, and select the rows of ``index``.
 
-    Returns:
-        ``[M, G, D]`` and ``[M, G, E]``; without an index those of all ranks, or this rank's own and behind
-        them the others it needs.
+    Without an index these are the rows of all ranks, or this rank's own followed by the others that it needs.
     """
     assert layout.group is not None
     rows = joined(k_NGD, v_NGE)
@@ -112,7 +216,7 @@ def _bring(
         traffic.count(sizes.gather_bytes(layout.local_slots, layout.cp), way)
         rows = all_gather_rows(rows, layout.group)
     else:
-        plan = calls.exchanged(layout, causal=spec.causal, left=spec.left)
+        plan = needs.exchanged(layout, causal=spec.causal, left=spec.left)
         traffic.count(sum(plan.receive_counts) * sizes.key_bytes, way)
         if plan.group_rows:  # the same on every rank
             sent = rows.index_select(0, plan.send_rows)
@@ -144,14 +248,11 @@ def _in_order(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _wanted_kv_heads(heads: int, kv_heads: int, layout: ShardLayout) -> Tensor | None:
-    """Return the key-value heads that every rank's query heads need, int64 ``[cp * g]``, or None.
-
-    Heads 0 to 7 on 2 key-value heads over 4 ranks need ``[0, 0, 1, 1]``.
-    """
+    """Return the key-value heads that every rank's query heads need, int64 ``[cp * g]``, or None."""
     cp, share = layout.cp, heads // kv_heads
     if kv_heads % cp == 0:
         return None
-    # One key-value head for each rank's query heads where they share it, else one for every query head.
+    # One key-value head for each rank's query heads if they share it, else one for every query head.
     step = heads // cp if share % (heads // cp) == 0 else 1
     return layout.once(
         ("kv_heads", heads, kv_heads),

@@ -1,11 +1,11 @@
 """Partial results of one rank's queries on different keys -> their attention over all, by the log-sum-exp.
 
 Softmax over keys in parts is the sum of the parts' results, each weighted by exp(lse of the part - lse of
-all). The backward of a flash kernel recomputes weights from lse, so given the lse of all keys it returns the
-right gradients for any part of them (``kernels.raw``): nothing but out and lse is kept of the forward.
+all). The backward of a flash kernel recomputes weights from lse. So with the lse of all keys it returns the
+right gradients for any part of them (``kernels.raw``), and the forward keeps only out and lse.
 
-Keys are either all at hand, as one tensor, or come from one rank after the other around a ring; then the
-backward brings them again and sends their gradients home.
+Keys are either all in one tensor, or come from one rank after the other around a ring. Then the backward
+brings them again and sends their gradients back to their rank.
 
 Legend: N slots of a shard, H query heads, G key-value heads, D head size, E value head size.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_thd.attention.kernels.raw import RawKernel, Saved, apply_sinks, sinks_gradient
 from lightning_thd.attention.kernels.raw import widen as widen_heads
 from lightning_thd.attention.spec import AttentionSpec, Offsets
-from lightning_thd.parallel.context.calls import BlockCall, RingStep
+from lightning_thd.parallel.context.needs import BlockCall, RingStep
 
 
 class KeySource(Protocol):
@@ -77,7 +77,7 @@ class AtHand:
         """Do nothing: the gradient stays on this rank."""
 
     def total(self) -> Tensor:
-        """Return the gradient of all rows, zeros where no call added to it."""
+        """Return the gradient of all rows, zeros if no call added to it."""
         assert self._rows is not None
         return torch.zeros_like(self._rows) if self._grad is None else self._grad
 
@@ -196,7 +196,7 @@ def merged_attention(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend to keys that come in parts; a collective where they come from other ranks.
+    """Attend to keys that come in parts; a collective if they come from other ranks.
 
     Args:
         kernel: forward with lse, and backward from it.

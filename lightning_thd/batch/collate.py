@@ -35,7 +35,7 @@ from lightning_thd.batch.samples import (
     token_row,
 )
 from lightning_thd.batch.weights import pack_weights
-from lightning_thd.seqlens.checks import INT32_MAX
+from lightning_thd.seqlens import INT32_MAX
 from lightning_thd.stats import SeqStats, Window
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_thd.flops.measure import synchronize
+from lightning_thd.flops.peaks import synchronize
 from lightning_thd.parallel.fsdp import layers_of
 
 _COMPILING = 2  # batches that compile: the first packs one size into a graph, the second makes sizes symbolic

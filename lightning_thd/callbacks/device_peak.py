@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_thd.flops.breakdown import FlopsBreakdown
-from lightning_thd.flops.device_name import device_name
-from lightning_thd.flops.measure import measure_flops
-from lightning_thd.flops.peaks import peak_flops
+from lightning_thd.flops.peaks import device_name, measure_flops, peak_flops
+from lightning_thd.flops.terms import FlopsBreakdown
 from lightning_thd.precision.convert import recipe_of
 from lightning_thd.precision.report import fp8_share
 

@@ -9,10 +9,9 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_thd._checks import choice, instance
-from lightning_thd.flops.breakdown import COLUMNS, FlopsBreakdown
-from lightning_thd.flops.model import FlopsModel
+from lightning_thd.flops.model import FlopsModel, from_ints, num_ints, to_ints
 from lightning_thd.flops.rates import Work, count
-from lightning_thd.flops.vector import from_ints, num_ints, to_ints
+from lightning_thd.flops.terms import COLUMNS, FlopsBreakdown
 from lightning_thd.parallel.across_ranks import gather_ints
 from lightning_thd.stats import SeqStats
 

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_thd.callbacks.device_peak import LowPrecision, compute_dtype, low_precision, resolve_peak
-from lightning_thd.flops.breakdown import COLUMNS, FlopsBreakdown
-from lightning_thd.flops.measure import synchronize
-from lightning_thd.flops.model import FlopsModel
+from lightning_thd.flops.model import COUNTS, FlopsModel, from_ints, num_ints
+from lightning_thd.flops.peaks import synchronize
 from lightning_thd.flops.rates import Work, count, packing, rates
-from lightning_thd.flops.vector import COUNTS, from_ints, num_ints
+from lightning_thd.flops.terms import COLUMNS, FlopsBreakdown
 from lightning_thd.parallel.across_ranks import communication_device, gather_ints, group_size
 from lightning_thd.stats import Blocks, Chunk, IntArray, SeqStats, Window, window_pairs
 

@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_thd._find import outermost_models
 from lightning_thd.callbacks.meter import Seen, microbatches
 from lightning_thd.cuda_graph.limits.fingerprint import only_looking
-from lightning_thd.flops.model import FlopsModel
-from lightning_thd.flops.several import Member, join
+from lightning_thd.flops.model import FlopsModel, Member, join
 from lightning_thd.flops.terms import Causal, Layer, Recompute, Tokens, matmul
 from lightning_thd.flops.torch_counter import StepCounter, counted_layers
 from lightning_thd.parallel.pipeline.cut import stages_in

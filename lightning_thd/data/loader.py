@@ -33,8 +33,7 @@ from lightning_thd.data.store.measure import MapDataset, refuse_second_sequence
 from lightning_thd.data.trainer_link import Progress
 from lightning_thd.packing import PackPlanner, Spans, StepPlan
 from lightning_thd.packing.mixtures import MixturePlanner
-from lightning_thd.packing.sharing import Sharing
-from lightning_thd.packing.sharing.planner import SharedPlanner, SharedStepPlan
+from lightning_thd.packing.sharing import SharedPlanner, SharedStepPlan, Sharing
 from lightning_thd.parallel.context.shared_step import SharedStep, digest_of
 from lightning_thd.stats import Window
 

@@ -29,7 +29,7 @@ from lightning_thd.packing.entries import Oversize
 from lightning_thd.packing.lengths import make_slots
 from lightning_thd.packing.mixtures import Mixing, MixturePlanner, make_mixture
 from lightning_thd.packing.planner import Tail
-from lightning_thd.packing.sharing.planner import SharedPlanner
+from lightning_thd.packing.sharing import SharedPlanner
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""SeqStats -> FlopsBreakdown: the FLOPs of training a model on sequences of known lengths."""
+"""SeqStats -> FlopsBreakdown: the FLOPs of training one or several models on sequences of known lengths."""
 
 from __future__ import annotations
 
@@ -7,22 +7,34 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_thd._checks import described, flags, instance, whole_number
-from lightning_thd.flops.backward.passes import layers_of_module
-from lightning_thd.flops.breakdown import FlopsBreakdown
+from lightning_thd._checks import flags, whole_number
+from lightning_thd.flops.backward import layers_of_module
 from lightning_thd.flops.families.registry import read_config, register
-from lightning_thd.flops.terms import Basis, Causal, Kind, Layer, Recompute, Term, Tokens, units
+from lightning_thd.flops.terms import (
+    Basis,
+    Causal,
+    FlopsBreakdown,
+    Kind,
+    Layer,
+    Recompute,
+    Term,
+    Tokens,
+    units,
+)
 from lightning_thd.flops.torch_counter import count_layers
 from lightning_thd.stats import SeqStats, Window
 
 if TYPE_CHECKING:
     from torch import nn
 
+
+from dataclasses import fields
+
 Builder: TypeAlias = Callable[[Any], Sequence[Layer]]
 
 _Table: TypeAlias = dict[tuple[str, Basis, Window | None], int]
 
-# checkpointing policy -> which terms of a checkpointed layer run again
+# Which terms of a checkpointed layer run again, by checkpointing policy.
 _RUN_AGAIN: dict[str, Callable[[Term], bool]] = {
     "none": lambda term: False,
     "full": lambda term: True,
@@ -65,7 +77,7 @@ class FlopsModel:
     router: bool = False
     merge: int = 4
     recompute: Recompute = "none"
-    # read off the layers once: a count per step must not walk hundreds of terms
+    # These are read off the layers once, so that a count per step does not walk hundreds of terms.
     _tables: dict[str, _Table] = field(init=False, repr=False, compare=False)
     _members: dict[str, dict[str, _Table]] = field(init=False, repr=False, compare=False)
     _windows: tuple[Window, ...] = field(init=False, repr=False, compare=False)
@@ -73,11 +85,8 @@ class FlopsModel:
 
     def __post_init__(self) -> None:
         check_conventions(**{name: getattr(self, name) for name in _CHOICES})
-        instance(self.name, "name", str, advice="It names the family in messages.")
         whole_number(self.merge, "merge", least=1, advice="It is the patches that become one token.")
         flags(embedding=self.embedding, router=self.router)
-        if not isinstance(self.layers, tuple) or not all(isinstance(layer, Layer) for layer in self.layers):
-            raise TypeError(f"layers is {described(self.layers)}; wanted a tuple of Layer.")
         training, forward = _sum_terms(self, _training), _sum_terms(self, _forward)
         tables = {"training": training, "forward": forward}
         for policy, again in _RUN_AGAIN.items():
@@ -218,7 +227,6 @@ class FlopsModel:
         return columns
 
     def _check(self, stats: SeqStats) -> None:
-        instance(stats, "stats", SeqStats, advice="Pass batch.stats, or SeqStats.from_lengths(lengths).")
         if stats.slots and (missing := [w for w in self.windows if w not in stats.windows]):
             raise ValueError(
                 f"The model {self.name!r} has attention windows {missing}, which the stats do not count "
@@ -278,3 +286,123 @@ def check_conventions(**given: str) -> None:
     for name, value in given.items():
         if value not in _CHOICES[name]:
             raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, _CHOICES[name]))}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One of the models that a step runs, and how often tokens pass through it.
+
+    Attributes:
+        name: its path in the module, for ``FlopsBreakdown.models``.
+        model: counts its FLOPs, with the backward pass that its own weights ask for.
+        training: how often a token passes through it forward and backward.
+        forward: how often a token passes through it under ``no_grad``.
+    """
+
+    name: str
+    model: FlopsModel
+    training: float = 1.0
+    forward: float = 0.0
+
+
+def join(members: Sequence[Member]) -> FlopsModel:
+    """Join FLOPs models of models that run on the same batches into one that counts their sum.
+
+    A policy of 600 training FLOPs and a reference of the same size, run under ``no_grad``, are 800. A model
+    that half of the tokens pass through counts half, attention too. ``FlopsBreakdown.models`` names every
+    member; one model that trains on every token once is returned as it is.
+    """
+    if not members:
+        raise ValueError("No model was given to count. Give one or more members.")
+    first = members[0]
+    if len(members) == 1 and (first.training, first.forward) == (1.0, 0.0):
+        return first.model
+    conventions = {
+        (one.model.causal, one.model.tokens, one.model.embedding, one.model.router) for one in members
+    }
+    if len(conventions) > 1:
+        raise ValueError(
+            f"{', '.join(one.name for one in members)} count under different conventions (causal, tokens, "
+            f"embedding, router): {sorted(conventions)}. Build all of them with the same."
+        )
+    policy = _policy(members)
+    layers = [layer for one in members for layer in _scaled_layers(one, policy)]
+    name = " + ".join(one.model.name for one in members)
+    return replace(first.model, name=name, layers=tuple(layers), recompute=policy)
+
+
+def _policy(members: Sequence[Member]) -> Recompute:
+    """Return the checkpointing policy of the first trained model that has one."""
+    trained = [one.model for one in members if one.training and one.model.recompute != "none"]
+    return trained[0].recompute if trained else "none"
+
+
+def _scaled_layers(member: Member, policy: Recompute) -> list[Layer]:
+    again = bool(member.training) and member.model.recompute != "none" and policy != "none"
+    return [
+        replace(
+            layer,
+            model=member.name,
+            recomputable=layer.recomputable and again,
+            terms=tuple(_scaled_term(term, member) for term in layer.terms),
+        )
+        for layer in member.model.layers
+    ]
+
+
+def _scaled_term(term: Term, member: Member) -> Term:
+    if term.basis == "merged_patch":  # models may merge different numbers of patches
+        merge = member.model.merge
+        term = replace(
+            term,
+            basis="patch",
+            forward=term.forward // merge,
+            input_grad=term.input_grad // merge,
+            weight_grad=term.weight_grad // merge,
+        )
+    return replace(
+        term,
+        forward=round(term.forward * (member.training + member.forward)),
+        input_grad=round(term.input_grad * member.training),
+        weight_grad=round(term.weight_grad * member.training),
+        again=round(term.forward * member.training),
+    )
+
+
+COUNTS = tuple(each.name for each in fields(SeqStats) if not each.name.endswith("window_pairs"))
+
+
+# SeqStats as a list of integers of fixed length: the form in which they cross ranks and fill tensors.
+
+
+def num_ints(model: FlopsModel | None) -> int:
+    """Return the length of the list for the windows of ``model``."""
+    return len(COUNTS) + (len(model.windows) + len(model.vision_windows) if model else 0)
+
+
+def to_ints(stats: SeqStats, model: FlopsModel | None) -> list[int]:
+    """Return the counts as a list in a fixed order, then the pairs of every window of ``model``."""
+    counts = [int(getattr(stats, name)) for name in COUNTS]
+    if model is None:
+        return counts
+    pairs, areas = dict(stats.window_pairs), dict(stats.vision_window_pairs)
+    return [
+        *counts,
+        *(pairs.get(window, 0) for window in model.windows),
+        *(areas.get(edge, 0) for edge in model.vision_windows),
+    ]
+
+
+def from_ints(values: Sequence[int] | Sequence[float], model: FlopsModel | None) -> SeqStats:
+    """Return the ``SeqStats`` that a list made by ``to_ints`` describes."""
+    if len(values) != num_ints(model):
+        raise ValueError(
+            f"{len(values)} counts came where {num_ints(model)} were wanted: they were made for a model with "
+            "other attention windows. Start a new counter for this one."
+        )
+    whole = [int(value) for value in values]
+    rest = iter(whole[len(COUNTS) :])
+    windows = tuple((window, next(rest)) for window in model.windows) if model else ()
+    areas = tuple((edge, next(rest)) for edge in model.vision_windows) if model else ()
+    counts = dict(zip(COUNTS, whole, strict=False))
+    return SeqStats(**counts, window_pairs=windows, vision_window_pairs=areas)

@@ -15,10 +15,10 @@ Printed: TypeAlias = Literal["dense", "sparse"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """One row: dense TFLOP/s by dtype, None where the device has no such unit or the vendor prints none.
+    """One row: dense TFLOP/s by dtype, None if the device has no such unit or the vendor prints none.
 
     Attributes:
-        name: the words of the device name that tell it from others, in lower case.
+        name: the words of the device name that distinguish it, in lower case.
         bf16: bfloat16 with 32-bit accumulation.
         fp16: float16 with 32-bit accumulation.
         tf32: float32 through tensor cores.

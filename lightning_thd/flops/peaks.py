@@ -1,15 +1,21 @@
-"""Device name and dtype -> the FLOP/s its vendor promises for dense matmuls, or None."""
+"""Device name and dtype -> the FLOP/s of dense matmuls: what its vendor promises, or a measurement."""
 
 from __future__ import annotations
 
+import os
+import platform
 import re
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from lightning_thd._checks import instance
+from lightning_thd._checks import real_number
 from lightning_thd.flops.peak_table import PEAKS, Peak
 
-# what callers may say -> column of the table
+# The column of the table for each dtype that callers may name.
 _COLUMNS: dict[torch.dtype | str, str] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -18,7 +24,7 @@ _COLUMNS: dict[torch.dtype | str, str] = {
     torch.float8_e5m2: "fp8",
     **{name: name for name in ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4")},
 }
-# words of a device name that do not tell one peak from another; any other word has to stand in the row
+# Words of a device name that say nothing about its peak. Every other word must be in the row.
 _NEUTRAL = re.compile(
     r"nvidia|amd|intel|instinct|tesla|geforce|quadro|graphics|gpu|tensor|core|accelerator|generation|google|habana"
     r"|\d+gb?|hbm\d\w*|pcie|sxm\d?|oam|ac|hl\d+\w*|3e|vf|od|ts|blackwell"
@@ -39,8 +45,6 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
     Raises:
         ValueError: for a dtype that no row could have.
     """
-    instance(device_name, "device_name", str, advice="Pass torch.cuda.get_device_name().")
-    instance(dtype, "dtype", str, torch.dtype, advice="Pass torch.bfloat16, or 'fp8'.")
     if dtype not in _COLUMNS:
         if isinstance(dtype, torch.dtype):
             return None
@@ -59,11 +63,118 @@ def find_peak(device_name: str) -> Peak | None:
         units than others, find no sibling's row. None otherwise.
     """
     words = re.findall(r"[a-z0-9]+", device_name.lower())
-    telling = {word for word in words if not _NEUTRAL.fullmatch(word)}
+    wanted = {word for word in words if not _NEUTRAL.fullmatch(word)}
     sizes = {int(word.rstrip("gb")) for word in words if re.fullmatch(r"\d+gb?", word)}
     matches = [
         row
         for row in PEAKS
-        if telling <= set(row.name.split()) <= set(words) and (not row.memory or sizes <= set(row.memory))
+        if wanted <= set(row.name.split()) <= set(words) and (not row.memory or sizes <= set(row.memory))
     ]
     return max(matches, key=lambda row: len(row.name.split()), default=None)
+
+
+def device_name(device: torch.device | str) -> str:
+    """Return an accelerator's name in the form of the table of peaks."""
+    device = torch.device(device)
+    if device.type == "mps":
+        return _apple()
+    if device.type == "xla":
+        return _xla(dict(os.environ))
+    library: Any = getattr(torch, device.type, None)
+    if device.type == "cpu" or not hasattr(library, "get_device_name"):
+        return device.type
+    return str(library.get_device_name(device))
+
+
+def _apple() -> str:
+    try:
+        brand = subprocess.run(
+            ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return platform.processor() or "mps"
+    return brand.stdout.strip() or "mps"
+
+
+def _xla(environment: dict[str, str]) -> str:
+    """Return the chip's name from environment variables of TPU and Neuron machines."""
+    kind = environment.get("TPU_ACCELERATOR_TYPE", "").lower()
+    if kind:  # "v5litepod-16", "v5p-8", "v6e-4"
+        chip = kind.partition("-")[0]
+        chip = {"v5litepod": "v5e", "v5lite": "v5e"}.get(chip, chip)
+        return f"TPU {chip}" if chip.startswith("v") else chip
+    target = environment.get("NEURON_PLATFORM_TARGET_OVERRIDE", "").lower()  # "trn1", "trn2"
+    names = {"trn1": "Trainium1 NeuronCore", "trn2": "Trainium2 NeuronCore"}
+    return names.get(target, "xla")
+
+
+_LONGEST_S = 60
+# Rows, inner size, columns. The best of three counts, since no shape is best on every device.
+_GPU_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (8192, 4096, 16384))
+_CPU_SHAPES = ((512, 512, 512), (1024, 1024, 1024), (2048, 1024, 1024))
+
+
+def measure_flops(
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype,
+    seconds: float = 0.1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Time matmuls and return the FLOP/s of the fastest, as a peak to hold a training step against.
+
+    Args:
+        device: where to measure.
+        dtype: of both factors.
+        seconds: spent on each of three shapes.
+        clock: returns seconds.
+
+    Returns:
+        FLOP/s.
+
+    Raises:
+        ValueError: when ``seconds`` is not positive, or more than 60.
+    """
+    if real_number(seconds, "seconds", above=0, advice="Give each shape about 0.1.") > _LONGEST_S:
+        raise ValueError(f"seconds={seconds}: wanted at most {_LONGEST_S} a shape. Give each about 0.1.")
+    if not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype}: peaks are of floating products. Pass torch.bfloat16 or the like.")
+    try:
+        device = torch.device(device)
+    except RuntimeError as err:
+        raise ValueError(f"device={device!r} is none that torch knows. Pass 'cuda' or 'cpu'.") from err
+    shapes = _CPU_SHAPES if device.type == "cpu" else _GPU_SHAPES
+    return max(_rate(device, dtype, shape, seconds, clock) for shape in shapes)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has finished its queued work; does nothing on a CPU."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@torch.no_grad()
+def _rate(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    seconds: float,
+    clock: Callable[[], float],
+) -> float:
+    rows, inner, columns = shape
+    left = torch.ones(rows, inner, device=device, dtype=dtype)
+    right = torch.ones(inner, columns, device=device, dtype=dtype)
+    out = left @ right  # loads the kernel
+    synchronize(device)
+    work, best, batch = 2 * rows * inner * columns, 0.0, 1
+    start = before = clock()
+    while before - start < seconds:
+        for _ in range(batch):
+            torch.mm(left, right, out=out)
+        synchronize(device)
+        now = clock()
+        best = max(best, work * batch / max(now - before, 1e-9))  # other processes delay some rounds, not all
+        before = now
+        if device.type != "cpu":
+            batch = min(2 * batch, 16)  # else the wait would be measured
+    return best

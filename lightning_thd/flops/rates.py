@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal, TypeAlias, get_args
 
-from lightning_thd._checks import choice, instance, real_number, whole_number
-from lightning_thd.flops.breakdown import FlopsBreakdown
+from lightning_thd._checks import choice, real_number, whole_number
 from lightning_thd.flops.model import FlopsModel
-from lightning_thd.flops.terms import Recompute
+from lightning_thd.flops.terms import FlopsBreakdown, Recompute
 from lightning_thd.stats import SeqStats
 
 Work: TypeAlias = Literal["training", "forward"]
@@ -46,11 +45,8 @@ def throughput(
     Raises:
         ValueError: for no time, no device, or a peak that is not positive.
     """
-    instance(stats, "stats", SeqStats, advice="Pass batch.stats, or SeqStats.from_lengths(lengths).")
     passed = "Read the clock before and after: a rate needs time that has passed."
     seconds = real_number(seconds, "seconds", advice=passed)
-    if model is not None:
-        instance(model, "model", FlopsModel, advice="Pass FlopsModel.from_config(config), or None.")
     choice(work, "work", *get_args(Work))
     devices = whole_number(devices, "devices", least=1, advice="It is the number that did the work.")
     if microbatches is not None:
@@ -113,11 +109,7 @@ def packing(stats: SeqStats, flops: FlopsBreakdown | None) -> dict[str, float]:
 
 
 def check_peak(peak: object) -> None:
-    """Refuse a peak that is neither None nor a positive, finite number of FLOP/s.
-
-    Raises:
-        ValueError: unless ``peak`` is None or a positive number.
-    """
+    """Refuse a peak that is neither None nor a positive, finite number of FLOP/s."""
     if peak is None:
         return
     if not isinstance(peak, (int, float)) or isinstance(peak, bool) or not 0 < peak < math.inf:

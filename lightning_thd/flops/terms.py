@@ -1,13 +1,14 @@
-"""Terms (FLOPs per unit of a count in ``SeqStats``) and layers (lists of terms) of a FLOP count.
+"""Terms and layers of a FLOP count, and the FLOPs of a batch by part.
 
-A multiply-add is two FLOPs. Every term carries its forward cost and what the backward adds, so that frozen
-weights, adapters and recomputation are sums over terms and no special case.
+A term is FLOPs per unit of a count in ``SeqStats``; a layer is a list of terms. A multiply-add is two FLOPs.
+Every term has its forward cost and what the backward adds. So frozen weights, adapters and recomputation are
+sums over terms and no special case.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 from lightning_thd.stats import Blocks, SeqStats, Window
 
@@ -33,7 +34,7 @@ class Term:
     """FLOPs per unit of one count.
 
     Attributes:
-        name: what it is, for the table.
+        name: of the part, for the table.
         kind: which column of the breakdown it belongs to.
         basis: the count it multiplies.
         forward: FLOPs per unit in the forward pass.
@@ -73,7 +74,7 @@ class Layer:
         path: module path as ``named_modules`` gives it without the model's own prefix: ``"layers.0"``.
         terms: what the layer computes.
         recomputable: whether activation checkpointing wraps layers of this kind.
-        model: which of several models it belongs to; empty where there is one.
+        model: name of the model it belongs to; empty if there is only one.
     """
 
     path: str
@@ -149,3 +150,45 @@ def _twice_pairs(window: Window | None, stats: SeqStats) -> int:
     if window is None:
         return stats.sum_squares + stats.real_tokens
     return 2 * sum(pairs for counted, pairs in stats.window_pairs if counted == window)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FlopsBreakdown:
+    """FLOPs by part; Python integers, which do not overflow.
+
+    Attributes:
+        linear: projections, MLPs, experts, scans.
+        attention: scores and their product with the values.
+        logits: the output projection.
+        vision: vision tower and projector.
+        recompute: forward passes run again by activation checkpointing.
+        models: where several models run, the FLOPs of each by its name: ``(("policy", 600), ("reference",
+            200))``; their sum is ``model``, up to the rounding of half squares.
+    """
+
+    linear: int = 0
+    attention: int = 0
+    logits: int = 0
+    vision: int = 0
+    recompute: int = 0
+    models: tuple[tuple[str, int], ...] = field(default=(), compare=False)
+
+    @property
+    def model(self) -> int:
+        """Return the FLOPs that the model needs: the numerator of MFU."""
+        return self.linear + self.attention + self.logits + self.vision
+
+    @property
+    def hardware(self) -> int:
+        """Return the FLOPs that the device runs, recomputation included: the numerator of HFU."""
+        return self.model + self.recompute
+
+    def __add__(self, other: FlopsBreakdown) -> FlopsBreakdown:
+        models = dict(self.models)
+        for name, flops in other.models:
+            models[name] = models.get(name, 0) + flops
+        sums: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in COLUMNS}
+        return FlopsBreakdown(**sums, models=tuple(models.items()))
+
+
+COLUMNS = ("linear", "attention", "logits", "vision", "recompute")

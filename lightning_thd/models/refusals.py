@@ -20,7 +20,7 @@ from lightning_thd.models.mixers import MIXERS
 from lightning_thd.models.pack import Pack
 from lightning_thd.models.positions import counts_in_sequences
 from lightning_thd.parallel.context import layout
-from lightning_thd.seqlens.checks import host_values
+from lightning_thd.seqlens import host_values
 
 # ---- When the attention is chosen
 

@@ -7,7 +7,6 @@ equal packs at a time, and yields the very number of packs that placing one sequ
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -18,7 +17,7 @@ import numpy.typing as npt
 from lightning_thd._checks import choice, host_ints, whole_number
 from lightning_thd.packing.lengths import Slots, check_capacity
 
-Algorithm = Literal["bfd", "ffd", "next_fit"]
+Algorithm = Literal["bfd", "next_fit"]
 IntArray = npt.NDArray[np.int64]
 
 # (first, packs, each, held): packs first to first + packs get `each` more sequences, after the `held` they
@@ -98,8 +97,8 @@ def pack_lengths(
     Args:
         lengths: positive ints ``[S]``, tokens of each sequence.
         capacity: slots of a pack.
-        algorithm: ``"bfd"`` (best-fit decreasing) leaves the fewest slots empty; ``"ffd"`` (first-fit
-            decreasing) is there for comparison; ``"next_fit"`` keeps the order given, for streams.
+        algorithm: ``"bfd"`` (best-fit decreasing) leaves the fewest slots empty; ``"next_fit"`` keeps the
+            order given.
         max_sequences: most sequences in one pack; None sets no bound. Among packs with equal room the one
             with the fewest sequences is taken first.
 
@@ -127,27 +126,23 @@ def pack_lengths(
         return _next_fit(values, capacity, most)
     order = _argsort_descending(values)
     sizes, counts = _histogram(values[order])
-    place = _best_fit if algorithm == "bfd" else _first_fit
-    placements, num_packs = place(sizes, counts, capacity, most)
+    placements, num_packs = _best_fit(sizes, counts, capacity, most)
     return _gather(placements, num_packs, order)
 
 
 def best_fit(padded: IntArray, slots: Slots) -> Packing:
     """Pack by best-fit decreasing; a length above what is usable gets a pack of its own.
 
-    Args:
-        padded: int64 ``[S]``, multiples of ``slots.multiple``: divided by it, fewer distinct lengths are
-            left.
-        slots: what a pack offers.
+    Lengths are divided by ``slots.multiple``, which leaves fewer distinct ones.
     """
     fits = padded <= slots.usable
     if fits.all():
         return pack_lengths(padded // slots.multiple, slots.usable // slots.multiple)
-    inside, alone = np.flatnonzero(fits), np.flatnonzero(~fits)
+    inside, over = np.flatnonzero(fits), np.flatnonzero(~fits)
     packs = pack_lengths(padded[inside] // slots.multiple, slots.usable // slots.multiple)
-    ends = packs.offsets[-1] + np.arange(1, len(alone) + 1)
+    ends = packs.offsets[-1] + np.arange(1, len(over) + 1)
     return Packing(
-        indices=np.concatenate([inside[packs.indices], alone]), offsets=np.concatenate([packs.offsets, ends])
+        indices=np.concatenate([inside[packs.indices], over]), offsets=np.concatenate([packs.offsets, ends])
     )
 
 
@@ -189,9 +184,8 @@ def _best_fit(sizes: list[int], counts: list[int], capacity: int, limit: int) ->
     """Place each distinct size, largest first, in the packs with the least room that still holds it.
 
     Packs with the same room and as many sequences are one class. Classes with room for the present size lie
-    on a stack, least room on top; the others wait in a heap until the sizes have shrunk enough. Nothing is
-    ever
-    searched: a class leaves the stack with less room than the present size, or as its new top.
+    on a stack, least room on top. The others wait in a heap until the sizes have shrunk enough. Nothing is
+    ever searched: a class leaves the stack with less room than the present size, or as its new top.
     """
     placements: list[_Placement] = []
     ready: list[tuple[int, int, int, int]] = []  # (room, held, first pack, packs)
@@ -227,36 +221,6 @@ def _best_fit(sizes: list[int], counts: list[int], capacity: int, limit: int) ->
                 ready.append((room - count * size, held + count, first + filled, 1))
                 count = 0
     return placements, num_packs
-
-
-def _first_fit(
-    sizes: list[int], counts: list[int], capacity: int, limit: int
-) -> tuple[list[_Placement], int]:
-    """Place each distinct size, largest first, in the earliest opened packs that still hold it."""
-    placements: list[_Placement] = []
-    room = np.empty(0, np.int64)
-    held = np.empty(0, np.int64)
-    for size, count in zip(sizes, counts, strict=True):
-        open_packs = np.flatnonzero((room >= size) & (held < limit))
-        fits = np.minimum(room[open_packs] // size, limit - held[open_packs])
-        before = np.cumsum(fits) - fits
-        taken = np.clip(count - before, 0, fits)
-        used = taken > 0
-        for pack, each in zip(open_packs[used].tolist(), taken[used].tolist(), strict=True):
-            placements.append((pack, 1, each, int(held[pack])))
-        room[open_packs] -= taken * size
-        held[open_packs] += taken
-        if left := count - int(taken.sum()):
-            each = min(capacity // size, limit)
-            fresh = np.full(math.ceil(left / each), each, np.int64)
-            fresh[-1] = left - each * (len(fresh) - 1)
-            if full := left // each:
-                placements.append((len(room), full, each, 0))
-            if left % each:
-                placements.append((len(room) + full, 1, left % each, 0))
-            room = np.concatenate([room, capacity - fresh * size])
-            held = np.concatenate([held, fresh])
-    return placements, len(room)
 
 
 def _gather(placements: list[_Placement], num_packs: int, order: IntArray) -> Packing:

@@ -47,7 +47,7 @@ class Cost:
         Args:
             model: counts the FLOPs of a training step.
             longest: tokens of the longest sequence. The work is exact at this length and at half of it; at
-                every length where all layers see the whole sequence, and nearly where some see a window.
+                every length if all layers see the whole sequence, and nearly so if some see a window.
         """
         whole_number(longest, "longest", least=1, advice="It is the tokens of the longest sequence.")
         half = max(1, longest // 2)

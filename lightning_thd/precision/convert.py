@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_thd._checks import instance
-from lightning_thd.flops.backward.passes import checkpointing
+from lightning_thd.flops.backward import checkpointing
 from lightning_thd.precision import te, torchao
 from lightning_thd.precision.checks import check_device, check_model, check_selection, check_whole
 from lightning_thd.precision.recipes import Recipe, resolve

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDStep
-from lightning_thd.flops.backward.passes import checkpointing
+from lightning_thd.flops.backward import checkpointing
 from lightning_thd.parallel.shard import THDShard
 from lightning_thd.precision import te
 from lightning_thd.precision.checks import (

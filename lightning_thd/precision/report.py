@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lightning_thd._checks import instance
-from lightning_thd.flops.backward.weights import weights_by_layer
-from lightning_thd.flops.families.experts import active_share
+from lightning_thd.flops.backward import weights_by_layer
+from lightning_thd.flops.families.layers import active_share
 from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.precision.convert import is_converted, product_reason, recipe_of

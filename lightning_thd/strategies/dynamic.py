@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
+from lightning_thd._checks import choice, instance, whole_number
 from lightning_thd._find import model_config
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
@@ -29,10 +30,10 @@ DYNAMIC = "dynamic"
 
 
 def log_traffic(trainer: L.Trainer) -> None:
-    """Log the bytes attention exchanged since the last log, at steps at which the Trainer logs.
+    """Log what attention exchanged since the last log, at steps at which the Trainer logs.
 
-    ``context_parallel/bytes_per_token`` is what this rank received, of all layers, forward and backward, for
-    each slot it ran; ``context_parallel/<way>`` is the part of the attention calls that took a way.
+    ``context_parallel/bytes_per_token`` are the bytes that this rank received in all layers, forward and
+    backward, for each slot that it ran. ``context_parallel/<way>`` is the share of the calls that took a way.
     """
     connector = trainer._logger_connector
     if not connector.should_update_logs:
@@ -45,24 +46,13 @@ def log_traffic(trainer: L.Trainer) -> None:
         connector.log_metrics(metrics)  # type: ignore[arg-type]  # floats are welcome
 
 
-def check_degrees(size: object, largest: int | None) -> None:
-    """Refuse a context-parallel size and a largest size that contradict each other.
-
-    Raises:
-        TypeError: for something else than a number of ranks or "dynamic".
-        ValueError: for a largest degree without "dynamic", or none with it.
-    """
-    if isinstance(size, str) and size != DYNAMIC:
-        raise ValueError(f"context_parallel_size={size!r}; wanted a number of ranks, or 'dynamic'.")
-    if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(
-            f"context_parallel_size={size!r} is {type(size).__name__}; wanted a number of ranks, or "
-            "'dynamic'."
-        )
-    if largest is not None and (isinstance(largest, bool) or not isinstance(largest, int)):
-        raise TypeError(
-            f"max_context_parallel_size={largest!r} is {type(largest).__name__}; wanted a number of ranks."
-        )
+def check_degrees(size: Any, largest: int | None) -> None:
+    """Refuse a context-parallel size and a largest size that contradict each other."""
+    if size != DYNAMIC:
+        advice = "Pass a number of ranks, or 'dynamic'."
+        whole_number(size, "context_parallel_size", least=None, advice=advice)  # checked with the other axes
+    if largest is not None:
+        whole_number(largest, "max_context_parallel_size", least=None, advice="Pass a number of ranks.")
     if size == DYNAMIC and largest is None:
         raise ValueError(
             "context_parallel_size='dynamic' wants max_context_parallel_size=, the most ranks that may share "
@@ -75,32 +65,16 @@ def check_degrees(size: object, largest: int | None) -> None:
         )
 
 
-def check_ways(layout: object, communication: object, costs: object) -> None:
-    """Refuse unknown names of layouts and ways of communicating, and costs of a wrong type.
-
-    Raises:
-        TypeError: for costs of another kind.
-        ValueError: for an unknown name.
-    """
-    for name, value, known in (
-        ("layout", layout, get_args(Layout)),
-        ("communication", communication, get_args(Communication)),
-    ):
-        if not isinstance(value, str) or value not in known:
-            raise ValueError(f"context_parallel_{name}={value!r}; wanted one of {', '.join(known)}.")
-    if not (costs is None or isinstance(costs, CommCosts) or (isinstance(costs, str) and costs == "measure")):
-        raise TypeError(
-            f"context_parallel_costs={costs!r} is {type(costs).__name__}; wanted CommCosts(...) from "
-            "lightning_thd.parallel.context.costs, 'measure', or None."
-        )
+def check_ways(layout: Any, communication: Any, costs: Any) -> None:
+    """Refuse unknown names of layouts and ways of communicating, and costs of a wrong type."""
+    choice(layout, "context_parallel_layout", *get_args(Layout))
+    choice(communication, "context_parallel_communication", *get_args(Communication))
+    if costs is not None and costs != "measure":
+        instance(costs, "context_parallel_costs", CommCosts, advice="Pass CommCosts(...), 'measure' or None.")
 
 
 def sharing_of(strategy: Any) -> Sharing:
-    """Return how many ranks of a strategy may share a sequence, and at what cost.
-
-    Raises:
-        MisconfigurationException: when groups cannot be made of the ranks there are.
-    """
+    """Return how many ranks of a strategy may share a sequence, and at what cost."""
     stages = getattr(strategy, "pipeline_parallel_size", 1)
     if stages != 1:
         raise MisconfigurationException(
@@ -129,11 +103,7 @@ def sharing_of(strategy: Any) -> Sharing:
 
 
 def check_ranks(sharing: Sharing, sizes: AxisSizes) -> None:
-    """Refuse ranks that groups do not divide, in the job or within a node.
-
-    Raises:
-        ValueError: saying what to set.
-    """
+    """Refuse ranks that groups do not divide, in the job or within a node."""
     check_tiling(sizes.data, sharing.max_degree)
     local = int(os.environ.get("LOCAL_WORLD_SIZE", sizes.world)) // sizes.tensor
     largest = sharing.max_degree
@@ -146,11 +116,7 @@ def check_ranks(sharing: Sharing, sizes: AxisSizes) -> None:
 
 
 def check_batch(batch: Any, *, training: bool) -> None:
-    """Refuse training batches that were not planned with dynamic degrees.
-
-    Raises:
-        MisconfigurationException: saying where steps of dynamic degrees come from.
-    """
+    """Refuse training batches that were not planned with dynamic degrees."""
     if training and isinstance(batch, THDBatch | THDStep) and not isinstance(batch, SharedStep):
         raise MisconfigurationException(
             f"context_parallel_size='dynamic' runs steps whose degrees were planned, but the dataloader gave "
@@ -164,12 +130,11 @@ def know_whole_packs(batch: Any) -> None:
 
 
 def exchange_costs(module: nn.Module | None, costs: CommCosts, largest: int) -> tuple[float, ...] | None:
-    """Return the exchange's cost for each slot of a rank, in tokens' worth of linear work.
+    """Return the exchange's cost for each slot of a rank, in units of a token's linear work.
 
-    Returns:
-        For groups of 2, 4, ... ranks: the bytes of all layers, forward and backward, by heads for rows where
-        they divide or all keys, at ``bandwidth_bytes_per_s``, against the FLOPs of a token at
-        ``flops_per_s``. None for a model that does not tell.
+    For groups of 2, 4, ... ranks it is the bytes of all layers, forward and backward, by the cheaper of two
+    ways, at ``bandwidth_bytes_per_s``, over the FLOPs of a token at ``flops_per_s``. None for a model
+    without a known config.
     """
     config = model_config(module)
     if config is None:
@@ -184,13 +149,11 @@ def exchange_costs(module: nn.Module | None, costs: CommCosts, largest: int) -> 
     size = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
     layer = LayerSizes(heads=heads, kv_heads=kv_heads, head_size=size, value_size=size, element_bytes=2)
     token_s = flops / 1024 / costs.flops_per_s
-    passes = 2 * text.num_hidden_layers
-    degrees = (1 << i for i in range(1, largest.bit_length()))
-    return tuple(passes * _least_bytes(layer, c) / costs.bandwidth_bytes_per_s / token_s for c in degrees)
-
-
-def _least_bytes(layer: LayerSizes, ranks: int) -> float:
-    """Return the bytes a slot receives by the cheaper of two ways of communicating."""
-    gathered = layer.gather_bytes(1024, ranks)
-    traded = layer.ulysses_bytes(1024, ranks) if layer.heads % ranks == 0 else gathered
-    return min(gathered, traded) / 1024
+    found = []
+    for degree in (1 << i for i in range(1, largest.bit_length())):
+        moved = layer.gather_bytes(1024, degree)
+        if heads % degree == 0:
+            moved = min(moved, layer.ulysses_bytes(1024, degree))
+        slot_bytes = 2 * text.num_hidden_layers * moved / 1024
+        found.append(slot_bytes / costs.bandwidth_bytes_per_s / token_s)
+    return tuple(found)

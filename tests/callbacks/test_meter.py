@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from lightning_thd.batch import THDStep
 from lightning_thd.callbacks.meter import Hardware, Meter, count_table, interval, microbatches
 from lightning_thd.flops import Chunk, FlopsModel, SeqStats
+from lightning_thd.flops.model import from_ints
 from lightning_thd.flops.rates import Work
 from lightning_thd.flops.terms import Layer, matmul, scores
-from lightning_thd.flops.vector import from_ints
 from lightning_thd.parallel.context.shared_step import part_of
 from lightning_thd.stats import Blocks, Window
 from tests.callbacks.fits import Clock, pack

@@ -119,7 +119,7 @@ def test_wrong_builds_and_old_releases_are_told_what_to_do(tmp_path: Path) -> No
         "undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationE). Built for another torch or CUDA? Build it "
         "anew: pip install --force-reinstall --no-deps --no-build-isolation flash-attn"
     )
-    assert why["torchao"].endswith("Build it anew: pip install --force-reinstall --no-deps torchao")
+    assert why["torchao"].endswith("Build it again: pip install --force-reinstall --no-deps torchao")
     assert "module 'torch' has no attribute 'no_such_name'" in why["fused by mamba-ssm"]
     assert "--force-reinstall --no-deps --no-build-isolation mamba-ssm" in why["fused by mamba-ssm"]
     assert why["fused by causal-conv1d"] == (

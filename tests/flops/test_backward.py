@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from lightning_thd.flops import FlopsModel, SeqStats
-from lightning_thd.flops.backward.weights import decoder_prefix
+from lightning_thd.flops.backward import decoder_prefix
 from tests.flops.families import counted, meta_model, small_config, vision_config
 
 TOTAL = 32

@@ -49,7 +49,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another kind of work": (
         lambda: throughput(SeqStats.from_lengths([4]), seconds=1.0, work="backward"),  # type: ignore[arg-type]
-        "work is a str, 'backward'; wanted one of training, forward",
+        "work='backward'; wanted one of training, forward",
     ),
 }
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lightning_thd.flops import peak_flops
-from lightning_thd.flops.device_name import device_name
 from lightning_thd.flops.peak_table import PEAKS
-from lightning_thd.flops.peaks import find_peak
+from lightning_thd.flops.peaks import device_name, find_peak
 
 # names as torch.cuda.get_device_name gives them -> dense bf16 TFLOP/s
 NAMES = {

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from lightning_thd.flops import FlopsModel, SeqStats, throughput
+from lightning_thd.flops.model import from_ints, num_ints, to_ints
 from lightning_thd.flops.terms import Layer, matmul, scores
-from lightning_thd.flops.vector import from_ints, num_ints, to_ints
 from lightning_thd.stats import Chunk
 
 TERMS = (matmul("w", 50), scores(1, 5, 5))

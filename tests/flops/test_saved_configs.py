@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_thd.flops import FlopsModel, SeqStats
-from lightning_thd.flops.families import saved
+from lightning_thd.flops.families import sizes as saved
 from lightning_thd.flops.families.registry import _FAMILIES
 from tests.flops.families import counted, meta_model
 

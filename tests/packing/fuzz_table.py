@@ -61,7 +61,7 @@ def _lengths(rng: random.Random) -> dict[str, Any]:
     return {
         "lengths": rng.choice([list, np.array])([rng.randint(1, 64) for _ in range(rng.randint(1, 20))]),
         "capacity": 64,
-        "algorithm": rng.choice(["bfd", "ffd", "next_fit"]),
+        "algorithm": rng.choice(["bfd", "next_fit"]),
         "max_sequences": rng.choice([None, 3]),
     }
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_thd.packing.microsteps import exchange, fill_microsteps, waiting
+from lightning_thd.packing.balance import exchange, fill_microsteps, waiting
 
 
 def test_waiting_adds_the_heaviest_of_each_microstep() -> None:

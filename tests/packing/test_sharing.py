@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_thd.alignment import Layout
 from lightning_thd.packing import Cost, Packs, Sequences
-from lightning_thd.packing.sharing import SharedBins, Sharing, Waits, share_out
-from lightning_thd.packing.sharing.planner import SharedPlanner
-from lightning_thd.packing.sharing.tables import Tables
+from lightning_thd.packing.degrees import Tables
+from lightning_thd.packing.sharing import SharedBins, SharedPlanner, Sharing, Waits, share_out
 
 
 def check_plan(plan: SharedBins, lengths: np.ndarray, capacity: int, ranks: int, sharing: Sharing) -> None:
@@ -246,7 +245,7 @@ def test_messages() -> None:
         share_out([3], 16, ranks=12, sharing=Sharing(max_degree=8), cost=Cost())
     with pytest.raises(ValueError, match="max_context_parallel_size=6 is no power of two.*4 or 8"):
         Sharing(max_degree=6)
-    with pytest.raises(ValueError, match="together=3 does not divide the 8 ranks.*or None where all do"):
+    with pytest.raises(ValueError, match="together=3 does not divide the 8 ranks.*or None if all do"):
         share_out([3], 16, ranks=8, sharing=Sharing(max_degree=4, together=3), cost=Cost())
     with pytest.raises(ValueError, match="together=0"):
         Sharing(max_degree=2, together=0)
@@ -255,7 +254,7 @@ def test_messages() -> None:
 
 
 def test_more_ranks_than_a_plan_can_hold_are_refused() -> None:
-    with pytest.raises(ValueError, match="ranks=.*at most 1048576"):
+    with pytest.raises(ValueError, match="ranks=.*wanted at most 1048576"):
         share_out([76, 100], 64, ranks=2**70, sharing=Sharing(max_degree=2), cost=Cost(linear=1))
 
 

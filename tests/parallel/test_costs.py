@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_thd.attention.choice import choose_way
+from lightning_thd.attention.context_parallel import choose_way
 from lightning_thd.attention.spec import make_spec
 from lightning_thd.parallel.context.costs import CommCosts, LayerSizes
 from lightning_thd.parallel.context.layout import ShardLayout

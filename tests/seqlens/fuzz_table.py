@@ -1,4 +1,4 @@
-"""Public functions of seqlens, segments and alignment, for ``tests.fuzz``."""
+"""Public functions of seqlens, segments, alignment and stats, for ``tests.fuzz``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from lightning_thd import seqlens
 from lightning_thd.alignment import Alignment
 from lightning_thd.segments import seqlens_offsets
+from lightning_thd.stats import Blocks, Chunk, SeqStats, combine, window_pairs
 from tests.fuzz import Entry
 
 
@@ -37,22 +38,10 @@ def _cu_total(rng: random.Random) -> dict[str, Any]:
     return {"cu_seqlens": _form(rng, _offsets(lengths)), "total": sum(lengths)}
 
 
-def _padded(rng: random.Random) -> dict[str, Any]:
+def _positions(rng: random.Random) -> dict[str, Any]:
     lengths = _lengths(rng)
-    slots = [n + rng.randint(0, 2) for n in lengths]
-    return {
-        "cu_seqlens": _form(rng, _offsets(lengths)),
-        "total": sum(slots),
-        "cu_seqlens_padded": _form(rng, _offsets(slots)),
-    }
-
-
-def _slots(key: str, first: int, rng: random.Random) -> dict[str, Any]:
-    lengths = _lengths(rng)
-    values = [i + first for i, n in enumerate(lengths) for _ in range(n)]
-    if key == "position_ids":
-        values = [p for n in lengths for p in range(n)]
-    return {key: _form(rng, values), "num_sequences": len(lengths) + rng.randint(0, 2)}
+    positions = [position for n in lengths for position in range(n)]
+    return {"position_ids": _form(rng, positions), "num_sequences": len(lengths) + rng.randint(0, 2)}
 
 
 def _stretch(rng: random.Random) -> dict[str, Any]:
@@ -95,6 +84,43 @@ def _multiples(rng: random.Random) -> dict[str, Any]:
     return {"sequence_multiple": multiple, "total_multiple": multiple * rng.randint(1, 4)}
 
 
+def _counted(rng: random.Random) -> dict[str, Any]:
+    lengths = [rng.randint(0, 9) for _ in range(rng.randint(1, 5))]
+    return {
+        "lengths": rng.choice([list, np.array, torch.tensor])(lengths),
+        "windows": rng.choice([(), (4,), (Chunk(4), 2), (Blocks(2, 3),)]),
+        "slots": rng.choice([None, sum(lengths) + 3]),
+        "loss_tokens": rng.choice([None, 0]),
+        "cross_lengths": rng.choice([None, [2] * len(lengths)]),
+        "image_grid_thw": rng.choice([None, [[1, 4, 4]], torch.tensor([[1, 2, 2]])]),
+        "video_grid_thw": rng.choice([None, np.array([[2, 4, 4]])]),
+        "vision_windows": rng.choice([(), (2,)]),
+    }
+
+
+def _tails(rng: random.Random) -> dict[str, Any]:
+    return {
+        "cu_seqlens": rng.choice([[0, 3, 8, 8, -1], torch.tensor([0, 3, 8]), [[0, 3, 8], [0, 8, 8]]]),
+        "cu_seqlens_unpadded": None,
+        "argmin": rng.choice([None, 3]),
+        "shape": rng.choice([None, (2, 8)]),
+        "windows": rng.choice([(), (4,)]),
+    }
+
+
+def _runs(rng: random.Random) -> dict[str, Any]:
+    return {
+        "lengths": [5, 2, 3],
+        "window": rng.choice([2, Chunk(2), Blocks(2)]),
+        "ends": rng.choice([[1, 3], [3]]),
+    }
+
+
+def _add(given: dict[str, Any], found: SeqStats) -> None:
+    assert found.real_tokens == sum(int(n) for n in given["lengths"])
+    assert found.sum_squares == sum(int(n) ** 2 for n in given["lengths"])
+
+
 ALIGN = Alignment(sequence_multiple=8, total_multiple=32)
 
 TABLE = {
@@ -106,14 +132,7 @@ TABLE = {
     "lengths_from_cu_seqlens": Entry(seqlens.lengths_from_cu_seqlens, _cu),
     "position_ids_from_cu_seqlens": Entry(seqlens.position_ids_from_cu_seqlens, _cu_total),
     "seq_idx_from_cu_seqlens": Entry(seqlens.seq_idx_from_cu_seqlens, _cu_total),
-    "segment_ids_from_cu_seqlens": Entry(seqlens.segment_ids_from_cu_seqlens, _padded),
-    "cu_seqlens_from_seq_idx": Entry(seqlens.cu_seqlens_from_seq_idx, lambda rng: _slots("seq_idx", 0, rng)),
-    "cu_seqlens_from_segment_ids": Entry(
-        seqlens.cu_seqlens_from_segment_ids, lambda rng: _slots("segment_ids", 1, rng)
-    ),
-    "cu_seqlens_from_position_ids": Entry(
-        seqlens.cu_seqlens_from_position_ids, lambda rng: _slots("position_ids", 0, rng)
-    ),
+    "cu_seqlens_from_position_ids": Entry(seqlens.cu_seqlens_from_position_ids, _positions),
     "pad_cu_seqlens": Entry(seqlens.pad_cu_seqlens, _stretch),
     "check_cu_seqlens": Entry(seqlens.check_cu_seqlens, _cu_total),
     "seqlens_offsets": Entry(seqlens_offsets, _segments),
@@ -127,4 +146,12 @@ TABLE = {
     "Alignment.check": Entry(
         ALIGN.check, lambda rng: {"slots": 32 * rng.randint(0, 3), "padded_lengths": _form(rng, [8, 16])}
     ),
+    "SeqStats.from_lengths": Entry(SeqStats.from_lengths, _counted, _add),
+    "SeqStats.from_cu_seqlens": Entry(SeqStats.from_cu_seqlens, _tails),
+    "window_pairs": Entry(window_pairs, _runs),
+    "combine": Entry(
+        combine, lambda rng: {"stats": [SeqStats(), SeqStats.from_lengths([rng.randint(0, 9)])]}
+    ),
+    "Chunk": Entry(Chunk, lambda rng: {"size": rng.randint(1, 9)}),
+    "Blocks": Entry(Blocks, lambda rng: {"size": rng.randint(1, 9), "most": rng.choice([None, 2])}),
 }

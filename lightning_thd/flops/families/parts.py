@@ -23,18 +23,7 @@ def attention(
     input_size: int | None = None,
     both_ways: bool = False,
 ) -> list[Term]:
-    """Return the terms of grouped-query attention: q, k, v and output projections, and scores.
-
-    Args:
-        hidden: hidden size.
-        heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: size of a head.
-        window: None when a query sees the whole sequence before it.
-        gate: the query projection makes an output gate as well (Qwen3-Next).
-        input_size: what is projected, when it is not the hidden size (Zamba2 concatenates two).
-        both_ways: an encoder, whose queries see the tokens after them too.
-    """
+    """Return the terms of grouped-query attention: q, k, v and output projections, and scores."""
     width = hidden if input_size is None else input_size
     inner = heads * head_dim
     return [
@@ -78,16 +67,7 @@ def latent_attention(
 
 
 def indexer(hidden: int, q_rank: int, *, heads: int, head_dim: int) -> list[Term]:
-    """Return the terms of DeepSeek's lightning indexer, which scores every pair to pick the best keys.
-
-    It runs under ``no_grad``: no gradient goes through a choice. (DeepSeek-V3.2, section 2.1.)
-
-    Args:
-        hidden: hidden size.
-        q_rank: rank of the queries, which it shares.
-        heads: of the indexer.
-        head_dim: size of its heads; all share one key.
-    """
+    """Return the terms of DeepSeek's lightning indexer, which scores every pair to pick the best keys."""
     terms = [
         matmul("indexer", q_rank * heads * head_dim + hidden * head_dim + hidden * heads),
         scores(heads, head_dim, 1, name="indexer_scores"),  # the weighted sum over heads is one more product
@@ -154,7 +134,7 @@ def experts(
     terms = [matmul("router", hidden * num_experts, kind="router")]
     if latent:
         terms.append(matmul("latent_in", hidden * latent))
-    # nothing here ends the layer: what a router weighs afterwards has to be there again in the backward
+    # No matmul here ends the layer: the backward needs what the router weighs afterwards.
     terms += mlp(width, inner * top_k, gated=gated, name="experts", last=False)
     if latent:
         terms.append(matmul("latent_out", latent * hidden, last=not shared))
@@ -166,7 +146,7 @@ def experts(
 
 
 def _scanned(hidden: int, inner: int, projected: int, *between: Term) -> list[Term]:
-    """Return the terms of a mixer: a projection in, what stands between, and one from ``inner`` out."""
+    """Return the terms of a mixer: a projection in, the terms between, and one from ``inner`` out."""
     return [matmul("in", projected), *between, matmul("out", inner * hidden)]
 
 
@@ -199,11 +179,7 @@ def gated_delta(
 def gated_delta2(
     hidden: int, *, qk_heads: int, qk_dim: int, v_heads: int, v_dim: int, kernel: int
 ) -> list[Term]:
-    """Return the terms of gated delta net 2: vectors of decay and erasure over keys, writing over values.
-
-    All its gates are projections of full rank, as Megatron-LM's ``GatedDeltaNet2`` makes them; its scan has
-    the four products of a gated delta net. No transformers family uses it: see ``FlopsModel.register``.
-    """
+    """Return the terms of gated delta net 2: vectors of decay and erasure over keys, writing over values."""
     qk, value = qk_heads * qk_dim, v_heads * v_dim
     conv, delta = 2 * kernel * (2 * qk + value), 8 * v_heads * qk_dim * v_dim
     projected = hidden * (4 * qk + 3 * value)  # q, k, decay, erase; v, output gate, write

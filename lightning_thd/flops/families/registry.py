@@ -12,13 +12,9 @@ from functools import partial
 from typing import Any
 
 from lightning_thd.flops.families import parts
-from lightning_thd.flops.families.compressed import deepseek_v4
-from lightning_thd.flops.families.experts import expert_layers, moe
-from lightning_thd.flops.families.gemma import gemma3n, gemma4
-from lightning_thd.flops.families.mixers import mixer
-from lightning_thd.flops.families.saved import completed
-from lightning_thd.flops.families.sizes import Sizes
-from lightning_thd.flops.families.vision import tower
+from lightning_thd.flops.families.layers import expert_layers, mixer, moe
+from lightning_thd.flops.families.sizes import Sizes, completed
+from lightning_thd.flops.families.special import deepseek_v4, gemma3n, gemma4, tower
 from lightning_thd.flops.terms import Layer, Term, matmul
 
 Read = Callable[[Sizes], list[Layer]]
@@ -29,14 +25,7 @@ def read_config(
     *,
     mtp_layers: int = 0,
 ) -> tuple[str, tuple[Layer, ...], int]:
-    """Return the layers of the model that a ``PretrainedConfig`` or its dict describes.
-
-    Returns:
-        The model type, the layers in the order they run, and the patches the vision projector merges.
-
-    Raises:
-        ValueError: for a family that is not known, or a config that lacks a size.
-    """
+    """Return the layers of the model that a ``PretrainedConfig`` or its dict describes."""
     if Sizes(config).model_type in _REGISTERED:
         name = Sizes(config).model_type
         return name, tuple(_REGISTERED[name](config)), 4

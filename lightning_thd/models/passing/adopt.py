@@ -24,8 +24,8 @@ from torch.nn import functional
 from lightning_thd._patches import patch
 from lightning_thd.models.padded_groups import Groups, plan_groups
 from lightning_thd.models.passing.scan import DeltaRule, StateSpace, scan_shard
-from lightning_thd.parallel.context import calls, partition, traffic
 from lightning_thd.parallel.context import layout as layouts
+from lightning_thd.parallel.context import needs, partition, traffic
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.exchange import exchange_rows, keep_path
 
@@ -237,7 +237,7 @@ def convolve_shard(
         ``[1, C, N]``. A rank receives at most W - 1 rows for each of its stretches.
     """
     left = weight.shape[-1] - 1
-    plan = calls.exchanged(layout, causal=True, left=left)
+    plan = needs.exchanged(layout, causal=True, left=left)
     rows = x_1CN[0].transpose(0, 1)
     if plan.group_rows:  # the same on every rank
         assert layout.group is not None
@@ -263,7 +263,7 @@ def _reach(layout: ShardLayout, left: int) -> _Reach:
     own = partition.ranges(ends - plan.q_lengths, ends)
     sources = tuple(source.to(layout.device, non_blocking=True) for source in groups.sources)
     return _Reach(
-        calls.needed_call(layout, causal=True, left=left).kv_index,
+        needs.needed_call(layout, causal=True, left=left).kv_index,
         Groups(sources=sources, back=groups.back),
         layout.put(groups.back.numpy()[own]),
     )

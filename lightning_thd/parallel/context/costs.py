@@ -23,7 +23,7 @@ class CommCosts:
 
     The defaults are those of eight H100 in one node: NVLink 4 moves 450 GB/s each way (NVIDIA H100 data
     sheet); a small NCCL collective takes about 20 us; bf16 flash attention runs at some 500 TFLOP/s. Between
-    nodes give what one GPU gets of the network, 50 GB/s with 400 Gb/s InfiniBand.
+    nodes pass the bandwidth of one GPU: 50 GB/s with 400 Gb/s InfiniBand.
 
     Attributes:
         bandwidth_bytes_per_s: what a rank receives from its group.
@@ -180,19 +180,9 @@ def compare_ways(
 ) -> list[Choice]:
     """Compute the cost of each way of communicating that a layer may use, cheapest first.
 
-    Args:
-        sizes: of the layer.
-        costs: of exchange and kernel.
-        cp: ranks.
-        slots: of a shard, N.
-        needed_rows: keys of others that the rank with most of them receives or sends.
-        pairs: query-key pairs of the whole pack.
-        most_pairs: those of the rank with most, under this partition.
-        ulysses: whether trading heads can run this layer.
-        ring: whether the ring can; the other ways always can.
-
-    Returns:
-        Those that fit ``gathered_bytes``, by time; all by bytes held where none fits.
+    ``needed_rows`` are the keys of others that the busiest rank receives or sends; ``pairs`` and
+    ``most_pairs`` are query-key pairs of the pack and of the busiest rank. Only ways that fit
+    ``gathered_bytes`` are returned, or all of them, by the bytes they hold, if none fits.
     """
     needed = needed_rows * sizes.key_bytes
     gathered, traded = sizes.gather_bytes(slots, cp), sizes.ulysses_bytes(slots, cp) if ulysses else 0

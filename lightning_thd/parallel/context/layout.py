@@ -1,8 +1,8 @@
 """How one pack is cut over context-parallel ranks -> indices on the device, looked up by a shard's offsets.
 
-Attention is called with ``cu_seqlens`` and nothing else that says what a batch is. So a layout is found by
-the offsets of its shard, wherever a kernel is called: through a transformers model, a hand-written one, or
-a checkpoint that is recomputed in a thread of the backward pass.
+Attention gets ``cu_seqlens`` and nothing else that identifies a batch. So a layout is found by the offsets of
+its shard, wherever a kernel is called: through a transformers model, a hand-written one, or a checkpoint that
+the backward pass recomputes in a thread.
 
 Legend: T slots in a pack, S sequences, N = T / cp slots of a shard.
 """
@@ -45,11 +45,11 @@ class ShardLayout:
         padded_lengths: slots of every sequence of the whole pack, a trailing pad included.
         cp: context-parallel ranks.
         rank: of them.
-        group: their process group; None only where nothing is communicated.
+        group: their process group; None only if nothing is communicated.
         layout: ``dual_chunk``, ``contiguous``, ``striped`` or ``mixed``.
         communication: what attention exchanges.
         costs: what ``auto`` compares the ways by.
-        device: where the indices live.
+        device: of the indices.
     """
 
     def __init__(
@@ -90,10 +90,7 @@ class ShardLayout:
         _remember(self)
 
     def offsets(self) -> Tensor:
-        """Return the shard's offsets int32 ``[S + 1]``, by which ``layout_of`` finds this layout.
-
-        The tensor keeps the layout alive, and not the other way round, so a batch is freed when it is let go.
-        """
+        """Return the shard's offsets int32 ``[S + 1]``, by which ``layout_of`` finds this layout."""
         offsets = self.cu_seqlens.detach()
         offsets.__dict__["_thd_layout"] = self
         return offsets
@@ -118,7 +115,7 @@ class ShardLayout:
 
     @property
     def pack_offsets(self) -> Tensor:
-        """Return int32 ``[S + 1]``, where the sequences begin in the whole pack."""
+        """Return int32 ``[S + 1]``, the offsets of the sequences in the whole pack."""
         return self.once("offsets", lambda: offsets_of(np.asarray(self.padded_lengths), self.device))
 
     def call(self, *, causal: bool, left: int) -> Call:
@@ -133,7 +130,7 @@ class ShardLayout:
         return self.once(("call", causal, left), make)
 
     def make_call(self, where: partition.Ints | None, *, causal: bool, left: int) -> Call:
-        """Build the kernel call on keys of which ``where`` tells the row of each slot; None is its own."""
+        """Build the kernel call on keys; ``where`` has the row of each slot of the pack, or is None."""
         plan = partition.plan_keys(self.padded_lengths, **self.cut, rank=self.rank, causal=causal, left=left)
         return Call(
             kv_index=self.put(plan.kv_slots if where is None else where[plan.kv_slots]),
@@ -144,7 +141,7 @@ class ShardLayout:
         )
 
     def once(self, key: Any, make: Callable[[], _T]) -> _T:
-        """Return what ``make`` gives, worked out once a batch: all layers of a kind share it."""
+        """Return what ``make`` gives, computed once a batch: all layers of a kind share it."""
         if key not in self.cache:
             self.cache[key] = make()
         found: _T = self.cache[key]
@@ -174,11 +171,12 @@ def offsets_of(lengths: partition.Ints, device: torch.device) -> Tensor:
     return torch.from_numpy(offsets).to(device, non_blocking=True)
 
 
-# By address: a layout keeps that memory alive, so whatever else lies at that address is a view of them.
+# Layouts by the address of their offsets. A layout keeps that memory alive, so any other tensor at that
+# address is a view of the offsets.
 _BY_OFFSETS: weakref.WeakValueDictionary[int, ShardLayout] = weakref.WeakValueDictionary()
 
-# True while a layout is alive: the one thing that attention without context parallelism asks. torch.compile
-# guards on it, and traces attention whole again once the last shard is let go.
+# True while a layout is alive. Attention without context parallelism reads only this. torch.compile guards on
+# it, and traces attention again once the last shard is freed.
 in_use = False
 
 
@@ -205,12 +203,12 @@ def layout_of(cu_seqlens: Tensor) -> ShardLayout | None:
 
 
 def end_job() -> None:
-    """Let other attention run beside shards that are still held once the job that cut them has ended."""
+    """Mark all layouts as those of a job that has ended: its shards no longer make other attention fail."""
     for layout in list(_BY_OFFSETS.values()):
         layout.over = True
 
 
-# Offsets of whole packs that run beside shards, by address: the value is what keeps that memory.
+# Offsets of whole packs that run beside shards, by address; the value keeps that memory alive.
 _WHOLE: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
 
@@ -220,23 +218,19 @@ def know_whole_pack(cu_seqlens: Tensor) -> None:
 
 
 def refuse_unknown_offsets(cu_seqlens: Tensor, slots: int) -> None:
-    """Refuse attention on a shard's rows with offsets that are neither its own nor registered.
-
-    Raises:
-        ValueError: when a shard of as many slots is in use.
-    """
+    """Refuse attention on a shard's rows with offsets that are neither its own nor registered."""
     if cu_seqlens.data_ptr() in _WHOLE:
         return
     if _in_use_over(slots, cu_seqlens.device) is None:
         return
-    gc.collect()  # a shard that is only kept by a cycle, as in an error's traceback, is in use no more
+    gc.collect()  # frees shards that only a cycle keeps, as in an error's traceback
     layout = _in_use_over(slots, cu_seqlens.device)
     if layout is not None:
         raise ValueError(
             f"Attention over {slots} slots got cu_seqlens that are not those of the batch, while a batch is "
             f"cut into shards of {slots} slots for {layout.cp} context-parallel ranks: keys of other ranks "
-            "would be left out. Pass batch.cu_seqlens_padded itself, or batch.hf_kwargs(), not offsets made "
-            "anew."
+            "would be left out. Pass batch.cu_seqlens_padded itself, or batch.hf_kwargs(), not new "
+            "offsets."
         )
 
 

@@ -1,11 +1,12 @@
-"""Padded lengths of a pack, ranks, a partition -> the keys that each rank needs of each other, and no more.
+"""A layout, a window -> the keys that each rank needs of each other, and the kernel calls on them.
 
-Two uses of the same needs. ``plan_exchange`` brings all of them in one exchange, for one call of a kernel a
-rank. ``plan_block`` cuts attention into one call for every rank that keys come from, whose partial results
-are merged: no rank ever holds more than one other rank's keys. Under the striped partition only the second
-exists, as a rank's queries stand ``cp`` slots apart.
+The keys that a rank's queries see reach it in one of two ways. ``plan_exchange`` brings all of them in one
+exchange, for one kernel call. ``plan_block`` makes one call for every rank that keys come from, and the
+partial results are merged, so that no rank holds more than one other rank's keys. In the striped layout only
+the second works, because a rank's queries are ``cp`` slots apart.
 
-Pure: host integers in, numpy arrays out, the same on every rank.
+The plans are pure: host integers in, numpy arrays out, the same on every rank. ``exchanged`` and what follows
+it put them on the device, once for a batch and kind of layer.
 
 Legend: N slots of a shard, P pieces.
 """
@@ -14,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from lightning_thd.alignment import Layout
 from lightning_thd.parallel.context import partition
+from lightning_thd.parallel.context.layout import Call, ShardLayout, offsets_of
 from lightning_thd.parallel.context.partition import Ints, ranges
 
 
@@ -29,9 +33,9 @@ class Block:
     Attributes:
         q_rows: int64, rows of the rank's shard that see any of them; None is all rows.
         q_lengths: int64 ``[P]``, queries of each sequence of the call.
-        kv_rows: int64, rows of the source's shard, sequence after sequence; some may stand there twice.
+        kv_rows: int64, rows of the source's shard, sequence after sequence; some may occur twice.
         kv_lengths: int64 ``[P]``, keys of each sequence of the call, at least 1.
-        left: keys before its own that a query sees, -1 for all, where the last key stands at the last query.
+        left: keys before its own that a query sees, -1 for all; the last key is at the last query.
         right: 0 is causal, -1 is all keys.
     """
 
@@ -53,21 +57,11 @@ def plan_block(
     causal: bool = True,
     left: int = -1,
 ) -> Block | None:
-    """Plan the call of a rank's queries on the keys that ``source`` holds.
+    """Plan the call of a rank's queries on the keys that ``source`` holds; None if no query sees any of them.
 
-    Args:
-        padded_lengths: slots of every sequence, a trailing pad included.
-        cp: context-parallel ranks.
-        rank: whose queries.
-        source: whose keys.
-        layout: see ``partition.pieces_of_rank``.
-        causal: queries see no later key.
-        left: keys before its own that a query sees, -1 for all; only under ``striped``, as elsewhere the
-            distance of two pieces differs from sequence to sequence and no single call could express it.
-
-    Returns:
-        The call, or None where no query sees any of the keys. ``([8], cp=2, rank=1, source=0,
-        layout="contiguous")`` has 4 queries on 4 keys, all of which they see.
+    ``left`` is the number of keys before its own that a query sees, -1 for all. A window needs the striped
+    layout: elsewhere the distance of two pieces differs from sequence to sequence, which no single call can
+    express. ``([8], cp=2, rank=1, source=0, layout="contiguous")`` has 4 queries on 4 keys.
     """
     if layout == "striped":
         return _striped_block(padded_lengths, cp, rank, source, causal=causal, left=left)
@@ -88,12 +82,7 @@ def needed_rows(
     causal: bool = True,
     left: int = -1,
 ) -> Ints:
-    """List the rows of ``source``'s shard whose keys a rank's queries see.
-
-    Returns:
-        int64, ascending, none twice. ``([8], cp=2, rank=1, source=0, layout="contiguous", left=1)`` is
-        ``[3]``: the window of the first query there reaches back by one.
-    """
+    """List the rows of ``source``'s shard whose keys a rank's queries see, int64, ascending, none twice."""
     if layout == "striped" or left < 0:
         block = plan_block(
             padded_lengths, cp=cp, rank=rank, source=source, layout=layout, causal=causal, left=left
@@ -112,7 +101,7 @@ class Exchange:
         send_rows: int64, rows of its shard, those for rank 0 first; a row may be sent to several.
         send_counts: rows for every rank, 0 for itself.
         receive_counts: rows from every rank, 0 from itself.
-        group_rows: rows that all ranks together receive; 0 where nobody needs to exchange anything.
+        group_rows: rows that all ranks together receive; 0 if no rank needs a key of another.
         most_rows: rows that the rank with the most receives or sends.
     """
 
@@ -130,7 +119,7 @@ def plan_exchange(
 
     Returns:
         The exchange, and int64 ``[T]``: where each slot of the pack lies in the rank's own rows followed by
-        those received; -1 where it did not come.
+        those received; -1 if it did not come.
     """
     counts = need_counts(padded_lengths, cp=cp, layout=layout, causal=causal, left=left)
     options = {"cp": cp, "layout": layout, "causal": causal, "left": left}
@@ -161,12 +150,7 @@ def plan_exchange(
 def need_counts(
     padded_lengths: Sequence[int], *, cp: int, layout: Layout, causal: bool = True, left: int = -1
 ) -> Ints:
-    """Count the rows that each rank needs from each other rank.
-
-    Returns:
-        int64 ``[cp, cp]``: entry ``[r, s]`` counts what rank r needs of rank s, 0 where they are the same.
-        ``[8]`` over 2 contiguous ranks is ``[[0, 0], [4, 0]]``.
-    """
+    """Count the rows that rank r needs from rank s, int64 ``[cp, cp]`` at ``[r, s]``."""
     counts = np.zeros((cp, cp), dtype=np.int64)
     owner = np.empty(int(np.sum(padded_lengths)), dtype=np.int64)
     if layout != "striped":
@@ -264,3 +248,122 @@ def _unique(rows: Ints) -> Ints:
     marked = np.zeros(int(rows.max(initial=-1)) + 1, dtype=bool)
     marked[rows] = True
     return np.flatnonzero(marked)
+
+
+class Exchanged(NamedTuple):
+    """One exchange of the keys that ranks need of each other, as indices on the device.
+
+    ``where`` gives, on the host, the row of each slot of the pack among a rank's own rows and those received.
+    """
+
+    send_rows: Tensor
+    send_counts: list[int]
+    receive_counts: list[int]
+    group_rows: int
+    where: Ints
+
+
+class BlockCall(NamedTuple):
+    """A kernel call of this rank's queries on the keys of one rank, as indices on the device."""
+
+    q_rows: Tensor | None
+    kv_index: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    left: int
+    right: int
+
+
+class RingStep(NamedTuple):
+    """One step of the ring: the ranks to send keys to and receive them from, and the kernel call on them."""
+
+    to: int
+    source: int
+    send_rows: Tensor
+    receive_count: int
+    call: BlockCall | None
+
+
+def exchanged(layout: ShardLayout, *, causal: bool, left: int) -> Exchanged:
+    """Return the exchange that brings every key this rank's queries see, computed once a batch."""
+
+    def make() -> Exchanged:
+        plan, where = plan_exchange(
+            layout.padded_lengths, **layout.cut, rank=layout.rank, causal=causal, left=left
+        )
+        return Exchanged(
+            layout.put(plan.send_rows), plan.send_counts, plan.receive_counts, plan.group_rows, where
+        )
+
+    return layout.once(("exchange", causal, left), make)
+
+
+def needed_call(layout: ShardLayout, *, causal: bool, left: int) -> Call:
+    """Return the kernel call on this rank's keys followed by those that ``exchanged`` brings."""
+
+    def make() -> Call:
+        where = exchanged(layout, causal=causal, left=left).where
+        return layout.make_call(where, causal=causal, left=left)
+
+    return layout.once(("needed call", causal, left), make)
+
+
+def block_calls(layout: ShardLayout, *, causal: bool, left: int, gathered: bool) -> list[BlockCall]:
+    """Return the kernel calls on keys at hand, as an all-gather or ``exchanged`` left them, one a source."""
+
+    def make() -> list[BlockCall]:
+        calls, slots = [], layout.local_slots
+        where = None if gathered else exchanged(layout, causal=causal, left=left).where
+        for source in range(layout.cp):
+            block = _block_of(layout, layout.rank, source, causal, left)
+            if block is None:
+                continue
+            if where is None:
+                rows: Ints = np.arange(source * slots, (source + 1) * slots)
+            else:
+                rows = where[partition.rank_indices(layout.padded_lengths, **layout.cut, rank=source)]
+            calls.append(_put_block(layout, block, rows))
+        return calls
+
+    return layout.once(("blocks", causal, left, gathered), make)
+
+
+def ring_steps(layout: ShardLayout, *, causal: bool, left: int) -> list[RingStep]:
+    """Return the steps of the ring: this rank's keys first, then those of ranks one, two, ... before it."""
+    distances = range(layout.cp)
+    return layout.once(
+        ("ring", causal, left), lambda: [_ring_step(layout, d, causal, left) for d in distances]
+    )
+
+
+def _ring_step(layout: ShardLayout, distance: int, causal: bool, left: int) -> RingStep:
+    to, source = (layout.rank + distance) % layout.cp, (layout.rank - distance) % layout.cp
+    how: dict[str, Any] = {**layout.cut, "causal": causal, "left": left}
+    block = _block_of(layout, layout.rank, source, causal, left)
+    where: Ints = np.arange(layout.local_slots)
+    sent = received = np.empty(0, np.int64)
+    if distance:
+        sent = needed_rows(layout.padded_lengths, rank=to, source=layout.rank, **how)
+        received = needed_rows(layout.padded_lengths, rank=layout.rank, source=source, **how)
+        where[received] = np.arange(len(received))
+    call = None if block is None else _put_block(layout, block, where)
+    return RingStep(to, source, layout.put(sent), len(received), call)
+
+
+def _block_of(layout: ShardLayout, rank: int, source: int, causal: bool, left: int) -> Block | None:
+    return plan_block(layout.padded_lengths, **layout.cut, rank=rank, source=source, causal=causal, left=left)
+
+
+def _put_block(layout: ShardLayout, block: Block, where: Ints) -> BlockCall:
+    return BlockCall(
+        q_rows=None if block.q_rows is None else layout.put(block.q_rows),
+        kv_index=layout.put(where[block.kv_rows]),
+        cu_seqlens_q=offsets_of(block.q_lengths, layout.device),
+        cu_seqlens_kv=offsets_of(block.kv_lengths, layout.device),
+        max_seqlen_q=int(block.q_lengths.max()),
+        max_seqlen_kv=int(block.kv_lengths.max()),
+        left=block.left,
+        right=block.right,
+    )

@@ -1,21 +1,89 @@
 """Padded lengths of a pack, ranks, a layout -> the slots each rank holds, and the keys its queries need.
 
-Pure: host integers in, numpy arrays out.
+There are four layouts:
 
-Legend: T slots in a pack, S sequences, C slots of a chunk.
+- ``contiguous`` cuts the row of T slots into cp equal stretches.
+- ``dual_chunk`` cuts every sequence into 2 cp chunks, of which a rank holds chunks ``rank`` and
+  ``2 cp - 1 - rank``. So all ranks have the same work under causal attention (Transformer Engine's rule).
+- ``mixed`` cuts sequences longer than a chunk, 1 / (2 cp) of the pack, as ``dual_chunk`` does. It deals the
+  others out whole by their work in attention, up to the slots of each rank. The few that no rank has room for
+  are cut where room is left. So only keys of long sequences travel, and all ranks have about the same work.
+- ``striped`` deals the slots of the row out in turn.
+
+Pure: host integers in, numpy arrays out, the same on every rank.
+
+Legend: T slots in a pack, S sequences, P pieces.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_thd.alignment import Layout
-from lightning_thd.parallel.context.mixed import cut_mixed
+
+Stretch = tuple[int, int, int]  # sequence, first slot in it, slot after the last
+
+
+@lru_cache(maxsize=128)
+def cut_mixed(padded_lengths: tuple[int, ...], cp: int) -> tuple[NDArray[np.int64], ...]:
+    """Return which stretches each rank of the mixed layout holds, for lengths that are multiples of 2 cp.
+
+    Returns:
+        For every rank int64 ``[3, P]``: sequence, first slot and the slot after the last, sequence after
+        sequence. ``((16, 4, 4, 8), 2)``, chunks of 8, cuts only the first: rank 0 holds 0..4 and 12..16 of
+        it and the last sequence whole, rank 1 the rest.
+    """
+    total = sum(padded_lengths)
+    held: list[list[Stretch]] = [[] for _ in range(cp)]
+    short = []
+    for i, length in enumerate(padded_lengths):
+        if length * 2 * cp <= total:
+            short.append(i)
+            continue
+        chunk = length // (2 * cp)
+        for rank in range(cp):
+            first, second = rank * chunk, (2 * cp - 1 - rank) * chunk
+            held[rank] += [(i, first, first + chunk), (i, second, second + chunk)]
+    _deal(padded_lengths, sorted(short, key=lambda i: (-padded_lengths[i], i)), held)
+    return tuple(np.array(sorted(own), dtype=np.int64).reshape(-1, 3).T for own in held)
+
+
+def _deal(lengths: tuple[int, ...], short: list[int], held: list[list[Stretch]]) -> None:
+    """Assign each short sequence, longest first, to the rank with the least work that has room for it."""
+    room = [sum(lengths[i] for i in short) // len(held)] * len(held)
+    work = [(0, rank) for rank in range(len(held))]
+    over = []
+    for i in short:
+        if not lengths[i]:
+            continue
+        full = []
+        while work and room[work[0][1]] < lengths[i]:
+            full.append(heapq.heappop(work))
+        if work:
+            before, rank = work[0]
+            heapq.heapreplace(work, (before + lengths[i] ** 2, rank))
+            held[rank].append((i, 0, lengths[i]))
+            room[rank] -= lengths[i]
+        else:
+            over.append(i)
+        for entry in full:
+            heapq.heappush(work, entry)
+    for i in over:
+        at = 0
+        for rank in range(len(held)):
+            taken = min(room[rank], lengths[i] - at)
+            if taken:
+                held[rank].append((i, at, at + taken))
+                room[rank] -= taken
+                at += taken
+
 
 Ints: TypeAlias = NDArray[np.int64]
 _WHO_PADS = (
@@ -45,23 +113,10 @@ class Pieces:
 
 
 def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Pieces:
-    """Return the stretches of sequences that a rank holds, in the order in which they lie there.
+    """Return the stretches of sequences that a rank holds, in the order in which they lie there, none empty.
 
-    Args:
-        padded_lengths: slots of every sequence, a trailing pad included.
-        cp: context-parallel ranks.
-        rank: of them.
-        layout: ``contiguous`` cuts the row of T slots into cp equal stretches. ``dual_chunk`` cuts every
-            sequence into 2 cp chunks, of which a rank holds chunks ``rank`` and ``2 cp - 1 - rank``, so that
-            all have the same work under causal attention (Transformer Engine's rule). ``mixed`` does so with
-            long sequences and keeps short ones whole: see ``mixed.cut_mixed``. ``striped`` deals the slots of
-            the row out in turn, which holds no stretches: see ``rank_indices``.
-
-    Returns:
-        The pieces, none empty. ``([8], cp=2, rank=0)`` holds 0..2 and 6..8 of it with ``dual_chunk``.
-
-    Raises:
-        ValueError: when lengths or their sum do not divide.
+    A striped shard holds no stretches: see ``rank_indices``. ``([8], cp=2, rank=0, layout="dual_chunk")``
+    holds 0..2 and 6..8.
     """
     lengths = _checked(padded_lengths, cp, rank, layout)
     assert layout != "striped", "a striped shard is no list of stretches"
@@ -100,11 +155,7 @@ def rank_indices(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: L
 
 
 def restore_indices(padded_lengths: Sequence[int], *, cp: int, layout: Layout) -> Ints:
-    """Return the position of every slot of the pack when the ranks' shards are laid end to end.
-
-    Returns:
-        int64 ``[T]``: ``gathered[restore]`` is in the order of the pack.
-    """
+    """Return the position of every slot of the pack when the ranks' shards are laid end to end."""
     order = np.concatenate(
         [rank_indices(padded_lengths, cp=cp, rank=rank, layout=layout) for rank in range(cp)]
     )
@@ -114,12 +165,7 @@ def restore_indices(padded_lengths: Sequence[int], *, cp: int, layout: Layout) -
 
 
 def held_lengths(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Ints:
-    """Count the slots of every sequence that a rank holds.
-
-    Returns:
-        int64 ``[S]``, zeros for sequences that lie elsewhere. ``[8, 8]`` over 2 gives ``[4, 4]`` on each
-        rank with ``dual_chunk``, ``[8, 0]`` on the first with ``contiguous``.
-    """
+    """Count the slots of every sequence that a rank holds."""
     if layout == "striped":
         first, stop = striped_rows(padded_lengths, cp=cp, rank=rank)
         return stop - first
@@ -130,13 +176,7 @@ def held_lengths(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: L
 def held_real_lengths(
     lengths: Sequence[int], padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout
 ) -> Ints:
-    """Count the real tokens of every sequence that a rank holds, without the padding at its end.
-
-    A trailing pad counts as its slots in ``lengths``, or is left out there.
-
-    Returns:
-        int64 ``[S]``. Lengths 5 and 6 padded to 8 and 8 over 2 ranks give ``[2, 2]`` and ``[3, 4]``.
-    """
+    """Count the real tokens of every sequence that a rank holds, without the padding at its end."""
     real = np.asarray([*lengths, *padded_lengths[len(lengths) :]], dtype=np.int64)
     if layout == "striped":
         first, stop = striped_rows(padded_lengths, cp=cp, rank=rank, real=real)
@@ -149,12 +189,7 @@ def held_real_lengths(
 def striped_rows(
     padded_lengths: Sequence[int], *, cp: int, rank: int, real: Ints | None = None
 ) -> tuple[Ints, Ints]:
-    """Return which rows of a striped shard belong to each sequence, or to its first ``real`` tokens.
-
-    Returns:
-        int64 ``[S]`` first rows and ``[S]`` rows after the last. ``([3, 5], cp=2, rank=0)`` gives ``[0, 2]``
-        and ``[2, 4]``: slots 0 and 2, then 4 and 6.
-    """
+    """Return which rows of a striped shard belong to each sequence, or to its first ``real`` tokens."""
     lengths = _checked(padded_lengths, cp, rank, "striped")
     firsts = firsts_of(padded_lengths)
     stops = firsts + (lengths if real is None else real)
@@ -167,8 +202,8 @@ class KeyPlan:
 
     Attributes:
         q_lengths: int64 ``[P]``, queries of every call, which lie one after the other in the shard.
-        kv_lengths: int64 ``[P]``, keys of every call; the last stands where the last query does, so that
-            bottom-right causality and windows mean what they meant.
+        kv_lengths: int64 ``[P]``, keys of every call; the last is at the position of the last query, so that
+            bottom-right causality and windows keep their meaning.
         kv_slots: int64, slots of the pack whose keys are wanted, call after call.
     """
 
@@ -188,8 +223,8 @@ def plan_keys(
 ) -> KeyPlan:
     """Split a rank's attention into kernel calls of unequal query and key lengths.
 
-    A query sees ``left`` keys before its own, -1 for all, and where it is not ``causal`` every key of its
-    sequence; the other arguments are those of ``pieces_of_rank``.
+    A query sees ``left`` keys before its own, -1 for all. If it is not ``causal``, it sees every key of its
+    sequence. The other arguments are those of ``pieces_of_rank``.
 
     Returns:
         The plan. ``([8], cp=2, rank=0, layout="dual_chunk")`` has 2 queries on 2 keys and 2 on 8.
@@ -211,11 +246,7 @@ def key_spans(
     causal: bool = True,
     left: int = -1,
 ) -> tuple[Ints, Ints]:
-    """Return between which slots of the pack the keys lie that each piece of a rank sees.
-
-    Returns:
-        int64 ``[P]`` first slots and ``[P]`` slots after the last; see ``plan_keys``.
-    """
+    """Return int64 ``[P]`` first slots and ends of the keys that each piece of a rank sees."""
     pieces = pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout)
     firsts = firsts_of(padded_lengths)[pieces.sequence]
     if not causal:

@@ -1,7 +1,7 @@
 """A step whose microbatches have degrees of their own -> the parts that one rank runs.
 
 Groups of 2, 4, 8, ... neighbours are made once. A microbatch of degree c is the pack that the c ranks of a
-group share, the same on all of them until it is cut; one of degree 1 is a whole pack of one rank alone.
+group share, the same on all of them until it is cut; one of degree 1 is a whole pack that one rank runs.
 """
 
 from __future__ import annotations
@@ -59,11 +59,7 @@ def digest_of(degrees: Any) -> int:
 
 
 def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **how: Any) -> THDStep:
-    """Cut every microbatch of a step on the device to this rank's part; those of degree 1 are whole packs.
-
-    Raises:
-        ValueError: for a degree without a group.
-    """
+    """Cut every microbatch of a step on the device to this rank's part; those of degree 1 are whole packs."""
     own = []
     for batch, degree in zip(step.microbatches, step.degrees, strict=True):
         if degree > 1 and degree not in groups:
@@ -83,11 +79,7 @@ def cut_step(step: SharedStep, groups: Mapping[int, dist.ProcessGroup], **how: A
 
 
 def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
-    """Divide the counts of a pack into whole numbers that sum to it; the first parts take the remainder.
-
-    Returns:
-        ``real_tokens=7`` in 2 parts is 4 and 3.
-    """
+    """Divide the counts of a pack into whole numbers that sum to it; the first parts take the remainder."""
 
     def share(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -100,14 +92,7 @@ def part_of(stats: SeqStats, parts: int, part: int) -> SeqStats:
 def make_degree_groups(
     data_ranks: int, max_degree: int, *, tp: int, device: torch.device
 ) -> dict[int, dist.ProcessGroup]:
-    """Create groups of 2, 4, ... neighbouring data ranks, by size; a collective of the whole job.
-
-    Args:
-        data_ranks: ranks that read different data.
-        max_degree: largest group.
-        tp: tensor-parallel ranks, innermost in the order of ranks: only those of one index form a group.
-        device: where the groups communicate.
-    """
+    """Create groups of 2, 4, ... neighbouring data ranks, by size; a collective of the whole job."""
     groups: dict[int, dist.ProcessGroup] = {}
     for degree in (1 << i for i in range(1, max_degree.bit_length())):
         listed = [
@@ -125,11 +110,7 @@ def make_degree_groups(
 def check_shared_agreement(
     step: SharedStep, groups: Mapping[int, dist.ProcessGroup], device: torch.device
 ) -> None:
-    """Raise unless all ranks run the same plan, and groups the same packs; a collective.
-
-    Raises:
-        ValueError: on every rank, when plans differ; on the ranks of a group, when their packs do.
-    """
+    """Raise unless all ranks run the same plan, and groups the same packs; a collective."""
     require_same(
         step.plan_digest,
         device,

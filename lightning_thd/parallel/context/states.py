@@ -1,8 +1,8 @@
 """Padded lengths of a pack, ranks, a partition -> the recurrent states that each rank needs of each other.
 
-A rank holds stretches of sequences. A recurrent layer runs every stretch by itself; what it left in the state
-at its end, and how it changes a state that it is given, is enough for the ranks that hold the stretches
-behind it. Pure: host integers in, numpy arrays out, the same on every rank.
+A rank holds stretches of sequences, and a recurrent layer runs every stretch by itself. The ranks that hold
+later stretches of a sequence need two things of it: the state at its end, and how it changes a state that
+enters it. Pure: host integers in, numpy arrays out, the same on every rank.
 
 Legend: P stretches of one rank, K states that enter one of its stretches.
 """
@@ -41,14 +41,7 @@ class Stretches:
 
     @classmethod
     def of(cls, padded_lengths: Sequence[int], *, cp: int, layout: Layout) -> Stretches:
-        """List the stretches that a layout cuts; neighbours on one rank are merged.
-
-        Args:
-            padded_lengths: slots of every sequence, a trailing pad included.
-            cp: context-parallel ranks.
-            layout: any but ``striped``. ``[8, 4]`` over 2 contiguous ranks is ``[6, 2, 4]``,
-                of which rank 0 holds the first.
-        """
+        """List the stretches that a layout cuts; neighbours on one rank are merged."""
         columns = [_of_rank(padded_lengths, cp, rank, layout) for rank in range(cp)]
         sequence, start, length, row, rank = np.concatenate(columns, axis=1)
         order = np.lexsort((start, sequence))
@@ -126,11 +119,7 @@ class StatePlan:
 
 
 def plan_states(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> StatePlan:
-    """Plan the exchange after which each rank knows the states that enter its stretches; never striped.
-
-    Returns:
-        The plan. ``([8, 4], cp=2, rank=0, layout="contiguous")`` opens the first 6 slots and sends one state.
-    """
+    """Plan the exchange after which each rank knows the states that enter its stretches; not for striped."""
     every = Stretches.of(padded_lengths, cp=cp, layout=layout)
     sends = ~every.last
     spans = sends & (every.place > 0)

@@ -28,12 +28,7 @@ class Traffic(NamedTuple):
 
 
 def count(received_bytes: int, way: str) -> None:
-    """Add the bytes of one layer's exchange, forward and backward, to the counters.
-
-    Args:
-        received_bytes: of the forward pass; gradients take as many, and a ring brings the keys once more.
-        way: by which they came.
-    """
+    """Add a layer's exchange: the bytes of its forward pass, twice; a ring brings the keys once more."""
     _bytes[way] += received_bytes * (3 if way == "ring" else 2)
     _calls[way] += 1
 

@@ -1,13 +1,17 @@
 """Layers and the module they describe -> the same layers with the backward pass that autograd will run.
 
-A weight's gradient costs one forward more if the weight is trained; the gradient of its input one more if
-anything trained runs before it. So a frozen weight costs 2 of 3 units above a trained one, 1 below all.
+A weight's gradient costs one forward more if the weight is trained. The gradient of its input costs one more
+if anything trained runs before it. So a frozen weight costs 2 of 3 units above a trained one, 1 below all.
+Weights are read off parameters and ``in_features``, not off classes. So adapters, sharded (DTensor) and
+quantized weights count by their full size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import getclosurevars
 from types import FunctionType
@@ -16,10 +20,153 @@ from typing import Any
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 
-from lightning_thd.flops.backward.weights import Weight, decoder_prefix, layer_path, weights_by_layer
-from lightning_thd.flops.families.experts import active_share
+from lightning_thd.flops.families.layers import active_share
 from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.terms import Basis, Layer, Recompute, Term, matmul
+
+# Wrappers of compile, FSDP and activation checkpointing add these parts to the names.
+_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.(.+)$")
+_VISION = re.compile(r"(?:^|\.)(?:visual|vision_tower|vision_model)\.(.+)$")
+_TEXT = re.compile(r"(?:^|\.)(language_model|text_model)(?:\.|$)")
+# Projections outside the layers that are counted on their own.
+_OWN = re.compile(
+    r"(?:^|\.)(per_layer_model_projection|altup_projections|altup_unembed_projections|hc_head|"
+    r"project_in|project_out)\."
+)
+_TWICE = ("modality_router",)  # AltUp routes before and after a layer
+_PLAIN_MATRICES = ("fn", "hc_fn")  # hyper-connections hold parameters without a module
+_ROUTER = ("gate", "router", "shared_expert_gate")
+_OUT = (
+    *("o_proj", "out_proj", "c_proj", "down_proj", "fc2", "fc_out", "dense", "dense_4h_to_h"),
+    *("output_linear", "wo", "w2", "dense_attention", "linear_fc2", "proj"),
+)
+_MLP = ("mlp", "feed_forward", "ffn", "expert", "moe", "fc1", "fc2", "router")
+_LAST_NORM = ("post_feedforward", "post_mlp", "post_ff")
+_SECOND_NORM = ("post_attention", "pre_feedforward", "ln_2", "norm2", "ffn_norm", "pre_ff", "pre_moe")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weight:
+    """One matmul parameter: its size, whether it is trained, and when it runs in its layer.
+
+    Attributes:
+        path: its name, without the wrappers' parts.
+        macs: multiply-adds a token, 0 for what is no matmul (norms, biases, convolutions).
+        trained: whether it has a gradient.
+        stage: order in a layer: 0 into the mixer, 1 out of it, 2 into the MLP, 3 out of it; norms between.
+        adapter: "A" or "B" of a low-rank pair, else empty.
+        router: it weighs experts.
+    """
+
+    path: str
+    macs: int
+    trained: bool
+    stage: float
+    adapter: str = ""
+    router: bool = False
+
+
+def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]]:
+    """Group the parameters of ``module`` by the layer paths of ``FlopsModel``."""
+    owners = dict(module.named_modules(remove_duplicate=False))
+    decoder = decoder_prefix(owners)
+    groups: dict[str, list[Weight]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owner = owners[name.rpartition(".")[0]]
+        group, inside = _locate(_WRAPPERS.sub("", name + ".")[:-1], decoder)
+        groups[group].append(
+            Weight(
+                path=inside,
+                macs=_macs(owner, name.rpartition(".")[2], inside, parameter, active),
+                trained=parameter.requires_grad,
+                stage=_stage(inside),
+                router=_is_router(inside),
+                adapter=next((part for part in "AB" if f"lora_{part}" in inside), ""),
+            )
+        )
+    return dict(groups)
+
+
+def decoder_prefix(names: Iterable[str]) -> str:
+    """Return the prefix of ``layers.0`` in the decoder's names; towers have layers of their own.
+
+    Args:
+        names: of modules: ``"model.layers.1.mlp"`` and ``"model.audio.encoder.layers.0.mlp"``, for example.
+
+    Returns:
+        ``"model"`` for these: a language or text model's, else the least nested, else that of most layers.
+    """
+    indices: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        plain = _WRAPPERS.sub("", name + ".")
+        if not _VISION.search(plain) and (layer := _LAYER.search(plain)):
+            indices[plain[: layer.start(1)].rpartition(".")[0].rpartition(".")[0]].add(layer.group(1))
+    named = [prefix for prefix in indices if _TEXT.search(prefix)]
+    return max(named or indices, key=lambda prefix: (-prefix.count("."), len(indices[prefix])), default="")
+
+
+def layer_path(module_name: str, decoder: str) -> str:
+    """Return ``"layers.3"`` for the decoder layer ``"model.layers.3"``, "" for any other module."""
+    group, inside = _locate(_WRAPPERS.sub("", module_name + ".") + "weight", decoder)
+    return (
+        group
+        if inside == "weight" and group not in ("lm_head", "visual.merger", "visual.patch_embed")
+        else ""
+    )
+
+
+def _locate(name: str, decoder: str) -> tuple[str, str]:
+    vision = _VISION.search(name)
+    layer = _LAYER.search(vision.group(1) if vision else name)
+    if layer and not vision and name[: layer.start(1)].rpartition(".")[0].rpartition(".")[0] != decoder:
+        return "", name  # an audio tower's, a resampler's
+    if vision and vision.group(1).startswith("patch_embed"):
+        return "visual.patch_embed", vision.group(1)
+    if vision:
+        return (f"visual.blocks.{layer.group(1)}", layer.group(2)) if layer else ("visual.merger", name)
+    if layer:
+        return f"layers.{layer.group(1)}", layer.group(2)
+    if own := _OWN.search(name):
+        return own.group(1), name
+    head = re.search(r"(?:^|\.)(lm_head|embed_out|output)\.", name)
+    return ("lm_head" if head else ""), name
+
+
+def _macs(owner: nn.Module, leaf: str, inside: str, parameter: nn.Parameter, active: float) -> int:
+    """Return the multiply-adds a token of one parameter; 0 for routers, which the count leaves out."""
+    if _is_router(inside) or isinstance(owner, nn.Embedding):
+        return 0
+    if parameter.dim() == 3 and "expert" in inside:
+        return round(parameter.numel() * active)
+    if leaf in _PLAIN_MATRICES:
+        return parameter.numel()
+    if leaf != "weight":
+        return 0
+    sizes = getattr(owner, "in_features", None), getattr(owner, "out_features", None)
+    if isinstance(sizes[0], int) and isinstance(sizes[1], int):  # a packed 4-bit weight has fewer elements
+        return sizes[0] * sizes[1] * (2 if inside.split(".")[-2] in _TWICE else 1)
+    return parameter.numel() if parameter.dim() == 2 else 0
+
+
+def _is_router(inside: str) -> bool:
+    parts = inside.split(".")[:-1]
+    return bool(parts) and (parts[-1] in _ROUTER or "router" in parts)
+
+
+def _stage(inside: str) -> float:
+    parts = [part for part in inside.split(".")[:-1] if part not in ("base_layer", "default")]
+    parts = [part for part in parts if not part.startswith("lora_")]
+    name = ".".join(parts)
+    if "norm" in name or re.search(r"(^|\.)ln_", name):
+        inner = len(parts) > 1  # q_norm, k_norm, the gated norm of a state-space layer
+        if any(key in name for key in _LAST_NORM):
+            return 4
+        return 0.5 if inner else (1.5 if any(key in name for key in _SECOND_NORM) else -1)
+    second = 2 if any(key in name for key in _MLP) else 0
+    leaf = parts[-1] if parts else ""
+    return second + (1 if leaf in _OUT or inside.endswith("down_proj") else 0)
+
 
 _FINAL_NORM = ("norm", "ln_f", "ln_out")
 
@@ -47,11 +194,7 @@ def layers_of_module(layers: Sequence[Layer], module: nn.Module) -> tuple[tuple[
 
 
 def checkpointing(module: nn.Module) -> tuple[Recompute, set[str]]:
-    """Return which activation checkpointing is switched on, and in which layers.
-
-    Returns:
-        The policy, and the paths of the checkpointed layers; no paths when it is not set layer by layer.
-    """
+    """Return which activation checkpointing is switched on, and in which layers."""
     functions: list[Any] = []
     layers = set()
     decoder = decoder_prefix(name for name, _ in module.named_modules())
@@ -78,7 +221,7 @@ def _keywords(function: Any) -> dict[str, Any]:
     if isinstance(function, nn.Module):  # torch's CheckpointWrapper
         reentrant = getattr(function, "checkpoint_impl", None) is CheckpointImpl.REENTRANT
         return {"use_reentrant": reentrant, **_keywords(getattr(function, "checkpoint_fn", None))}
-    for _ in range(4):  # wrappers of wrappers; nobody stacks more
+    for _ in range(4):  # wrappers of wrappers; four are enough
         if isinstance(function, partial):
             return dict(function.keywords)
         inner = getattr(function, "__wrapped__", None)

@@ -1,7 +1,7 @@
 """Lengths, a capacity of one rank, degrees -> the plan of any step, long sequences shared by several ranks.
 
-The sequences of a step are those of ``PackPlanner``: a job that was killed goes on with any other number of
-ranks and any other largest degree, with the same sequences in every step.
+The sequences of a step are those of ``PackPlanner``. So a killed job resumes with the same sequences in every
+step, on any number of ranks and with any largest degree.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_thd.packing.bins import regrouped
+from lightning_thd.packing.degrees import IntArray, Sharing, Waits, check_tiling
 from lightning_thd.packing.entries import Lengths
+from lightning_thd.packing.groups import SharedBins, share_out
 from lightning_thd.packing.plan import FloatArray, Packs, Sequences, StepPlan
 from lightning_thd.packing.planner import PackPlanner
-from lightning_thd.packing.sharing import SharedBins, Sharing, check_tiling, share_out
 
-IntArray = npt.NDArray[np.int64]
+__all__ = ["SharedBins", "SharedPlanner", "SharedStepPlan", "Sharing", "Waits", "check_tiling", "share_out"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedStepPlan(StepPlan):
     """One optimizer step in which every microbatch has a degree of its own.
 
-    All ranks of a group have the same spans, those of the pack they share. ``work`` is that of one rank, its
-    exchange included; ``spans`` holds those of a shared pack once for each of its ranks.
+    All ranks of a group have the same spans: those of the pack that they share. ``work`` is that of one rank,
+    its exchange included. ``spans`` holds the spans of a shared pack once for each of its ranks.
 
     Attributes:
         degrees: int64 ``[dp, num_microbatches]``, ranks that share the microbatch; a group of c ranks begins
             at a multiple of c.
-        together: neighbours that wait for each other in every microbatch; all ranks do at the step's end.
+        together: number of neighbouring ranks that wait for each other in every microbatch. All ranks wait at
+            the step's end.
     """
 
     degrees: IntArray
@@ -40,10 +41,10 @@ class SharedStepPlan(StepPlan):
 
     @property
     def imbalance(self) -> float:
-        """Return the slowest rank's work over an even share, of what ranks wait for: 1.0 is perfect."""
+        """Return the work that ranks wait for, over an even share of all work: 1.0 is perfect."""
         total, work = float(self.work.sum()), self.work
         sets = work.reshape(-1, self.together, work.shape[1])
-        slowest = sets.max(axis=1).sum(axis=1).max()  # of a microbatch, then in all
+        slowest = sets.max(axis=1).sum(axis=1).max()  # sums the slowest rank of each microbatch
         return float(slowest) * self.dp / total if total else 1.0
 
     def leads(self, rank: int) -> list[bool]:
@@ -52,7 +53,7 @@ class SharedStepPlan(StepPlan):
 
     @cached_property
     def weights(self) -> FloatArray | None:
-        """Return the weights of ``StepPlan``, those of a shared pack in equal parts on each of its ranks."""
+        """Return the weights of ``StepPlan``, those of a shared pack in equal parts for each of its ranks."""
         whole: FloatArray | None = super().weights
         return None if whole is None else whole / self.degrees
 
@@ -64,8 +65,8 @@ class SharedPlanner(PackPlanner):
         lengths: tokens of each sequence, as ``PackPlanner`` takes them.
         capacity: slots of one rank; a group of c ranks holds c times as many.
         global_batch: ``Sequences(n)``, or ``Packs(n)``: the sequences of n packs of a largest group, which
-            holds ``capacity * max_degree`` slots. Steps then hold about as many tokens each; the packs
-            themselves are not run, their sequences are shared out anew.
+            holds ``capacity * max_degree`` slots. Steps then hold about as many tokens each. The packs
+            themselves are not run: their sequences are shared out again.
         sharing: how many ranks may share a sequence.
         options: those of ``PackPlanner`` but ``align``, ``scheduler`` and ``schedule``.
 
@@ -115,7 +116,7 @@ class SharedPlanner(PackPlanner):
             spans, _ = self._packs.read(epoch, k * n, min((k + 1) * n, self._packs.total))
         bins = share_out(spans.lengths, self.rank_capacity, ranks=dp, sharing=self.sharing, cost=self.cost)
         whole = self._describe(epoch, k, 1, spans.take(bins.order), bins.offsets)
-        group = _group_of_seats(bins, dp)
+        group = _groups_of_ranks(bins, dp)
         flat, offsets = regrouped(bins.offsets, group.ravel())
         counted = {field.name: getattr(whole, field.name) for field in fields(StepPlan)}
         counted.update(
@@ -128,10 +129,10 @@ class SharedPlanner(PackPlanner):
         return SharedStepPlan(**counted, degrees=bins.degree[group], together=self.sharing.waiting(dp))
 
 
-def _group_of_seats(bins: SharedBins, dp: int) -> IntArray:
+def _groups_of_ranks(bins: SharedBins, dp: int) -> IntArray:
     """Return the number of the group that each rank runs in each microbatch, int64 ``[dp, M]``."""
     group = np.repeat(np.arange(len(bins.degree)), bins.degree)
     within = np.arange(len(group)) - np.repeat(np.cumsum(bins.degree) - bins.degree, bins.degree)
-    seats = np.empty((dp, bins.num_microbatches), dtype=np.int64)
-    seats[bins.first[group] + within, bins.microbatch[group]] = group
-    return seats
+    groups = np.empty((dp, bins.num_microbatches), dtype=np.int64)
+    groups[bins.first[group] + within, bins.microbatch[group]] = group
+    return groups

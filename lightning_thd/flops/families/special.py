@@ -1,0 +1,267 @@
+"""Configs of DeepSeek-V4, Gemma 3n, Gemma 4 and Qwen-VL's vision towers -> their layers.
+
+Counted as transformers computes them, to the last projection; h is the hidden size. In DeepSeek-V4 n is the
+streams of the hyper-connections and D the size of a head; a sequence of fewer tokens than a block has no
+compressed key. In Gemma n is the streams of AltUp (Alternating Updates, arXiv:2301.13310), p the size of a
+layer's own input. Vision towers are counted as in Megatron-Bridge: attention between all patches of a frame,
+never halved, and a projector run once for the tower and once for every deepstack layer. The convolution that
+makes patches is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_thd.flops.families import parts
+from lightning_thd.flops.families.layers import active_experts, window_of
+from lightning_thd.flops.families.sizes import Sizes
+from lightning_thd.flops.terms import Basis, Layer, Term, matmul, recurrence, scores
+from lightning_thd.stats import Blocks
+
+_SPARSE, _HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
+
+
+def deepseek_v4(sizes: Sizes) -> list[Layer]:
+    """Return the layers of DeepSeek-V4 between embedding and logits."""
+    streams = sizes.size("hc_mult")
+    layers = []
+    for index, kind in enumerate(sizes.get("layer_types", default=())):
+        experts = parts.experts(
+            sizes.hidden,
+            sizes.size("moe_intermediate_size"),
+            num_experts=sizes.size("n_routed_experts", "num_local_experts"),
+            top_k=active_experts(sizes, index),
+            shared=sizes.size("moe_intermediate_size"),
+        )
+        terms = [
+            *_streams(sizes.hidden, streams),
+            *_v4_attention(sizes, kind),
+            # The backward needs what the streams mix afterwards.
+            *(replace(term, last=False) for term in experts),
+            *_streams(sizes.hidden, streams, last=True),
+        ]
+        layers.append(Layer(path=f"layers.{index}", terms=tuple(terms)))
+    joined = matmul("streams", streams * streams * sizes.hidden)
+    return [*layers, Layer(path="hc_head", terms=(joined,), recomputable=False)]
+
+
+def _streams(hidden: int, streams: int, *, last: bool = False) -> list[Term]:
+    """Return a hyper-connection's terms: n + n + n^2 coefficients out of all streams, an n x n product."""
+    mix = recurrence("stream_mix", 2 * streams**2 * hidden)
+    return [
+        matmul("stream_weights", (2 + streams) * streams * streams * hidden),
+        replace(mix, last=last),
+    ]
+
+
+def _v4_attention(sizes: Sizes, kind: str) -> list[Term]:
+    """Return the terms of attention with one key head, a window, and compressed blocks."""
+    hidden, heads, head_dim, rank = sizes.hidden, sizes.heads, sizes.head_dim, sizes.size("q_lora_rank")
+    groups, group_rank = sizes.size("o_groups"), sizes.size("o_lora_rank")
+    return [
+        matmul("q", rank * (hidden + heads * head_dim)),
+        matmul("kv", hidden * head_dim),
+        *_compressed(sizes, kind),
+        scores(heads, head_dim, head_dim, window=sizes.size("sliding_window")),
+        matmul("out_groups", heads * head_dim * group_rank),
+        matmul("out", groups * group_rank * hidden),
+    ]
+
+
+def _compressed(sizes: Sizes, kind: str) -> list[Term]:
+    """Return the terms of attention to compressed keys: compressing, choosing blocks, and query-key pairs."""
+    if kind == "sliding_attention":
+        return []
+    rates = sizes.get("compress_rates", default={_SPARSE: 4, _HEAVY: 128})
+    if kind not in rates:
+        raise ValueError(
+            f"model_type={sizes.model_type!r} has a layer of type {kind!r}, for which compress_rates={rates} "
+            "has no entry. Add the tokens of a block of that type."
+        )
+    sparse = kind == _SPARSE
+    blocks = Blocks(rates[kind], sizes.size("index_topk") if sparse else None)
+    heads, head_dim = sizes.heads, sizes.head_dim
+    return [
+        matmul("compressor", 2 * sizes.hidden * head_dim * (2 if sparse else 1)),
+        *(_choice(sizes, rates[kind]) if sparse else ()),
+        scores(heads, head_dim, head_dim, window=blocks, name="blocks"),
+    ]
+
+
+def _choice(sizes: Sizes, rate: int) -> list[Term]:
+    """Return the terms of the indexer, which has its own compressor; no gradient passes a choice."""
+    heads, head_dim = sizes.size("index_n_heads"), sizes.size("index_head_dim")
+    projections = sizes.size("q_lora_rank") * heads * head_dim + sizes.hidden * (4 * head_dim + heads)
+    terms = [
+        matmul("indexer", projections),
+        # the weighted sum over heads is one more product
+        scores(heads, head_dim, 1, window=Blocks(rate), name="indexer_scores"),
+    ]
+    return [replace(term, input_grad=0, weight_grad=0) for term in terms]
+
+
+def gemma3n(sizes: Sizes) -> list[Layer]:
+    """Return Gemma 3n's layers between embedding and logits: n streams, of which a layer computes one."""
+    hidden, streams = sizes.hidden, sizes.size("altup_num_inputs")
+    inner = sizes.get("intermediate_size")
+    entry = Layer(
+        path="altup_projections",
+        terms=(matmul("altup_in", (streams - 1) * hidden * hidden),),
+        recomputable=False,
+    )
+    layers = [*_own_inputs(sizes), entry]
+    for index in range(sizes.num_layers):
+        terms = [
+            *_altup(hidden, streams),
+            matmul("laurel", 2 * hidden * sizes.size("laurel_rank")),
+            *_gemma_attention(sizes, index, heads=sizes.kv_heads, head_dim=sizes.head_dim),
+            *parts.mlp(hidden, inner if isinstance(inner, int) else inner[index], last=False),
+            *_own_input(sizes),
+        ]
+        layers.append(Layer(path=f"layers.{index}", terms=tuple(terms)))
+    out = Layer(
+        path="altup_unembed_projections",
+        terms=(matmul("altup_out", (streams - 1) * hidden * hidden),),
+        recomputable=False,
+    )
+    return [*layers, out]
+
+
+def gemma4(sizes: Sizes) -> list[Layer]:
+    """Return Gemma 4's layers between embedding and logits: wider heads where attention is global."""
+    layers = _own_inputs(sizes)
+    for index in range(sizes.num_layers):
+        heads, head_dim = _gemma_heads(sizes, index)
+        wide = 2 if sizes.get("use_double_wide_mlp") and _reads_others(sizes, index) else 1
+        terms = [
+            *_gemma_attention(sizes, index, heads=heads, head_dim=head_dim),
+            *parts.mlp(sizes.hidden, wide * sizes.inner, last=False),
+        ]
+        if sizes.get("enable_moe_block"):
+            terms += parts.experts(
+                sizes.hidden,
+                sizes.size("moe_intermediate_size"),
+                num_experts=sizes.size("num_experts"),
+                top_k=active_experts(sizes, index),
+            )
+        layers.append(Layer(path=f"layers.{index}", terms=(*terms, *_own_input(sizes))))
+    return layers
+
+
+def _own_inputs(sizes: Sizes) -> list[Layer]:
+    """Return the projection of the embedding to each layer's own (per-layer) input."""
+    width = sizes.optional("hidden_size_per_layer_input")
+    if not width:
+        return []
+    term = matmul("own_inputs", sizes.hidden * sizes.num_layers * width)
+    return [Layer(path="per_layer_model_projection", terms=(term,), recomputable=False)]
+
+
+def _own_input(sizes: Sizes) -> list[Term]:
+    """Return the terms of a layer's gate on its per-layer input, and of the projection back."""
+    width = sizes.optional("hidden_size_per_layer_input")
+    # A norm follows, whose backward needs the last output.
+    return (
+        [matmul("own_gate", sizes.hidden * width), matmul("own_out", width * sizes.hidden)] if width else []
+    )
+
+
+def _altup(hidden: int, streams: int) -> list[Term]:
+    """Return the terms that predict and correct the streams: two routings and an n x n product."""
+    return [
+        matmul("altup", 2 * hidden * streams + streams**3 + streams**2),
+        recurrence("altup_mix", 2 * hidden * streams**2),
+    ]
+
+
+def _gemma_attention(sizes: Sizes, index: int, *, heads: int, head_dim: int) -> list[Term]:
+    hidden, queries = sizes.hidden, sizes.heads
+    kinds = sizes.get("layer_types")
+    one_for_both = sizes.get("attention_k_eq_v") and kinds and kinds[index] == "full_attention"
+    made = 0 if _reads_others(sizes, index) else (1 if one_for_both else 2)
+    return [
+        matmul("qkv", hidden * head_dim * (queries + made * heads)),
+        scores(queries, head_dim, head_dim, window=window_of(sizes, index)),
+        matmul("out", queries * head_dim * hidden),
+    ]
+
+
+def _reads_others(sizes: Sizes, index: int) -> bool:
+    """Return whether a layer uses the keys and values of an earlier one."""
+    return index >= sizes.num_layers - sizes.optional("num_kv_shared_layers")
+
+
+def _gemma_heads(sizes: Sizes, index: int) -> tuple[int, int]:
+    """Return a layer's key heads and head size, which differ for global layers."""
+    kinds = sizes.get("layer_types")
+    kind = kinds[index] if kinds else None
+    table: Any = sizes.get("per_layer_config")
+    if table is not None and not isinstance(table, Mapping):  # transformers' view, which has every size
+        own = Sizes(table[index])
+        return own.kv_heads, own.head_dim
+    if table is not None:
+        own = Sizes(_table_row(table, index, kind))
+        heads = own.size("num_key_value_heads", default=sizes.kv_heads)
+        return heads, own.size("head_dim", default=sizes.head_dim)
+    if kind != "full_attention":
+        return sizes.kv_heads, sizes.head_dim
+    shared = sizes.get("num_global_key_value_heads") if sizes.get("attention_k_eq_v", default=True) else None
+    return shared or sizes.kv_heads, sizes.size("global_head_dim", default=512)
+
+
+def _table_row(table: Mapping[Any, Any], index: int, kind: str | None) -> Any:
+    """Return the entry of a saved table for a layer, by its number ("05") or its kind."""
+    keys = (key for key in table if key == kind or (str(key).isdigit() and int(key) == index))
+    return table[key] if (key := next(keys, None)) is not None else {}
+
+
+_TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+
+
+def tower(config: Sizes) -> tuple[list[Layer], int]:
+    """Return the layers of a vision tower and its projector."""
+    sizes = config.sub("vision_config")
+    if sizes is None or config.model_type not in _TOWERS:
+        return [], 4
+    hidden = sizes.size("embed_dim") if config.model_type == "qwen2_vl" else sizes.hidden
+    patch = sizes.size("patch_size") ** 2 * sizes.size("temporal_patch_size", default=2)
+    channels = sizes.size("in_channels", "in_chans", default=3)
+    embed = matmul("patch_embed", channels * patch * hidden, kind="vision", basis="patch")
+    embed = replace(embed, input_grad=0)  # pixels take no gradient
+    layers = [Layer(path="visual.patch_embed", terms=(embed,), recomputable=False)]
+    layers += [
+        Layer(
+            path=f"visual.blocks.{index}", terms=tuple(_vision_block(config.model_type, sizes, hidden, index))
+        )
+        for index in range(sizes.size("depth"))
+    ]
+    merge = sizes.size("spatial_merge_size") ** 2
+    wide = hidden * merge
+    out = sizes.size("hidden_size" if config.model_type == "qwen2_vl" else "out_hidden_size")
+    projectors = 1 + len(sizes.get("deepstack_visual_indexes", default=()))
+    projector = matmul(
+        "projector", projectors * (wide * wide + wide * out), kind="vision", basis="merged_patch"
+    )
+    return [*layers, Layer(path="visual.merger", terms=(projector,), recomputable=False)], merge
+
+
+def _vision_block(family: str, sizes: Sizes, hidden: int, index: int) -> list[Term]:
+    heads = sizes.size("num_heads")
+    head_dim = hidden // heads
+    window = None
+    basis: Basis = "patch_pair"
+    if family == "qwen2_5_vl" and index not in sizes.get("fullatt_block_indexes", default=()):
+        basis, window = "patch_window_pair", sizes.size("window_size") // sizes.size("patch_size")
+    if family == "qwen2_vl":
+        inner = int(hidden * sizes.get("mlp_ratio", default=4))
+    else:
+        inner = sizes.size("intermediate_size")
+    gated = family == "qwen2_5_vl"
+    return [
+        matmul("vision_qkv", 3 * hidden * hidden, kind="vision", basis="patch"),
+        scores(heads, head_dim, head_dim, window=window, basis=basis, kind="vision", name="vision_attention"),
+        matmul("vision_out", hidden * hidden, kind="vision", basis="patch"),
+        *parts.mlp(hidden, inner, gated=gated, name="vision_mlp", kind="vision", basis="patch"),
+    ]

@@ -1,0 +1,242 @@
+"""The most ranks that may share a sequence -> degrees, and the slots and work of sequences at each.
+
+The degree of a sequence is the number of ranks that share it.
+Legend: S sequences, C degrees (1, 2, 4, ...), R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_thd._checks import choice, flags, whole_number
+from lightning_thd.alignment import Alignment, Layout
+from lightning_thd.packing.lengths import MOST_RANKS
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+Waits = Literal["microbatch", "step"]
+
+# A token's exchange with one other rank costs this share of its linear work, by default: keys of 8 heads of
+# 128 in 32 layers of a model of 7e9 weights, at 100 GB/s.
+_EXCHANGE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """How many ranks may share a sequence, and what their exchange costs.
+
+    Attributes:
+        max_degree: most ranks of a group, a power of two.
+        layout: how a group cuts its pack.
+        tp: tensor-parallel ranks, each set of which counts as one rank here.
+        sequence_parallel: whether tensor-parallel ranks share slots between their products.
+        exchange: cost of a rank's exchange for each of its slots, in units of a token's linear work: one
+            number for groups of 2, one for groups of 4, and so on. None is 0.02 for each other rank of the
+            group, whose keys it receives.
+        waits: when all ranks wait for the slowest. FSDP gathers weights in every microbatch, so its ranks
+            wait at the end of each; the ranks of DDP wait only at the end of the step.
+        together: number of neighbours that wait for each other in every microbatch, as the ranks that share
+            weights in HSDP do; other ranks meet at the step's end. None is all ranks.
+    """
+
+    max_degree: int
+    layout: Layout = "dual_chunk"
+    tp: int = 1
+    sequence_parallel: bool = False
+    exchange: tuple[float, ...] | None = None
+    waits: Waits = "microbatch"
+    together: int | None = None
+
+    def __post_init__(self) -> None:
+        advice = "It is the most ranks that share a sequence."
+        whole_number(self.max_degree, "max_context_parallel_size", least=1, advice=advice)
+        if self.max_degree & (self.max_degree - 1):
+            raise ValueError(
+                f"max_context_parallel_size={self.max_degree} is no power of two; groups of 1, 2, 4, ... "
+                f"ranks are made. Use {1 << (self.max_degree.bit_length() - 1)} or "
+                f"{1 << self.max_degree.bit_length()}."
+            )
+        choice(self.layout, "context_parallel_layout", *get_args(Layout))
+        choice(self.waits, "waits", *get_args(Waits))
+        whole_number(self.tp, "tensor_parallel_size", least=1, advice="1 means not at all.")
+        flags(sequence_parallel=self.sequence_parallel)
+        if self.together is not None:
+            whole_number(self.together, "together", least=1, advice="The ranks that share weights.")
+        wanted = len(self.degrees) - 1
+        if self.exchange is not None and (
+            len(self.exchange) != wanted or not all(0 <= x < float("inf") for x in self.exchange)
+        ):
+            raise ValueError(
+                f"exchange={self.exchange}: wanted {wanted} finite numbers of 0 or more tokens, one for each "
+                f"of the degrees {self.degrees[1:]}."
+            )
+
+    @property
+    def degrees(self) -> list[int]:
+        """Return the degrees: 1, 2, 4, ... up to ``max_degree``."""
+        return [1 << i for i in range(self.max_degree.bit_length())]
+
+    @property
+    def exchanges(self) -> list[float]:
+        """Return the cost of the exchange for each slot of a rank, at every degree."""
+        if self.exchange is None:
+            return [_EXCHANGE * (degree - 1) for degree in self.degrees]
+        return [0.0, *self.exchange]
+
+    def waiting(self, ranks: int) -> int:
+        """Return how many neighbours wait for each other in every microbatch; 1 if none do.
+
+        Ranks of a group wait for each other, too: with groups of up to 8, no fewer than 8 do.
+        """
+        if self.waits == "step":
+            return 1
+        if self.together is None:
+            return ranks
+        if ranks % self.together:
+            raise ValueError(
+                f"together={self.together} does not divide the {ranks} ranks that read data. Pass the number "
+                "of ranks that share weights, or None if all do."
+            )
+        return math.lcm(self.together, self.max_degree)
+
+    def align(self, degree: int) -> Alignment | None:
+        """Return the alignment of a group of this size, or None."""
+        if degree == 1 and not (self.sequence_parallel and self.tp > 1):
+            return None
+        return Alignment.for_(
+            cp=degree, tp=self.tp, sequence_parallel=self.sequence_parallel, layout=self.layout
+        )
+
+    def room(self, capacity: int, degree: int) -> tuple[int, int]:
+        """Return all slots of a group, and the multiple that lengths are padded to in it."""
+        align = self.align(degree)
+        if align is None:
+            return capacity * degree, 1
+        return capacity * degree // align.total_multiple * align.total_multiple, align.sequence_multiple
+
+
+def check_tiling(ranks: int, max_degree: int) -> None:
+    """Refuse a number of ranks that groups of the largest degree do not divide."""
+    whole_number(ranks, "ranks", least=1, most=MOST_RANKS, advice="It is the number of data-parallel ranks.")
+    whole_number(max_degree, "max_degree", least=1, advice="Most ranks of a sequence.")
+    if ranks % max_degree:
+        fits = max(d for d in (1 << i for i in range(max_degree.bit_length())) if ranks % d == 0)
+        raise ValueError(
+            f"max_context_parallel_size={max_degree} does not divide the {ranks} ranks that read data, so "
+            f"that groups cannot tile them. Use max_context_parallel_size={fits}, or a multiple of "
+            f"{max_degree} ranks."
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tables:
+    """The slots and work of every sequence at every degree.
+
+    Attributes:
+        degrees: 1, 2, 4, ...
+        room: slots of a group of each degree.
+        slots: int64 ``[C, S]``, padded.
+        load: float64 ``[C, S]``, work of each rank of the group, its exchange included.
+        least: int64 ``[S]``, index of the first degree that holds the sequence.
+    """
+
+    degrees: list[int]
+    room: list[int]
+    slots: IntArray
+    load: FloatArray
+    least: IntArray
+
+    @classmethod
+    def of(
+        cls, lengths: IntArray, capacity: int, sharing: Sharing, cost: Callable[[IntArray], FloatArray]
+    ) -> Tables:
+        """Compute the tables; refuse a sequence that no degree holds, and work that is not above 0."""
+        degrees = sharing.degrees
+        rooms, multiples = zip(*(sharing.room(capacity, degree) for degree in degrees), strict=True)
+        slots = np.stack([-(-lengths // multiple) * multiple for multiple in multiples])
+        ranks = np.array(degrees, dtype=np.float64)[:, None]
+        own = _work(cost, lengths)
+        token = float(_work(cost, np.array([1024]))[0]) / 1024  # about a token's linear work
+        exchanged = np.array(sharing.exchanges)[:, None] * token * slots
+        load = (own + exchanged) / ranks
+        fits = slots <= np.array(rooms)[:, None]
+        if not fits[-1].all():
+            worst = int(np.argmax(slots[-1]))
+            enough = 1 << (-(-int(lengths[worst]) // capacity) - 1).bit_length()
+            raise ValueError(
+                f"Sequence {worst} has {lengths[worst]} tokens, which fit at no degree: {degrees[-1]} ranks "
+                f"of {capacity} slots hold {rooms[-1]}. Raise max_context_parallel_size to {enough}, raise "
+                "capacity, or set oversize='drop', 'truncate' or 'split'."
+            )
+        return cls(degrees=degrees, room=list(rooms), slots=slots, load=load, least=np.argmax(fits, axis=0))
+
+    @property
+    def possible(self) -> BoolArray:
+        """Return which degrees hold each sequence, bool ``[C, S]``."""
+        held: BoolArray = np.arange(len(self.degrees))[:, None] >= self.least
+        return held
+
+    @property
+    def total_work(self) -> FloatArray:
+        """Return the work of all ranks at each degree, infinite if a sequence does not fit, ``[C, S]``."""
+        work: FloatArray = np.where(self.possible, self.load * np.array(self.degrees)[:, None], np.inf)
+        return work
+
+    @property
+    def cheapest(self) -> FloatArray:
+        """Return the work of all ranks of each sequence at its cheapest degree, float64 ``[S]``."""
+        work: FloatArray = self.total_work.min(axis=0)
+        return work
+
+    def take(self, sequences: IntArray) -> Tables:
+        """Return the tables of some of the sequences."""
+        return replace(
+            self, slots=self.slots[:, sequences], load=self.load[:, sequences], least=self.least[sequences]
+        )
+
+    def even_time(self, ranks: int) -> float:
+        """Return the time of a step if all work, at the cheapest degrees, were spread evenly over R ranks."""
+        return float(self.cheapest.sum()) / ranks
+
+    def least_time(self, ranks: int) -> float:
+        """Return a lower bound on the time of a step in which ranks wait in every microbatch.
+
+        At best all work is spread evenly. But in the microbatch of the sequence that makes ranks wait most,
+        they idle. No plan beats this bound, and it may be out of reach: groups and sequences are whole.
+        """
+        return float(self.cheapest.sum() + self.idle(ranks).max()) / ranks
+
+    def idle(self, ranks: int, sets: int = 1) -> FloatArray:
+        """Return the work that a set of R ranks cannot do while it runs each sequence, float64 ``[S]``.
+
+        The set takes as long as the sequence does at one of its degrees. In that time it could do R times as
+        much work. It does what the sequence needs, and at most an even share (one of ``sets``) of the work of
+        the sequences with most work a slot that fit its slots.
+        """
+        work = self.cheapest
+        order = np.argsort(-work / self.slots[0], kind="stable")
+        filled = np.cumsum(self.slots[0, order])
+        held = np.searchsorted(filled, sets * ranks * self.room[0], side="right")
+        densest = float(work[order][: held + 1].sum()) / sets
+        time = np.where(self.possible, self.load, np.inf)
+        left: FloatArray = np.maximum(self.total_work - work, ranks * time - densest).min(axis=0)
+        return left
+
+
+def _work(cost: Callable[[IntArray], FloatArray], lengths: IntArray) -> FloatArray:
+    work = cost(lengths)
+    good = np.isfinite(work) & (work > 0)
+    if not good.all():
+        bad = int(np.argmin(good))
+        raise ValueError(
+            f"The cost of a sequence of {lengths[bad]} tokens is {work[bad]}; wanted a finite number above "
+            "0. Pass Cost(linear=..., quadratic=...), in a larger unit of work if it overflows."
+        )
+    return work

@@ -1,0 +1,310 @@
+"""Sequence lengths in any of their forms -> any other form, in O(T + S), without reading the device back.
+
+Legend: T slots in a pack, S sequences. ``cu_seqlens`` is int32 ``[S + 1]``, starts at 0, never decreases.
+
+A size that depends on data (T, S) is an argument. So every function runs on a GPU without waiting for it, on
+the meta device and inside ``torch.compile(fullgraph=True)``. Values are checked only in lists, numpy arrays
+and CPU tensors, where reading them costs nothing. On a device only ``check_cu_seqlens`` reads, and
+``pad_cu_seqlens`` without lengths. Every function takes lists and arrays in place of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightning_thd._checks import host_ints, int_tensor, whole_number
+from lightning_thd._static import shapes_are_static
+
+__all__ = [
+    "check_cu_seqlens",
+    "cu_seqlens_from_lengths",
+    "cu_seqlens_from_position_ids",
+    "lengths_from_cu_seqlens",
+    "pad_cu_seqlens",
+    "position_ids_from_cu_seqlens",
+    "seq_idx_from_cu_seqlens",
+]
+
+INT32_MAX = 2**31 - 1  # cu_seqlens are int32 in flash-attn, Transformer Engine and torch.nn.attention.varlen
+
+Ints = Tensor | npt.NDArray[np.integer] | Sequence[int]
+
+
+def cu_seqlens_from_lengths(lengths: Ints) -> Tensor:
+    """Sum lengths to offsets.
+
+    Args:
+        lengths: ``[S]`` tokens: a tensor of any integer dtype, a numpy array or a sequence of ints.
+
+    Returns:
+        int32 ``[S + 1]``, on the tensor's device, or on the CPU. ``[3, 2]`` becomes ``[0, 3, 5]``.
+        Lengths on a device are not read: ``check_cu_seqlens`` does that.
+    """
+    lengths = _row(lengths, "lengths")
+    host = host_values(lengths)
+    if host is not None:
+        _check_lengths(host)
+    zero = torch.zeros(1, dtype=torch.int32, device=lengths.device)
+    return torch.cat([zero, torch.cumsum(lengths, 0, dtype=torch.int32)])
+
+
+def lengths_from_cu_seqlens(cu_seqlens: Ints) -> Tensor:
+    """Return the lengths between offsets.
+
+    Args:
+        cu_seqlens: int32 ``[S + 1]``.
+
+    Returns:
+        int32 ``[S]``, in tokens. ``[0, 3, 5]`` becomes ``[3, 2]``.
+    """
+    return torch.diff(_offsets(cu_seqlens, None))
+
+
+def position_ids_from_cu_seqlens(cu_seqlens: Ints, total: int) -> Tensor:
+    """Count positions from zero inside every sequence.
+
+    Args:
+        cu_seqlens: int32 ``[S + 1]``, first entry 0, last entry ``total``.
+        total: number of slots T, known on the host.
+
+    Returns:
+        int64 ``[T]``. ``([0, 3, 5], 5)`` becomes ``[0, 1, 2, 0, 1]``.
+    """
+    total = _count(total, "total")
+    cu_seqlens = _offsets(cu_seqlens, total)
+    starts = torch.repeat_interleave(cu_seqlens[:-1], torch.diff(cu_seqlens), output_size=total)
+    return torch.arange(total, device=cu_seqlens.device) - starts
+
+
+def seq_idx_from_cu_seqlens(cu_seqlens: Ints, total: int) -> Tensor:
+    """Return the sequence number of every slot, as state-space kernels want it.
+
+    Args:
+        cu_seqlens: int32 ``[S + 1]``, first entry 0, last entry ``total``.
+        total: number of slots T, known on the host.
+
+    Returns:
+        int32 ``[T]``, counted from 0. ``([0, 3, 5], 5)`` becomes ``[0, 0, 0, 1, 1]``.
+    """
+    total = _count(total, "total")
+    return torch.repeat_interleave(torch.diff(_offsets(cu_seqlens, total)), output_size=total)
+
+
+def cu_seqlens_from_position_ids(position_ids: Ints, *, num_sequences: int) -> Tensor:
+    """Find where every sequence starts: where positions restart from 0.
+
+    Args:
+        position_ids: integer ``[T]``, counting from 0 in every sequence. Empty sequences leave no trace.
+        num_sequences: number of sequences S, known on the host. If there are fewer, T repeats at the end.
+
+    Returns:
+        int32 ``[S + 1]``. ``([0, 1, 2, 0, 1], num_sequences=2)`` becomes ``[0, 3, 5]``. More sequences than
+        ``num_sequences`` raise on the CPU; on a device they leave a last entry below T, which
+        ``check_cu_seqlens`` refuses.
+    """
+    position_ids = _row(position_ids, "position_ids")
+    num_sequences = _count(num_sequences, "num_sequences")
+    host = host_values(position_ids)
+    if host is not None and host.size:
+        _check_position_ids(host, num_sequences)
+    sequence_numbers = torch.cumsum(position_ids == 0, 0, dtype=torch.int32)
+    wanted = torch.arange(1, num_sequences + 2, dtype=torch.int32, device=position_ids.device)
+    return torch.searchsorted(sequence_numbers, wanted, out_int32=True)
+
+
+def pad_cu_seqlens(
+    cu_seqlens: Ints,
+    num_sequences: int,
+    total: int,
+    *,
+    max_seqlen: int | None = None,
+    lengths: Sequence[int] | None = None,
+) -> Tensor:
+    """Pad offsets to a fixed count and total by dummy sequences, as a CUDA graph needs them.
+
+    Offsets up to the last real token stay. The tail up to ``total`` becomes dummy sequences of equal length
+    spread over the spare entries, which costs attention least; then ``total`` repeats. If offsets come with
+    and without padding, both get the same tail, each to its own total.
+
+    Args:
+        cu_seqlens: int32 ``[S + 1]``. Empty sequences at its end are dropped.
+        num_sequences: number of sequences of the result, known on the host.
+        total: number of slots T of the result, known on the host.
+        max_seqlen: longest sequence the kernel is built for, in tokens; none means no limit.
+        lengths: the S lengths on the host. With them a device tensor is not read back.
+
+    Returns:
+        int32 ``[num_sequences + 1]`` on the same device. ``([0, 3, 5], 4, 9)`` becomes ``[0, 3, 5, 7, 9]``,
+        and ``([0, 3, 5], 4, 6)`` becomes ``[0, 3, 5, 6, 6]``.
+    """
+    num_sequences, total = _count(num_sequences, "num_sequences"), _count(total, "total")
+    cu_seqlens = _offsets(cu_seqlens, None)
+    known = _host_lengths(cu_seqlens, lengths)
+    kept, used = len(known), sum(known)
+    while kept and known[kept - 1] == 0:
+        kept -= 1
+    tail, spare = total - used, num_sequences - kept
+    if spare < 0 or tail < 0:
+        what = f"{used} tokens" if tail < 0 else f"{kept} sequences"
+        room = f"total={total}" if tail < 0 else f"num_sequences={num_sequences}"
+        raise ValueError(f"{what} do not fit into {room}; none may be cut off. Use a larger bucket.")
+    if tail and not spare:
+        raise ValueError(
+            f"A tail of {tail} slots needs a dummy sequence, but num_sequences={num_sequences} are taken. "
+            f"Pass num_sequences={num_sequences + 1} or more."
+        )
+    step = -(-tail // max(spare, 1))
+    if max_seqlen is not None and max(step, *known, 0) > _count(max_seqlen, "max_seqlen"):
+        raise ValueError(
+            f"A sequence has {max(known, default=0)} tokens, and a tail of {tail} slots over {spare} spare "
+            f"sequences makes them {step} long, but max_seqlen={max_seqlen}. Use a bucket of longer "
+            "max_seqlen, of more sequences or of fewer slots."
+        )
+    ends = torch.arange(1, spare + 1, device=cu_seqlens.device) * step + used
+    return torch.cat([cu_seqlens[: kept + 1], ends.clamp(max=total).to(torch.int32)])
+
+
+def check_cu_seqlens(cu_seqlens: Ints, total: int) -> None:
+    """Raise unless a tensor holds offsets of ``total`` slots. Reads the device: not for inner loops.
+
+    Args:
+        cu_seqlens: int32 ``[S + 1]``, first entry 0, never decreasing, last entry ``total``.
+        total: number of slots T.
+    """
+    total = _count(total, "total")
+    cu_seqlens = _offsets(cu_seqlens, None)
+    if cu_seqlens.device.type == "meta":
+        raise ValueError("cu_seqlens is on the meta device, which holds no values. Check it before.")
+    _check_offsets(cu_seqlens.detach().cpu().numpy(), total)
+
+
+def host_values(tensor: Tensor) -> npt.NDArray[np.integer] | None:
+    """Return the values of a plain CPU tensor outside of tracing, or None if reading them would cost."""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.device.type != "cpu":
+        return None
+    if shapes_are_static():  # a recorded step must not depend on the values it is recorded on
+        return None
+    return tensor.numpy()
+
+
+def _row(values: Any, name: str) -> Tensor:
+    """Return one row of integers as a tensor."""
+    tensor = int_tensor(values, name)
+    if tensor.ndim != 1:
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)}; wanted one dimension, one pack. "
+            "Call this once a row, or flatten the row with [0]."
+        )
+    return tensor
+
+
+def _count(count: Any, name: str) -> int:
+    """Return a checked number of slots or sequences."""
+    return whole_number(count, name, most=INT32_MAX, advice="It is known on the host.")
+
+
+def _offsets(cu_seqlens: Any, total: int | None) -> Tensor:
+    """Return offsets as an int32 tensor; a list or array of any integers becomes one on the CPU."""
+    if not isinstance(cu_seqlens, Tensor):
+        found = int_tensor(cu_seqlens, "cu_seqlens")
+        if not torch.compiler.is_compiling() and found.numel() and int(found.max()) > INT32_MAX:
+            raise ValueError(f"cu_seqlens holds {int(found.max())}, past int32. Make smaller packs.")
+        cu_seqlens = found.to(torch.int32)
+    assert isinstance(cu_seqlens, Tensor)
+    if cu_seqlens.dtype != torch.int32:
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype}; wanted torch.int32, which every varlen kernel reads. "
+            "Call cu_seqlens.to(torch.int32)."
+        )
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(
+            f"cu_seqlens has shape {list(cu_seqlens.shape)}; wanted [S + 1], starting with 0. "
+            "Call cu_seqlens_from_lengths(lengths)."
+        )
+    host = host_values(cu_seqlens)
+    if host is not None:
+        _check_offsets(host, total)
+    return cu_seqlens
+
+
+def _check_offsets(host: npt.NDArray[np.integer], total: int | None) -> None:
+    """Refuse offsets that do not start at 0, fall, or end elsewhere than at the total."""
+    if host[0] != 0:
+        raise ValueError(
+            f"cu_seqlens starts with {host[0]}; wanted 0. Subtract cu_seqlens[0] or prepend a 0."
+        )
+    falls = np.nonzero(host[1:] < host[:-1])[0]
+    if falls.size:
+        i = int(falls[0])
+        raise ValueError(
+            f"cu_seqlens decreases from {host[i]} to {host[i + 1]} at entry {i + 1}; wanted offsets that "
+            "never decrease. Were lengths passed, or a sum past int32? Call cu_seqlens_from_lengths(lengths)."
+        )
+    if total is not None and host[-1] != total:
+        raise ValueError(
+            f"cu_seqlens ends with {host[-1]} but there are total={total} slots; wanted them equal, since "
+            "kernels leave a slot of no sequence unwritten. Give the trailing pad an entry: pad_cu_seqlens."
+        )
+
+
+def _check_lengths(host: npt.NDArray[np.integer]) -> None:
+    """Refuse negative lengths and a sum above the int32 range."""
+    if host.size and host.min() < 0:
+        i = int(host.argmin())
+        raise ValueError(f"Sequence {i} has length {host[i]}; wanted 0 or more tokens. Mend the lengths.")
+    total = int(host.sum(dtype=np.int64))
+    if total > INT32_MAX:
+        raise ValueError(
+            f"{host.size} lengths add up to {total} tokens; wanted at most {INT32_MAX}, since cu_seqlens are "
+            "int32. Put fewer sequences into one pack."
+        )
+
+
+def _check_position_ids(host: npt.NDArray[np.integer], num_sequences: int) -> None:
+    """Refuse positions that do not count up from 0, and more sequences than are wanted."""
+    starts = host == 0
+    bad = ~starts
+    bad[1:] &= host[1:] != host[:-1] + 1
+    if bad.any():
+        i = int(np.argmax(bad))
+        raise ValueError(
+            f"position_ids[{i}] is {host[i]}{f' after {host[i - 1]}' if i else ''}; wanted 0 at the start "
+            "of a sequence and one more at every further slot. Pass the positions of the whole pack, before "
+            "it is cut into context-parallel shards and without M-RoPE axes."
+        )
+    found = int(starts.sum())
+    if found > num_sequences:
+        raise ValueError(
+            f"There are {found} sequences but num_sequences={num_sequences}; none may be cut off. "
+            f"Pass num_sequences={found} or more."
+        )
+
+
+def _host_lengths(cu_seqlens: Tensor, lengths: Sequence[int] | None) -> list[int]:
+    """Return lengths as plain ints, which torch.compile treats as constants."""
+    if lengths is None:
+        if cu_seqlens.device.type == "meta":
+            raise ValueError("cu_seqlens is on the meta device, which holds no values. Pass lengths=.")
+        read: list[int] = torch.diff(cu_seqlens).tolist()
+        return read
+    known = (
+        list(lengths) if torch.compiler.is_compiling() else host_ints(lengths, "lengths", least=0).tolist()
+    )
+    if len(known) + 1 != cu_seqlens.shape[0]:
+        raise ValueError(
+            f"{len(known)} lengths do not fit cu_seqlens of {cu_seqlens.shape[0]} entries; wanted "
+            f"{cu_seqlens.shape[0] - 1}. Pass the lengths these offsets were made from."
+        )
+    host = host_values(cu_seqlens)
+    if host is not None and (np.diff(host) != np.asarray(known)).any():
+        raise ValueError(
+            f"lengths={known[:8]}... but cu_seqlens gives {np.diff(host)[:8].tolist()}...; wanted "
+            "the same. Pass the lengths these offsets were made from."
+        )
+    return known

@@ -1,0 +1,427 @@
+"""Sequence lengths or cu_seqlens on the host -> SeqStats: counts of a batch, in host integers.
+
+FLOPs are linear in these integers. So the counts of microbatches, steps and ranks are added first, and
+``flops.FlopsModel`` turns the sum into FLOPs once. Nothing here is a tensor or reads a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from lightning_thd._checks import described, host_ints, whole_number
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+Ints: TypeAlias = Sequence[int] | IntArray | Tensor
+IntRows: TypeAlias = Sequence[Sequence[int]] | Sequence[int] | IntArray | Tensor
+_Sum = TypeVar("_Sum", int, IntArray)
+
+__all__ = ["Blocks", "Chunk", "IntArray", "IntRows", "Ints", "SeqStats", "Window", "combine", "window_pairs"]
+
+_LARGEST = 2**62  # tokens of a window: one more would pass int64 in the sums below
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A window of attention inside fixed chunks of a sequence, as in Llama 4.
+
+    Attributes:
+        size: tokens in a chunk; ``Chunk(4)`` lets token 5 of a sequence see tokens 4 and 5.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        whole_number(self.size, "Chunk.size", least=1, most=_LARGEST, advice="It is the tokens of a chunk.")
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A window of one compressed key for every whole block of a sequence, as in DeepSeek-V4.
+
+    A query sees the blocks that end at or before it, its own token among theirs, or ``most`` of them.
+
+    Attributes:
+        size: tokens in a block; ``Blocks(4)`` lets tokens 0 to 2 of a sequence see nothing, 3 to 6 one key.
+        most: keys a query sees at the most, None for all.
+    """
+
+    size: int
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        whole_number(self.size, "Blocks.size", least=1, most=_LARGEST, advice="It is the tokens of a block.")
+        if self.most is not None:
+            whole_number(self.most, "Blocks.most", least=1, most=_LARGEST, advice="None means all of them.")
+
+
+Window: TypeAlias = int | Chunk | Blocks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeqStats:
+    """Counts of one or more batches, as host integers that add with ``+`` and ``sum``.
+
+    ``SeqStats.from_lengths([3, 5])`` has 8 real tokens and slots, 6 loss tokens, 2 sequences, 34 squares.
+
+    Attributes:
+        real_tokens: tokens that belong to a sequence.
+        slots: tokens with padding; what the device computes on.
+        loss_tokens: tokens with a target.
+        sequences: sequences of at least one token.
+        sum_squares: sum of the squared lengths.
+        window_pairs: per window, the pairs (query, key) a causal query sees: sum of min(i + 1, window).
+        cross_tokens: tokens of the other side that cross-attention reads keys and values from.
+        cross_pairs: sum of length x other length.
+        vision_patches: patches of all images and video frames.
+        vision_squares: sum over frames of the squared number of patches.
+        vision_window_pairs: per window edge (in patches), the sum over windows of their squared patches.
+    """
+
+    real_tokens: int = 0
+    slots: int = 0
+    loss_tokens: int = 0
+    sequences: int = 0
+    sum_squares: int = 0
+    window_pairs: tuple[tuple[Window, int], ...] = ()
+    cross_tokens: int = 0
+    cross_pairs: int = 0
+    vision_patches: int = 0
+    vision_squares: int = 0
+    vision_window_pairs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """Return the windows whose pairs were counted."""
+        return tuple(window for window, _ in self.window_pairs)
+
+    @classmethod
+    def from_lengths(
+        cls,
+        lengths: Ints,
+        *,
+        windows: Iterable[Window] = (),
+        slots: int | None = None,
+        loss_tokens: int | None = None,
+        cross_lengths: Ints | None = None,
+        image_grid_thw: IntRows | None = None,
+        video_grid_thw: IntRows | None = None,
+        vision_windows: Iterable[int] = (),
+    ) -> SeqStats:
+        """Count a batch from the lengths of its sequences.
+
+        Args:
+            lengths: real tokens of every sequence, zero allowed, on the host.
+            windows: attention windows of the model (``FlopsModel.windows``).
+            slots: tokens with padding; default the sum of the lengths.
+            loss_tokens: tokens with a target; default every token but the first of each sequence.
+            cross_lengths: per sequence, the tokens its cross-attention reads.
+            image_grid_thw: ``[N, 3]`` frames, rows and columns of patches of each image.
+            video_grid_thw: the same for each video.
+            vision_windows: window edges of the vision tower, in patches (``FlopsModel.vision_windows``).
+
+        Returns:
+            ``([3, 5], windows=(2,))`` gives 8 tokens, 34 squares and 5 + 9 = 14 pairs of window 2.
+        """
+        lengths = _lengths(lengths)
+        real_tokens, sequences = int(lengths.sum()), int(np.count_nonzero(lengths))
+        slots = real_tokens if slots is None else whole_number(slots, "slots", least=None)
+        if loss_tokens is None:
+            loss_tokens = real_tokens - sequences
+        loss_tokens = whole_number(loss_tokens, "loss_tokens", least=None)
+        if slots < real_tokens:
+            raise ValueError(
+                f"slots={slots} is less than the {real_tokens} real tokens of the sequences. "
+                "Slots include the padding: leave slots out when nothing is padded."
+            )
+        if not 0 <= loss_tokens <= slots:
+            raise ValueError(
+                f"loss_tokens={loss_tokens} is outside 0..{slots} slots. Count targets that are >= 0."
+            )
+        cross_tokens, cross_pairs = (0, 0) if cross_lengths is None else _cross(lengths, cross_lengths)
+        patches, squares, in_windows = _vision(image_grid_thw, video_grid_thw, _tuple(vision_windows))
+        return cls(
+            real_tokens=real_tokens,
+            slots=slots,
+            loss_tokens=loss_tokens,
+            sequences=sequences,
+            sum_squares=int(lengths @ lengths),
+            window_pairs=tuple((each, _pairs(lengths, each, _total)) for each in _tuple(windows)),
+            cross_tokens=cross_tokens,
+            cross_pairs=cross_pairs,
+            vision_patches=patches,
+            vision_squares=squares,
+            vision_window_pairs=in_windows,
+        )
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens: IntRows | None,
+        *,
+        cu_seqlens_unpadded: IntRows | None = None,
+        argmin: int | None = None,
+        shape: tuple[int, int] | None = None,
+        windows: Iterable[Window] = (),
+        image_grid_thw: IntRows | None = None,
+        video_grid_thw: IntRows | None = None,
+        vision_windows: Iterable[int] = (),
+    ) -> SeqStats:
+        """Count a batch from cumulative lengths as data pipelines hand them out, padded tails included.
+
+        The unpadded offsets win. What follows ``argmin``, repeats the last offset, or is a tail of -1 or 0
+        is no sequence. Fewer than two offsets mean that nothing is packed: every row is one sequence.
+
+        Args:
+            cu_seqlens: ``[S + 1]``, or ``[rows, S + 1]`` where every row starts from 0; None when dense.
+            cu_seqlens_unpadded: the same without the padding between sequences.
+            argmin: number of valid offsets; None or 0 when all are valid.
+            shape: (rows, row length) of the token tensor, for the dense fallback and the number of slots.
+            windows: attention windows of the model (``FlopsModel.windows``).
+            image_grid_thw: ``[N, 3]`` frames, rows and columns of patches of each image.
+            video_grid_thw: the same for each video.
+            vision_windows: window edges of the vision tower, in patches.
+
+        Returns:
+            ``([0, 3, 8, 8, -1])`` has lengths 3 and 5; ``([0], shape=(1, 8))`` has the one length 8.
+        """
+        padded = _offset_rows(cu_seqlens, "cu_seqlens")
+        rows = [
+            _trim(row, argmin)
+            for row in (_offset_rows(cu_seqlens_unpadded, "cu_seqlens_unpadded") or padded or [[]])
+        ]
+        lengths: list[int] = []
+        for row in rows:
+            if len(row) > 1:
+                lengths += np.diff(row).tolist()
+            else:  # a row without offsets is one sequence, and so are all rows if there is one such row
+                row_count, row_length = _dense_shape(shape, row)
+                lengths += [row_length] * (row_count if len(rows) == 1 else 1)
+        held = sum(max(row, default=0) for row in padded)
+        given = 0 if shape is None else math.prod(_dense_shape(shape, []))
+        return cls.from_lengths(
+            lengths,
+            windows=windows,
+            slots=max(given, held, sum(lengths)),
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            vision_windows=vision_windows,
+        )
+
+    def __add__(self, other: SeqStats) -> SeqStats:
+        return combine((self, other)) if isinstance(other, SeqStats) else NotImplemented
+
+    def __radd__(self, other: int) -> SeqStats:  # sum() starts with 0
+        return self if other == 0 else NotImplemented
+
+
+_COUNTS = tuple(field.name for field in fields(SeqStats) if not field.name.endswith("window_pairs"))
+
+
+def combine(stats: Iterable[SeqStats]) -> SeqStats:
+    """Add ``SeqStats`` that were counted with the same windows; a batch of no tokens may lack them."""
+    stats = list(stats)
+    totals: dict[str, Any] = {name: sum([getattr(one, name) for one in stats]) for name in _COUNTS}
+    totals["window_pairs"] = _join([(one.window_pairs, one.slots) for one in stats], "windows")
+    totals["vision_window_pairs"] = _join(
+        [(one.vision_window_pairs, one.vision_patches) for one in stats], "vision_windows"
+    )
+    return SeqStats(**totals)
+
+
+def _join(
+    counted: list[tuple[tuple[tuple[Any, int], ...], int]], argument: str
+) -> tuple[tuple[Any, int], ...]:
+    """Sum the pair counts of each window; raise if a nonempty batch lacks one of the windows."""
+    totals: dict[Any, int] = {}
+    for pairs, _ in counted:
+        for window, count in pairs:
+            totals[window] = totals.get(window, 0) + count
+    for pairs, held in counted:
+        if held and len(pairs) != len(totals):
+            have = [window for window, _ in pairs]
+            raise ValueError(
+                f"Cannot add stats counted with {argument}={have} to stats counted with {list(totals)}. "
+                f"Build all of them with the same {argument}: those of FlopsModel."
+            )
+    return tuple(totals.items())
+
+
+def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
+    """Count the pairs (query, key) that causal queries see through a window, their own key among them.
+
+    Args:
+        lengths: real tokens of every sequence.
+        window: tokens a query sees, or ``Chunk``, or ``Blocks``.
+        ends: where runs of sequences end, each counted on its own; ``[len(lengths)]`` for one run.
+
+    Returns:
+        int64, one number a run: ``([5, 2], 2, ends=[1, 2])`` gives 1 + 2 + 2 + 2 + 2 = 9 and 1 + 2 = 3.
+    """
+    values, runs = _lengths(lengths), host_ints(ends, "ends")
+    if not runs.size or runs[0] < 0 or runs[-1] != values.size or (np.diff(runs) < 0).any():
+        raise ValueError(
+            f"ends {_short(runs.tolist())} do not cut {values.size} lengths into runs; wanted numbers that "
+            "never decrease and end with the number of lengths. Pass [len(lengths)] for one run."
+        )
+    starts = np.concatenate(([0], runs[:-1]))
+    full = starts < runs
+
+    def sums(values: IntArray) -> IntArray:
+        found: IntArray = np.zeros(len(runs), dtype=np.int64)
+        if full.any():  # reduceat gives an empty run the element after it
+            found[full] = np.add.reduceat(values, starts[full])
+        return found
+
+    return _pairs(values, window, sums)
+
+
+def _pairs(lengths: IntArray, window: Window, sums: Callable[[IntArray], _Sum]) -> _Sum:
+    """Count the query-key pairs of a window from sums over lengths."""
+    if isinstance(window, Blocks):  # all tokens from the last one of a block on see that block
+        seen: IntArray = lengths // window.size
+        seen = seen if window.most is None else np.minimum(seen, window.most)
+        # sum over j = 1 .. seen of (length - j x size + 1)
+        return sums(seen * (lengths + 1) - window.size * (seen * (seen + 1) // 2))
+    if isinstance(window, Chunk):
+        size = window.size
+        whole, rest = lengths // size, lengths % size
+        return sums(whole) * (size * (size + 1) // 2) + (sums(rest * rest) + sums(rest)) // 2
+    advice = "Leave out windows that do not end."
+    size = whole_number(window, "A window", least=1, most=_LARGEST, advice=advice)
+    if lengths.max(initial=0) <= size:  # every query sees all keys before it: one sum instead of three
+        return sums(lengths * (lengths + 1)) // 2
+    seen = np.minimum(lengths, size)
+    within = sums(seen)
+    return (sums(seen * seen) + within) // 2 + (sums(lengths) - within) * size
+
+
+def _total(values: IntArray) -> int:
+    return int(values.sum())
+
+
+def _lengths(lengths: Ints) -> IntArray:
+    """Return lengths as int64 on the host: squares of int32 overflow above 46,340 tokens."""
+    advice = "A sequence has zero or more tokens: pass real lengths."
+    values = host_ints(lengths, "lengths", least=0, advice=advice)
+    _refuse_overflow(float(values.max(initial=0)) * float(values.sum(dtype=np.float64)), "lengths")
+    return values
+
+
+def _refuse_overflow(squares: float, name: str) -> None:
+    """Raise if a sum of squares, bounded by ``squares``, could pass int64."""
+    if squares >= 2.0**63:
+        raise ValueError(
+            f"{name} are so large that their squares may pass int64. Were they multiplied, or is one wrong? "
+            "Otherwise count parts of the data and add their SeqStats."
+        )
+
+
+def _cross(here: IntArray, cross_lengths: Ints) -> tuple[int, int]:
+    """Count the keys of cross attention and the pairs with them: ``([2, 3], [4, 5])`` gives ``(9, 23)``."""
+    there = host_ints(cross_lengths, "cross_lengths")
+    if here.shape != there.shape or there.min(initial=0) < 0:
+        raise ValueError(
+            f"cross_lengths {_short(there.tolist())} does not fit the {here.size} sequences. "
+            "Give every sequence the number of tokens its cross-attention reads, zero if none."
+        )
+    _refuse_overflow(float(here.astype(np.float64) @ there.astype(np.float64)), "cross_lengths")
+    return int(there.sum()), int(here @ there)
+
+
+def _vision(
+    image_grid_thw: IntRows | None, video_grid_thw: IntRows | None, windows: tuple[int, ...]
+) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+    """Count patches, squared patches of every frame, and squared patches inside windows, from grids."""
+    for edge in windows:
+        whole_number(edge, "A vision window", least=1, advice="Pass FlopsModel.vision_windows.")
+    if image_grid_thw is None and video_grid_thw is None:
+        return 0, 0, ()
+    grid = np.concatenate([_grid(each) for each in (image_grid_thw, video_grid_thw) if each is not None])
+    if grid.min(initial=1) < 1:
+        raise ValueError(f"grid_thw holds {grid.min()}. Frames, rows and columns of patches are 1 or more.")
+    frames, rows, columns = grid.T
+    most = [float(axis.max(initial=0)) for axis in (frames, rows, columns)]
+    _refuse_overflow(most[0] * (most[1] * most[2]) ** 2 * len(grid), "grid_thw")
+    area = rows * columns
+    in_windows = tuple(
+        (edge, int((frames * _edge_squares(rows, edge) * _edge_squares(columns, edge)).sum()))
+        for edge in windows
+    )
+    return int((frames * area).sum()), int((frames * area * area).sum()), in_windows
+
+
+def _grid(values: IntRows) -> IntArray:
+    grid = host_ints(values, "grid_thw", ndim=None)
+    if grid.size % 3 or (grid.ndim > 1 and grid.shape[-1] != 3):
+        raise ValueError(
+            f"grid_thw has shape {grid.shape}; wanted [N, 3]: frames, rows and columns of patches "
+            "of each image."
+        )
+    return grid.reshape(-1, 3)
+
+
+def _edge_squares(patches: IntArray, edge: int) -> IntArray:
+    """Sum the squared pieces of ``patches`` cut every ``edge``: 5 cut every 2 gives 4 + 4 + 1."""
+    whole, rest = patches // edge, patches % edge
+    return whole * edge * edge + rest * rest
+
+
+def _tuple(windows: Iterable[Any]) -> tuple[Any, ...]:
+    if not isinstance(windows, Iterable) or isinstance(windows, str | bytes):
+        raise TypeError(f"windows is {described(windows)}; wanted a tuple of windows, FlopsModel.windows.")
+    return tuple(windows)
+
+
+def _offset_rows(cu_seqlens: IntRows | None, name: str) -> list[list[int]]:
+    """Read offsets of one row or several as lists of host integers."""
+    if cu_seqlens is None:
+        return []
+    offsets = host_ints(cu_seqlens, name, ndim=None)
+    if offsets.ndim not in (1, 2):
+        raise ValueError(f"{name} has shape {offsets.shape}. Pass [S + 1] or [rows, S + 1].")
+    rows: list[list[int]] = np.atleast_2d(offsets).tolist()
+    return rows
+
+
+def _trim(row: list[int], argmin: int | None) -> list[int]:
+    """Return offsets without the tail that holds no sequences; refuse negative or falling ones."""
+    argmin = None if argmin is None else whole_number(argmin, "argmin", least=None)
+    if argmin is not None and not 0 <= argmin <= len(row):
+        raise ValueError(
+            f"argmin={argmin} is outside the {len(row)} offsets. Pass the number of valid offsets."
+        )
+    offsets = row[:argmin] if argmin else list(row)
+    while len(offsets) > 1 and offsets[-1] in (-1, 0) and not all(value == 0 for value in offsets):
+        offsets.pop()
+    falls = any(here > there for here, there in pairwise(offsets))
+    if falls or (offsets and offsets[0] != 0):
+        raise ValueError(
+            f"cu_seqlens {_short(row)} must start at 0 and never decrease, but for a tail of -1 or 0. "
+            "Pass cumulative lengths, such as [0, 3, 8] for lengths 3 and 5."
+        )
+    return offsets
+
+
+def _dense_shape(shape: tuple[int, int] | None, row: list[int]) -> tuple[int, int]:
+    """Return the rows and row length of a batch without usable offsets, or raise if not given."""
+    if shape is None:
+        raise ValueError(
+            f"cu_seqlens {_short(row)} describes no sequence and shape=None. "
+            "Pass shape=(rows, row length) of the token tensor to count every row as one sequence."
+        )
+    if len(shape) != 2:
+        raise ValueError(f"shape={shape!r}; wanted two numbers, rows and row length.")
+    return whole_number(shape[0], "shape"), whole_number(shape[1], "shape")
+
+
+def _short(row: list[int]) -> str:
+    """Format at most eight numbers, for messages."""
+    return f"{row[:8]}..." if len(row) > 8 else f"{row}"
