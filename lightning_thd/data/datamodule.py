@@ -54,7 +54,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
             these streams all its sources.
         capacity: most tokens of a pack.
         global_batch: ``Packs(n)``, n packs to an optimizer step, or ``Sequences(n)``, exactly n sequences
-            to a step in as many microbatches as they need (needs a strategy of ours). Default: one pack a
+            to a step in as many microbatches as they need (needs one of our strategies). Default: one pack a
             rank a batch, ``Packs(ranks * accumulate_grad_batches)``.
         val: as ``train``; every sequence is used once, in packs of the dataset's own order. A dict
             ``{name: source}`` makes a loader each, and so a metric each.

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import Dataset
 
-from lightning_thd._checks import choice, flags, instance, whole_number
+from lightning_thd._checks import choice, flags, whole_number
 from lightning_thd.data.loader import Planner
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import DataSet
@@ -64,15 +64,19 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         advice = "Pass the tokens of a pack: 8_192."
-        capacity = whole_number(self.capacity, "capacity", least=1, advice=advice)
+        capacity = whole_number(self.capacity, "capacity", least=None, advice=advice)
         object.__setattr__(self, "capacity", capacity)
-        if self.global_batch is not None:
-            advice = "Pass Packs(n), Sequences(n) or None."
-            instance(self.global_batch, "global_batch", Packs, Sequences, advice=advice)
+        if capacity < 1:
+            raise ValueError(
+                f"capacity={capacity}: a pack holds at least 1 token. Pass the tokens of a pack."
+            )
+        if self.global_batch is not None and not isinstance(self.global_batch, Packs | Sequences):
+            raise TypeError(
+                f"global_batch is a {type(self.global_batch).__name__}. Pass Packs(n), Sequences(n) or None."
+            )
         choice(self.oversize, "oversize", *get_args(Oversize))
         choice(self.empty, "empty", *get_args(Empty))
         choice(self.tail, "tail", *get_args(Tail))
-        whole_number(self.seed, "seed", least=None)
         for name in ("pad_to", "vocab_size"):
             if getattr(self, name) is not None:
                 whole_number(getattr(self, name), name, least=1)

@@ -316,7 +316,7 @@ class MixturePlanner(Resumable):
         self.slots = make_slots(capacity, settings.get("align"))
         summary = summarize(lengths)
         limit = self.slots.usable // self.slots.multiple * self.slots.multiple
-        # Of the whole data, so that an error names its sequence, and each is counted once.
+        # The entries are those of all data: an error names its sequence, and each is counted once.
         self.entries = make_entries(lengths, summary, limit=limit, oversize=settings.get("oversize", "error"))
         first = self.of_epoch(0)
         self.global_batch = first.global_batch

@@ -262,19 +262,19 @@ def test_packs_that_the_ranks_of_a_pipeline_do_not_divide() -> None:
 
 
 def test_what_is_not_planned_by_degrees() -> None:
-    opener, settings = Opener(), planning.PlanSettings(capacity=CAPACITY)
+    opener, settings = Opener(), planning.DataSettings(capacity=CAPACITY)
     host = Host(ranks=2, sharing=Sharing(max_degree=2))
     mixture = open_mixture("train", {"a": (sequences(3), 1.0)}, opener, empty="error")
     with pytest.raises(
         ValueError, match="context_parallel_size='dynamic' plans one source, not a mixture. Give"
     ):
-        planning.make_planner(mixture, settings, host, training=True, cache_dir=None)
+        planning.make_planner(mixture, settings, host, training=True)
     one = open_set("train", sequences(3), opener, empty="error")
     aligned = replace(host, alignment=Alignment(sequence_multiple=1, total_multiple=16))
     with pytest.raises(
         ValueError, match="'dynamic' with a precision that aligns packs .*Set a fixed context_par"
     ):
-        planning.make_planner(one, settings, aligned, training=True, cache_dir=None)
+        planning.make_planner(one, settings, aligned, training=True)
 
 
 def test_an_id_past_the_vocabulary_where_only_lengths_were_known() -> None:

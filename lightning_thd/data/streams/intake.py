@@ -435,7 +435,7 @@ class Reader:
             if len(reads) != len(rows):
                 raise ValueError(
                     f"Shard {self._reading.shards[number].name} held {len(rows)} sequences when the "
-                    f"checkpoint was written that it gives {len(reads)} of now. Restore it, or start anew."
+                    f"checkpoint was written that it gives {len(reads)} of now. Restore it, or start over."
                 )
             for name, more in ((name, more) for read in reads for name, more in read.counts.items()):
                 self.counts[name] += more

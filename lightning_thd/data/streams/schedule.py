@@ -199,7 +199,7 @@ def begun(state: dict[str, Any]) -> Ledger:
     if state.get("version") != _VERSION:
         raise ValueError(
             f"The checkpoint holds version {state.get('version')} of a stream's state, and this release "
-            f"reads version {_VERSION}. Go on with the release that wrote it, or start the stream anew."
+            f"reads version {_VERSION}. Go on with the release that wrote it, or start the stream without it."
         )
     return Ledger(
         cursors=state["cursors"].numpy().copy(),

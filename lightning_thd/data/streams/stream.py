@@ -33,10 +33,10 @@ class Stream:
     ``IterableDataset`` or a generator function given to ``THDDataModule`` is ``Stream(source=...)``.
 
     Attributes:
-        source: paths or globs of ``.jsonl[.gz|.zst]``, ``.parquet``, ``.arrow`` and ``.tar`` shards, alone or
-            in a list, local or through fsspec; a Hugging Face or torch ``IterableDataset``; a function that
-            begins an iterator, ``make()`` or ``make(part, parts)``. One that is not in parts is read by one
-            rank for all, and must not split itself by rank.
+        source: a path or glob of ``.jsonl[.gz|.zst]``, ``.parquet``, ``.arrow`` and ``.tar`` shards, or a
+            list of them, local or through fsspec; a Hugging Face or torch ``IterableDataset``; a function
+            that begins an iterator, ``make()`` or ``make(part, parts)``. One that is not in parts is read by
+            one rank for all, and must not split itself by rank.
         window: sequences each rank keeps at hand to choose from: more fill packs and share work better, and
             take memory.
         shuffle_buffer: sequences each rank keeps at hand to draw steps from at random; 0 keeps their order.
