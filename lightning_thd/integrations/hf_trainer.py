@@ -103,7 +103,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         self._meter = Meter("train", "training", time.perf_counter)
         self._metered = False
         self._trained_sequences, self._trained_tokens = 0, 0
-        self._token_sums: dict[str, Tensor] = {}  # of training and evaluation, until they are logged
+        self._token_sums: dict[str, Tensor] = {}  # training's and evaluation's, until they are logged
         self._refuse_settings()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -364,7 +364,7 @@ def listed(optimizer: Any, who: str, name: str) -> list[Any]:
 
 
 def as_loader(data: object, model: nn.Module, shared: Shared, *, accumulate: int) -> THDLoader:
-    """Return the loader of training steps of a data module, or a loader of ours that was given."""
+    """Return the loader of training steps of a data module, or the packed loader that was given."""
     if isinstance(data, THDDataModule):
         data.attach(
             rank=shared.rank,

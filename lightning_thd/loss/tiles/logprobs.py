@@ -178,7 +178,7 @@ def rounding_shows(each: Tensor, widths: list[int], *, entropy: bool) -> Tensor:
     """
     tiles, whole = len(widths), merge_parts(each)
     log_sum = whole[SUM].log()
-    log_p = each[:, MAX] - whole[MAX] - log_sum  # of the likeliest token of each tile
+    log_p = each[:, MAX] - whole[MAX] - log_sum  # the likeliest token of each tile
     size = (each[:, MAX].abs() + 0.5) * _ROUNDING
     spread = each[:, SUM].sqrt() / sqrt(3.0)
     flat = each[:, SUM] > 0.5 * each.new_tensor(widths)[:, None]
