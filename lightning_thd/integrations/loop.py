@@ -89,10 +89,6 @@ class Shared:
             return batch
         return shard_batch(batch, group=self.group, layout=self.layout, communication=self.communication)
 
-    def check(self, batch: THDBatch) -> None:
-        """Refuse a model that has run on a shard without an attention that sees the other ranks."""
-        refuse_unused_layout(batch)
-
 
 def share_packs(
     model: nn.Module,
@@ -332,7 +328,7 @@ class PackedLoop:
     def _run(self, batch: THDBatch, microbatches: int) -> Tensor:
         batch = self._engine.shared.cut(batch)
         loss = self._loss_fn(self.model, batch) if self._graphed is None else self._graphed(batch)
-        self._engine.shared.check(batch)
+        refuse_unused_layout(batch)  # an attention that did not see the other ranks of a shard
         loss = loss / microbatches
         self._engine.backward(loss)
         return loss.detach()
