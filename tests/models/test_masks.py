@@ -11,8 +11,10 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from packaging.version import Version
 from transformers import masking_utils
 
+from benchmarks import families
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import masks, register_thd
 from lightning_thd.models.masks import (
@@ -26,6 +28,7 @@ from lightning_thd.models.pack import Pack
 from lightning_thd.parallel.context import layout
 from lightning_thd.parallel.shard import shard_batch
 from tests.models.families import build
+from tests.models.matrix import relative_error
 
 register_thd()
 
@@ -208,3 +211,57 @@ def test_a_window_that_the_layer_remembers_is_applied() -> None:
 def test_a_window_passed_to_the_attention_needs_no_mask() -> None:
     model = build("mistral", "thd")
     assert model(torch.arange(3, 12)[None], use_cache=False).logits.shape == (1, 9, 64)
+
+
+# ---- Layers that choose the keys of every query
+
+INDEXED = [
+    ("deepseek_v32", "DeepseekV32ForCausalLM"),
+    ("glm_moe_dsa", "GlmMoeDsaForCausalLM"),
+    pytest.param("axk2", "AXK2ForCausalLM", marks=pytest.mark.slow),
+    pytest.param("hy_v4", "HYV4ForCausalLM", marks=pytest.mark.slow),
+]
+
+
+def limited(family: str, name: str, attention: str, topk: int) -> Any:
+    model = families.build(family, name, attention)
+    model.config.index_topk = topk
+    for module in model.modules():
+        if hasattr(module, "index_topk"):
+            module.index_topk = topk
+    return model
+
+
+def random_pack(*lengths: int) -> THDBatch:
+    generator = torch.Generator().manual_seed(0)
+    return THDBatch.collate(
+        [{"input_ids": torch.randint(8, 120, (n,), generator=generator)} for n in lengths]
+    )
+
+
+@pytest.mark.parametrize(("family", "name"), INDEXED)
+def test_sequences_of_at_most_the_kept_keys_are_exact_and_longer_ones_refused(family: str, name: str) -> None:
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    stock, model = (limited(family, name, attention, 9) for attention in ("eager", "thd"))
+    model.load_state_dict(stock.state_dict())
+    batch = random_pack(9, 1, 4, 9, 8)
+    got = batch.unpack(model(**batch.hf_kwargs()).logits)
+    for ours, ids in zip(got, batch.unpack(batch.input_ids), strict=True):
+        assert relative_error(ours, stock(input_ids=ids[None], use_cache=False).logits[0]) <= 2e-5
+        assert relative_error(ours, model(input_ids=ids[None], use_cache=False).logits[0]) <= 2e-5
+    longer = random_pack(9, 10)
+    message = r"chooses the keys of every token by an index.*Use sequences of at most 9 tokens"
+    if Version(transformers.__version__) < Version("5.23"):  # which asks for no mask to index
+        message = "passes indices to its attention"
+    for call in (longer.hf_kwargs(), {"input_ids": longer.input_ids[None]}):
+        with pytest.raises(ValueError, match=message):
+            model(**call)
+
+
+def test_the_limit_matters() -> None:
+    """Else the test above would show nothing."""
+    few, all_keys = (limited(*INDEXED[0], "eager", topk) for topk in (4, 64))  # type: ignore[misc]
+    ids = random_pack(12).input_ids[None]
+    logits = [model(input_ids=ids, use_cache=False).logits for model in (few, all_keys)]
+    assert relative_error(logits[0], logits[1]) > 1e-3

@@ -16,7 +16,7 @@ import lightning_thd.models.positions as positions
 from benchmarks.families import build
 from lightning_thd.models import PackingLeakError, check_packing, register_thd
 from lightning_thd.models.pack import Pack
-from tests.models.test_ropes import build as build_rope
+from tests.models.support import build_rope
 
 register_thd()
 Patch = pytest.MonkeyPatch

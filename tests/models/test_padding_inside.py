@@ -18,7 +18,7 @@ from lightning_thd.models import packed, register_thd
 from lightning_thd.models.pack import Pack
 from lightning_thd.parallel.context import layout
 from lightning_thd.parallel.shard import shard_batch
-from tests.models import test_ropes
+from tests.models import support
 from tests.models.matrix import relative_error
 
 register_thd()
@@ -78,14 +78,14 @@ def test_no_head_pools_the_padding(family: str) -> None:
     assert relative_error(got[:4], want) <= 1e-5
 
 
-@pytest.mark.parametrize("name", test_ropes.ROPES)
+@pytest.mark.parametrize("name", support.ROPES)
 def test_padding_makes_no_rope_longer_after_a_move(name: str) -> None:
-    rows = test_ropes.documents((9, 20, 3, 11))  # 9 and 11 are padded beyond the original 12
+    rows = support.documents((9, 20, 3, 11))  # 9 and 11 are padded beyond the original 12
     align = Alignment(sequence_multiple=16, total_multiple=16)
     batch = THDBatch.collate([{"input_ids": ids} for ids in rows], align=align)
-    got = batch.unpack(test_ropes.build(name, "thd")(**moved(batch.hf_kwargs())).logits)
+    got = batch.unpack(support.build_rope(name, "thd")(**moved(batch.hf_kwargs())).logits)
     for ids, logits in zip(rows, got, strict=True):
-        torch.testing.assert_close(logits, test_ropes.alone(name, ids), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits, support.alone(name, ids), rtol=1e-4, atol=1e-5)
 
 
 def test_real_lengths_are_told_where_they_are_others_alone() -> None:

@@ -1,13 +1,27 @@
-"""Boundaries read off position_ids, as a flattening collator without cu_seqlens gives them."""
+"""Positions restart in every sequence: in position_ids, tables and ropes; a pad's embedding may be zero."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_thd.models.pack import pack_from_positions
+pytest.importorskip("transformers")
+
+from benchmarks.families import build, compare, samples
+from lightning_thd.alignment import Alignment
+from lightning_thd.batch import THDBatch
+from lightning_thd.models import packed, register_thd
+from lightning_thd.models.pack import Pack, pack_from_positions
+from lightning_thd.models.positions import padded_positions
+from tests.models.support import ROPES, alone, build_rope, documents
+
+register_thd()
+LENGTHS = (7, 20, 3, 12, 15)  # shorter than, equal to and longer than the ropes' original length
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12))
@@ -36,3 +50,138 @@ def test_packs_that_cannot_be_read_off_are_refused() -> None:
         pack_from_positions(torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]]))
     with pytest.raises(ValueError, match=r"M-RoPE position_ids of shape \(3, 1, 4\) go back"):
         pack_from_positions(torch.tensor([0, 1, 0, 1]).expand(3, 1, -1))
+
+
+# ---- Tables
+
+FAMILIES = {
+    "roberta": "RobertaForCausalLM",
+    "xlm-roberta": "XLMRobertaForCausalLM",
+    "camembert": "CamembertForCausalLM",
+    "data2vec-text": "Data2VecTextForCausalLM",
+    "bart": "BartForCausalLM",
+    "marian": "MarianForCausalLM",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_position_tables_count_each_sequence_as_if_alone(family: str) -> None:
+    assert compare("causal", family, FAMILIES[family])[0] == "exact"
+
+
+@pytest.mark.parametrize("family", ["roberta", "bart"])
+def test_padding_tokens_inside_a_sequence_count_as_in_a_row(family: str) -> None:
+    stock, ours = (build(family, FAMILIES[family], name) for name in ("eager", "thd"))
+    documents = [torch.tensor([9, 0, 11, 12]), torch.tensor([0, 9]), torch.tensor([8])]
+    batch = THDBatch.collate([{"input_ids": ids} for ids in documents])
+    with torch.no_grad():
+        got = batch.unpack(ours(**batch.hf_kwargs()).logits)
+        for ids, logits in zip(documents, got, strict=True):
+            want = stock(input_ids=ids[None], use_cache=False).logits[0]
+            torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5)
+
+
+def test_outside_a_pack_nothing_changes() -> None:
+    stock, ours = (build("roberta", FAMILIES["roberta"], name) for name in ("eager", "thd"))
+    ids = torch.randint(8, 100, (2, 7), generator=torch.Generator().manual_seed(0))
+    for arguments in ({}, {"position_ids": torch.arange(3, 10).expand(2, 7)}):
+        with torch.no_grad():
+            a, b = (model(input_ids=ids, use_cache=False, **arguments).logits for model in (stock, ours))
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def positions(ids: list[int] | None, lengths: tuple[int, ...], slots: int) -> Any:
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    pack = Pack(cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_length_q=4, max_length_k=4, slots=slots)
+    given = None if ids is None else torch.tensor([ids])
+    return padded_positions(given, None, 1, pack).tolist()
+
+
+def test_the_documented_value_empty_sequences_and_embeddings() -> None:
+    assert positions([5, 6, 7, 1, 8], (2, 3), 5) == [[2, 3, 2, 1, 3]]
+    assert positions([5, 6, 7], (2, 0, 1, 0), 3) == [[2, 3, 2]]
+    assert positions(None, (2, 3), 5) == [[2, 3, 2, 3, 4]]
+
+
+@pytest.mark.slow
+def test_compiled_before_the_first_call_it_is_the_same() -> None:
+    torch._dynamo.reset()
+    model = build("bart", FAMILIES["bart"], "thd")
+    batch = THDBatch.collate([{"input_ids": [9, 10, 11]}, {"input_ids": [12, 13]}])
+    compiled: Any = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**batch.hf_kwargs()).logits, model(**batch.hf_kwargs()).logits)
+
+
+# ---- Ropes whose frequencies depend on length
+
+
+def assert_each_as_alone(name: str, run: Any, *cuts: tuple[int, ...]) -> None:
+    for lengths in cuts:
+        rows = documents(lengths)
+        batch = THDBatch.collate([{"input_ids": ids} for ids in rows])
+        with torch.no_grad():
+            got = batch.unpack(run(**batch.hf_kwargs()).logits)
+        for ids, logits in zip(rows, got, strict=True):
+            torch.testing.assert_close(logits, alone(name, ids), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_ropes_turn_each_sequence_as_if_alone(name: str) -> None:
+    # Short ones again after long ones.
+    assert_each_as_alone(name, build_rope(name, "thd"), LENGTHS, LENGTHS[::-1], (3, 5))
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("name", ROPES)
+def test_padding_inside_a_sequence_does_not_make_it_longer(name: str, told: bool, compiled: bool) -> None:
+    # 9 and 11 are padded beyond the original 12, 13 and 20 are beyond it already, and 16 needs no padding.
+    rows = documents((9, 20, 3, 11, 13, 16))
+    batch = THDBatch.collate(
+        [{"input_ids": ids} for ids in rows], align=Alignment(sequence_multiple=16, total_multiple=16)
+    )
+    assert batch.padded_lengths[:6] == (16, 32, 16, 16, 16, 16)
+    torch._dynamo.reset()
+    model = build_rope(name, "thd")
+    run = torch.compile(model, backend="eager") if compiled else model
+    with torch.no_grad(), packed(batch) if told else nullcontext():
+        kwargs = batch.hf_kwargs()
+        got = batch.unpack(run(**kwargs).logits)
+    for ids, logits in zip(rows, got, strict=True):
+        torch.testing.assert_close(logits, alone(name, ids), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROPES)
+def test_compiled_ropes_turn_each_sequence_as_if_alone(name: str) -> None:
+    torch._dynamo.reset()
+    assert_each_as_alone(
+        name, torch.compile(build_rope(name, "thd"), backend="eager"), LENGTHS, LENGTHS[::-1], (3, 5)
+    )
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_a_recorded_step_takes_short_sequences_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_rope(name, "thd")
+    monkeypatch.setattr("lightning_thd.models.positions.shapes_are_static", lambda: True)
+    short, long = (THDBatch.collate([{"input_ids": ids} for ids in documents(x)]) for x in ((3, 12), (3, 13)))
+    model(**short.hf_kwargs())
+    with pytest.raises(ValueError, match=r"longer than 12 tokens.*in a recorded step.*at most 12 tokens"):
+        model(**long.hf_kwargs())
+
+
+# ---- Zero embeddings
+
+
+def test_gemma3n_with_a_trailing_pad_equals_alone() -> None:
+    assert compare("causal", "gemma3n_text", "Gemma3nForCausalLM")[0] == "exact"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trailing_pad_leaves_gradients_finite(dtype: torch.dtype) -> None:
+    model = build("gemma3n_text", "Gemma3nForCausalLM", "thd").to(dtype)
+    batch = THDBatch.collate([{"input_ids": ids} for ids in samples()], pad_to=48)
+    targets = batch.targets[None]
+    model(**batch.hf_kwargs(), labels=targets, shift_labels=targets).loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)

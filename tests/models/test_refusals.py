@@ -1,0 +1,242 @@
+"""Layers, labels and arguments with which a pack would silently be wrong are refused by name."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import transformers
+from packaging.version import Version
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from benchmarks.families import build as tiny
+from benchmarks.families import samples
+from lightning_thd.alignment import Alignment
+from lightning_thd.batch import THDBatch
+from lightning_thd.models import register, register_thd
+from lightning_thd.models.refusals import refuse_early_release, refuse_unknown_layers
+from lightning_thd.parallel import THDShard, shard_batch
+from tests.models import matrix
+from tests.models.families import FAMILIES, build
+
+register_thd()
+
+
+def pack(**arguments: Any) -> THDBatch:
+    return THDBatch.collate([{"input_ids": ids} for ids in samples()], **arguments)
+
+
+def shard() -> THDShard:
+    return shard_batch(pack(align=Alignment.for_(cp=2)), group=None, cp=2, rank=0)
+
+
+# ---- Layers
+
+
+def test_an_unknown_layer_with_a_state_is_refused_by_name() -> None:
+    model, (batch, _) = build("llama", "thd"), matrix.packs()
+    layer: Any = model.get_submodule("model.layers.1")
+    layer.memory = nn.Sequential(nn.Conv1d(32, 32, 4, groups=32))
+    with pytest.raises(
+        ValueError, match=r"model\.layers\.1\.memory \(Sequential\) mixes tokens .*check_packing"
+    ):
+        model(**batch.hf_kwargs())
+
+
+class RowPositionEmbedding(nn.Module):
+    """Counts along the row, and is told nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.arange(x.shape[1])[:, None] * x
+
+
+def test_positions_counted_inside_the_model_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = build("llama", "thd")
+    model.model.embed_positions = RowPositionEmbedding()
+    forward = type(model.model).forward
+
+    def without_positions(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        return forward(self, input_ids, **kwargs)
+
+    monkeypatch.setattr(type(model.model), "forward", without_positions)
+    with pytest.raises(
+        ValueError, match=r"embed_positions \(RowPosition\w+\) counts positions .* LlamaModel takes no"
+    ):
+        model(**matrix.packs()[0].hf_kwargs())
+
+
+def test_a_model_without_any_layer_that_knows_packs_is_refused() -> None:
+    model: Any = build("llama", "thd")
+    model.model = nn.Identity()
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no layer that knows about packs"):
+        refuse_unknown_layers(model)
+
+
+def test_a_tower_with_a_config_of_its_own_is_none_of_its_business() -> None:
+    model: Any = build("llama", "thd")
+    tower = build("gpt2", "thd")
+    tower.convolution = nn.Sequential(nn.Conv1d(4, 4, 3))
+    model.model.tower = tower
+    refuse_unknown_layers(model)
+    model.model.convolution = nn.Sequential(nn.Conv1d(4, 4, 3))
+    with pytest.raises(ValueError, match=r"model\.convolution \(Sequential\)"):
+        refuse_unknown_layers(model)
+
+
+def test_no_family_is_left_out_with_a_recent_transformers() -> None:
+    """Families that the installed transformers lacks are dropped from the table, which must not hide any."""
+    assert len(FAMILIES) >= 40
+    if Version(transformers.__version__) >= Version("5.23"):
+        assert {"kimi_linear", "lfm3"} <= set(FAMILIES)
+
+
+def test_families_that_an_early_release_computes_otherwise() -> None:
+    with pytest.raises(
+        ValueError, match=r"moshi differs between a pack .* transformers 5.15.0; it is exact from 5.23"
+    ):
+        refuse_early_release("moshi", "5.15.0")
+    refuse_early_release("moshi", "5.23.0")
+    refuse_early_release("llama", "5.15.0")
+
+
+# ---- Labels
+
+CAUSAL = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "bert": "BertLMHeadModel"}
+
+
+@pytest.mark.parametrize("family", CAUSAL)
+def test_no_sequence_predicts_the_next_ones_first_token(family: str) -> None:
+    stock, ours = (tiny(family, CAUSAL[family], name) for name in ("eager", "thd"))
+    batch = pack()
+    got = ours(**batch.hf_kwargs(), labels=batch.input_ids[None]).loss
+    total, tokens = torch.zeros(()), 0
+    for ids in samples():
+        if len(ids) > 1:
+            total = total + stock(input_ids=ids[None], labels=ids[None]).loss * (len(ids) - 1)
+            tokens += len(ids) - 1
+    torch.testing.assert_close(got, total / tokens, rtol=1e-5, atol=0)
+
+
+def test_shifted_labels_are_taken_as_they_are() -> None:
+    model, batch = tiny("llama", CAUSAL["llama"], "thd"), pack()
+    targets = batch.targets[None]
+    ours = model(**batch.hf_kwargs(), labels=batch.input_ids[None]).loss
+    assert torch.equal(model(**batch.hf_kwargs(), labels=targets, shift_labels=targets).loss, ours)
+
+
+def test_labels_that_are_shifted_already_are_refused_and_not_shifted_twice() -> None:
+    model, batch = tiny("llama", CAUSAL["llama"], "thd"), pack()
+    message = (
+        "LlamaForCausalLM got labels with a pack: the labels are the next tokens already, as batch.targets"
+    )
+    with pytest.raises(ValueError, match=message):
+        model(**batch.hf_kwargs(), labels=batch.targets[None])
+    with pytest.raises(ValueError, match="Pass shift_labels=labels beside them"):
+        model(**pack(pad_to=60).hf_kwargs(), labels=pack(pad_to=60).targets[None])
+    masked = batch.input_ids.masked_fill(torch.arange(batch.input_ids.numel()) % 3 > 0, -100)
+    assert model(**batch.hf_kwargs(), labels=masked[None]).loss.isfinite()
+    same = THDBatch.collate([{"input_ids": [9] * 30}])  # its own and the next token are one
+    assert model(**same.hf_kwargs(), labels=same.targets[None]).loss.isfinite()
+
+
+def test_labels_of_single_tokens_stay_where_they_are() -> None:
+    stock, ours = (tiny("bert", "BertForTokenClassification", name) for name in ("eager", "thd"))
+    batch = pack()
+    labels = batch.input_ids[None] % 2
+    got = ours(**batch.hf_kwargs(), labels=labels).loss
+    losses = [stock(input_ids=ids[None], labels=ids[None] % 2).loss * len(ids) for ids in samples()]
+    torch.testing.assert_close(got, sum(losses, torch.zeros(())) / labels.numel(), rtol=1e-5, atol=0)
+
+
+def test_a_loss_over_a_whole_row_is_refused() -> None:
+    batch = pack()
+    model = tiny("bert", "BertForQuestionAnswering", "thd")
+    with pytest.raises(ValueError, match=r"BertForQuestionAnswering got a pack and start_positions"):
+        model(**batch.hf_kwargs(), start_positions=torch.tensor([1]), end_positions=torch.tensor([2]))
+    model = tiny("bert", "BertForPreTraining", "thd")
+    with pytest.raises(ValueError, match=r"BertForPreTraining got a pack and labels.*not known to stay"):
+        model(**batch.hf_kwargs(), labels=batch.input_ids[None])
+
+
+# ---- Shards, offsets and outputs
+
+
+def test_labels_of_a_shard() -> None:
+    part, model = shard(), tiny("llama", "LlamaForCausalLM", "thd")
+    with pytest.raises(
+        ValueError, match="got labels and one rank's shard of a pack, whose last token's target"
+    ):
+        model(**part.hf_kwargs(), labels=part.input_ids[None])
+
+
+def test_positions_counted_along_the_row_of_a_shard() -> None:
+    part, model = shard(), tiny("bart", "BartForCausalLM", "thd")
+    with pytest.raises(
+        ValueError, match="counts positions along the row and cannot be told those of a shard"
+    ):
+        model(**part.hf_kwargs())
+
+
+def test_one_row_of_half_a_sequence() -> None:
+    part, model = shard(), tiny("llama", "LlamaForSequenceClassification", "thd")
+    with pytest.raises(
+        ValueError, match="makes one row of every sequence, which needs whole sequences of known"
+    ):
+        model(**part.hf_kwargs())
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 5], [0, 3, 60], [0, 30, 20, 38], [5, 43]])
+def test_offsets_that_do_not_end_with_the_pack(offsets: list[int]) -> None:
+    model, given = tiny("llama", "LlamaForSequenceClassification", "thd"), pack().hf_kwargs()
+    given |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(offsets, dtype=torch.int32))
+    with pytest.raises(
+        ValueError, match=r"cu_seq_lens_q runs from \[\d\] to \[\d+\], but must run from 0 to 38, the slots"
+    ):
+        model(**given)
+
+
+class Scores(transformers.LlamaPreTrainedModel):  # type: ignore[misc]
+    """A user's own head: one score a row of tokens, or one a token."""
+
+    a_token = False
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = transformers.LlamaModel(config)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        hidden = self.model(input_ids=input_ids, position_ids=position_ids, **kwargs).last_hidden_state
+        return SequenceClassifierOutput(logits=hidden[..., 0] if self.a_token else hidden[:, -1, :2])
+
+
+def test_one_score_for_all_sequences_is_refused_and_one_a_token_is_not() -> None:
+    config = tiny("llama", "LlamaForCausalLM", "eager").config
+    model = Scores._from_config(copy.deepcopy(config), attn_implementation="thd").eval()
+    with pytest.raises(
+        ValueError, match="Scores returns one row of logits for a pack of 4 sequences. Feed it"
+    ):
+        model(**pack().hf_kwargs())
+    model.a_token = True
+    logits = model(**pack().hf_kwargs()).logits
+    model.set_attn_implementation("eager")
+    alone = torch.cat([model(input_ids=ids[None]).logits for ids in samples()], 1)
+    torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_checkpointing_that_changed_underneath_refuses_thd_alone() -> None:
+    class Base:
+        def _set_gradient_checkpointing(self, enable: bool) -> None: ...
+
+    table: dict[str, Any] = {}
+    interface = SimpleNamespace(register=table.__setitem__)
+    register._register_attention(SimpleNamespace(AttentionInterface=interface, PreTrainedModel=Base))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"underneath \(_set_gradient_checkpointing takes no gradient_check"):
+        table["thd"]()
