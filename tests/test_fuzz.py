@@ -19,7 +19,6 @@ from tests.fuzz import Entry, fuzz, tables
 
 # Public names without an entry, and why.
 _ANSWER = "what a function answers: nobody makes one"
-_INSIDE = "called by strategies, with modules that they hold"
 _OF_STREAMS = "what stream_loader does with the source of a stream, which is tried"
 _BASE = "a base class whose arguments are Lightning's"
 EXCEPTIONS = {
@@ -38,13 +37,8 @@ EXCEPTIONS = {
     "open_shards": _OF_STREAMS,
     "refuse_split": _OF_STREAMS,
     "traits": _OF_STREAMS,
-    "draw_weights": _INSIDE,
-    "postponed_reading": _INSIDE,
-    "read_weights": _INSIDE,
-    "require_unchanged": _INSIDE,
     "THDShard": "what shard_batch answers",
     "THDStrategyMixin": _BASE,
-    "PipelineMixin": _BASE,
 }
 
 

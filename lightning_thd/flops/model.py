@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_thd._checks import flags, whole_number
+from lightning_thd._checks import flags, instance, whole_number
 from lightning_thd.flops.backward import layers_of_module
 from lightning_thd.flops.families.registry import read_config, register
 from lightning_thd.flops.terms import (
@@ -312,6 +312,7 @@ def join(members: Sequence[Member]) -> FlopsModel:
     that half of the tokens pass through counts half, attention too. ``FlopsBreakdown.models`` names every
     member; one model that trains on every token once is returned as it is.
     """
+    instance(members, "members", list, tuple, advice="Pass a list of Member.")
     if not members:
         raise ValueError("No model was given to count. Give one or more members.")
     first = members[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_thd._checks import real_number
+from lightning_thd._checks import instance, real_number
 from lightning_thd.flops.peak_table import PEAKS, Peak
 
 # The column of the table for each dtype that callers may name.
@@ -139,6 +139,7 @@ def measure_flops(
         raise ValueError(f"seconds={seconds}: wanted at most {_LONGEST_S} a shape. Give each about 0.1.")
     if not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype}: peaks are of floating products. Pass torch.bfloat16 or the like.")
+    instance(device, "device", torch.device, str, advice="Pass 'cuda' or 'cpu'.")
     try:
         device = torch.device(device)
     except RuntimeError as err:

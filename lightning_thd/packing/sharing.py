@@ -19,7 +19,7 @@ from lightning_thd.packing.groups import SharedBins, share_out
 from lightning_thd.packing.plan import FloatArray, Packs, Sequences, StepPlan
 from lightning_thd.packing.planner import PackPlanner
 
-__all__ = ["SharedBins", "SharedPlanner", "SharedStepPlan", "Sharing", "Waits", "check_tiling", "share_out"]
+__all__ = ["SharedBins", "Sharing", "Waits", "check_tiling", "share_out"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
