@@ -14,7 +14,7 @@ import torch
 from lightning_thd import FlopsModel, THDBatch, THDDataModule
 from lightning_thd.callbacks.cuda_graph import Bucket
 from lightning_thd.data.read.chat import encode_chat
-from lightning_thd.data.store.arrays import open_arrays, save_arrays
+from lightning_thd.data.store.cache import open_arrays, save_arrays
 from lightning_thd.flops import SeqStats
 from lightning_thd.loss import PackedRollouts, fused_linear_logprobs
 from lightning_thd.module import CausalLMModule
@@ -149,5 +149,5 @@ def test_message(case: str) -> None:
 
 def test_arrays_of_another_version(tmp_path: Path) -> None:
     save_arrays(tmp_path / "x", {"a": np.zeros(3)}, version=1)
-    with pytest.raises(ValueError, match=r"version 1 was found, 2 wanted.*Delete it; it is built anew"):
+    with pytest.raises(ValueError, match=r"version 1 was found, 2 wanted.*Delete it; it is built again"):
         open_arrays(tmp_path / "x", version=2)

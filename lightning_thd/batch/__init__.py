@@ -1,7 +1,7 @@
 """Samples -> one packed batch (``THDBatch``), or the microbatches of a step (``THDStep``)."""
 
-from lightning_thd.batch.samples import IGNORE_INDEX, check_modalities
+from lightning_thd.batch.keys import IGNORE_INDEX, refuse_keys
 from lightning_thd.batch.thd_batch import THDBatch
 from lightning_thd.batch.thd_step import THDStep
 
-__all__ = ["IGNORE_INDEX", "THDBatch", "THDStep", "check_modalities"]
+__all__ = ["IGNORE_INDEX", "THDBatch", "THDStep", "refuse_keys"]

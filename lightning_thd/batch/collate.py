@@ -1,85 +1,70 @@
-"""Samples -> the fields of a ``THDBatch``. The public door is ``THDBatch.collate``.
+"""Checked samples, or a padded batch and its mask -> the fields of a ``THDBatch``.
 
 T slots in a pack, S sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_thd._checks import INT64_MAX, described, host_ints, real_number, whole_number
+from lightning_thd._checks import described, host_ints, int_tensor, real_number, whole_number
 from lightning_thd.alignment import Alignment
-from lightning_thd.batch.samples import (
-    IGNORE_INDEX,
-    OWN_KEYS,
-    PER_TOKEN,
-    ROW_BOUNDS,
-    check_attention_mask,
-    check_modalities,
-    check_samples,
-    joined_extras,
-    per_token_row,
-    position_row,
-    refuse_bounds,
-    refuse_ids,
-    refuse_labels,
-    refuse_shifted,
-    token_row,
-)
-from lightning_thd.batch.weights import pack_weights
-from lightning_thd.seqlens import INT32_MAX
+from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
+from lightning_thd.batch.samples import check_sample, refuse_shifted, sample_weights
+from lightning_thd.seqlens import INT32_MAX, position_ids_from_cu_seqlens
 from lightning_thd.stats import SeqStats, Window
 
+Sample = Mapping[str, Any]
 
-def collate_fields(
-    samples: Sequence[dict[str, Any]],
+
+def check_samples(samples: object) -> list[dict[str, Any]]:
+    """Check samples one by one, and their labels together; return them with rows as arrays."""
+    if not isinstance(samples, Sequence) or isinstance(samples, str | bytes):
+        raise TypeError(f"samples is {described(samples)}; wanted a list of dicts. Pass [sample, ...].")
+    checked = [check_sample(sample, f"Sample {i}") for i, sample in enumerate(samples)]
+    rows = [(one["input_ids"], one.get("labels", one["input_ids"])) for one in checked]
+    if any("labels" in one for one in checked):
+        refuse_shifted(rows, "The samples")
+    return checked
+
+
+def lay_out(
+    samples: Sequence[Sample],
     *,
-    align: Alignment | None,
-    pad_to: int | None,
-    sequence_ids: Sequence[int] | None,
-    loss_scale: float | None,
-    sequence_scale: float | None,
+    align: Alignment | None = None,
+    pad_to: int | None = None,
+    sequence_ids: Sequence[int] | None = None,
+    loss_scale: float | None = None,
+    sequence_scale: float | None = None,
     windows: Sequence[Window] = (),
 ) -> dict[str, Any]:
-    """Build the fields of ``THDBatch.collate``; the arguments are described there."""
-    check_samples(samples)
-    ids = [token_row(sample, "input_ids", i) for i, sample in enumerate(samples)]
+    """Lay checked samples end to end; arguments and fields are those of ``THDBatch.collate``."""
+    ids = [np.asarray(sample["input_ids"]) for sample in samples]
     lengths = [len(row) for row in ids]
-    sequence_ids = _sequence_ids(sequence_ids, len(lengths))
     padded, slots = _slots(lengths, align, pad_to)
     starts = [0, *accumulate(padded)][: len(lengths)]
     dense = padded[: len(lengths)] == lengths
 
-    input_ids = _lay_out(ids, starts, slots, dense, fill=0)
-    if input_ids.size and input_ids.min() < 0:
-        refuse_ids(ids)
+    input_ids = _end_to_end(ids, starts, slots, dense, fill=0)
     source, masked = input_ids, any("labels" in sample for sample in samples)
     if masked:
-        labels = [
-            per_token_row(sample, "labels", lengths[i], i) if "labels" in sample else ids[i]
-            for i, sample in enumerate(samples)
-        ]
-        source = _lay_out(labels, starts, slots, dense, fill=IGNORE_INDEX)
-        if ((source < 0) & (source != IGNORE_INDEX)).any():
-            refuse_labels(labels)
-        refuse_shifted(zip(ids, labels, strict=True), "The samples")
+        labels = [np.asarray(sample.get("labels", row)) for sample, row in zip(samples, ids, strict=True)]
+        source = _end_to_end(labels, starts, slots, dense, fill=IGNORE_INDEX)
     targets = _shift(source, starts, lengths, dense)
     loss_tokens = sum(lengths) - len(lengths)
-    for i, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=True)):
-        if "attention_mask" in sample:
-            check_attention_mask(sample, length, i)
+    for sample, start, length in zip(samples, starts, lengths, strict=True):
         if "next_label" in sample:
-            label = targets[start + length - 1] = _next_label(sample["next_label"], i)
+            targets[start + length - 1] = sample["next_label"]
             loss_tokens += 1
-            masked |= label == IGNORE_INDEX
+            masked |= sample["next_label"] == IGNORE_INDEX
     if masked:  # else every token with a next one has a target
         loss_tokens = int(np.count_nonzero(targets != IGNORE_INDEX))
 
@@ -87,10 +72,13 @@ def collate_fields(
     loss_scale, sequence_scale = _scale(loss_scale, "loss_scale"), _scale(sequence_scale, "sequence_scale")
     if loss_scale is None:
         loss_scale, sequence_scale = mean_scale(weights.total), mean_scale(weights.sequences)
-    cu_seqlens_padded = cumulative(padded)
+    cu_seqlens_padded = _cumulative(padded)
     # A trailing pad counts as a sequence of its own in both, so its real length is its slots.
-    cu_seqlens = cu_seqlens_padded if dense else cumulative([*lengths, *padded[len(lengths) :]])
-    extras = _extras(samples, starts, slots, lengths)
+    cu_seqlens = cu_seqlens_padded if dense else _cumulative([*lengths, *padded[len(lengths) :]])
+    extras = {key: _joined(samples, key) for key in dict.fromkeys(k for s in samples for k in inputs(s))}
+    for key in TYPES:
+        if any(key in sample for sample in samples):
+            extras[key] = _types(samples, key, starts, lengths, slots)
     return {
         "input_ids": torch.from_numpy(input_ids),
         "targets": torch.from_numpy(targets),
@@ -107,7 +95,7 @@ def collate_fields(
             image_grid_thw=extras.get("image_grid_thw"),
             video_grid_thw=extras.get("video_grid_thw"),
         ),
-        "sequence_ids": sequence_ids,
+        "sequence_ids": _sequence_ids(sequence_ids, len(lengths)),
         "loss_scale": loss_scale,
         "sequence_scale": sequence_scale,
         "sequence_shares": weights.shares,
@@ -127,15 +115,6 @@ def _sequence_ids(sequence_ids: Sequence[int] | None, count: int) -> Sequence[in
     return ids
 
 
-def _next_label(label: Any, i: int) -> int:
-    number = whole_number(
-        label, f"Sample {i}: next_label", least=None, most=INT64_MAX, advice="It is one id, or -100."
-    )
-    if number < 0 and number != IGNORE_INDEX:
-        raise ValueError(f"Sample {i} has next_label={number}. Give the id of the next token, or -100.")
-    return number
-
-
 def _scale(given: Any, name: str) -> float | None:
     if given is None:
         return None
@@ -150,7 +129,7 @@ def mean_scale(weight: float) -> float:
     return 1.0 / weight if weight else 0.0
 
 
-def cumulative(lengths: Sequence[int]) -> Tensor:
+def _cumulative(lengths: Sequence[int]) -> Tensor:
     """Sum lengths to int32 offsets on the CPU: ``[3, 2]`` becomes ``[0, 3, 5]``."""
     return torch.from_numpy(np.array([0, *accumulate(lengths)], np.int32))
 
@@ -174,7 +153,7 @@ def _slots(lengths: list[int], align: Alignment | None, pad_to: int | None) -> t
         )
     if align is not None and slots % align.total_multiple:
         try:
-            align.check(slots)  # names the kernel that would refuse, where the alignment knows it
+            align.check(slots)  # names the kernel that would refuse, if the alignment knows it
         except ValueError as err:
             raise ValueError(
                 f"pad_to={pad_to} is no multiple of {align.total_multiple}: {err} Use "
@@ -183,7 +162,7 @@ def _slots(lengths: list[int], align: Alignment | None, pad_to: int | None) -> t
     return (padded if slots == total else [*padded, slots - total]), slots
 
 
-def _lay_out(
+def _end_to_end(
     rows: list[NDArray[Any]], starts: list[int], slots: int, dense: bool, *, fill: int
 ) -> NDArray[np.int64]:
     out = np.empty(slots, np.int64)
@@ -224,16 +203,16 @@ def _count_up(size: int) -> NDArray[np.int64]:
 
 
 def _positions(
-    samples: Sequence[dict[str, Any]], padded: list[int], starts: list[int], lengths: list[int], slots: int
+    samples: Sequence[Sample], padded: list[int], starts: list[int], lengths: list[int], slots: int
 ) -> Tensor:
     # One copy of each beginning of 0, 1, 2, ... takes a third of the time of arange - repeat.
     from_zero = _count_up(1 << max(padded, default=1).bit_length())
     counted = np.concatenate([from_zero[:n] for n in padded])
-    if not any("position_ids" in sample for sample in samples):
+    given = [np.asarray(s["position_ids"]) if "position_ids" in s else None for s in samples]
+    leading = next((row.shape[:-1] for row in given if row is not None), None)
+    if leading is None:
         return torch.from_numpy(counted)
-    given = [position_row(sample, lengths[i], i) for i, sample in enumerate(samples)]
-    leading = next(row.shape[:-1] for row in given if row is not None)
-    # A sample without keeps what is counted, in all three rows: what M-RoPE gives to text.
+    # A sample without positions keeps what is counted, in all three rows, as M-RoPE does for text.
     out = np.broadcast_to(counted, (*leading, slots)).copy()
     for i, (start, row, length) in enumerate(zip(starts, given, lengths, strict=True)):
         if row is None:
@@ -247,22 +226,167 @@ def _positions(
     return torch.from_numpy(out)
 
 
-def _extras(
-    samples: Sequence[dict[str, Any]], starts: list[int], slots: int, lengths: list[int]
-) -> dict[str, Tensor]:
-    names = dict.fromkeys(name for sample in samples for name in sample if name not in OWN_KEYS)
-    check_modalities([*names])
-    if not names.keys().isdisjoint(ROW_BOUNDS):
-        for i, sample in enumerate(samples):
-            refuse_bounds(sample, i)
-    extras: dict[str, Tensor] = {}
-    for name in names:
-        extras[name] = joined_extras(samples, name)
-    for name in PER_TOKEN:
-        if any(name in sample for sample in samples):
-            row = torch.zeros(1, slots, dtype=torch.int64)
-            for i, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=True)):
-                values = per_token_row(sample, name, length, i).astype(np.int64)
-                row[0, start : start + length] = torch.from_numpy(values)
-            extras[name] = row
-    return extras
+def _types(samples: Sequence[Sample], key: str, starts: list[int], lengths: list[int], slots: int) -> Tensor:
+    """Lay out the token types of all samples, int64 ``[1, T]``; 0 for a sample without."""
+    row = np.zeros((1, slots), np.int64)
+    for sample, start, length in zip(samples, starts, lengths, strict=True):
+        if key in sample:
+            row[0, start : start + length] = sample[key]
+    return torch.from_numpy(row)
+
+
+def _joined(samples: Sequence[Sample], key: str) -> Tensor:
+    """Concatenate a further model input of all samples that have it, along its first axis."""
+    parts = [torch.as_tensor(sample[key]) for sample in samples if key in sample]
+    first = parts[0]
+    for part in parts[1:]:
+        if part.shape[1:] != first.shape[1:] or part.dtype != first.dtype or part.device != first.device:
+            raise ValueError(
+                f"Samples carry {key!r} as {first.dtype} {list(first.shape)} on {first.device} and as "
+                f"{part.dtype} {list(part.shape)} on {part.device}. Extras are concatenated along the first "
+                "axis: give them one dtype, one device and the same other axes."
+            )
+    return torch.cat(parts)
+
+
+class PackWeights(NamedTuple):
+    """The loss weights of a pack.
+
+    Attributes:
+        slots: fp32 ``[T]``, the weight of each slot's target, 0 without one; None if no sample has weights.
+        total: their sum; the number of targets if no sample has weights.
+        shares: ``[S]``, each sequence's weight over the sum of its loss tokens' weights, 0 without any.
+        sequences: the sum of the sequences' weights, of which a cut one counts in part.
+    """
+
+    slots: NDArray[np.float32] | None
+    total: float
+    shares: list[float]
+    sequences: float
+
+
+def pack_weights(
+    samples: Sequence[Sample],
+    targets: NDArray[np.int64],
+    starts: list[int],
+    lengths: list[int],
+    *,
+    masked: bool,
+) -> PackWeights:
+    """Lay the weights of samples end to end, one for each slot's target.
+
+    Args:
+        samples: a cut one brings ``next_weight``, the weight of the token after its last, and
+            ``whole_weight``, the sum over the loss tokens of the whole sequence.
+        targets: int64 ``[T]``, shifted.
+        starts: first slot of every sample.
+        lengths: tokens of every sample.
+        masked: some tokens that have a next one may have no target.
+    """
+    weighted = any("weights" in sample for sample in samples)
+    sequence, slots = [1.0] * len(samples), None
+    if not weighted and not masked:
+        own = [float(n - 1 + ("next_label" in sample)) for n, sample in zip(lengths, samples, strict=True)]
+    else:
+        counted = (targets != IGNORE_INDEX).astype(np.float32)
+        for i, (sample, start, length) in enumerate(zip(samples, starts, lengths, strict=True)):
+            if weighted:
+                tokens, sequence[i] = sample_weights(sample, length, f"Sample {i}")
+                counted[start : start + length - 1] *= tokens[1:]
+                counted[start + length - 1] *= sample.get("next_weight", sequence[i])
+        sums = np.concatenate([[0.0], np.cumsum(counted, dtype=np.float64)])
+        first = np.asarray(starts, np.int64)
+        own = (sums[first + np.asarray(lengths, np.int64)] - sums[first]).tolist()
+        slots = counted if weighted else None
+    whole = [sample.get("whole_weight", n) for sample, n in zip(samples, own, strict=True)]
+    shares = [weight / n if n > 0 else 0.0 for weight, n in zip(sequence, whole, strict=True)]
+    return PackWeights(
+        slots=slots,
+        total=sum(own),
+        shares=shares,
+        sequences=sum(n * share for n, share in zip(own, shares, strict=True)),
+    )
+
+
+def padded_fields(input_ids: Any, attention_mask: Any, labels: Any) -> dict[str, Any]:
+    """Build the fields of ``THDBatch.from_padded``; the arguments are described there."""
+    input_ids = int_tensor(input_ids, "input_ids")
+    labels = None if labels is None else int_tensor(labels, "labels")
+    attention_mask = _mask(attention_mask)
+    given = [t for t in (input_ids, attention_mask, labels) if t is not None]
+    shapes = [tuple(t.shape) for t in given]
+    if input_ids.ndim != 2 or len(set(shapes)) != 1:
+        raise ValueError(
+            f"from_padded() got shapes {shapes} for input_ids, attention_mask and labels. "
+            "All must be the same [B, N]."
+        )
+    devices = [str(t.device) for t in given]
+    if len(set(devices)) != 1 or devices[0] == "meta":
+        raise ValueError(
+            f"from_padded() got tensors on {', '.join(devices)}, wanted all on one device that holds values. "
+            "Move them there."
+        )
+    mask = attention_mask.bool()
+    lengths = _checked_lengths(input_ids, attention_mask, mask, labels)
+    slots = sum(lengths)
+    if slots == 0:
+        raise ValueError(
+            f"from_padded() got an attention_mask of shape {shapes[1]} without a real token. "
+            "Pass 1 where a token is real."
+        )
+    cu_seqlens = _cumulative(lengths).to(input_ids.device)
+    ids = input_ids[mask].long()
+    source = ids if labels is None else labels[mask].long()
+    targets = torch.cat([source[1:], source.new_full((1,), IGNORE_INDEX)])
+    # The slot before every boundary ends a sequence; rows of length 0 name a neighbour's end once more.
+    targets[cu_seqlens[1:].long() - 1] = IGNORE_INDEX
+    counted = torch.cat([targets.new_zeros(1), (targets != IGNORE_INDEX).cumsum(0)])
+    own: list[int] = counted[cu_seqlens.long()].diff().tolist()
+    loss_tokens = sum(own)
+    return {
+        "input_ids": ids,
+        "targets": targets,
+        "position_ids": position_ids_from_cu_seqlens(cu_seqlens, slots),
+        "cu_seqlens": cu_seqlens,
+        "cu_seqlens_padded": cu_seqlens,
+        "lengths": lengths,
+        "padded_lengths": lengths,
+        "stats": SeqStats.from_lengths(lengths, slots=slots, loss_tokens=loss_tokens),
+        "sequence_ids": range(len(lengths)),
+        "loss_scale": mean_scale(loss_tokens),
+        "sequence_scale": mean_scale(sum(n > 0 for n in own)),
+        "sequence_shares": [mean_scale(n) for n in own],
+    }
+
+
+def _mask(attention_mask: Any) -> Tensor:
+    try:
+        return torch.as_tensor(attention_mask)
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise TypeError(
+            f"attention_mask is {described(attention_mask)}; wanted a tensor [B, N] of 0 and 1."
+        ) from err
+
+
+def _checked_lengths(
+    input_ids: Tensor, attention_mask: Tensor, mask: Tensor, labels: Tensor | None
+) -> list[int]:
+    """Return the length of every row, after checking mask, ids and labels with one device read."""
+    source = input_ids if labels is None else labels
+    faults = [
+        ((attention_mask != 0) & (attention_mask != 1)).any(),
+        ((input_ids < 0) & mask).any(),
+        ((source < 0) & (source != IGNORE_INDEX) & mask).any(),
+    ]
+    *lengths, masked, ids, targets = torch.cat([mask.sum(1), torch.stack(faults).long()]).tolist()
+    if masked:
+        raise ValueError(
+            "from_padded() got an attention_mask with values other than 0 and 1. Pass 1 where a token is "
+            "real, else 0: a mask that is added to scores, or numbers sequences, means something else."
+        )
+    if ids or targets:
+        found = "ids below 0" if ids else "labels below 0 that are not -100"
+        raise ValueError(
+            f"from_padded() got {found} where the mask is 1. Labels are ids, or -100 where ignored."
+        )
+    return list(lengths)

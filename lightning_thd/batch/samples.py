@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,144 +10,197 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_thd._checks import described, host_ints
+from lightning_thd._checks import INT64_MAX, described, host_ints, whole_number
+from lightning_thd.batch.keys import IGNORE_INDEX, KEYS, TYPES, inputs, refuse_boundaries, refuse_keys
 
-IGNORE_INDEX = -100
-# One value a token, so they are padded with the ids and given to the model as [1, T].
-PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
-WEIGHT_KEYS = ("weights", "next_weight", "whole_weight")
-OWN_KEYS = (
-    *("input_ids", "labels", "next_label", "position_ids", "attention_mask"),
-    *WEIGHT_KEYS,
-    *PER_TOKEN,
-)
-_SHIFTED_FROM = 8  # labels that are the next id and not their own: fewer may be so by chance
-_REFUSED = ("input_features", "input_values", "audio_values", "audio_features")
-# What hides tokens from the loss, or tells sequences of a row apart, under names that nobody reads here.
-_MASKS = (
-    *("loss_mask", "label_mask", "labels_mask", "target_mask", "completion_mask", "response_mask"),
-    *("prompt_mask", "assistant_mask", "assistant_masks", "prompt_length", "prompt_len", "prompt_lengths"),
-    *("mask", "masks", "loss_masks", "label_masks", "train_mask", "learn_mask", "completion_masks"),
-    *("response_masks", "prompt_masks", "target_masks", "shift_labels", "answer_start_idx"),
-    *("context_length", "source_len", "source_length", "source_mask"),
-)
-# Weights of tokens or sequences under names that nobody reads here.
-_WEIGHTS = (
-    *("weight", "loss_weight", "loss_weights", "token_weight", "token_weights", "label_weight"),
-    *("label_weights", "sample_weight", "sample_weights", "sequence_weight", "sequence_weights"),
-)
-_BOUNDS = (
-    *("segment_ids", "document_ids", "doc_ids", "seq_idx", "sequence_lengths", "seq_lens", "seqlens"),
-    *("doc_lens", "doc_lengths", "document_lengths", "input_pos", "seq_start_id", "seq_boundaries"),
-    *("cumulative_len", "cu_lens", "cu_doc_lens", "cu_seq_lens"),
-)
-# The same under names that datasets of rows that were packed before are read by.
-ROW_BOUNDS = ("lengths", "seq_lengths", "cu_seqlens", "cu_seqlens_padded")
-# Arguments that THDBatch.hf_kwargs makes; a sample's own would replace them in the call of the model.
-_RESERVED = frozenset(
-    (
-        *("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens_real", "max_length_q", "max_length_k"),
-        *("use_cache", "targets"),
-    )
-)
+MOST_ID = 2**31 - 1  # a larger id belongs to no vocabulary
+_SHIFTED_FROM = 8  # fewer labels may equal the next id and not their own by chance
 
 
-def check_samples(samples: object) -> None:
-    """Raise for anything but a sequence of dicts whose keys are inputs of a model."""
-    if not isinstance(samples, Sequence) or isinstance(samples, str | bytes):
-        raise TypeError(f"samples is {described(samples)}; wanted a list of dicts. Pass [sample, ...].")
-    for i, sample in enumerate(samples):
-        if not isinstance(sample, Mapping):
-            raise TypeError(
-                f"Sample {i} is {described(sample)}; wanted a dict. Pass {{'input_ids': [5, 6, 7]}}."
-            )
-        if not _RESERVED.isdisjoint(sample):
-            names = sorted(_RESERVED.intersection(sample))
-            raise ValueError(
-                f"Sample {i} carries {', '.join(names)}, which the batch makes by itself. Leave them out: "
-                "samples hold input_ids and labels of one sequence."
-            )
+def check_sample(sample: Any, name: str, *, empty: bool = False) -> dict[str, Any]:
+    """Check all of one sample and return it with its rows as arrays; errors begin with ``name``.
+
+    Args:
+        sample: a dict with ``input_ids``.
+        name: what the sample is called in messages, ``"Sample 0"`` for example.
+        empty: a sample without tokens is allowed.
+
+    Raises:
+        TypeError: for a sample that is no dict, and values that hold no numbers.
+        ValueError: for keys that are refused, and rows that are no ids, labels, positions, types or weights
+            of the same tokens.
+    """
+    if not isinstance(sample, Mapping):
+        raise TypeError(f"{name} is {described(sample)}; wanted a dict. Pass {{'input_ids': [5, 6, 7]}}.")
+    if made := sorted(key for key in sample if KEYS.get(key) == "made"):
+        raise ValueError(
+            f"{name} carries {', '.join(made)}, which the batch makes. Leave them out: samples hold "
+            "input_ids and labels of one sequence."
+        )
+    refuse_keys(sample)
+    ids = token_row(sample, "input_ids", name, empty=empty)
+    _check_ids(ids, name, "token id", least=0)
+    checked = {**sample, "input_ids": ids}
+    if "labels" in sample:
+        labels = checked["labels"] = per_token_row(sample, "labels", len(ids), name)
+        _check_ids(labels, name, "label", least=IGNORE_INDEX)
+    if "attention_mask" in sample:
+        check_attention_mask(sample, len(ids), name)
+    if "position_ids" in sample:
+        checked["position_ids"] = position_row(sample, len(ids), name)
+    for key in TYPES:
+        if key in sample:
+            checked[key] = per_token_row(sample, key, len(ids), name)
+    if "weights" in sample:
+        sample_weights(sample, len(ids), name)
+    if "next_label" in sample:
+        checked["next_label"] = _next_label(sample["next_label"], name)
+    refuse_boundaries(sample, name)
+    for key in inputs(sample):
+        checked[key] = _as_input(sample[key], key, name)
+    return checked
 
 
-def token_row(sample: Mapping[str, Any], key: str, i: int) -> NDArray[np.integer[Any]]:
-    """Read one row of integers ``[n]`` of sample ``i``; ids must not be empty."""
+def token_row(
+    sample: Mapping[str, Any], key: str, name: str, *, empty: bool = False
+) -> NDArray[np.integer[Any]]:
+    """Read one row of integers ``[n]`` of a sample; ids must not be empty."""
     if key not in sample:
-        raise ValueError(f"Sample {i} has the keys {[*sample]} but no {key!r}. Give it one.")
+        raise ValueError(f"{name} has the keys {sorted(sample)} but no {key!r}. Give it one.")
     value = sample[key]
     if isinstance(value, np.ma.MaskedArray):
         raise ValueError(
-            f"Sample {i}: {key} is a masked array, whose mask would be lost. Give its compressed() values."
+            f"{name}: {key} is a masked array, whose mask would be lost. Give its compressed() values."
         )
+    if holds_bools(value):
+        raise ValueError(f"{name}: {key} holds True or False among its numbers. Give integers.")
     kind = (value.dtype.kind, value.dtype.itemsize) if isinstance(value, np.ndarray) else ("", 0)
     if kind[0] not in ("i", "u") or kind == ("u", 8):  # uint64 may pass int64
         try:
             value = host_ints(value, key, ndim=None, advice="Give one row of integers.")
         except (TypeError, ValueError) as err:
-            raise type(err)(f"Sample {i}: {err}") from err
+            raise type(err)(f"{name}: {err}") from err
     row: NDArray[np.integer[Any]] = value
-    if key == "input_ids" and not row.size:
-        raise ValueError(
-            f"Sample {i} has no tokens. Remove it, or let THDDataModule do so with empty='drop'."
-        )
     if row.ndim != 1:
-        raise ValueError(f"Sample {i}: {key} has shape {row.shape}. Give one row of integers.")
+        raise ValueError(f"{name}: {key} has shape {row.shape}. Give one row of integers.")
+    if key == "input_ids" and not row.size and not empty:
+        raise ValueError(f"{name} has no tokens. Remove it, or let THDDataModule do so with empty='drop'.")
     return row
 
 
-def per_token_row(sample: Mapping[str, Any], key: str, length: int, i: int) -> NDArray[np.integer[Any]]:
-    """Read one row of integers of sample ``i`` that must have one value a token."""
-    row = token_row(sample, key, i)
+def holds_bools(values: object) -> bool:
+    """Return whether a list has bools among its entries, which numpy would turn into 0 and 1."""
+    return isinstance(values, list | tuple) and bool in set(map(type, values))
+
+
+def per_token_row(sample: Mapping[str, Any], key: str, length: int, name: str) -> NDArray[np.integer[Any]]:
+    """Read one row of integers of a sample that must have one value a token."""
+    row = token_row(sample, key, name)
     if len(row) != length:
         advice = "unshifted, with -100 where it is to be ignored" if key == "labels" else "or drop the key"
         raise ValueError(
-            f"Sample {i} has {length} input_ids but {len(row)} {key}. Give one value a token, {advice}."
+            f"{name} has {length} input_ids but {len(row)} {key}. Give one value a token, {advice}."
         )
     return row
 
 
-def check_attention_mask(sample: Mapping[str, Any], length: int, i: int) -> None:
-    """Raise for a sample whose attention mask hides tokens, which packing would train on."""
-    mask = np.asarray(sample["attention_mask"])
+def _check_ids(row: NDArray[np.integer[Any]], name: str, what: str, *, least: int) -> None:
+    if not row.size:
+        return
+    low, high = int(row.min()), int(row.max())
+    if high <= MOST_ID and low >= 0:
+        return
+    odd = row[(row > MOST_ID) | ((row < 0) & (row != (IGNORE_INDEX if least < 0 else 0)))]
+    if not odd.size:
+        return
+    wanted = (
+        f"Ids run from 0 to {MOST_ID}; -100 belongs into labels, not into input_ids."
+        if least == 0
+        else "Labels are ids, or -100 where a token is not to be learned."
+    )
+    raise ValueError(f"{name} has the {what} {int(odd[0])}. {wanted}")
+
+
+def check_attention_mask(sample: Mapping[str, Any], length: int, name: str) -> None:
+    """Refuse an attention mask that hides tokens, which packing would train on."""
+    try:
+        mask = np.asarray(sample["attention_mask"])
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise ValueError(f"{name}: attention_mask is no row of ones ({err}). Leave it out.") from err
     if mask.shape != (length,) or not (mask == 1).all():
         raise ValueError(
-            f"Sample {i} has {length} input_ids and an attention_mask of shape {mask.shape} that is not all "
+            f"{name} has {length} input_ids and an attention_mask of shape {mask.shape} that is not all "
             "ones. Cut the padding off, or pack a padded batch with THDBatch.from_padded."
         )
 
 
-def position_row(sample: Mapping[str, Any], length: int, i: int) -> NDArray[np.int64] | None:
-    """Read the positions of sample ``i``, ``[n]`` or ``[3, n]``; None where it has none."""
-    if "position_ids" not in sample:
-        return None
+def position_row(sample: Mapping[str, Any], length: int, name: str) -> NDArray[np.int64]:
+    """Read the positions of a sample, ``[n]`` or ``[3, n]``."""
     try:
         row: NDArray[np.int64] = host_ints(sample["position_ids"], "position_ids", ndim=None)
     except (TypeError, ValueError) as err:
-        raise type(err)(f"Sample {i}: {err}") from err
+        raise type(err)(f"{name}: {err}") from err
     if row.shape not in ((length,), (3, length)):
         raise ValueError(
-            f"Sample {i} has {length} input_ids but position_ids of shape {row.shape}. "
+            f"{name} has {length} input_ids but position_ids of shape {row.shape}. "
             "Give every sample one position a token, [n], or three, [3, n]."
         )
     return row
 
 
-def refuse_ids(ids: list[NDArray[Any]]) -> None:
-    """Raise for the first sample with an id below 0."""
-    i, worst = next((i, int(row.min())) for i, row in enumerate(ids) if row.min() < 0)
-    raise ValueError(
-        f"Sample {i} has the token id {worst}. Ids start at 0; -100 belongs into labels, not into input_ids."
+def _next_label(label: Any, name: str) -> int:
+    number = whole_number(
+        label, f"{name}: next_label", least=None, most=INT64_MAX, advice="It is one id, or -100."
     )
+    if number < 0 and number != IGNORE_INDEX:
+        raise ValueError(f"{name} has next_label={number}. Give the id of the next token, or -100.")
+    return number
 
 
-def refuse_labels(labels: list[NDArray[Any]]) -> None:
-    """Raise for the first sample with a label that is neither an id nor -100."""
-    for i, row in enumerate(labels):
-        for label in row[(row < 0) & (row != IGNORE_INDEX)][:1].tolist():
-            raise ValueError(f"Sample {i} has the label {label}. Labels are ids, or -100 where ignored.")
+def _as_input(value: object, key: str, name: str) -> Tensor:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        value = torch.from_numpy(value)
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        raise ValueError(
+            f"{name} carries {key!r} as {type(value).__name__}. Extras are tensors or arrays with at "
+            "least one axis, concatenated along the first; drop the key if the model does not need it."
+        )
+    return value
+
+
+def sample_weights(sample: Mapping[str, Any], length: int, name: str) -> tuple[NDArray[np.float32], float]:
+    """Read the loss weights of a sample: one for each token as a target, fp32 ``[n]``, and the sequence's.
+
+    One number weighs the sequence and all its tokens; one a token leaves the sequence's weight at 1.
+    """
+    given = sample.get("weights", 1.0)
+    row = np.asarray(given.numpy() if isinstance(given, Tensor) else given)
+    if row.dtype.kind not in "iufb" or row.shape not in ((), (length,)):
+        raise ValueError(
+            f"{name} has {length} input_ids but weights of shape {row.shape} and dtype {row.dtype}. Give "
+            "one number for the sequence, or one a token, aligned with labels."
+        )
+    row = row.astype(np.float32)
+    if not np.isfinite(row).all() or (row < 0).any():
+        raise ValueError(
+            f"{name} has the weight {float(row[~np.isfinite(row) | (row < 0)].flat[0])}. Weights are "
+            "finite and at least 0; for a negative factor weigh the loss of a step yourself."
+        )
+    return (np.broadcast_to(row, (length,)), float(row)) if row.ndim == 0 else (row, 1.0)
+
+
+def whole_weight(sample: Mapping[str, Any], name: str) -> tuple[float, float]:
+    """Add up the weights of a sequence's loss tokens, and return the sum and the weight of the sequence.
+
+    Labels ``[-100, 7, 8]`` with weights ``[1, 2, 3]`` give ``(5.0, 1.0)``.
+    """
+    labels = np.asarray(sample.get("labels", sample["input_ids"]))
+    tokens, sequence = sample_weights(sample, len(labels), name)
+    return float(tokens[1:][labels[1:] != IGNORE_INDEX].sum(dtype=np.float64)), sequence
 
 
 def refuse_shifted(rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str) -> None:
-    """Raise where labels are the next tokens already: shifted again, each would be the token after the next.
+    """Refuse labels that are the next tokens already: shifted again, each would be the token after the next.
 
     Args:
         rows: ids ``[n]`` and labels ``[n]`` of some sequences.
@@ -171,79 +224,11 @@ def refuse_shifted(rows: Iterable[tuple[NDArray[Any], NDArray[Any]]], name: str)
         )
 
 
-def check_modalities(names: Iterable[str]) -> None:
-    """Raise for keys of inputs that cannot be packed, such as audio, and of masks that would be left out."""
-    if isinstance(names, Mapping):
-        names = [name for name, value in names.items() if value is not None]
-    names = list(names)
-    for name in names:
-        if name in _MASKS and "labels" in names:
-            raise ValueError(
-                f"Samples carry {name!r} beside labels, and labels alone say what is learned. Put -100 "
-                f"into them where it hides a token, if they lack it, and drop {name!r}."
-            )
-        if name in _MASKS:
-            raise ValueError(
-                f"Samples carry {name!r}, which is not read, so that what it hides would be trained on. Give "
-                "labels, unshifted, with -100 where a token is not to be learned, in its place."
-            )
-        if name in _WEIGHTS:
-            raise ValueError(
-                f"Samples carry {name!r}, which is not read. Give weights under 'weights', one a token or "
-                "one a sequence; rename it, or drop it."
-            )
-        if name in _BOUNDS:
-            raise ValueError(
-                f"Samples carry {name!r}, which is not read, so that sequences of one row would see each "
-                "other. Give lengths, cu_seqlens or position_ids in its place, or one sequence a row."
-            )
-        if name in _REFUSED:
-            raise ValueError(
-                f"Samples carry {name!r}: audio inputs cannot be packed, only tokens, images and video. "
-                "Remove the key or use a padded batch."
-            )
-
-
-def refuse_bounds(names: Iterable[str], i: int) -> None:
-    """Raise for the boundaries of several sequences in one sample, which would see each other."""
-    if found := [name for name in names if name in ROW_BOUNDS]:
-        raise ValueError(
-            f"Sample {i} carries {', '.join(found)}, as a row of several sequences does, and a sample is "
-            "one: they would see each other. Give the sequences one by one, or drop the key; THDDataModule "
-            "takes the rows of a dataset with a length apart."
-        )
-
-
-def refuse_restart(sample: Mapping[str, Any], advice: str) -> None:
-    """Raise for position_ids that begin again inside a sample, whose sequences would see each other."""
+def refuse_restart(sample: Mapping[str, Any], name: str, advice: str) -> None:
+    """Refuse position_ids that begin again inside a sample, whose sequences would see each other."""
     positions = np.asarray(sample.get("position_ids", ()))
     if positions.ndim == 1 and (positions[1:] == 0).any():
         raise ValueError(
-            "its position_ids start anew inside it, as in a row of several sequences, which would see each "
-            f"other. {advice}"
+            f"{name} is bad: its position_ids begin again inside it, as in a row of several sequences, which "
+            f"would see each other. {advice}"
         )
-
-
-def joined_extras(samples: Sequence[Mapping[str, Any]], name: str) -> Tensor:
-    """Concatenate a further model input of all samples that have it, along its first axis."""
-    parts = [_extra_tensor(sample[name], name, i) for i, sample in enumerate(samples) if name in sample]
-    first = parts[0]
-    for part in parts[1:]:
-        if part.shape[1:] != first.shape[1:] or part.dtype != first.dtype or part.device != first.device:
-            raise ValueError(
-                f"Samples carry {name!r} as {first.dtype} {list(first.shape)} on {first.device} and as "
-                f"{part.dtype} {list(part.shape)} on {part.device}. Extras are concatenated along the first "
-                "axis: give them one dtype, one device and the same other axes."
-            )
-    return torch.cat(parts)
-
-
-def _extra_tensor(value: object, name: str, i: int) -> Tensor:
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        value = torch.from_numpy(value)
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        raise ValueError(
-            f"Sample {i} carries {name!r} as {type(value).__name__}. Extras are tensors or arrays with at "
-            "least one axis, concatenated along the first; drop the key if the model does not need it."
-        )
-    return value

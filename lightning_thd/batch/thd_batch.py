@@ -15,15 +15,63 @@ from torch import Tensor
 
 from lightning_thd._checks import described
 from lightning_thd.alignment import Alignment
-from lightning_thd.batch.collate import collate_fields
-from lightning_thd.batch.epoch_weight import weighing_rows
-from lightning_thd.batch.immutable import Immutable
-from lightning_thd.batch.padded import padded_fields
+from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
 from lightning_thd.stats import SeqStats, Window
 
 _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
 _HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
-_WEIGHTS = ("weights", "sequence_shares", "sequence_scale")
+_FURTHER = ("weights", "sequence_shares", "sequence_scale", "set_name")
+_ROUNDING = 1e-9  # relative distance below which a weight counts as a whole number of tokens
+
+
+class Immutable:
+    """Base of classes with slots that are set once; Lightning would rewrite a dataclass or a list."""
+
+    __slots__ = ()
+
+    def _set(self, **fields: object) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(
+            f"{type(self).__name__}.{name} cannot be assigned: batches are immutable. "
+            "Make a changed copy with .replace(...)."
+        )
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be deleted: batches are immutable.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        names: tuple[str, ...] = self.__slots__
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._set(**state)
+
+
+class _Rows(Tensor):
+    """A meta tensor that gives a weight for its number of rows."""
+
+    weight: float
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the weight as the rows, which a shape would round to a whole number."""
+        return super().size() if dim is None else self.weight
+
+
+def weighing_rows(weight: float) -> Tensor:
+    """Return a tensor without values that weighs a batch in the epoch means of ``self.log``.
+
+    Lightning takes ``size(0)`` of the first tensor it finds in a batch as the weight of a logged value. A
+    step's loss tokens per microbatch need not be whole, and rounded ones would change the mean, or make it
+    NaN if all round to 0. 12.5 gives ``size(0)`` 12.5 in a shape ``[12]``, on the meta device.
+    """
+    whole = round(weight)
+    rows: Any = torch.empty(whole, device="meta").as_subclass(_Rows)
+    rows.weight = float(whole) if abs(weight - whole) <= _ROUNDING * weight else weight
+    found: Tensor = rows
+    return found
 
 
 def checked_device(device: torch.device | str) -> torch.device:
@@ -35,16 +83,12 @@ def checked_device(device: torch.device | str) -> torch.device:
 
 
 def rows_of_slots(x: Any, slots: int) -> Tensor:
-    """Return a tensor with a row a slot from ``[T, ...]`` or ``[1, T, ...]``, as far as its shape tells.
-
-    Raises:
-        TypeError: when ``x`` is no tensor or array.
-    """
+    """Return a tensor with a row a slot from ``[T, ...]`` or ``[1, T, ...]``, if the shape is unambiguous."""
     if isinstance(x, np.ndarray) and x.dtype.kind in "biufc":
         x = torch.from_numpy(x)
     if not isinstance(x, Tensor):
         raise TypeError(f"unpack() got {described(x)}; wanted a tensor with one row a slot.")
-    # One slot: [1, 1, V] are a model's logits of it.
+    # With one slot, [1, 1, V] is a model's logits.
     if x.ndim > 1 and x.shape[0] == 1 and (slots != 1 or (x.ndim > 2 and x.shape[1] == 1)):
         return x[0]
     return x
@@ -71,10 +115,11 @@ class THDBatch(Immutable):
         weights: fp32 ``[T]``, what each slot's target counts; None where the samples bring no weights.
         sequence_shares: of every sequence in ``lengths``, its weight / the weight of all its loss tokens,
             those on other ranks or in other packs included: it makes the sum of their losses a mean.
-        sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None where it is unknown.
+        sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None if it is unknown.
+        set_name: the set that the batch comes from, ``"code"`` for example; empty if there is only one.
     """
 
-    __slots__ = (*_TENSORS, *_HOST, *_WEIGHTS)
+    __slots__ = (*_TENSORS, *_HOST, *_FURTHER)
 
     input_ids: Tensor
     targets: Tensor
@@ -91,6 +136,7 @@ class THDBatch(Immutable):
     weights: Tensor | None
     sequence_shares: tuple[float, ...]
     sequence_scale: float | None
+    set_name: str
 
     def __init__(
         self,
@@ -109,22 +155,9 @@ class THDBatch(Immutable):
         weights: Tensor | None = None,
         sequence_shares: Sequence[float] = (),
         sequence_scale: float | None = None,
+        set_name: str = "",
+        max_seqlen: int | None = None,
     ) -> None:
-        for name, tensor in (
-            ("input_ids", input_ids),
-            ("targets", targets),
-            ("position_ids", position_ids),
-            ("cu_seqlens", cu_seqlens),
-            ("cu_seqlens_padded", cu_seqlens_padded),
-        ):
-            if not isinstance(tensor, Tensor):
-                raise TypeError(
-                    f"{name} is {described(tensor)}; wanted a tensor. THDBatch.collate makes all fields."
-                )
-        if len(sequence_ids) != len(lengths):
-            raise ValueError(
-                f"There are {len(lengths)} lengths but {len(sequence_ids)} sequence_ids. Give one a sequence."
-            )
         self._set(
             input_ids=input_ids,
             targets=targets,
@@ -133,7 +166,7 @@ class THDBatch(Immutable):
             cu_seqlens_padded=cu_seqlens_padded,
             lengths=tuple(lengths),
             padded_lengths=tuple(padded_lengths),
-            max_seqlen=max(1, max(padded_lengths, default=1)),
+            max_seqlen=max(1, max(padded_lengths, default=1)) if max_seqlen is None else max_seqlen,
             stats=stats,
             sequence_ids=tuple(sequence_ids),
             loss_scale=float(loss_scale),
@@ -141,7 +174,19 @@ class THDBatch(Immutable):
             weights=weights,
             sequence_shares=tuple(sequence_shares),
             sequence_scale=None if sequence_scale is None else float(sequence_scale),
+            set_name=set_name,
         )
+        for name in _TENSORS:
+            if not isinstance(getattr(self, name), Tensor):
+                raise TypeError(
+                    f"{name} is {described(getattr(self, name))}; wanted a tensor. THDBatch.collate makes "
+                    "all fields."
+                )
+        if len(self.sequence_ids) != len(self.lengths):
+            raise ValueError(
+                f"There are {len(lengths)} lengths but {len(self.sequence_ids)} sequence_ids. Give one a "
+                "sequence."
+            )
 
     @classmethod
     def collate(
@@ -180,8 +225,8 @@ class THDBatch(Immutable):
                 with ids below 0 or a mask that hides tokens, and for more tokens than ``pad_to``.
         """
         return cls(
-            **collate_fields(
-                samples,
+            **lay_out(
+                check_samples(samples),
                 align=align,
                 pad_to=pad_to,
                 sequence_ids=sequence_ids,
@@ -211,31 +256,30 @@ class THDBatch(Immutable):
         """
         return cls(**padded_fields(input_ids, attention_mask, labels))
 
-    def replace(self, **changes: object) -> THDBatch:
-        """Return a copy with some fields changed; what derives from them is the caller's to change too.
+    def replace(self, **changes: Any) -> THDBatch:
+        """Return a copy with some fields changed; fields that derive from them are not updated.
 
         Raises:
-            TypeError: for a name that is no field.
+            TypeError: for a name that is no field, and a tensor field that is no tensor.
+            ValueError: for another number of ``sequence_ids`` than ``lengths``.
         """
         unknown = changes.keys() - set(self.__slots__)
         if unknown:
             raise TypeError(
                 f"THDBatch has no {', '.join(sorted(unknown))}. Its fields are {', '.join(self.__slots__)}."
             )
-        batch = object.__new__(THDBatch)
-        batch.__setstate__({**self.__getstate__(), **changes})
-        return batch
+        return THDBatch(**{**self.__getstate__(), **changes})
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
         """Move the tensors to a device; from pinned memory without blocking unless told otherwise.
 
-        Lightning passes ``non_blocking`` to tensors alone, so a batch has to choose by itself.
+        Lightning passes ``non_blocking`` only to tensors, so a batch has to choose.
         """
         device = checked_device(device)
         if non_blocking is None:
             non_blocking = device.type not in ("cpu", "mps")
         if self.input_ids.device.type == "meta" != device.type:
-            raise ValueError(f"A batch on the meta device has no values to move to {device}. Collate anew.")
+            raise ValueError(f"A batch on the meta device has no values to move to {device}. Collate again.")
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> THDBatch:
@@ -256,8 +300,8 @@ class THDBatch(Immutable):
         Returns:
             ``input_ids`` ``[1, T]``, ``position_ids`` ``[1, T]`` or ``[3, 1, T]``, ``cu_seq_lens_q/k`` (the
             offsets in memory), ``max_length_q/k`` (Python ints), ``attention_mask`` None, ``use_cache``
-            False (the default True makes transformers ignore the boundaries), and the extras. Where
-            sequences are padded one by one, ``cu_seq_lens_real`` too, cumulative lengths without padding.
+            False (the default True makes transformers ignore the boundaries), and the extras. If sequences
+            are padded one by one, ``cu_seq_lens_real`` too, cumulative lengths without padding.
         """
         position_ids = self.position_ids
         real = self._real_offsets()
@@ -275,7 +319,7 @@ class THDBatch(Immutable):
         }
 
     def _real_offsets(self) -> Tensor | None:
-        """Return the offsets of real tokens, where sequences are padded one by one; else None."""
+        """Return the offsets of real tokens if sequences are padded one by one, else None."""
         return None if self.lengths == self.padded_lengths[: len(self.lengths)] else self.cu_seqlens
 
     def unpack(self, x: Tensor) -> list[Tensor]:
@@ -345,3 +389,8 @@ class THDBatch(Immutable):
             f"{self.input_ids.shape[-1]} slots, {self.loss_tokens} with a target, "
             f"max_seqlen={self.max_seqlen}, device={self.input_ids.device})"
         )
+
+
+def collate_checked(samples: Sequence[dict[str, Any]], *, set_name: str = "", **how: Any) -> THDBatch:
+    """Collate samples that were checked when they were counted or read; ``how`` is that of ``collate``."""
+    return THDBatch(**lay_out(samples, **how), set_name=set_name)

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._checks import described, instance
-from lightning_thd.batch.epoch_weight import weighing_rows
-from lightning_thd.batch.immutable import Immutable
-from lightning_thd.batch.thd_batch import THDBatch
+from lightning_thd.batch.thd_batch import Immutable, THDBatch, weighing_rows
 from lightning_thd.stats import SeqStats
 
 _OF_BATCH = frozenset(THDBatch.__slots__) | {"loss_tokens", "hf_kwargs", "unpack", "replace"}
@@ -50,11 +48,7 @@ class THDStep(Immutable):
         return sum(rest, start=first)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise AttributeError, saying where a pack's attribute is found; called for what a step has not.
-
-        Raises:
-            AttributeError: always.
-        """
+        """Raise AttributeError with the place of a pack's attribute; called for names that a step lacks."""
         where = f"; each of its microbatches has: step.microbatches[0].{name}" if name in _OF_BATCH else ""
         raise AttributeError(f"A THDStep has no {name!r}{where}.")
 
@@ -71,11 +65,7 @@ class THDStep(Immutable):
 
 
 def check_batch(batch: object) -> None:
-    """Refuse what is no ``THDBatch``.
-
-    Raises:
-        TypeError: saying what to pass; of a ``THDStep`` where its microbatches are run one by one.
-    """
+    """Raise TypeError for anything but a ``THDBatch``, with advice for a ``THDStep``."""
     if isinstance(batch, THDStep):
         raise TypeError(
             f"batch is a THDStep of {len(batch)} microbatches; wanted one THDBatch. strategy='thd', "

@@ -21,10 +21,8 @@ from lightning_thd.data.mixing import Sources, planned_sources
 from lightning_thd.data.read.conversations import Records
 from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
-from lightning_thd.data.read.tokenize import Engine
 from lightning_thd.data.source_log import LogsSources
-from lightning_thd.data.store.index import Empty
-from lightning_thd.data.store.measure import MapDataset, OnError
+from lightning_thd.data.store.index import Empty, MapDataset, OnError
 from lightning_thd.data.streams import Stream, StreamMixture, is_stream
 from lightning_thd.data.streams.steps import StreamedSteps
 from lightning_thd.data.streams.stream import stream_loader
@@ -49,9 +47,9 @@ class THDDataModule(sets.ListsSets, LogsSources):
             ``datasets.Dataset.save_to_disk`` or ``TokenStore.save`` wrote. In place
             of ids, records may hold text, ``prompt`` and ``completion``, or a conversation: these are
             tokenised once, with loss only on what the assistant says, if there is one. A dict ``{name:
-            (source, weight)}`` is a mixture. An ``IterableDataset``, a function that begins an iterator,
-            ``.tar`` shards, or a ``data.streams.Stream``: read once, front to back; a mixture with one of
-            these streams all its sources.
+            (source, weight)}`` is a mixture. An ``IterableDataset``, a function that begins an iterator, or
+            a ``data.streams.Stream``: read once, front to back; a mixture with one of these streams all its
+            sources.
         capacity: most tokens of a pack.
         global_batch: ``Packs(n)``, n packs to an optimizer step, or ``Sequences(n)``, exactly n sequences
             to a step in as many microbatches as they need (needs one of our strategies). Default: one pack a
@@ -97,8 +95,6 @@ class THDDataModule(sets.ListsSets, LogsSources):
             with a ``fingerprint``, Hugging Face datasets and files are counted once; other objects again in
             every run. Files are known by their content. Of several processes that want the same, one prepares
             it, and a killed one is taken up where it stopped.
-        engine: what tokenises: ``"local"`` processes, or ``"ray"``, the Ray cluster this process is connected
-            to, which sees the same files.
 
     Raises:
         TypeError: for sources and samples that are none.
@@ -146,7 +142,6 @@ class THDDataModule(sets.ListsSets, LogsSources):
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
         cache_dir: str | Path | None = None,
-        engine: Engine = "local",
     ) -> None:
         super().__init__()
         self._settings = planning.DataSettings(
@@ -174,7 +169,6 @@ class THDDataModule(sets.ListsSets, LogsSources):
                 packed=packed,
                 on_error=on_error,
                 max_errors=max_errors,
-                engine=engine,
                 cache_dir=cache_dir,
                 num_workers=num_workers,
             ),

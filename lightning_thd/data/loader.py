@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import time
 import weakref
 from collections import deque
@@ -27,9 +26,9 @@ from torch.utils.data import Dataset as TorchDataset
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.data.mixing import MixedRows
-from lightning_thd.data.store.index import SequenceIndex
-from lightning_thd.data.store.measure import MapDataset, refuse_second_sequence
+from lightning_thd.data.store.index import MapDataset, SequenceIndex, refuse_second_sequence
 from lightning_thd.data.trainer_link import Progress
 from lightning_thd.packing import PackPlanner, Spans, StepPlan
 from lightning_thd.packing.mixtures import MixturePlanner
@@ -429,19 +428,15 @@ class BatchMaker:
         columns = (spans.index, spans.start, spans.stop, spans.continued)
         pieces = zip(*(column.tolist() for column in columns), strict=True)
         samples = [self._sample(*piece) for piece in pieces]
-        collate = partial(THDBatch.collate, align=self.align, windows=self.windows)
-        try:
-            batch = collate(
-                samples,
-                pad_to=self.pad_to,
-                sequence_ids=spans.index.tolist(),
-                loss_scale=scales[0],
-                sequence_scale=scales[1],
-            )
-        except (ValueError, TypeError, RuntimeError):
-            for i, sample in zip(spans.index.tolist(), samples, strict=True):
-                self._name_row(collate, i, sample)
-            raise
+        batch = collate_checked(
+            samples,
+            align=self.align,
+            windows=self.windows,
+            pad_to=self.pad_to,
+            sequence_ids=spans.index.tolist(),
+            loss_scale=scales[0],
+            sequence_scale=scales[1],
+        )
         largest = max(int(batch.input_ids.max()), int(batch.targets.max()))
         if self.vocab_size is not None and largest >= self.vocab_size:
             self._refuse(batch)
@@ -457,17 +452,6 @@ class BatchMaker:
             if not isinstance(self.dataset, MixedRows):
                 raise
             raise ValueError(f"{err} It is {self.dataset.place(i)}.") from err
-
-    def _name_row(self, collate: Callable[..., object], i: int, sample: dict[str, Any]) -> None:
-        """Collate one sample by itself, and raise an error naming its row if that fails."""
-        try:
-            collate([sample])
-        except (ValueError, TypeError, RuntimeError) as err:
-            why = re.sub(r"^Sample 0\b:?", "", str(err)).strip()
-            where = f" ({self.dataset.place(i)})" if isinstance(self.dataset, MixedRows) else ""
-            raise ValueError(
-                f"Sequence {i}{where} {why if why.startswith('has ') else f'is bad: {why}'}"
-            ) from err
 
     def _refuse(self, batch: THDBatch) -> None:
         for what, row, hint in (

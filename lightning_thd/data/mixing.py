@@ -64,6 +64,7 @@ def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
         else np.empty(0),
         largest=np.array([most[0].largest[0], most[0].largest[1] + most[1]]),
         bad=np.concatenate([index.bad + start for index, start in pairs]),
+        checked=all(index.checked for index in indices),
     )
 
 

@@ -18,10 +18,9 @@ from lightning_thd._checks import choice, flags, whole_number
 from lightning_thd.data.loader import Planner
 from lightning_thd.data.read.sources import Opener
 from lightning_thd.data.sets import DataSet
-from lightning_thd.data.store.arrays import cached_arrays
+from lightning_thd.data.store.cache import cached_arrays
 from lightning_thd.data.store.columns import ColumnRows
-from lightning_thd.data.store.index import Empty, refuse_cuts
-from lightning_thd.data.store.measure import MapDataset
+from lightning_thd.data.store.index import Empty, MapDataset, refuse_cuts
 from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.data.trainer_link import Host, model_cost
 from lightning_thd.packing import Cost, PackPlanner, Packs, Scheduler, Sequences

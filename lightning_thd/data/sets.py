@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_thd.data.mixing import MixedRows, join_indices
 from lightning_thd.data.read.sources import Opener, Source
-from lightning_thd.data.store.index import Empty, SequenceIndex, build_index
-from lightning_thd.data.store.measure import MapDataset
+from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index
 
 _TITLES = {"train": "Train", "val": "Validation", "test": "Test", "predict": "Predict"}
 _BAR_FROM = 10_000  # sequences: below it counting takes less than a second

@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 
 from lightning_thd._find import unwrapped
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.batch.samples import PER_TOKEN, check_attention_mask
+from lightning_thd.batch.keys import PER_TOKEN, TYPES
+from lightning_thd.batch.samples import check_attention_mask
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
-from lightning_thd.data.store.measure import MapDataset
+from lightning_thd.data.store.index import MapDataset
 from lightning_thd.data.streams import Stream, is_stream
 
 # A class of Trainers, whose attributes the mixins of ``packed_trainer`` use.
@@ -28,7 +29,7 @@ TrainerBase: Any = object
 # Files in a checkpoint's folder.
 _FILE, _PLAN = "thd_stream.pt", "thd_plan.pt"
 # Columns that are packed, or that are looked at for what they say.
-_LOOKED_AT = frozenset(("input_ids", "labels", "attention_mask", "position_ids", *PER_TOKEN))
+_LOOKED_AT = frozenset(PER_TOKEN)
 # Arguments of THDDataModule that packed_trainer sets itself -> what a user sets instead.
 _GIVEN_ELSEWHERE = {
     "train": "train_dataset=",
@@ -41,7 +42,7 @@ _GIVEN_ELSEWHERE = {
     "pin_memory": "TrainingArguments(dataloader_pin_memory=...)",
 }
 # Those that say how rows are read. The others plan training steps; an evaluation keeps every sequence whole.
-_OF_READING = frozenset({"cache_dir", "empty", "engine", "max_errors", "on_error", "vocab_size"})
+_OF_READING = frozenset({"cache_dir", "empty", "max_errors", "on_error", "vocab_size"})
 _MASKS = ("completion_mask", "assistant_masks")  # TRL's columns: 1 for tokens to learn
 
 
@@ -125,7 +126,7 @@ class WithLabels:
         """Raise for columns that would change what the model computes; Trainer itself passes them on."""
         length = len(sample["input_ids"])
         if sample.get("attention_mask") is not None:
-            check_attention_mask(sample, length, i)
+            check_attention_mask(sample, length, f"Row {i} of the dataset")
         positions = sample.get("position_ids")
         if positions is not None and not np.array_equal(np.asarray(positions), np.arange(length)):
             raise ValueError(
@@ -134,7 +135,7 @@ class WithLabels:
                 "one sequence a row without them, or use Lightning's Trainer with THDDataModule."
             )
         others = [name for name in self._further if sample.get(name) is not None]
-        others += [name for name in PER_TOKEN if sample.get(name) is not None and np.any(sample[name])]
+        others += [name for name in TYPES if sample.get(name) is not None and np.any(sample[name])]
         if others:
             raise ValueError(
                 f"Row {i} of the dataset has {', '.join(others)}, which the model takes, but packed_trainer "

@@ -18,8 +18,7 @@ from torch import Tensor
 from lightning_thd._checks import instance
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.batch.epoch_weight import weighing_rows
-from lightning_thd.batch.thd_batch import rows_of_slots
+from lightning_thd.batch.thd_batch import rows_of_slots, weighing_rows
 from lightning_thd.batch.thd_step import check_batch
 from lightning_thd.parallel.context import traffic
 from lightning_thd.parallel.context.costs import CommCosts

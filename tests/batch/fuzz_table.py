@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from lightning_thd.alignment import Alignment
-from lightning_thd.batch import THDBatch, THDStep, check_modalities
+from lightning_thd.batch import THDBatch, THDStep, refuse_keys
 from tests.fuzz import Entry
 
 _FORMS = (list, np.array, torch.tensor)
@@ -75,7 +75,7 @@ def _rows(rng: random.Random) -> dict[str, Any]:
 BATCH = THDBatch.collate([{"input_ids": [5, 6]}, {"input_ids": [7]}])
 
 TABLE = {
-    "batch.check_modalities": Entry(check_modalities, lambda _: {"names": ["pixel_values"]}),
+    "batch.refuse_keys": Entry(refuse_keys, lambda _: {"found": ["pixel_values"]}),
     "THDBatch.collate": Entry(THDBatch.collate, _samples, _collated),
     "THDBatch.collate of one": Entry(lambda **sample: THDBatch.collate([sample]), _one),
     "THDBatch.collate of two": Entry(

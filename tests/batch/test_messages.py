@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "moving a batch without values": (
         lambda: batch().to("meta").to("cpu"),
-        "A batch on the meta device has no values to move to cpu. Collate anew",
+        "A batch on the meta device has no values to move to cpu. Collate again",
     ),
     "a device that is none": (
         lambda: batch().to("abacus"),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.thd_batch import collate_checked
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=12)
 
@@ -286,3 +287,12 @@ def test_an_index_names_the_attribute(key: Any, advice: str) -> None:
     batch = THDBatch.collate([{"input_ids": [5, 6]}])
     with pytest.raises(TypeError, match=re.escape(advice)):
         batch[key]
+
+
+def test_the_name_of_the_set_goes_with_the_batch() -> None:
+    assert THDBatch.collate([{"input_ids": [5, 6]}]).set_name == ""
+    batch = collate_checked([{"input_ids": [5, 6]}], set_name="code")
+    for clone in (batch, batch.to("cpu"), batch.replace(loss_scale=2.0), pickle.loads(pickle.dumps(batch))):
+        assert clone.set_name == "code"
+    with pytest.raises(TypeError, match="input_ids is a list"):
+        batch.replace(input_ids=[1])

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-import warnings
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,13 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 from lightning_thd import THDDataModule
-from lightning_thd.data.read.sources import Opener, open_source
+from lightning_thd.data.read.sources import open_source
 from lightning_thd.data.store import Rows, TokenStore, cached_store
-from lightning_thd.data.store import lock as lock_module
-from lightning_thd.data.store.content import content_of
-from lightning_thd.data.store.lock import CacheError, build_once
+from lightning_thd.data.store.cache import CacheError, build_once, content_of
 from tests.trust.caches import cold_starts, kills
 
 
@@ -31,26 +26,25 @@ def test_of_six_processes_one_builds(tmp_path: Path) -> None:
     assert cold_starts(8, tmp_path)["builds"] == 8
 
 
-def test_a_lock_left_behind_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    held = {"token": "x", "host": lock_module.socket.gethostname(), "pid": gone.pid}
-    (tmp_path / ".c.lock").write_text(json.dumps(held))
-    with pytest.warns(UserWarning, match="was left by a process that is gone"):
-        assert build_once(tmp_path / "c", lambda place: None)
-    # Of another machine nothing is known but when it last touched the lock.
-    elsewhere = tmp_path / ".d.lock"
-    elsewhere.write_text(json.dumps({**held, "host": "elsewhere"}))
+def _die_while_building(folder: Path) -> None:
+    build_once(folder, lambda place: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_lock_left_behind_is_taken_up(tmp_path: Path) -> None:
+    process = get_context("fork").Process(target=_die_while_building, args=(tmp_path / "c",))
+    process.start()
+    process.join()
+    assert (tmp_path / ".c.lock").exists()
+    assert build_once(tmp_path / "c", lambda place: None)
+
+
+def test_waiting_for_a_lock_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_THD_CACHE_TIMEOUT", "0.2")
-    with pytest.raises(TimeoutError, match=r"is held by .*elsewhere.* for more than 0 s.*delete the file"):
-        build_once(tmp_path / "d", lambda place: None)
-    os.utime(elsewhere, (time.time() - 99, time.time() - 99))
-    with pytest.warns(UserWarning, match="was left by a process that is gone"):
-        assert build_once(tmp_path / "d", lambda place: None)
-    assert sorted(os.listdir(tmp_path)) == ["c", "d"]
+    with FileLock(tmp_path / ".c.lock"), pytest.raises(TimeoutError, match=r"is held by .*delete the file"):
+        build_once(tmp_path / "c", lambda place: None)
 
 
-def test_a_lock_that_is_touched_is_waited_for(tmp_path: Path) -> None:
+def test_a_lock_that_is_held_is_waited_for(tmp_path: Path) -> None:
     fork = get_context("fork")
     barrier, queue = fork.Barrier(2), fork.Queue()
 
@@ -114,7 +108,6 @@ def _same(store: TokenStore, other: TokenStore) -> bool:
 
 
 def _build_until(cache: Path, kill_at: int) -> None:
-    warnings.simplefilter("ignore")  # that it takes up the work of the one before
     cached_store({"a": 1}, lambda first: rows_from(first, kill_at=kill_at), cache_dir=cache)
 
 
@@ -135,12 +128,9 @@ def test_a_killed_build_goes_on_where_it_stopped(tmp_path: Path) -> None:
             process.join()
             assert process.exitcode == -signal.SIGKILL
             [left] = cache.glob(".tokens-*.unfinished")
-            with (left / "journal.jsonl").open("ab") as journal:
-                journal.write(b'{"pieces": 99, "tok')  # a torn line
-            with (left / "tokens.npy").open("ab") as tokens:
-                tokens.write(b"beyond the last line")
-        with pytest.warns(UserWarning, match="its work is taken up"):
-            store = cached_store({"a": 1}, parts, cache_dir=cache)
+            (left / "part-00000099.npz.1.tmp").write_bytes(b"a torn part")
+            (left / "tokens.npy").write_bytes(b"joined in part")
+        store = cached_store({"a": 1}, parts, cache_dir=cache)
         assert firsts == [max(places)]
         assert _same(store, whole)
         assert [path.name.startswith("tokens-") for path in cache.iterdir()] == [True]
@@ -161,7 +151,7 @@ def test_contents_are_known_whatever_the_name(tmp_path: Path) -> None:
 
 def test_a_large_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, cache = tmp_path / "a", tmp_path / "c"
-    monkeypatch.setattr("lightning_thd.data.store.content._REMEMBER_BYTES", 10)
+    monkeypatch.setattr("lightning_thd.data.store.cache._REMEMBER_BYTES", 10)
     file.write_bytes(b"x" * 100)
     first = content_of(file, cache)
 
@@ -169,33 +159,12 @@ def test_a_large_file_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise AssertionError("hashed again")
 
     with monkeypatch.context() as patched:
-        patched.setattr("lightning_thd.data.store.content._hash", never)
+        patched.setattr("lightning_thd.data.store.cache._hash", never)
         assert content_of(file, cache) == first
     before = file.stat()
     file.write_bytes(b"y" * 100)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert content_of(file, cache) != first
-
-
-@pytest.mark.filterwarnings("ignore")  # Ray warns about itself
-def test_ray_gives_the_same_bytes(tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray")
-    file = tmp_path / "d.jsonl"
-    file.write_text("".join(json.dumps({"text": "word " * (k % 50)}) + "\n" for k in range(300)) + "{\n")
-    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
-    try:
-        stores = [
-            Opener(engine=engine, on_error="skip", cache_dir=tmp_path / engine).open(file).dataset
-            for engine in ("local", "ray")
-        ]
-    finally:
-        ray.shutdown()
-    marks = [
-        json.loads(next((tmp_path / engine).glob("tokens-*/meta.json")).read_text())
-        for engine in ("local", "ray")
-    ]
-    assert marks[0] == marks[1]
-    assert stores[1].skipped == 1
 
 
 def test_arrays_of_objects_are_never_unpickled(tmp_path: Path) -> None:

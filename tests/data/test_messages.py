@@ -14,7 +14,6 @@ import pytest
 from lightning_thd import THDDataModule
 from lightning_thd.data import ByteTokenizer
 from lightning_thd.data.read.columns import as_rows
-from lightning_thd.data.read.long import json_spans, values
 from lightning_thd.data.read.sources import open_source
 from tests.data.chats import CALLING, MARKED, PLAIN, TALKS, make_tokenizer
 
@@ -80,7 +79,7 @@ NOTHING_MARKED = (
             r"a message has the role \['user'\]; wanted a string",
         ),
         ({"prompt": [USER], "completion": [{**ANSWER, "content": None}]}, "'assistant' has the content None"),
-        ({"input_ids": [[1], [2, 3]]}, r"input_ids is no row of integers \(.*\). Give a list of ids"),
+        ({"input_ids": [[1], [2, 3]]}, r"input_ids is no array of integers \(.*\). Give one row"),
     ],
 )
 def test_a_record_that_would_train_on_something_else(tmp_path: Path, record: Any, message: str) -> None:
@@ -121,10 +120,10 @@ def test_bytes_of_something_else() -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", 'text\n"open', "a.csv: a quote is opened and never closed. Mend the file"),
+        ("a.csv", "text,n\na,1\nb\n", "a.csv, line 3: 1 cells, but 2 columns"),
         ("a.csv", "text,text\na,b\n", "a.csv: its first line 'text,text.*' gives no column names, each once"),
-        ("a.parquet", "no such file", r"a.parquet is no Parquet file \(.*\). Write it anew"),
-        ("a.arrow", "no such file", r"a.arrow is no Arrow file \(.*\). Write it anew"),
+        ("a.parquet", "no such file", r"a.parquet is no Parquet file \(.*\). Write it again"),
+        ("a.arrow", "no such file", r"a.arrow is no Arrow file \(.*\). Write it again"),
         ("state.json", "{}", r"state.json is none that datasets wrote \(KeyError: '_data_files'\). Save the"),
         ("state.json", "[1", "state.json is none that datasets wrote .*JSONDecodeError"),
     ],
@@ -133,27 +132,6 @@ def test_a_damaged_file(tmp_path: Path, name: str, content: str, message: str) -
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         open_source(tmp_path if name == "state.json" else tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            '{"text":\n"a"} and more',
-            r"a.json: not JSON \(more follows its value\). Mend the file, or name it",
-        ),
-        (r'{"te\xt": "a", "text": "b"}', r"a.json: not JSON \(a key that is no string\). Mend or remove it"),
-    ],
-)
-def test_a_long_file_that_is_no_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, message: str
-) -> None:
-    for module in (values, json_spans):
-        monkeypatch.setattr(module, "_BLOCK", 7)
-    monkeypatch.setattr(values, "LONG_BYTES", 8)
-    (tmp_path / "a.json").write_text("\n" + content)
-    with pytest.raises(ValueError, match=message):
-        open_source(tmp_path / "a.json")
 
 
 def test_documents_beside_records(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_known_data_is_counted_once(tmp_path: Path) -> None:
     assert isinstance(index.lengths, np.memmap)
     [folder] = tmp_path.iterdir()
     (folder / "lengths.npy").write_bytes(b"")
-    with pytest.warns(UserWarning, match="It is built anew now"):
+    with pytest.warns(UserWarning, match="It is built again now"):
         again = build_index(first, key=key, cache_dir=tmp_path)
     assert again.lengths.tolist() == expected.lengths.tolist()
 

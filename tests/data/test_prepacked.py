@@ -163,7 +163,7 @@ class Counted(list[dict[str, Any]]):
 @pytest.mark.parametrize("kind", [list, Counted])
 def test_a_row_of_several_sequences_behind_one_of_one(kind: type[list[dict[str, Any]]]) -> None:
     single, double = {"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3, 4], "position_ids": [0, 1, 0, 1]}
-    with pytest.raises(ValueError, match=r"Sequence 1 is bad: its position_ids start anew.*packed='off'"):
+    with pytest.raises(ValueError, match=r"Sequence 1 is bad: its position_ids begin again.*packed='off'"):
         batches_of(THDDataModule(kind([single, double]), capacity=16))
     with pytest.raises(ValueError, match=r"Row 1 carries none of lengths.* and row 0 does.*packed='off'"):
         batches_of(THDDataModule(kind([double, single]), capacity=16))

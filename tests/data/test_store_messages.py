@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import pytest
 from lightning_thd import THDDataModule
 from lightning_thd.data import TokenStore
 from lightning_thd.data.store import Rows, cached_store, count_targets, tokens, write_store
-from lightning_thd.data.store.arrays import save_arrays
-from lightning_thd.data.store.lock import build_once
+from lightning_thd.data.store.cache import save_arrays
 from tests.data.chats import PLAIN, make_tokenizer
 
 TOKENS, OFFSETS = np.array([5, 6, 7], np.uint16), np.array([0, 1, 3])
@@ -55,10 +53,10 @@ def test_a_store_of_arrays(call: Callable[[], Any], error: type[Exception], mess
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([WITHOUT, WITH], "The first records have no labels and later ones have. Give all, or none, labels"),
+        ([WITHOUT, WITH], "Records before have none and these have labels. Give all, or none, labels"),
         (
             [WITH, WITHOUT],
-            "The first records have labels and later ones have none. Give all, or none, labels",
+            "Records before have labels and these have none. Give all, or none, labels",
         ),
         (
             [Rows(TOKENS, np.array([1, 1]))],
@@ -102,23 +100,12 @@ def test_more_bad_rows_than_allowed() -> None:
     rows: list[dict[str, Any]] = [{"input_ids": [-1]}, {"input_ids": [1.5]}, {"input_ids": [3]}]
     data = THDDataModule(rows, capacity=8, on_error="skip", max_errors=1)
     with pytest.raises(
-        ValueError, match="2 rows are bad, more than max_errors=1; the first: row 0: .*raise max"
+        ValueError, match="2 rows are bad, more than max_errors=1; the first: Row 0.*raise max"
     ):
         data.setup("fit")
     data = THDDataModule(rows[:2], capacity=8, on_error="skip")
-    with pytest.raises(ValueError, match="All 2 rows are bad; the first: row 0: .* Mend the data"):
+    with pytest.raises(ValueError, match="All 2 rows are bad; the first: Row 0.* Mend the data"):
         data.setup("fit")
-
-
-def test_a_lock_that_was_taken_over_publishes_nothing(tmp_path: Path) -> None:
-    def stalled(place: Path) -> None:
-        (tmp_path / ".c.lock").write_text(json.dumps({"token": "another"}))
-
-    with pytest.raises(
-        TimeoutError, match="was taken over by another process, because this one did not touch"
-    ):
-        build_once(tmp_path / "c", stalled)
-    assert not (tmp_path / "c").exists()
 
 
 def test_a_cached_store_of_no_piece(tmp_path: Path) -> None:

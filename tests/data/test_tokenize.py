@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd.data import ByteTokenizer, TokenStore
-from lightning_thd.data.read.encode import Encoder
+from lightning_thd.data.read.encode import Encoder, find_kind, tokenize
 from lightning_thd.data.read.records import file_chunks, row_chunks
 from lightning_thd.data.read.sources import open_source
-from lightning_thd.data.read.tokenize import find_kind, tokenize
 from lightning_thd.data.store import Rows, write_store
 
 

@@ -135,7 +135,7 @@ def test_without_weights_shares_are_means_and_padded_rows_agree(labels: list[lis
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1.0, 2.0], r"Sample 0 has 3 input_ids but weights of shape \(2,\)"),
+        ([1.0, 2.0], r"(Sample|Sequence) 0 has 3 input_ids but weights of shape \(2,\)"),
         ("heavy", "weights of shape"),
         ([1.0, -2.0, 1.0], r"has the weight -2.0. Weights are finite and at least 0"),
         (float("nan"), "has the weight nan"),

@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from lightning_thd.data.store.lock import build_once
+from lightning_thd.data.store.cache import build_once
 from tests.trust.record import record
 
 _PROCESSES = 6

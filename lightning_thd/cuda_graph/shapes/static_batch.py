@@ -57,6 +57,7 @@ class StaticBatch(THDBatch):
     loss_tokens = _refused("loss_tokens")
     sequence_shares = _refused("sequence_shares")
     sequence_scale = _refused("sequence_scale")
+    set_name = _refused("set_name")
 
     @classmethod
     def build(cls, *, max_seqlen: int, loss_scale: Tensor, **fields: Any) -> StaticBatch:
@@ -72,7 +73,10 @@ class StaticBatch(THDBatch):
         tensors = {name: getattr(batch, name) for name in _FIELDS}
         watching = cls.build(max_seqlen=batch.max_seqlen, loss_scale=scale, **tensors)
         watching._set(extras=batch.extras, weights=batch.weights)
-        hidden = ("lengths", "padded_lengths", "stats", "sequence_ids", "sequence_shares", "sequence_scale")
+        hidden = (
+            *("lengths", "padded_lengths", "stats", "sequence_ids"),
+            *("sequence_shares", "sequence_scale", "set_name"),
+        )
         for name in hidden:
             THDBatch.__dict__[name].__set__(watching, getattr(batch, name))
         return watching

@@ -13,29 +13,23 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numpy.typing import NDArray
 
 from lightning_thd._imports import require
-from lightning_thd.batch import check_modalities
+from lightning_thd.batch.keys import names, refuse_keys
 from lightning_thd.data.read.conversations import kind_of
 from lightning_thd.data.read.files import SourceFile
 from lightning_thd.data.read.records import part_sizes, read_part
-from lightning_thd.data.store.arrays import cache_folder
+from lightning_thd.data.store.cache import build_once, cache_folder
 from lightning_thd.data.store.columns import ColumnRows, arrow_table, is_list, map_arrow, visible_columns
-from lightning_thd.data.store.lock import build_once
-from lightning_thd.data.store.measure import MapDataset
+from lightning_thd.data.store.index import MapDataset
 
-# What is read of files and datasets of ids: one value a token, and what tells the sequences of packs apart.
-_READ = (
-    *("input_ids", "labels", "lengths", "seq_lengths", "cu_seqlens", "cu_seqlens_padded", "position_ids"),
-    *("attention_mask", "token_type_ids", "weights"),
-)
-_LOOKED_AT = 32  # rows in which a column that is left out is looked at
-# Inputs of vision models, which a dataset of Python objects or tensors carries beside its ids.
-_MEDIA = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_token_type_ids")
+_READ = tuple(name for name in names("token", "weight", "boundary", "type") if name != "mm_token_type_ids")
+_MEDIA = (*names("media"), "mm_token_type_ids")  # read from a dataset, whose samples hold tensors
+_LOOKED_AT = 32  # rows in which an ignored column is looked at
 
 
 def as_rows(dataset: MapDataset) -> MapDataset:
     """Read a Hugging Face dataset of ids by its columns; leave any other dataset as it is.
 
-    Columns that hold no numbers for tokens or images are left out, which is said.
+    Other columns than those of tokens and images are left out, with a line that names them.
     """
     table = arrow_table(dataset)
     if table is None or isinstance(dataset, ColumnRows):
@@ -47,7 +41,7 @@ def as_rows(dataset: MapDataset) -> MapDataset:
         return dataset
     known = [name for name in columns if name in _READ]
     media = [name for name in columns if name in _MEDIA]
-    check_modalities(columns)
+    refuse_keys(columns)
     if other := [name for name in columns if name not in (*_READ, *_MEDIA)]:
         refuse_bounds(table, other)
         rank_zero_info(f"The columns {', '.join(other)} are left out: they hold no ids, labels or images.")
@@ -70,22 +64,22 @@ def open_columns(
     arrow: list[SourceFile] = []
     keep: list[str] = []
     for file in files:
-        names = _names(file)
-        if "input_ids" not in names:
-            if kind_of(dict.fromkeys(names, ""), text_key) is not None:
+        found = _columns(file)
+        if "input_ids" not in found:
+            if kind_of(dict.fromkeys(found, ""), text_key) is not None:
                 return None
             raise ValueError(
-                f"{file.name} has the columns {names} but no 'input_ids'. Rename the column of token ids, or "
+                f"{file.name} has the columns {found} but no 'input_ids'. Rename the column of token ids, or "
                 "name that of text with text_key."
             )
-        if lost := [name for name in names if name in (*_MEDIA, "next_label")]:
+        if lost := [name for name in found if name in (*_MEDIA, "next_label")]:
             raise ValueError(
                 f"{file.name} has the column {lost[0]!r} beside its ids, which files of columns cannot give "
                 "to a model. Open it with datasets.load_dataset and pass that."
             )
-        check_modalities(names)
-        kept = [name for name in names if name in _READ]
-        _refuse_bounds_of(file, [name for name in names if name not in _READ])
+        refuse_keys(found)
+        kept = [name for name in found if name in _READ]
+        _refuse_bounds_of(file, [name for name in found if name not in _READ])
         keep = keep or kept
         if set(kept) != set(keep):
             raise ValueError(
@@ -109,56 +103,53 @@ def open_columns(
     return cast("MapDataset", ColumnRows(read, table.column_names))
 
 
-def refuse_bounds(rows: Any, names: list[str]) -> None:
-    """Refuse integers of columns that are left out where, by their values, they tell apart a row's sequences.
+def refuse_bounds(rows: Any, ignored: list[str]) -> None:
+    """Refuse an ignored integer column that looks like the boundaries of several sequences in a row.
 
     Args:
         rows: a table or batch of pyarrow, with ``input_ids``; its first rows are looked at.
-        names: columns of it that are left out.
+        ignored: columns of it that are not read.
 
     Raises:
         ValueError: naming the column.
     """
-    pc = require("pyarrow.compute", feature="reading columns")
     head = rows.slice(0, _LOOKED_AT)
-    sizes = pc.list_value_length(head.column("input_ids")).fill_null(0).to_pylist()
-    for name in names:
+    sizes = [len(ids or ()) for ids in head.column("input_ids").to_pylist()]
+    for name in ignored:
         if not is_list(head, name):
             continue
-        found = [
-            _ways_of_telling(np.array(values, np.int64), slots)
+        looks = [
+            _looks_like(np.array(values, np.int64), slots)
             for values, slots in zip(head.column(name).to_pylist(), sizes, strict=True)
             if values and slots > 2 and None not in values
         ]
-        told = set.intersection(*map(set, found)) if found else set()
-        if any(row[way] for row in found for way in told):
+        fits = set.intersection(*map(set, looks)) if looks else set()
+        if any(row[form] for row in looks for form in fits):
             raise ValueError(
-                f"The column {name!r} tells where sequences of a row begin, by its values, and is not "
+                f"The column {name!r} marks where sequences of a row begin, by its values, and is not "
                 "read, so that they would see each other. Rename it to lengths, cu_seqlens or position_ids, "
                 "whichever it holds, or drop it."
             )
 
 
-def _ways_of_telling(values: NDArray[np.int64], slots: int) -> dict[str, bool]:
-    """Return the ways in which integers can tell sequences of a row apart, and whether there are several."""
+def _looks_like(values: NDArray[np.int64], slots: int) -> dict[str, bool]:
+    """Return the forms of boundaries that integers fit, each with whether it marks several sequences."""
     steps = np.diff(values)
-    rises = values[0] == 0 and bool((steps > 0).all())
     each = len(values) == slots
-    ways = {
-        "lengths": (values.min() > 0 and values.sum() == slots and not each, len(values) > 1),
-        "offsets": (rises and values[-1] == slots, len(values) > 2),
-        "starts": (rises and values[-1] < slots and not each, len(values) > 1),
+    found: dict[str, bool] = {}
+    if not each and values.min() > 0 and values.sum() == slots:
+        found["lengths"] = len(values) > 1
+    if values[0] == 0 and (steps > 0).all():
+        if values[-1] == slots:
+            found["offsets"] = len(values) > 2
+        elif values[-1] < slots and not each:
+            found["starts"] = len(values) > 1
+    if each and values[0] == 0 and ((steps == 1) | (values[1:] == 0)).all():
         # A mask of 0 and 1 counts up, too, but not to 2.
-        "positions": (
-            each and values[0] == 0 and bool(((steps == 1) | (values[1:] == 0)).all()),
-            values.max() > 1 and (values == 0).sum() > 1,
-        ),
-        "numbers": (
-            each and values[0] in (0, 1) and set(steps) <= {0, 1},
-            values[-1] - values[0] > 1 and 0 in steps,
-        ),
-    }
-    return {way: bool(several) for way, (fits, several) in ways.items() if fits}
+        found["positions"] = bool(values.max() > 1 and (values == 0).sum() > 1)
+    if each and values[0] in (0, 1) and set(steps.tolist()) <= {0, 1}:
+        found["numbers"] = bool(values[-1] - values[0] > 1 and 0 in steps)
+    return found
 
 
 def _refuse_bounds_of(file: SourceFile, names: list[str]) -> None:
@@ -176,7 +167,7 @@ def _concatenated(files: tuple[SourceFile, ...], names: tuple[str, ...]) -> Any:
     return pa.concat_tables([map_arrow(file.path, file.name).select(list(names)) for file in files])
 
 
-def _names(file: SourceFile) -> list[str]:
+def _columns(file: SourceFile) -> list[str]:
     if file.suffix == ".arrow":
         return list(map_arrow(file.path, file.name).column_names)
     part_sizes(file)  # says what is wrong with a damaged file

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args
 
-from lightning_thd.data.read.decode import Bad, parse_json
+from lightning_thd.data.read.records import Bad, parse_json
 
 Kind = Literal["text", "ids", "prompt", "messages", "sharegpt", "alpaca"]
 Records = Literal["auto", "text", "ids", "prompt", "messages", "sharegpt", "alpaca"]

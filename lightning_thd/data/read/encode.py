@@ -5,39 +5,38 @@ Nothing here compares an id with the pad id: where EOS and pad are one token, EO
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+from tqdm import tqdm
 
 from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
-from lightning_thd.batch import check_modalities
+from lightning_thd.batch.keys import IGNORE_INDEX, names, refuse_keys
+from lightning_thd.batch.samples import check_sample, holds_bools
 from lightning_thd.data.read.chat import encode_chat
-from lightning_thd.data.read.chunks import Place, Record
-from lightning_thd.data.read.conversations import KEYS, Kind, alpaca_prompt, kind_of, messages_of
-from lightning_thd.data.read.decode import Bad
-from lightning_thd.data.read.long.values import Long
-from lightning_thd.data.read.long_text import can_cut, encode_long, encode_pieces, is_long
+from lightning_thd.data.read.conversations import KEYS, Kind, Records, alpaca_prompt, kind_of, messages_of
+from lightning_thd.data.read.long_text import encode_long, is_long
+from lightning_thd.data.read.records import Bad, Chunk, Line, Placed, Record
 from lightning_thd.data.read.text import ByteTokenizer, text_of
-from lightning_thd.data.store.columns import holds_bools
-from lightning_thd.data.store.journal import Rows, Skipped
-from lightning_thd.data.store.measure import OnError
+from lightning_thd.data.store.index import OnError
+from lightning_thd.data.store.tokens import Rows, Skipped
 
 Tokenizer = Callable[[str], Sequence[int] | NDArray[np.integer]]
-Placed = tuple[Place, Record]
 Ids = NDArray[np.integer]
 
-_IGNORE = -100
-_MEDIA = ("images", "image", "videos", "video", "audio", "audios", "pixel_values")
-# Keys of samples that say what counts, where sequences begin, or what else a model sees.
-_UNREAD = (
-    *("weights", "next_label", "lengths", "seq_lengths", "cu_seqlens", "cu_seqlens_padded", "position_ids"),
-    *("token_type_ids", "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"),
-)
+_LOOK_AT = 1000  # records: with on_error="skip" the first of a known kind among them decides
+# Keys that matter for training but that files of lines cannot keep beside ids.
+_LOST = (*names("weight", "type", "media", "boundary"), "next_label", "position_ids")
 _NO_AUDIO = "audio cannot be packed, only tokens, images and video. Remove these records."
 _NO_IMAGES = (
     "images and video go through the model's processor: give a dataset of your own whose samples carry "
@@ -102,20 +101,21 @@ class Encoder:
             labels = _joined([row if labels is None else labels for row, labels in found])
         return Rows(_joined(ids), lengths, labels, tuple(skipped))
 
-    def leave_out(self, place: Place, why: str | Exception, skipped: list[Skipped]) -> None:
+    def _leave_out(self, place: str | Line, err: Exception, skipped: list[Skipped]) -> None:
         """Note a record that is left out; with ``on_error="raise"`` raise ValueError with the reason."""
-        reason = why if isinstance(why, str) else _told(why)
+        known = isinstance(err, ValueError) and not isinstance(err, UnicodeError)
+        reason = f"the tokenizer raised {type(err).__name__} ({err}). Mend or remove the record."
         if self.on_error == "raise":
-            raise ValueError(f"{place}: {reason}") from (None if isinstance(why, str) else why)
-        skipped.append(Skipped(str(place), reason))
+            raise ValueError(f"{place}: {err if known else reason}") from err
+        skipped.append(Skipped(str(place), str(err) if known else reason))
 
     def _texts(self, given: list[Placed], skipped: list[Skipped]) -> list[tuple[Ids, Ids | None]]:
-        good: list[tuple[Place, str]] = []
+        good: list[tuple[str | Line, str]] = []
         for place, record in given:
             try:
                 good.append((place, self._text(record)))
             except ValueError as err:
-                self.leave_out(place, err, skipped)
+                self._leave_out(place, err, skipped)
         try:
             return [(row, None) for row in self._batch([text for _, text in good])]
         except Exception:  # one of them, in whatever words the tokenizer has: find out which
@@ -124,13 +124,13 @@ class Encoder:
                 try:
                     rows.append((self._batch([text])[0], None))
                 except Exception as err:
-                    self.leave_out(place, err, skipped)
+                    self._leave_out(place, err, skipped)
             return rows
 
     def _text(self, record: Record) -> str:
         if isinstance(record, Bad):
             raise ValueError(record.reason)
-        return text_of(record.whole() if isinstance(record, Long) else record, self.text_key)
+        return text_of(record, self.text_key)
 
     def _batch(self, texts: list[str]) -> list[Ids]:
         if not is_hugging_face(self.tokenizer):
@@ -157,38 +157,6 @@ class Encoder:
         # lists of Rust's own unsigned integers: a third of the time that numpy takes to find out their type
         return [np.frombuffer(array("i", row), np.int32) for row in lists]
 
-    def pieces(self, text: Callable[[], Iterator[str]]) -> Iterator[Ids]:
-        """Encode a long document, piece by piece where the tokenizer gives the same ids so.
-
-        Args:
-            text: begins to read the document.
-
-        Returns:
-            Its ids, with the EOS, part after part.
-
-        Raises:
-            NoJoint: where two pieces agree nowhere; the document has to be encoded whole.
-        """
-        if isinstance(self.tokenizer, ByteTokenizer):
-            parts: Iterator[Ids] = (self._bare(part) for part in text())
-        else:
-            parts = encode_pieces(self.tokenizer, text())
-        last = None
-        for ids in parts:
-            last = int(ids[-1]) if len(ids) else last
-            yield ids
-        eos = ByteTokenizer.eos_token_id if isinstance(self.tokenizer, ByteTokenizer) else self._eos
-        added = self.append_eos or isinstance(
-            self.tokenizer, ByteTokenizer
-        )  # which ends every document itself
-        if eos is not None and added and last != eos:
-            yield np.array([eos])
-
-    @property
-    def cuts(self) -> bool:
-        """Return whether the tokenizer gives the same ids for the pieces of a document."""
-        return isinstance(self.tokenizer, ByteTokenizer) or can_cut(self.tokenizer)
-
     def _labelled(self, given: list[Placed], skipped: list[Skipped]) -> list[tuple[Ids, Ids | None]]:
         rows: list[tuple[Ids, Ids | None]] = []
         for place, record in given:
@@ -201,19 +169,18 @@ class Encoder:
                     )
                 rows.append(row)
             except Exception as err:  # templates and tokenizers raise in words of their own
-                self.leave_out(place, err, skipped)
+                self._leave_out(place, err, skipped)
         return rows
 
     def _one(self, record: Record) -> tuple[Ids, Ids | None]:
         if isinstance(record, Bad):
             raise ValueError(record.reason)
-        record = record.whole() if isinstance(record, Long) else record
         found = kind_of(record, self.text_key)
         if isinstance(record, str) or (found != self.kind and not _fits(record, self.kind)):
             raise ValueError(f"a record of kind {found!r} among those of kind {self.kind!r}. Sort them.")
         if self.kind == "ids":
             return ids_of_record(record)
-        for name in _MEDIA:
+        for name in names("raw", "audio", "media"):
             if record.get(name):
                 raise ValueError(f"{name!r} was found: {_NO_AUDIO if 'audio' in name else _NO_IMAGES}")
         if self.kind == "prompt" and isinstance(record.get("label"), bool):
@@ -223,12 +190,12 @@ class Encoder:
             )
         ids, mask = self._conversation(record)
         row = np.asarray(ids, np.int64)
-        return row, np.where(mask, row, _IGNORE)
+        return row, np.where(mask, row, IGNORE_INDEX)
 
     def _conversation(self, record: dict[str, Any]) -> tuple[Sequence[int] | Ids, NDArray[np.bool_]]:
-        if self.kind == "prompt" and not isinstance(record["prompt"], list):
-            return self._completed(record["prompt"], record["completion"])
-        if self.kind == "prompt" and not isinstance(record["completion"], list):
+        if self.kind == "prompt" and not all(
+            isinstance(record[name], list) for name in ("prompt", "completion")
+        ):
             return self._completed(record["prompt"], record["completion"])
         if self.kind == "alpaca" and not getattr(self.tokenizer, "chat_template", None):
             return self._completed(f"{alpaca_prompt(record)}\n\n", record["output"])
@@ -302,69 +269,21 @@ def _trailing(ids: Ids, eos: int) -> int:
     return len(ids) - (int(others[-1]) + 1 if others.size else 0)
 
 
-def _told(err: Exception) -> str:
-    return (
-        str(err)
-        if isinstance(err, ValueError) and not isinstance(err, UnicodeError)
-        else (f"the tokenizer raised {type(err).__name__} ({err}). Mend or remove the record.")
-    )
-
-
 def _fits(record: dict[str, Any], kind: Kind) -> bool:
     return kind in KEYS and any(all(key in record for key in way) for way in KEYS[kind])
 
 
 def ids_of_record(record: dict[str, Any]) -> tuple[Ids, Ids | None]:
     """Return the ids, and the labels if any, of a record that is already tokenised."""
-    refuse_unread(record)
-    ids = in_range(as_ids(record["input_ids"], "input_ids"))
-    if "attention_mask" in record and np.shape(record["attention_mask"]) != ids.shape:
+    refuse_keys(record)
+    if found := [name for name in _LOST if record.get(name) is not None]:
         raise ValueError(
-            f"{len(ids)} input_ids and an attention_mask of shape {np.shape(record['attention_mask'])}. Cut "
-            "the padding off input_ids and labels."
-        )
-    if "labels" not in record:
-        return ids, None
-    labels = check_labels(as_ids(record["labels"], "labels"))
-    if len(labels) != len(ids):
-        raise ValueError(unequal(len(ids), len(labels)))
-    return ids, labels
-
-
-def in_range(ids: Ids) -> Ids:
-    """Return ids that are all in the range of int32, from 0 on; raise ValueError for others."""
-    if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
-        worst = int(ids.min()) if ids.min() < 0 else int(ids.max())
-        raise ValueError(f"the token id {worst} in input_ids. Ids run from 0 to 2147483647.")
-    return ids
-
-
-def check_labels(labels: Ids) -> Ids:
-    """Return labels that are ids or -100; raise ValueError for others, such as another library's -1."""
-    if (odd := labels[((labels < 0) & (labels != _IGNORE)) | (labels >= 2**31)]).size:
-        raise ValueError(f"the label {int(odd[0])}. Labels are ids, or -100 where a token is not learned.")
-    return labels
-
-
-def unequal(ids: int, labels: int) -> str:
-    """Return the message on a record with another number of labels than ids."""
-    return (
-        f"{ids} input_ids but {labels} labels. Give one label a token, unshifted, with -100 where it is to "
-        "be ignored."
-    )
-
-
-def refuse_unread(record: dict[str, Any]) -> None:
-    """Refuse records with keys that matter for training but that a store of ids cannot keep."""
-    check_modalities(record)
-    found = [name for name in _UNREAD if record.get(name) is not None]
-    if "attention_mask" in record and not np.all(np.asarray(record["attention_mask"]) == 1):
-        raise ValueError("attention_mask is not all ones. Cut the padding off input_ids and labels.")
-    if found:
-        raise ValueError(
-            f"{', '.join(found)} beside input_ids: files of lines keep ids and labels alone. Write "
+            f"{', '.join(found)} beside input_ids: files of lines keep only ids and labels. Write "
             "Parquet, or pass a datasets.Dataset or a list of samples, which keep them."
         )
+    read = ("input_ids", "labels", "attention_mask")
+    sample = check_sample({name: record[name] for name in read if name in record}, "the record", empty=True)
+    return sample["input_ids"], sample.get("labels")
 
 
 def is_hugging_face(tokenizer: object) -> bool:
@@ -393,3 +312,65 @@ def as_ids(encoded: Any, name: str = "The tokenizer's answer") -> Ids:
 
 def _joined(rows: list[Ids]) -> NDArray[Any]:
     return np.concatenate(rows) if rows else np.empty(0, np.int64)
+
+
+def find_kind(chunks: Sequence[Chunk], *, records: Records, text_key: str, on_error: OnError) -> Kind:
+    """Return the kind of a source's records, judged by the keys of the first.
+
+    Raises:
+        ValueError: for a source without records, and a first record of no known kind.
+    """
+    placed = chain.from_iterable(chunk.records() for chunk in chunks)
+    first = None
+    for place, record in islice(placed, _LOOK_AT if on_error == "skip" else 1):
+        first = first or (place, record)
+        if records != "auto":
+            return records
+        if not isinstance(record, Bad) and (found := kind_of(record, text_key)) is not None:
+            return found
+    if first is None:
+        raise ValueError("The source has no record. Give at least one line, file or row.")
+    place, record = first
+    if isinstance(record, Bad):
+        raise ValueError(f"{place}: {record.reason}")
+    try:
+        text_of(record, text_key)
+    except ValueError as err:
+        raise ValueError(f"{place}: {err}") from err
+    return "text"
+
+
+class _Encoded(TorchDataset[Rows]):
+    def __init__(self, chunks: Sequence[Chunk], encoder: Encoder) -> None:
+        self._chunks, self._encoder = chunks, encoder
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __getitem__(self, i: int) -> Rows:
+        return self._encoder.encode(self._chunks[i].records())
+
+
+def tokenize(
+    chunks: Sequence[Chunk], encoder: Encoder, *, num_workers: int = 0, progress: bool = False
+) -> Iterator[Rows]:
+    """Encode chunk after chunk, in order, with only a few chunks in memory at a time."""
+    loader = DataLoader(
+        _Encoded(chunks, encoder),
+        batch_size=None,
+        num_workers=min(num_workers, len(chunks)),
+        collate_fn=_as_it_is,
+        worker_init_fn=_one_thread if num_workers else None,
+        # A generator of its own: the weights of a model built later do not depend on what the cache held.
+        generator=torch.Generator(),
+    )
+    yield from tqdm(loader, desc="Tokenising", unit="chunk", total=len(chunks), disable=not progress)
+
+
+def _as_it_is(rows: Any) -> Any:
+    return rows
+
+
+def _one_thread(worker: int) -> None:
+    # Every process has a core of its own, and the threads of a forked tokenizer would not be there.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

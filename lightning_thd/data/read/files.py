@@ -4,34 +4,50 @@ from __future__ import annotations
 
 import bz2
 import glob
-import gzip
 import hashlib
-import io
 import json
 import lzma
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_thd._imports import require
-from lightning_thd.data.store.arrays import cache_folder
-from lightning_thd.data.store.content import content_of
-from lightning_thd.data.store.lock import build_once
+from lightning_thd.data.store.cache import build_once, cache_folder, content_of
 
-LINES = (".jsonl", ".ndjson")
-TABLES = (".csv", ".tsv")
-COLUMNS = (".parquet", ".arrow")
-TEXT = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".html", ".xml", ".log", ".tex")
-PACKED = (".gz", ".zst", ".bz2", ".xz")
-# Not text, whatever their name was: read as one document they would train on noise.
-_REFUSED = (".zip", ".tar", ".npy", ".npz", ".bin", ".pt", ".safetensors", ".pdf", ".docx", ".png", ".jpg")
-# Files that tell of data, by their whole name: what only begins so may be data.
+Kind = Literal["JSONL", "JSON", "table", "column", "text", "refused"]
+# What is known of a suffix, for datasets and streams.
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys((".jsonl", ".ndjson"), "JSONL"),
+    ".json": "JSON",
+    **dict.fromkeys((".csv", ".tsv"), "table"),
+    **dict.fromkeys((".parquet", ".arrow"), "column"),
+    **dict.fromkeys(
+        (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".html", ".xml", ".log", ".tex"), "text"
+    ),
+    # Read as one document of text, these would train on noise.
+    **dict.fromkeys(
+        (
+            *(".zip", ".tar", ".npy", ".npz", ".bin", ".pt", ".safetensors", ".pdf", ".docx", ".png"),
+            ".jpg",
+        ),
+        "refused",
+    ),
+}
+# Compression suffix -> what begins to unpack one member.
+PACKED: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
+    ".bz2": bz2.BZ2Decompressor,
+    ".xz": lzma.LZMADecompressor,
+    ".zst": lambda: require("zstandard", feature="reading .zst").ZstdDecompressor().decompressobj(),
+}
+# Files that describe a folder's data, by their whole name: a longer name may be data.
 _ABOUT = re.compile(
     r"(readme|licen[cs]e|citation|changelog|contributing)(\.(md|txt|rst|html))?"
     r"|(dataset_infos?|state|dataset_dict|manifest)\.json",
@@ -39,30 +55,36 @@ _ABOUT = re.compile(
 )
 _SPLIT = re.compile(r"(?:^|[-_./])(train|validation|valid|val|dev|test|eval)(?=[-_./]|$)", re.IGNORECASE)
 
-_READ = 1 << 14  # bytes of a packed file; unpacked, they may be a thousand times as many
-# A file that unpacks to more than this, and so many times its size, was made to fill a disk: deflate makes at
-# most 1,032 of one byte, real text below 100.
+_READ = 1 << 14  # bytes of a packed file that are unpacked at once; they may become a thousand times as many
+# Deflate packs one repeated byte 1,032 times, real text below 100 times: more was made to fill a disk.
 _MOST_BYTES, _MOST_TIMES = 1 << 30, 500
-_LOOK_AT = 1000  # entries of a list that are looked at to say whether it names files
+_LOOK_AT = 1000  # entries of a list that are asked whether they are paths
 
 Paths = str | Path | Sequence[str | Path]
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file on this machine, with the name it was given and a hash of its content.
+    """A file on this machine: its unpacked path, the user's name for it, its suffix and a content hash.
 
-    Attributes:
-        path: where it lies, unpacked.
-        name: what the user called it, for messages.
-        suffix: of its content, lower case: ``.jsonl`` of ``a.JSONL.gz``.
-        content: what its content is known by.
+    The suffix is that of the content in lower case, ``.jsonl`` for ``a.JSONL.gz``.
     """
 
     path: Path
     name: str
     suffix: str
     content: str
+
+
+def suffix_of(name: str) -> str:
+    """Return the suffix of a file's content: ``.jsonl`` for ``a.jsonl.gz``."""
+    path = Path(name.lower())
+    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+
+
+def is_data(name: str) -> bool:
+    """Return whether a file name has a suffix of data."""
+    return KINDS.get(suffix_of(name), "refused") != "refused"
 
 
 def is_paths(source: object) -> bool:
@@ -95,16 +117,10 @@ def _looks_like_a_path(text: str) -> bool:
         return True  # if it is not there, that is said
     if any(sign in text for sign in "*?[") and next(glob.iglob(text, recursive=True), None):
         return True
-    known = _suffix(text) in (*LINES, *TABLES, *COLUMNS, ".json", *TEXT)
+    known = is_data(text)
     if known and (" " not in text or Path(text).exists()):
         return True
     return ("/" in text or known) and Path(text).exists()
-
-
-def _suffix(name: str) -> str:
-    """Return the suffix of a compressed file's content: ``.jsonl`` of ``a.jsonl.gz``."""
-    path = Path(name.lower())
-    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
 def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[SourceFile]:
@@ -151,7 +167,8 @@ def _expand(source: str | Path) -> list[str]:
     if not found:
         raise ValueError(
             f"{text} does not exist, and no file matches it. Give a file, a folder, a glob or a list of "
-            f"them: {', '.join((*LINES, '.json', *TABLES, *COLUMNS))} or text, also with {', '.join(PACKED)}."
+            f"them: {', '.join(name for name, kind in KINDS.items() if kind not in ('text', 'refused'))} or "
+            f"text, also with {', '.join(PACKED)}."
         )
     return found
 
@@ -170,8 +187,8 @@ def _in_folder(folder: Path) -> list[Path]:
             continue
         parts = file.relative_to(folder).parts
         hidden = any(part.startswith((".", "_")) for part in parts)
-        kind = _kind(_suffix(file.name))
-        if kind is None or hidden or _ABOUT.fullmatch(file.name):
+        kind = KINDS.get(suffix_of(file.name), "refused")
+        if kind == "refused" or hidden or _ABOUT.fullmatch(file.name):
             left_out.append(file)
         else:
             kinds.setdefault(kind, []).append(file)
@@ -179,22 +196,15 @@ def _in_folder(folder: Path) -> list[Path]:
     if left_out:
         names = ", ".join(file.relative_to(folder).as_posix() for file in left_out[:4])
         rank_zero_info(
-            f"{folder}: {len(left_out)} files are left out, because they are hidden, tell of the data, or "
+            f"{folder}: {len(left_out)} files are left out, because they are hidden, describe the data, or "
             f"have no suffix of data: {names}{', ...' if len(left_out) > 4 else ''}"
         )
     return found
 
 
-def _kind(suffix: str) -> str | None:
-    if suffix == ".json":
-        return "JSON"
-    groups = {"JSONL": LINES, "table": TABLES, "column": COLUMNS, "text": TEXT}
-    return next((kind for kind, suffixes in groups.items() if suffix in suffixes), None)
-
-
 def _one_kind(folder: Path, kinds: dict[str, list[Path]]) -> list[Path]:
     if not kinds:
-        wanted = ", ".join((*LINES, ".json", *TABLES, *COLUMNS, *TEXT))
+        wanted = ", ".join(name for name in KINDS if is_data(name))
         raise ValueError(
             f"No text files below {folder}, nor others that are data. Wanted suffixes: {wanted}."
         )
@@ -236,7 +246,7 @@ def _expand_remote(address: str) -> list[str]:
         if any(sign in path for sign in "*?["):
             found = sorted(filesystem.glob(path))
         elif filesystem.isdir(path):
-            found = sorted(name for name in filesystem.find(path) if _kind(_suffix(name)) is not None)
+            found = sorted(name for name in filesystem.find(path) if is_data(name))
         else:
             found = [path] if filesystem.exists(path) else []
     except (OSError, ValueError, ImportError) as err:
@@ -250,15 +260,17 @@ def _expand_remote(address: str) -> list[str]:
 
 def _local(name: str, cache_dir: str | Path | None) -> SourceFile:
     """Return a file on this machine, downloaded and unpacked if necessary."""
-    suffix = _suffix(name)
-    if suffix in _REFUSED:
+    suffix = suffix_of(name)
+    if KINDS.get(suffix) == "refused":
         raise ValueError(
             f"{name}: a {suffix} file is no text. Give .jsonl with one JSON object a line, .csv, .parquet or "
             ".arrow with a column 'input_ids' or text, a text file, or a dataset that you have opened."
         )
     path = Path(name)
     if "://" in name:
-        path = _kept({"address": name, "info": _info(name)}, name, cache_dir, lambda out: _fetch(name, out))
+        filesystem, inside = require("fsspec", feature=f"reading {name}").core.url_to_fs(name)
+        key = {"address": name, "info": filesystem.info(inside)}
+        path = _kept(key, name, cache_dir, lambda out: _fetch(name, out))
     content = content_of(path, cache_dir)
     if path.suffix.lower() in PACKED:
         packed = path
@@ -284,12 +296,6 @@ def _kept(
     return place
 
 
-def _info(address: str) -> Any:
-    fsspec = require("fsspec", feature=f"reading {address}")
-    filesystem, path = fsspec.core.url_to_fs(address)
-    return filesystem.info(path)
-
-
 def _fetch(address: str, out: BinaryIO) -> None:
     fsspec = require("fsspec", feature=f"reading {address}")
     try:
@@ -300,89 +306,35 @@ def _fetch(address: str, out: BinaryIO) -> None:
 
 
 def _unpack(path: Path, name: str, out: BinaryIO) -> None:
-    advice = "Fetch or make it anew."
     written, most = 0, max(_MOST_BYTES, _MOST_TIMES * path.stat().st_size)
-    try:
-        with path.open("rb") as packed:
-            for block in unpacked(packed, path.suffix.lower()):
-                written += len(block)
-                if written > most:
-                    raise ValueError(
-                        f"it holds more than {_MOST_TIMES} times its size; unpack it if that is right"
-                    )
-                out.write(block)
-    except (EOFError, lzma.LZMAError, OSError, ValueError) as err:
-        if isinstance(err, OSError) and err.errno is not None:
-            raise  # of the disk
-        raise ValueError(f"{name}: damaged, it cannot be unpacked ({err}). {advice}") from err
-    except Exception as err:
-        if type(err).__name__ not in ("ZstdError", "error"):
-            raise
-        raise ValueError(f"{name}: damaged, it cannot be unpacked ({err}). {advice}") from err
+    with path.open("rb") as packed:
+        for block in unpacked(packed, name, suffix=path.suffix.lower()):
+            written += len(block)
+            if written > most:
+                raise ValueError(
+                    f"{name}: it holds more than {_MOST_TIMES} times its size. Unpack it if that is right."
+                )
+            out.write(block)
 
 
-def unpacked(file: BinaryIO, suffix: str) -> Iterator[bytes]:
-    """Unpack a compressed file of one or more members, to its very end.
-
-    Args:
-        file: opened for reading bytes.
-        suffix: ``.gz``, ``.zst``, ``.bz2`` or ``.xz``.
-
-    Returns:
-        Blocks of bytes.
+def unpacked(file: BinaryIO, name: str, *, suffix: str) -> Iterator[bytes]:
+    """Unpack a compressed file of one or more members, to its very end, in blocks of bytes.
 
     Raises:
-        EOFError: for a file that was cut off.
-        OSError: for what follows a member and is none; the error of zstandard or lzma likewise.
+        ValueError: for a file that is cut off or damaged, and for anything else behind a member.
     """
-    if suffix == ".gz":
-        with gzip.open(file, "rb") as packed:
-            yield from iter(lambda: packed.read(_READ), b"")
-        return
-    begin: Callable[[], Any] = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}.get(
-        suffix, lambda: require("zstandard", feature=f"reading {suffix}").ZstdDecompressor().decompressobj()
-    )
-    member, begun = begin(), False
+    member, begun = PACKED[suffix](), False
+    damaged = f"{name}: damaged, it cannot be unpacked"
     while left := file.read(_READ):
-        while left := left if begun else left.lstrip(b"\0"):  # xz files may be padded
+        while left := left if begun else left.lstrip(b"\0"):  # files may be padded between members
             begun = True
-            yield member.decompress(left)
+            try:
+                block = member.decompress(left)
+            except Exception as err:  # each library has an error of its own
+                raise ValueError(f"{damaged} ({err}). Fetch or make it again.") from err
+            yield block
             if not member.eof:
                 break
-            left, member, begun = member.unused_data, begin(), False
+            left, member, begun = member.unused_data, PACKED[suffix](), False
     if begun:
-        raise EOFError("the file ends before its last member does.")
-
-
-class Unpacking(io.RawIOBase):
-    """A compressed file as one that is read: ``io.BufferedReader(Unpacking(file, ".zst"))``.
-
-    Args:
-        file: opened for reading bytes; closed with this.
-        suffix: of its name.
-    """
-
-    def __init__(self, file: BinaryIO, suffix: str) -> None:
-        self._packed, self._blocks, self._left = file, unpacked(file, suffix), b""
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Read into a buffer, and return the number of bytes; 0 at the end."""
-        while not self._left and (block := next(self._blocks, None)) is not None:
-            self._left = block
-        count = min(len(buffer), len(self._left))
-        buffer[:count], self._left = self._left[:count], self._left[count:]
-        return count
-
-    def close(self) -> None:
-        """Close the file."""
-        self._packed.close()
-        super().close()
-
-
-def contents(files: Iterable[SourceFile]) -> Iterator[str]:
-    """Yield the content hash of every file."""
-    return (file.content for file in files)
+        raise ValueError(f"{damaged} (the file ends before its last member does). Fetch or make it again.")

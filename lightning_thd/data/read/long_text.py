@@ -1,40 +1,31 @@
 """A document too long to tokenise at once -> the ids that tokenising it whole gives, a piece at a time.
 
 A fast tokenizer keeps some 800 bytes a token while it works, so that one document of 4 million tokens takes
-3 GB. Pieces overlap. Two neighbours are joined where both put the same tokens at the same characters, many in
-a row: from there on neither knows what came before. That is exact where a token depends on what is near it:
-in BPE, where a row of tokens is the answer if each two neighbours in it are, and for models that look at
-words one by one. A unigram model without words chooses the best row of the whole document: it is not cut.
+3 GB. Pieces overlap. Two neighbours are joined at a run of tokens that both put at the same characters: from
+there on neither depends on what came before. That is exact if a token depends on what is near it: in BPE,
+where a row of tokens is the answer if each two neighbours in it are, and for models that look at words one by
+one. A unigram model without words chooses the best row of the whole document, so it is not cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 _PIECE = 1 << 17  # characters
-_OVERLAP = 1 << 12
-_AGREE = 16  # tokens in a row that both pieces have
-_LONG = 1 << 20  # characters: shorter documents are tokenised whole
+_OVERLAP = 1 << 12  # characters
+_AGREE = 16  # tokens in a row that both pieces must have
+_LONG = 1 << 20  # characters; shorter documents are tokenised whole
 
 Ids = NDArray[np.int32]  # half the memory of int64, and ids are below 2^31
-Ends = NDArray[np.int64]
-
-
-class NoJoint(Exception):
-    """Two pieces of a document agree nowhere, so that it has to be tokenised whole."""
 
 
 def is_long(tokenizer: Any, text: str) -> bool:
-    """Return whether a document is tokenised in pieces: over a million characters, where that is exact."""
-    return len(text) > _LONG and can_cut(tokenizer)
-
-
-def can_cut(tokenizer: Any) -> bool:
-    """Return whether a tokenizer gives the same ids piece by piece: a fast one of words or byte pairs."""
+    """Return whether a document is tokenised in pieces: over a million characters, if that is exact."""
+    if len(text) <= _LONG:
+        return False
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not getattr(tokenizer, "is_fast", False) or backend is None:
         return False
@@ -50,108 +41,58 @@ def encode_long(
     """Tokenise a document in pieces of ``piece`` characters, of which neighbours share ``overlap``.
 
     Returns:
-        The ids that ``tokenizer(text)`` gives. Where neighbours agree on no run of tokens it is tokenised
-        whole.
-    """
-    try:
-        return np.concatenate([*encode_pieces(tokenizer, [text], piece=piece, overlap=overlap)])
-    except NoJoint:
-        return np.asarray(tokenizer(text, return_attention_mask=False)["input_ids"], np.int64)
-
-
-def encode_pieces(
-    tokenizer: Any, text: Iterable[str], *, piece: int = _PIECE, overlap: int = _OVERLAP
-) -> Iterator[Ids]:
-    """Tokenise a document that comes in parts, holding little more than a piece of it.
-
-    Where neighbours agree nowhere, the piece grows by another.
-
-    Args:
-        tokenizer: a fast one of transformers.
-        text: the parts of the document, of any size.
-        piece: characters of a piece.
-        overlap: characters that neighbours share.
-
-    Returns:
-        int32, part after part of the ids that tokenising the document gives.
-
-    Raises:
-        NoJoint: when a piece that grew does not go on where the one before it ended.
+        The ids that ``tokenizer(text)`` gives. If neighbours agree on no run of tokens, the piece grows; if
+        the grown piece does not continue the tokens before it, the document is tokenised whole.
     """
     before, after = _added(tokenizer)
-    yield before
-    window = _Window(text)
-    last = _Tokens(tokenizer, window.take(piece), 0)
-    kept: tuple[Ids, int] | None = None  # the last tokens given out, and where they end
-    while more := window.take(piece - overlap):
-        start = last.start + len(last.text) - min(overlap, len(last.text))
-        later = _Tokens(tokenizer, last.text[start - last.start :] + more, start)
+    parts: list[NDArray[np.integer]] = [before]
+    last = _Tokens(tokenizer, text[:piece], 0)
+    read = piece
+    given: tuple[Ids, int] | None = None  # the last tokens that were given out, and where they end
+    while read < len(text):
+        stop = read + piece - overlap
+        later = _Tokens(tokenizer, text[read - overlap : stop], read - overlap)
         joint = _joint(last, later)
-        if joint is None:
-            last = _Tokens(tokenizer, last.text + more, last.start).following(kept)
+        read = stop
+        if joint is not None:
+            parts.append(last.ids[: joint[0]])
+            given = last.ids[: joint[0]][-_AGREE // 2 :], int(last.ends[joint[0] - 1])
+            last = later.from_token(joint[1])
             continue
-        yield last.ids[: joint[0]]
-        agreed = last.ids[: joint[0]][-_AGREE // 2 :]
-        kept = agreed, int(last.ends[joint[0] - 1])
-        last = later.from_token(joint[1])
-    yield last.ids
-    yield after
-
-
-class _Window:
-    """Gives the characters of a document in portions of any size."""
-
-    def __init__(self, text: Iterable[str]) -> None:
-        self._parts, self._held, self._at = iter(text), "", 0
-
-    def take(self, count: int) -> str:
-        """Return the next ``count`` characters, or what is left."""
-        held = [self._held[self._at : self._at + count]]
-        self._at += len(held[0])
-        missing = count - len(held[0])
-        while missing and (part := next(self._parts, None)) is not None:
-            self._held, self._at = part, min(missing, len(part))
-            held.append(part[: self._at])
-            missing -= self._at
-        return "".join(held)
+        last = _Tokens(tokenizer, text[last.start : stop], last.start)
+        if given is not None and not last.follow(*given):
+            return np.asarray(tokenizer(text, return_attention_mask=False)["input_ids"], np.int64)
+    return np.concatenate([*parts, last.ids, after])
 
 
 class _Tokens:
-    """The tokens of a piece of a document: ids, the end of each, and a key for its place.
-
-    Args:
-        tokenizer: a fast one.
-        text: the piece.
-        start: its first character in the document.
-    """
+    """The tokens of a piece of a document: ids, the end of each, and a key for its place."""
 
     def __init__(self, tokenizer: Any, text: str, start: int) -> None:
-        self.text, self.start = text, start
+        self.start = start
         found = tokenizer(
             text, add_special_tokens=False, return_attention_mask=False, return_offsets_mapping=True
         )
         self.ids: Ids = np.asarray(found["input_ids"], np.int32)
-        self.ends: Ends = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)[:, 1] + start
-        # Several tokens end at one character that takes more than one: their order tells them apart.
+        self.ends = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)[:, 1] + start
+        # Several tokens end at one character that takes more than one: their order keeps them apart.
         within = np.arange(len(self.ends)) - np.searchsorted(self.ends, self.ends)
-        self.places: Ends = self.ends * 64 + np.minimum(within, 63)
+        self.places = self.ends * 64 + np.minimum(within, 63)
 
     def from_token(self, first: int) -> _Tokens:
         """Drop the tokens before one."""
         self.ids, self.ends, self.places = self.ids[first:], self.ends[first:], self.places[first:]
         return self
 
-    def following(self, kept: tuple[Ids, int] | None) -> _Tokens:
-        """Drop the tokens that were given out before, which must be those at the same place here."""
-        if kept is None:
-            return self
-        given, end = kept
+    def follow(self, given: Ids, end: int) -> bool:
+        """Drop the tokens that were given out before; return whether they are at the same place here."""
         first = int(np.searchsorted(self.ends, end, side="right"))
         if first < len(given) or not np.array_equal(self.ids[first - len(given) : first], given):
-            raise NoJoint
+            return False
         if int(self.ends[first - 1]) != end:
-            raise NoJoint
-        return self.from_token(first)
+            return False
+        self.from_token(first)
+        return True
 
 
 def _joint(last: _Tokens, later: _Tokens) -> tuple[int, int] | None:

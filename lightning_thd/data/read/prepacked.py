@@ -25,17 +25,17 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 from tqdm import tqdm
 
-from lightning_thd.data.store.arrays import cached_arrays
-from lightning_thd.data.store.journal import count_targets
-from lightning_thd.data.store.measure import MapDataset
+from lightning_thd.batch.keys import names
+from lightning_thd.data.store.cache import cached_arrays
+from lightning_thd.data.store.index import MapDataset
+from lightning_thd.data.store.tokens import count_targets
 
 IntArray = NDArray[np.int64]
 
 _VERSION = 1
 _BAR_FROM = 10_000  # rows
 _LENGTHS = ("lengths", "seq_lengths")
-_BOUNDARIES = (*_LENGTHS, "cu_seqlens", "cu_seqlens_padded", "position_ids", "attention_mask")
-_UNDERSTOOD = ("input_ids", "labels", *_BOUNDARIES)
+_READ = frozenset(names("token", "boundary"))
 
 
 def holds_packs(dataset: MapDataset, *, sure: bool = False) -> bool:
@@ -140,7 +140,7 @@ class _Found(TorchDataset[IntArray]):
 
     def __getitem__(self, i: int) -> IntArray:
         row = self._rows[i]
-        if other := sorted(set(row) - set(_UNDERSTOOD)):
+        if other := sorted(set(row) - _READ):
             raise ValueError(
                 f"Row {i} holds several sequences and carries {', '.join(other)}, of which nothing says what "
                 "belongs to which. Drop these columns, give the sequences one by one, or set packed='off'."

@@ -1,89 +1,183 @@
 """Files or a dataset of text, ids, prompts or conversations -> records, in chunks that any process can read.
 
-A record that cannot be read comes as ``Bad``, so that whoever asks may skip it and go on.
+A record that cannot be read comes as ``Bad``, so that the caller may skip it and go on.
 """
 
 from __future__ import annotations
 
 import csv
-import io
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_thd._imports import require
-from lightning_thd.data.read.chunks import Chunk, Line, Place, Record
-from lightning_thd.data.read.decode import Bad, decode, parse_json
-from lightning_thd.data.read.files import COLUMNS, LINES, TABLES, SourceFile, find_files
-from lightning_thd.data.read.json_files import cut_json, cut_lines
-from lightning_thd.data.read.long import values
-from lightning_thd.data.read.long.values import ArrayText, BufferText, FileText, Long
-from lightning_thd.data.store.columns import map_arrow, string_sizes
-from lightning_thd.data.store.measure import MapDataset
+from lightning_thd.data.read.files import KINDS, SourceFile, find_files
+from lightning_thd.data.store.columns import map_arrow
+from lightning_thd.data.store.index import MapDataset
 
-CHUNK_BYTES = 1 << 22  # of text in a chunk: some 4 s of a tokenizer at 1 MB/s
+CHUNK_BYTES = 1 << 22  # bytes of text in a chunk: about 4 s of a tokenizer at 1 MB/s
 _CHUNK_ROWS = 1024
-_BATCH_ROWS = 256  # of columns: what is unpacked at a time
+_BATCH_ROWS = 256  # rows of columns that are unpacked at a time
+_BOM = b"\xef\xbb\xbf"
+# Keys that a record has, and a JSON file that wraps records has not.
+_OF_RECORDS = ("text", "input_ids", "messages", "conversations", "conversation", "prompt", "instruction")
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A record that cannot be read, and the reason."""
+
+    reason: str
+
+
+Record = str | dict[str, Any] | Bad
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a file as a place; its number is counted only when it is printed."""
+
+    name: str
+    path: Path
+    offset: int
+
+    def __str__(self) -> str:
+        number, left = 1, self.offset
+        with self.path.open("rb") as file:
+            while left and (block := file.read(min(left, 1 << 20))):
+                number += block.count(b"\n")
+                left -= len(block)
+        return f"{self.name}, line {number}"
+
+
+Placed = tuple[str | Line, Record]
+
+
+class Chunk(Protocol):
+    """A part of a source, whose records one process reads."""
+
+    def records(self) -> Iterator[Placed]:
+        """Read the records with their places."""
+        ...
+
+
+def parse_json(text: str | bytes) -> Any | Bad:
+    """Parse JSON; return ``Bad`` for anything Python refuses, such as too deep or too large numbers."""
+    try:
+        return json.loads(text.decode() if isinstance(text, bytes) else text)
+    except UnicodeDecodeError as err:
+        return Bad(_not_text(err))
+    except json.JSONDecodeError as err:
+        return Bad(f"not JSON ({err.msg} at column {err.colno}). Mend or remove it.")
+    except (RecursionError, ValueError) as err:
+        return Bad(f"JSON that cannot be read ({err}). Remove it.")
+
+
+def decode(data: bytes) -> str | Bad:
+    """Decode UTF-8, with or without a byte-order mark; return ``Bad`` for other bytes."""
+    try:
+        text = data.removeprefix(_BOM).decode()
+    except UnicodeDecodeError as err:
+        return Bad(_not_text(err))
+    if "\0" in text:
+        return Bad(f"holds a null byte at {text.index(chr(0))}, so it is no text. Leave it out.")
+    return text
+
+
+def _not_text(err: UnicodeDecodeError) -> str:
+    byte = err.object[err.start]
+    return f"not UTF-8 (byte 0x{byte:02x} at {err.start}). Write it again in UTF-8, or leave it out."
+
+
+def parse_line(line: bytes) -> dict[str, Any] | Bad:
+    """Parse a line of JSONL, which must hold one object."""
+    parsed = parse_json(line.removeprefix(_BOM))
+    if isinstance(parsed, dict | Bad):
+        return parsed
+    return Bad(f"a {type(parsed).__name__}, wanted one JSON object a line.")
+
+
+@dataclass(frozen=True, slots=True)
+class JsonlChunk:
+    """The lines of a JSONL file that begin at byte ``start`` up to ``stop``."""
+
+    file: SourceFile
+    start: int
+    stop: int
+
+    def records(self) -> Iterator[Placed]:
+        """Read the objects of the lines, skipping blank ones."""
+        with self.file.path.open("rb") as file:
+            at = self.start
+            if at:  # a line that begins before the chunk belongs to the one before
+                file.seek(at - 1)
+                at += len(file.readline()) - 1
+            while at < self.stop and (line := file.readline()):
+                if line.strip():
+                    yield Line(self.file.name, self.file.path, at), parse_line(line)
+                at += len(line)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonChunk:
+    """Entries ``start`` to ``stop`` of a JSON file that is one array."""
+
+    file: SourceFile
+    start: int
+    stop: int
+
+    def records(self) -> Iterator[Placed]:
+        """Read the entries: objects or strings."""
+        for i, entry in enumerate(_json_entries(self.file)[self.start : self.stop], self.start):
+            found = (
+                entry if isinstance(entry, str | dict) else Bad(f"a {type(entry).__name__}, not an object.")
+            )
+            yield f"{self.file.name}, entry {i}", found
 
 
 @dataclass(frozen=True, slots=True)
 class TableChunk:
-    """The rows of a table of separated values that begin at byte ``start`` up to ``stop``."""
+    """A table of separated values, every cell a string."""
 
     file: SourceFile
-    names: tuple[str, ...]
-    separator: str
-    start: int
-    stop: int
 
-    def records(self) -> Iterator[tuple[Place, Record]]:
-        """Read the rows as dicts of the column names."""
-        with self.file.path.open("rb") as file:
-            file.seek(self.start)
-            # What is no UTF-8 stays recognisable, so that the row it is in can be told.
-            text = file.read(self.stop - self.start).decode(errors="surrogateescape")
-        lines = list(io.StringIO(text, newline=""))  # ends of lines alone, no other separators of Unicode
-        offset, done = self.start, 0
-        rows, torn = _rows(lines, self.separator)
-        if torn is not None:
-            before = "".join(lines[: len(rows) and rows[-1][1]]).encode(errors="surrogateescape")
-            place = Line(self.file.name, self.file.path, self.start + len(before))
-            raise ValueError(
-                f"{place}: a quote begins a cell and another ends it before its end ({torn}), so it is not "
-                "known where the row ends. Write quotes inside of quoted cells twice, or give .jsonl."
-            )
-        for row, line in rows:
-            place = Line(self.file.name, self.file.path, offset)
-            read = "".join(lines[done:line]).encode(errors="surrogateescape")
-            offset += len(read)
-            done = line
-            if not row:
-                continue
-            if isinstance(as_text := decode(read), Bad):
-                yield place, as_text
-            elif len(row) != len(self.names):
-                yield place, Bad(f"{len(row)} cells, but {len(self.names)} columns {list(self.names)}.")
-            else:
-                yield place, dict(zip(self.names, row, strict=True))
+    def records(self) -> Iterator[Placed]:
+        """Read the rows as dicts of the column names in the first line."""
+        name, separator = self.file.name, "\t" if self.file.suffix == ".tsv" else ","
+        csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
+        # Bytes that are no UTF-8 stay recognisable, so that only their row is bad.
+        with self.file.path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as opened:
+            reader, line = csv.reader(opened, delimiter=separator, strict=True), 1
+            try:
+                names = next(reader, [])
+                if not names or len(set(names)) != len(names):
+                    raise ValueError(
+                        f"{name}: its first line {separator.join(names)[:80]!r} gives no column names, each "
+                        "once. Put one there."
+                    )
+                if isinstance(bad := decode("".join(names).encode(errors="surrogateescape")), Bad):
+                    raise ValueError(f"{name}, line 1: {bad.reason}")
+                line = reader.line_num + 1
+                for row in reader:
+                    if row:
+                        yield f"{name}, line {line}", _cells(names, row)
+                    line = reader.line_num + 1
+            except csv.Error as err:
+                raise ValueError(
+                    f"{name}, line {line}: a quote begins a cell and it is not known where the row ends "
+                    f"({err}). Write quotes inside of quoted cells twice and close them, or give .jsonl."
+                ) from err
 
 
-def _rows(lines: list[str], separator: str) -> tuple[list[tuple[list[str], int]], str | None]:
-    """Parse a table, and return its rows with the number of lines up to the end of each.
-
-    The second value says what is wrong with the row after them: a quote in the midst of a quoted cell.
-    """
-    rows: list[tuple[list[str], int]] = []
-    limit = csv.field_size_limit(2**31 - 1)  # of the process; documents are longer than its 128 KiB
-    try:
-        reader = csv.reader(lines, delimiter=separator, strict=True)
-        rows.extend((row, reader.line_num) for row in reader)
-    except csv.Error as err:
-        return rows, str(err)
-    finally:
-        csv.field_size_limit(limit)
-    return rows, None
+def _cells(names: list[str], row: list[str]) -> dict[str, Any] | Bad:
+    if isinstance(bad := decode("".join(row).encode(errors="surrogateescape")), Bad):
+        return bad
+    if len(row) != len(names):
+        return Bad(f"{len(row)} cells, but {len(names)} columns {names}.")
+    return dict(zip(names, row, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +186,10 @@ class FileChunk:
 
     files: tuple[SourceFile, ...]
 
-    def records(self) -> Iterator[tuple[Place, Record]]:
+    def records(self) -> Iterator[Placed]:
         """Read the files whole."""
         for file in self.files:
-            long = file.path.stat().st_size > values.LONG_BYTES
-            yield file.name, Long(text=FileText(file.path)) if long else decode(file.path.read_bytes())
+            yield file.name, decode(file.path.read_bytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,44 +200,24 @@ class ColumnChunk:
     part: int
     first_row: int
 
-    def records(self) -> Iterator[tuple[Place, Record]]:
+    def records(self) -> Iterator[Placed]:
         """Read the rows as dicts; what is null is left out."""
         i = self.first_row
         for batch in read_part(self.file, self.part):
-            large = batch.nbytes > values.LONG_BYTES
-            for found in self._rows(batch, i) if large else batch.to_pylist():
-                yield f"{self.file.name}, row {i}", without_nulls(found)
+            for row in batch.to_pylist():
+                yield f"{self.file.name}, row {i}", without_nulls(row)
                 i += 1
-
-    def _rows(self, batch: Any, first: int) -> Iterator[dict[str, Any] | Long]:
-        """Read rows one by one, leaving strings that are long where the file is mapped, or the batch lies."""
-        pt = require("pyarrow", feature=f"reading {self.file.suffix} files").types
-        mapped = self.file.suffix == ".arrow"
-        texts = [f.name for f in batch.schema if pt.is_string(f.type) or pt.is_large_string(f.type)]
-        sizes = {name: string_sizes(batch.column(name)) for name in texts}
-        for at in range(batch.num_rows):
-            long = [name for name in texts if sizes[name][at] > values.LONG_BYTES]
-            others = batch.select([name for name in batch.schema.names if name not in long]).slice(at, 1)
-            row: dict[str, Any] = others.to_pylist()[0] if others.num_columns else {}
-            if not long:
-                yield row
-                continue
-            place = self.file.path, self.part, first - self.first_row + at
-            yield Long(
-                {n: BufferText(*place, n) if mapped else ArrayText(batch.column(n), at) for n in long},
-                without_nulls(row),
-            )
 
 
 @dataclass(frozen=True, slots=True)
 class RowChunk:
-    """Rows ``start`` to ``stop`` of a dataset as a chunk."""
+    """Rows ``start`` to ``stop`` of a dataset."""
 
     dataset: MapDataset
     start: int
     stop: int
 
-    def records(self) -> Iterator[tuple[Place, Record]]:
+    def records(self) -> Iterator[Placed]:
         """Read the rows."""
         for i in range(self.start, self.stop):
             try:
@@ -170,16 +243,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def read_part(file: SourceFile, part: int, names: list[str] | None = None) -> Iterator[Any]:
-    """Read a row group of a Parquet file, or a record batch of an Arrow file, in batches of rows.
-
-    Args:
-        file: of columns.
-        part: number of the row group or record batch.
-        names: columns that are read; all by default.
-
-    Returns:
-        Arrow record batches of at most 256 rows.
-    """
+    """Read a part of a file of columns in Arrow batches of at most 256 rows; all columns, or those named."""
     if file.suffix == ".parquet":
         opened = require("pyarrow.parquet", feature="reading .parquet files").ParquetFile(file.path)
         yield from opened.iter_batches(batch_size=_BATCH_ROWS, row_groups=[part], columns=names)
@@ -188,6 +252,32 @@ def read_part(file: SourceFile, part: int, names: list[str] | None = None) -> It
     batch = batch if names is None else batch.select(names)
     for start in range(0, batch.num_rows, _BATCH_ROWS):
         yield batch.slice(start, _BATCH_ROWS)
+
+
+def part_sizes(file: SourceFile) -> list[int]:
+    """Count the rows of every row group of a Parquet file or record batch of an Arrow file."""
+    if file.suffix == ".arrow":
+        return [batch.num_rows for batch in map_arrow(file.path, file.name).to_batches()]
+    pq = require("pyarrow.parquet", feature="reading .parquet files")
+    pa = require("pyarrow", feature="reading .parquet files")
+    try:
+        metadata = pq.ParquetFile(file.path).metadata
+    except (pa.ArrowInvalid, OSError) as err:
+        raise ValueError(f"{file.name} is no Parquet file ({err}). Write it again.") from err
+    return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+
+
+@lru_cache(maxsize=1)  # all chunks of a file parse it once
+def _json_entries(file: SourceFile) -> list[Any]:
+    """Return the entries of an array, of the array in a wrapper, or the file as the only entry."""
+    found = parse_json(file.path.read_bytes().removeprefix(_BOM))
+    if isinstance(found, Bad):
+        raise ValueError(f"{file.name}: {found.reason}")
+    if isinstance(found, dict) and not any(name in found for name in _OF_RECORDS):
+        lists = [value for value in found.values() if isinstance(value, list)]
+        if len(lists) == 1 and (len(found) == 1 or all(isinstance(entry, dict) for entry in lists[0])):
+            return list(lists[0])  # as in {"version": 1, "data": [...]}
+    return found if isinstance(found, list) else [found]
 
 
 def file_chunks(
@@ -205,12 +295,25 @@ def file_chunks(
     chunks: list[Chunk] = []
     texts: list[SourceFile] = []
     for file in files:
-        cut = _CUT.get(file.suffix)
-        if cut is None:
+        kind = KINDS.get(file.suffix, "text")
+        if kind == "text":
             _refuse_unnamed_records(file)
             texts.append(file)
+        elif kind == "JSONL" or (kind == "JSON" and _holds_lines(file)):
+            size = file.path.stat().st_size
+            spans = ((at, min(at + chunk_bytes, size)) for at in range(0, size, chunk_bytes))
+            chunks += [JsonlChunk(file, *span) for span in spans]
+        elif kind == "JSON":
+            total = len(_json_entries(file))
+            spans = ((at, min(at + _CHUNK_ROWS, total)) for at in range(0, total, _CHUNK_ROWS))
+            chunks += [JsonChunk(file, *span) for span in spans]
+        elif kind == "table":
+            chunks.append(TableChunk(file))
         else:
-            chunks += cut(file, chunk_bytes)
+            first = 0
+            for part, size in enumerate(part_sizes(file)):
+                chunks.append(ColumnChunk(file, part, first))
+                first += size
     if texts and chunks:
         raise ValueError(
             f"{texts[0].name} is one document of text, and the other files hold records. Give files of "
@@ -231,62 +334,12 @@ def _refuse_unnamed_records(file: SourceFile) -> None:
         )
 
 
-def _cut_table(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
-    """Cut a table into chunks at line ends outside quotes, since a quoted cell may hold line breaks."""
-    separator = "\t" if file.suffix == ".tsv" else ","
-    edges, quotes, at = [0], 0, 0
-    head: list[bytes] = []
+def _holds_lines(file: SourceFile) -> bool:
+    """Return whether a .json file holds an object a line."""
     with file.path.open("rb") as opened:
-        for line in opened:
-            quotes += line.count(b'"')
-            at += len(line)
-            if len(edges) == 1:
-                head.append(line)
-            if quotes % 2 == 0 and (len(edges) == 1 or at - edges[-1] >= chunk_bytes):
-                edges.append(at)
-    if quotes % 2:
-        raise ValueError(f"{file.name}: a quote is opened and never closed. Mend the file.")
-    if edges[-1] != at:
-        edges.append(at)
-    text = decode(b"".join(head))
-    if isinstance(text, Bad):
-        raise ValueError(f"{file.name}, line 1: {text.reason}")
-    names = tuple(next(csv.reader(io.StringIO(text, newline=""), delimiter=separator), []))
-    if not names or len(set(names)) != len(names):
-        raise ValueError(
-            f"{file.name}: its first line {text[:80]!r} gives no column names, each once. Put one there."
-        )
-    return [TableChunk(file, names, separator, a, b) for a, b in pairwise(edges[1:])]
-
-
-def _cut_columns(file: SourceFile, chunk_bytes: int) -> list[Chunk]:
-    sizes = part_sizes(file)
-    first, chunks = 0, list[Chunk]()
-    for part, size in enumerate(sizes):
-        chunks.append(ColumnChunk(file, part, first))
-        first += size
-    return chunks
-
-
-def part_sizes(file: SourceFile) -> list[int]:
-    """Count the rows of every row group of a Parquet file or record batch of an Arrow file."""
-    if file.suffix == ".arrow":
-        return [batch.num_rows for batch in map_arrow(file.path, file.name).to_batches()]
-    pq = require("pyarrow.parquet", feature="reading .parquet files")
-    pa = require("pyarrow", feature="reading .parquet files")
-    try:
-        metadata = pq.ParquetFile(file.path).metadata
-    except (pa.ArrowInvalid, OSError) as err:
-        raise ValueError(f"{file.name} is no Parquet file ({err}). Write it anew.") from err
-    return [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-
-
-_CUT: dict[str, Callable[[SourceFile, int], list[Chunk]]] = {
-    **dict.fromkeys(LINES, cut_lines),
-    **dict.fromkeys(TABLES, _cut_table),
-    **dict.fromkeys(COLUMNS, _cut_columns),
-    ".json": cut_json,
-}
+        head = opened.read(1 << 16).lstrip(_BOM + b" \t\r\n")
+    first, _, rest = head.partition(b"\n")
+    return head.startswith(b"{") and bool(rest.strip()) and isinstance(parse_json(first), dict)
 
 
 def _grouped(files: list[SourceFile], chunk_bytes: int) -> Iterator[Chunk]:

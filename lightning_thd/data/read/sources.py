@@ -13,26 +13,23 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_thd._checks import choice, instance, whole_number
-from lightning_thd.data.read.chunks import Chunk
 from lightning_thd.data.read.columns import as_rows, open_columns
 from lightning_thd.data.read.conversations import Records, describe, kind_of
-from lightning_thd.data.read.encode import Encoder, Tokenizer, load_tokenizer
-from lightning_thd.data.read.files import COLUMNS, Paths, find_files, is_paths
+from lightning_thd.data.read.encode import Encoder, Tokenizer, find_kind, load_tokenizer, tokenize
+from lightning_thd.data.read.files import KINDS, Paths, find_files, is_paths
 from lightning_thd.data.read.prepacked import holds_packs, open_packed
-from lightning_thd.data.read.records import file_chunks, row_chunks
+from lightning_thd.data.read.records import Chunk, file_chunks, row_chunks
 from lightning_thd.data.read.text import tokenizer_fingerprint
-from lightning_thd.data.read.tokenize import Engine, find_kind, tokenize
 from lightning_thd.data.store.columns import is_hugging_face
-from lightning_thd.data.store.journal import Rows
-from lightning_thd.data.store.measure import MapDataset, OnError, check_sample
-from lightning_thd.data.store.tokens import TokenStore, cached_store
+from lightning_thd.data.store.index import MapDataset, OnError, check_row
+from lightning_thd.data.store.tokens import Rows, TokenStore, cached_store
 
 Source = MapDataset | Dataset | str | Path | list[str | Path]  # type: ignore[type-arg]  # jsonargparse wants it bare
 Packed = Literal["auto", "sequences", "packs", "off"]
 
-# Of records: 1 replaced what is no UTF-8, 2 learned what the user says in some templates, 3 left out calls of
-# tools and chat_template_kwargs.
-_READER = 4
+# The version of reading, in the key of caches: 1 replaced what is no UTF-8, 2 learned what the user says in
+# some templates, 3 left out calls of tools and chat_template_kwargs, 4 read tables by the csv module.
+_READER = 5
 _SHOW_FROM = 2  # chunks: a bar for less is noise
 
 
@@ -42,8 +39,8 @@ class Opened:
 
     Attributes:
         dataset: gives ids, sequence by sequence.
-        key: what its content is known by, for caches; None where nothing tells.
-        schedule: ints ``[N]``, the ready pack of each sequence, where rows are kept as packs.
+        key: the fingerprint of its content, for caches; None if there is none.
+        schedule: ints ``[N]``, the ready pack of each sequence, if rows are kept as packs.
     """
 
     dataset: MapDataset
@@ -62,14 +59,12 @@ class Opener:
     packed: Packed = "auto"
     on_error: OnError = "raise"
     max_errors: int | None = 1000
-    engine: Engine = "local"
     cache_dir: str | Path | None = None
     num_workers: int = 0
     progress: bool = False
 
     def __post_init__(self) -> None:
-        choices = {"records": Records, "packed": Packed, "on_error": OnError, "engine": Engine}
-        for name, words in choices.items():
+        for name, words in {"records": Records, "packed": Packed, "on_error": OnError}.items():
             choice(getattr(self, name), name, *get_args(words))
         whole_number(self.num_workers, "num_workers", advice="It is the number of processes that read.")
         if self.max_errors is not None:
@@ -107,7 +102,7 @@ class Opener:
         files = find_files(source, cache_dir=self.cache_dir)
         key = {"files": [file.content for file in files], "suffixes": [file.suffix for file in files]}
         name = str(source) if isinstance(source, str | Path) else f"{len(files)} files"
-        if self.records in ("auto", "ids") and all(file.suffix in COLUMNS for file in files):
+        if self.records in ("auto", "ids") and all(KINDS.get(file.suffix) == "column" for file in files):
             rows = open_columns(files, text_key=self.text_key, cache_dir=self.cache_dir)
             if rows is not None:
                 return Opened(dataset=rows, key=key)
@@ -149,7 +144,6 @@ class Opener:
                 encoder,
                 num_workers=self.num_workers,
                 progress=self.progress and len(chunks) >= _SHOW_FROM,
-                engine=self.engine,
             )
 
         whole = None if key is None or known is None else {**key, **how}
@@ -206,7 +200,7 @@ def as_dataset(source: object) -> MapDataset:
             f"{type(source).__name__}[0] raised {type(err).__name__} ({err}). Pass an object with len() and "
             "[i] giving {'input_ids': ids}."
         ) from err
-    check_sample(sample, 0)
+    check_row(sample, 0)
     return dataset
 
 

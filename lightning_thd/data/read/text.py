@@ -19,11 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_thd._checks import host_ints, whole_number
-from lightning_thd.data.read.chunks import Record
-from lightning_thd.data.read.decode import Bad
 from lightning_thd.data.read.files import Paths, find_files
-from lightning_thd.data.read.long.values import Long
-from lightning_thd.data.read.records import file_chunks
+from lightning_thd.data.read.records import Bad, Record, file_chunks
 from lightning_thd.data.store.tokens import TokenStore
 
 
@@ -82,7 +79,7 @@ def read_documents(path: Paths, *, text_key: str = "text") -> Iterator[str]:
             try:
                 if isinstance(record, Bad):
                     raise ValueError(record.reason)
-                yield text_of(record.whole() if isinstance(record, Long) else record, text_key)
+                yield text_of(record, text_key)
             except ValueError as err:
                 raise ValueError(f"{place}: {err}") from err
 

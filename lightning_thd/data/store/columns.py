@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from lightning_thd._imports import require
+from lightning_thd.batch.samples import MOST_ID
 
 IntArray = NDArray[np.int64]
 _BLOCK = 1 << 20  # values that are looked at at a time
-MOST_ID = 2**31 - 1  # an id beyond is no entry of any vocabulary
 
 
 class ColumnRows(Dataset[dict[str, NDArray[Any]]]):
@@ -98,7 +98,7 @@ def map_arrow(path: Path, name: str) -> Any:
         except pa.ArrowInvalid:
             return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
     except pa.ArrowInvalid as err:
-        raise ValueError(f"{name} is no Arrow file ({err}). Write it anew.") from err
+        raise ValueError(f"{name} is no Arrow file ({err}). Write it again.") from err
 
 
 def string_bytes(column: Any, row: int) -> memoryview:
@@ -108,12 +108,6 @@ def string_bytes(column: Any, row: int) -> memoryview:
     edges = np.frombuffer(offsets, np.int64 if pt.is_large_string(column.type) else np.int32)
     start, stop = edges[column.offset + row : column.offset + row + 2].tolist()
     return memoryview(values if values is not None else b"")[start:stop]
-
-
-def string_sizes(column: Any) -> IntArray:
-    """Return the bytes of every string of an Arrow array, int64 ``[rows]``; 0 for an absent one."""
-    pc = _compute()
-    return np.asarray(pc.fill_null(pc.binary_length(column), 0)).astype(np.int64)
 
 
 def arrow_table(dataset: object) -> Any | None:
@@ -188,27 +182,20 @@ def is_list(table: Any, name: str, *, floats: bool = False) -> bool:
 
 
 class Counted(NamedTuple):
-    """The counts that a dataset's columns give: tokens, loss tokens, the largest id, and bad rows.
-
-    Attributes:
-        lengths: tokens of every row, int64 ``[N]``.
-        loss_tokens: slots with a target of every row, int64 ``[N]``.
-        largest: the largest id and its row, int64 ``[2]``; (-1, 0) without tokens.
-        bad: what is wrong with rows, by their number.
-    """
+    """What columns give for every row, and the largest id with its row; (-1, 0) without tokens."""
 
     lengths: IntArray
     loss_tokens: IntArray
     largest: IntArray
-    bad: dict[int, str]
+    wrong: NDArray[np.bool_]
 
 
 def count_columns(dataset: object) -> Counted | None:
     """Count tokens and loss tokens of every sequence by the columns ``input_ids`` and ``labels``.
 
     Returns:
-        The counts, and the rows whose ids or labels cannot be trained on; None where the dataset has no such
-        columns.
+        The counts, and the rows whose ids, labels or masks cannot be trained on; None if the dataset has no
+        such columns.
     """
     table = arrow_table(dataset)
     if table is None:
@@ -220,33 +207,24 @@ def count_columns(dataset: object) -> Counted | None:
         return None
     lengths = list_lengths(table, "input_ids")
     ids = _Facts(table, "input_ids", lambda values: (values < 0) | (values > MOST_ID))
+    loss_tokens, wrong = np.maximum(lengths - 1, 0), ids.wrong
     if "labels" in table.column_names:
         labels = _Facts(
             table, "labels", lambda values: ((values < 0) & (values != -100)) | (values > MOST_ID)
         )
-        differ = list_lengths(table, "labels") != lengths
-        loss_tokens, wrong = labels.targets, ids.wrong | labels.wrong | differ
-    else:
-        loss_tokens, wrong = np.maximum(lengths - 1, 0), ids.wrong
-    if "attention_mask" in table.column_names and not _all_ones(table, "attention_mask"):
+        loss_tokens = labels.targets
+        wrong = wrong | labels.wrong | (list_lengths(table, "labels") != lengths)
+    if "attention_mask" in table.column_names:
         wrong = wrong | _Facts(table, "attention_mask", lambda values: values != 1).wrong
         wrong |= list_lengths(table, "attention_mask") != lengths
-    lengths, loss_tokens = visible(dataset, lengths), visible(dataset, loss_tokens)
-    wrong, most = visible(dataset, wrong), visible(dataset, ids.most)
+    most = visible(dataset, ids.most)
     at = int(most.argmax()) if len(most) else 0
-    largest = np.array([most[at] if len(most) else -1, at], np.int64)
-    bad = {int(i): _why(dataset, int(i)) for i in np.flatnonzero(wrong)}
-    return Counted(lengths, loss_tokens, largest, bad)
-
-
-def _all_ones(table: Any, name: str) -> bool:
-    """Return whether a column of lists holds nothing but 1, in lists as long as those of ``input_ids``."""
-    pc = _compute()
-    for values, _ in lists(table, name):
-        found = pc.min_max(values).as_py()
-        if len(values) and (values.null_count or (found["min"], found["max"]) != (1, 1)):
-            return False
-    return np.array_equal(list_lengths(table, name), list_lengths(table, "input_ids"))
+    return Counted(
+        visible(dataset, lengths),
+        visible(dataset, loss_tokens),
+        np.array([most[at] if len(most) else -1, at], np.int64),
+        visible(dataset, wrong),
+    )
 
 
 class _Facts:
@@ -287,67 +265,11 @@ class _Facts:
         return targets
 
 
-def _why(dataset: object, i: int) -> str:
-    """Return what is wrong with a row that was counted as bad."""
+def column_row(dataset: object, i: int) -> dict[str, Any] | None:
+    """Read the ids, labels and mask of a row from the columns; None for a dataset without."""
     table = arrow_table(dataset)
-    at = int(visible(dataset, np.arange(table.num_rows))[i]) if table is not None else i
-    assert table is not None
-    row = {
-        name: table.column(name)[at].as_py() or []
-        for name in ("input_ids", "labels", "attention_mask")
-        if name in table.column_names
-    }
-    return why_bad(row) or "ids that cannot be read"
-
-
-def holds_bools(values: object) -> bool:
-    """Return whether a list has bools among its entries, which numpy would turn into 0 and 1."""
-    return isinstance(values, list | tuple) and bool in set(map(type, values))
-
-
-def why_bad(sample: dict[str, Any]) -> str | None:
-    """Return what is wrong with the ids, labels and attention mask of a sample, or None."""
-    arrays: dict[str, NDArray[Any]] = {}
-    for name, least in (("input_ids", 0), ("labels", -100)):
-        if name not in sample:
-            continue
-        if holds_bools(sample[name]):
-            return f"{name} holds True or False among its numbers. Give integers."
-        if isinstance(sample[name], np.ma.MaskedArray):
-            return f"{name} is a masked array, whose mask would be lost. Give its compressed() values."
-        try:
-            values = np.asarray(sample[name])
-        except (TypeError, ValueError, RuntimeError) as err:
-            return f"{name} is no row of integers ({err}). Give a list, an array, or a tensor on the CPU."
-        if values.ndim == 1 and not values.size:
-            values = values.astype(np.int64)
-        if values.ndim != 1 or values.dtype.kind not in "iu":
-            null = " with nulls" if values.dtype == object else ""
-            return (
-                f"{name} has shape {values.shape} and dtype {values.dtype}{null}. Give one row of integers."
-            )
-        if values.size and not (least <= int(values.min()) and int(values.max()) <= MOST_ID):
-            worst = int(values.min()) if int(values.min()) < least else int(values.max())
-            what = "token id" if name == "input_ids" else "label"
-            return f"has the {what} {worst}. Ids run from 0 to {MOST_ID}; -100 belongs into labels alone."
-        arrays[name] = values
-    labels = arrays.get("labels")
-    if labels is not None and (odd := labels[(labels < 0) & (labels != -100)]).size:
-        return f"has the label {int(odd[0])}. Labels are ids, or -100 where a token is not to be learned."
-    if labels is not None and len(arrays["labels"]) != len(arrays["input_ids"]):
-        return (
-            f"has {len(arrays['input_ids'])} input_ids but {len(arrays['labels'])} labels. "
-            "Give one label a token, unshifted, with -100 where it is to be ignored."
-        )
-    mask = sample.get("attention_mask")
-    if mask is not None and "input_ids" in arrays:
-        try:
-            seen = np.asarray(mask)
-        except (TypeError, ValueError, RuntimeError) as err:
-            return f"attention_mask is no row of ones ({err}). Leave it out."
-        if seen.shape != arrays["input_ids"].shape or not (seen == 1).all():
-            return (
-                f"has {len(arrays['input_ids'])} input_ids and an attention_mask of shape {seen.shape} that "
-                "is not all ones. Cut the padding off input_ids and labels, or tokenise without padding."
-            )
-    return None
+    if table is None:
+        return None
+    at = int(visible(dataset, np.arange(table.num_rows))[i])
+    read = ("input_ids", "labels", "attention_mask")
+    return {name: table.column(name)[at].as_py() or [] for name in read if name in table.column_names}

@@ -1,39 +1,76 @@
-"""A map-style dataset -> the length and the number of loss tokens of every sequence, counted once."""
+"""A map-style dataset -> length, loss tokens and weights of every sequence, checked and counted once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+from tqdm import tqdm
 
 from lightning_thd._checks import host_ints
-from lightning_thd.batch import IGNORE_INDEX
-from lightning_thd.batch.samples import refuse_shifted
-from lightning_thd.batch.weights import sample_weights
-from lightning_thd.data.store.arrays import cached_arrays
-from lightning_thd.data.store.columns import count_columns, why_bad
-from lightning_thd.data.store.measure import (
-    ADVICE,
-    PER_TOKEN,
-    MapDataset,
-    OnError,
-    as_sentence,
+from lightning_thd.batch.keys import IGNORE_INDEX, PER_TOKEN, inputs
+from lightning_thd.batch.samples import (
     check_sample,
-    media_names,
-    read_rows,
+    refuse_restart,
+    refuse_shifted,
+    sample_weights,
+    whole_weight,
 )
+from lightning_thd.data.store.cache import cached_arrays
+from lightning_thd.data.store.columns import arrow_table, column_row, count_columns
 from lightning_thd.data.store.tokens import TokenStore
 from lightning_thd.packing import Spans
 
 Empty = Literal["error", "drop"]
+OnError = Literal["raise", "skip"]
 
 _VERSION = 3
 _LOOK_AT = 32  # sequences whose labels are compared with their ids
+_ADVICE = "Mend the data, or set on_error='skip'."
+
+
+class MapDataset(Protocol):
+    """The interface of a dataset: ``len``, and ``[i]`` giving ``{"input_ids": ints[, "labels": ints]}``."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int, /) -> dict[str, Any]: ...
+
+
+def check_row(sample: Any, i: int) -> Mapping[str, Any]:
+    """Return a row that is a dict or text, or raise TypeError naming the row and its type."""
+    if isinstance(sample, Mapping | str):
+        return sample  # type: ignore[return-value]  # text is tokenised before anything else
+    raise TypeError(
+        f"Row {i} of the dataset is a {type(sample).__name__}, wanted a dict: {{'input_ids': ids}}, perhaps "
+        "with 'labels', or text, a prompt or messages. Wrap the dataset in one whose [i] gives that."
+    )
+
+
+def refuse_second_sequence(sample: Mapping[str, Any], i: int) -> None:
+    """Refuse a row of several sequences among rows of one, which the first row is."""
+    refuse_restart(
+        sample,
+        f"Sequence {i}",
+        "Row 0 has no position_ids, so rows are taken for one sequence each: give position_ids to all "
+        "or to none, or set packed='off' to train on them as they are.",
+    )
+
+
+def _copied(name: str, value: Any) -> Any:
+    """Copy a value of a row: a dataset may hand out one buffer again and again."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().numpy().copy() if name in PER_TOKEN else value.clone()
+    return np.array(value) if isinstance(value, np.ndarray | list | tuple | range) else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +85,7 @@ class SequenceIndex:
         sequence_weights: of each sequence among sequences, fp64 ``[N]``; likewise.
         largest: the largest id and the sequence it is in, ints ``[2]``; (-1, 0) where no id was seen.
         bad: sorted dataset indices of the rows that were skipped, ints ``[K]``; their length is 0.
+        checked: every row was checked when it was counted, so that batches trust it.
     """
 
     lengths: NDArray[np.integer]
@@ -57,6 +95,7 @@ class SequenceIndex:
     sequence_weights: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     largest: NDArray[np.integer] = field(default_factory=lambda: np.array([-1, 0]))
     bad: NDArray[np.integer] = field(default_factory=lambda: np.empty(0, np.int64))
+    checked: bool = True
 
     def check_vocabulary(self, vocab_size: int | None, name: str) -> None:
         """Refuse ids outside a model's vocabulary, as far as they were seen when the data was counted.
@@ -74,21 +113,18 @@ class SequenceIndex:
     def sample(
         self, dataset: MapDataset, i: int, start: int, stop: int, continued: bool = False
     ) -> dict[str, Any]:
-        """Read tokens ``start`` to ``stop`` of sequence ``i``.
+        """Read tokens ``start`` to ``stop`` of sequence ``i`` into arrays of their own.
 
-        Args:
-            dataset: the one that was counted.
-            i: index of the sequence.
-            start: first token.
-            stop: one past the last token.
-            continued: the sequence goes on in another piece, so the last token keeps its target, the token at
-                ``stop``. A truncated sequence does not go on: what was cut off is no target.
+        With ``continued`` the sequence goes on in another piece, so that the last token keeps its target, the
+        token at ``stop``. What was cut off a truncated sequence is no target.
 
         Raises:
-            ValueError: when the sequence has not the length or the loss tokens that were counted, or carries
-                images and would be cut.
+            ValueError: for other lengths or loss tokens than were counted, and a cut through images.
         """
-        sample = dict(check_sample(dataset[i], i))
+        given = check_row(dataset[i], i)
+        sample = {name: _copied(name, value) for name, value in given.items()}
+        if not self.checked:
+            sample = check_sample(sample, f"Sequence {i}")
         found, counted = len(sample["input_ids"]), int(self.lengths[i])
         if found != counted:
             raise ValueError(
@@ -153,8 +189,8 @@ class SequenceIndex:
             return 0.0
         sample, targets = dataset[i], slice(start + 1, stop + continued)
         counts = np.asarray(sample.get("labels", sample["input_ids"]))[targets] != IGNORE_INDEX
-        weights = sample_weights(sample, int(self.lengths[i]), i).tokens[targets]
-        return float(weights[counts].sum(dtype=np.float64))
+        weights, _ = sample_weights(sample, int(self.lengths[i]), f"Sequence {i}")
+        return float(weights[targets][counts].sum(dtype=np.float64))
 
     def _cut_weights(self, sample: dict[str, Any], i: int, start: int, stop: int, continued: bool) -> None:
         """Give a piece of a sequence the weights of its tokens, and the weight of the whole sequence."""
@@ -175,7 +211,7 @@ def _is_truncated(start: int, continued: bool) -> bool:
 
 def refuse_cut(sample: Mapping[str, Any], i: int, length: int) -> None:
     """Refuse to cut a sequence that carries images or the like, whose placeholder tokens could be lost."""
-    if names := media_names(sample):
+    if names := inputs(sample):
         raise ValueError(
             f"Sequence {i} has {length} tokens, more than fit a pack, and carries {', '.join(names)}, so it "
             "cannot be cut. Set oversize='drop' or 'own_pack', raise capacity, or shorten it beforehand."
@@ -207,14 +243,13 @@ def build_index(
         dataset: read once, unless it has ``lengths`` (and, with labels, ``loss_tokens``) or columns of Arrow,
             which are counted in place.
         empty: whether a sequence without tokens is an error, or is left out by the planner and counted there.
-        on_error: whether a row with nulls, negative ids, or labels of another length is an error, or is left
-            out and counted.
-        max_errors: most rows that may be left out so.
+        on_error: whether a bad row is an error, or is left out and counted.
+        max_errors: most rows that may be left out.
         num_workers: processes that read.
         progress: show a progress bar when the dataset has to be read.
-        key: what the content of the dataset is known by; what was read is kept under it and memory-mapped.
-        cache_dir: where that is kept.
-        one_each: refuse rows whose position_ids tell of several sequences.
+        key: the fingerprint of the dataset; the counts are kept under it and memory-mapped.
+        cache_dir: where counts are kept.
+        one_each: refuse rows whose position_ids begin again, as those of several sequences do.
 
     Raises:
         TypeError: for samples that are none.
@@ -231,7 +266,7 @@ def build_index(
             version=_VERSION,
             cache_dir=cache_dir,
         )
-    index = SequenceIndex(**counted)
+    index = SequenceIndex(**counted, checked=_is_checked(dataset))
     _check_bad(dataset, index, max_errors)
     is_empty = index.lengths == 0
     is_empty[index.bad] = False
@@ -262,7 +297,7 @@ def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None
     """Warn of the bad rows that are left out, or raise if there are more than ``max_errors``."""
     if not len(index.bad):
         return
-    first = " | ".join(f"row {i}: {_why(dataset, int(i))}" for i in index.bad[:3])
+    first = " | ".join(_why(dataset, int(i)) for i in index.bad[:3])
     if max_errors is not None and len(index.bad) > max_errors:
         raise ValueError(
             f"{len(index.bad)} rows are bad, more than max_errors={max_errors}; the first: {first} "
@@ -275,12 +310,23 @@ def _check_bad(dataset: MapDataset, index: SequenceIndex, max_errors: int | None
 
 def _why(dataset: MapDataset, i: int) -> str:
     try:
-        sample = dict(check_sample(dataset[i], i))
+        row = column_row(dataset, i) or check_row(dataset[i], i)
     except Exception as err:  # whatever the user's dataset raises
-        return f"{type(err).__name__}: {err}"
-    if "input_ids" not in sample:
-        return f"has the keys {sorted(sample)} but no 'input_ids'. Give it one."
-    return why_bad(sample) or "cannot be read."
+        return f"Row {i}: {type(err).__name__}: {err}"
+    try:
+        check_sample(row, f"Row {i}", empty=True)
+    except (TypeError, ValueError) as err:
+        return str(err)
+    return f"Row {i} cannot be read."
+
+
+def _is_checked(dataset: MapDataset) -> bool:
+    """Return whether counting checks all that rows hold; given counts and further columns do not."""
+    if isinstance(dataset, TokenStore) and dataset.trusted:
+        return True
+    if getattr(dataset, "lengths", None) is not None and "weights" not in dataset[0]:
+        return False
+    return arrow_table(dataset) is None or not set(dataset[0]) - {"input_ids", "labels", "attention_mask"}
 
 
 def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | None:
@@ -301,15 +347,84 @@ def _known(dataset: MapDataset, on_error: OnError) -> dict[str, NDArray[Any]] | 
         largest = np.array(dataset.largest if isinstance(dataset, TokenStore) else (-1, 0))
         return {"lengths": lengths, "loss_tokens": loss, "media": media, "largest": largest}
     columns = count_columns(dataset)
-    if columns is None or media_names(dataset[0]) or "weights" in dataset[0]:
+    if columns is None or inputs(dataset[0]) or "weights" in dataset[0]:
         return None
-    bad = np.array(sorted(columns.bad), np.int64)
+    bad = np.flatnonzero(columns.wrong)
     if len(bad) and on_error == "raise":
-        i = int(bad[0])
-        raise ValueError(
-            f"Row {i} {as_sentence(columns.bad[i])} ({len(bad)} of {len(dataset)} rows are bad.) {ADVICE}"
-        )
+        why = _why(dataset, int(bad[0]))
+        raise ValueError(f"{why} ({len(bad)} of {len(dataset)} rows are bad.) {_ADVICE}")
     lengths, loss = columns.lengths.copy(), columns.loss_tokens.copy()
     lengths[bad] = loss[bad] = 0
     largest = columns.largest if not len(bad) else np.array((-1, 0))  # a bad row may hold it
     return {"lengths": lengths, "loss_tokens": loss, "media": media, "largest": largest, "bad": bad}
+
+
+class _Measured(TorchDataset[tuple[float, ...]]):
+    """Gives length, loss tokens, whether there are images, weights and the largest id of each row."""
+
+    def __init__(self, dataset: MapDataset, on_error: OnError, one_each: bool) -> None:
+        self._dataset, self._on_error, self._one_each = dataset, on_error, one_each
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, i: int) -> tuple[float, ...]:
+        try:
+            return self._measure(i)
+        except Exception:  # whatever the user's dataset raises; _why says it again
+            if self._on_error == "raise":
+                raise
+            return (0, 0, False, 0, 1.0, False, -1, True)
+
+    def _measure(self, i: int) -> tuple[float, ...]:
+        given: Any = check_row(self._dataset[i], i)
+        if isinstance(given, str):
+            raise ValueError(f"Sequence {i} is text and has no 'input_ids'. Give it one.")
+        try:
+            sample = check_sample(given, f"Sequence {i}", empty=True)
+        except (TypeError, ValueError) as err:
+            raise ValueError(f"{err} {_ADVICE}") from err
+        if self._one_each:
+            refuse_second_sequence(sample, i)
+        ids, labels = sample["input_ids"], sample.get("labels")
+        largest = int(ids.max()) if len(ids) else -1
+        loss_tokens = max(0, len(ids) - 1)
+        if labels is not None:
+            loss_tokens = int(np.count_nonzero(labels[1:] != IGNORE_INDEX))
+        weights = (loss_tokens, 1.0) if "weights" not in sample else whole_weight(sample, f"Sequence {i}")
+        return len(ids), loss_tokens, bool(inputs(sample)), *weights, "weights" in sample, largest, False
+
+
+def read_rows(
+    dataset: MapDataset, on_error: OnError, num_workers: int, progress: bool, *, one_each: bool = False
+) -> dict[str, NDArray[Any]]:
+    """Read every row of a dataset once and return the arrays of a ``SequenceIndex``."""
+    loader = DataLoader(
+        _Measured(dataset, on_error, one_each),
+        batch_size=256,
+        num_workers=num_workers,
+        collate_fn=_as_array,
+        # A generator of its own: the weights of a model built later do not depend on what the cache held.
+        generator=torch.Generator(),
+    )
+    counted, done = np.empty((len(dataset), 8), np.float64), 0
+    with tqdm(total=len(counted), desc="Counting tokens", disable=not progress) as bar:
+        for rows in loader:
+            counted[done : done + len(rows)] = rows
+            done += len(rows)
+            bar.update(len(rows))
+    weighted = counted[:, 5].any()
+    at = int(counted[:, 6].argmax())
+    return {
+        "lengths": counted[:, 0].astype(np.int64),
+        "loss_tokens": counted[:, 1].astype(np.int64),
+        "media": np.flatnonzero(counted[:, 2]),
+        "weights": counted[:, 3].copy() if weighted else np.empty(0),
+        "sequence_weights": counted[:, 4].copy() if weighted else np.empty(0),
+        "largest": np.array([int(counted[at, 6]), at]),
+        "bad": np.flatnonzero(counted[:, 7]),
+    }
+
+
+def _as_array(rows: Sequence[tuple[float, ...]]) -> NDArray[np.float64]:
+    return np.asarray(rows, np.float64)

@@ -1,4 +1,4 @@
-"""Token rows -> one flat, memory-mapped array with offsets: a map-style dataset of any size."""
+"""Rows of token ids -> one flat, memory-mapped array with offsets: a map-style dataset of any size."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from lightning_thd._checks import host_ints, whole_number
-from lightning_thd.data.store.arrays import (
+from lightning_thd._checks import host_ints, instance, whole_number
+from lightning_thd.data.store.cache import (
+    build_once,
+    cache_errors,
     cache_folder,
     cached_folder,
     new_folder,
@@ -27,20 +28,34 @@ from lightning_thd.data.store.arrays import (
     save_arrays,
     seal,
 )
-from lightning_thd.data.store.journal import (
-    SKIPPED,
-    Rows,
-    count_targets,
-    fill_store,
-    flat_integers,
-    largest_id,
-    refuse_more,
-    refuse_negative,
-)
-from lightning_thd.data.store.lock import build_once, told
 
 _VERSION = 3
-_BLOCK = 1 << 22  # labels counted at a time
+_IGNORE = -100
+_BLOCK = 1 << 22  # tokens or labels looked at at a time: 32 MiB as int64
+_SKIPPED = "skipped.jsonl"
+
+
+class Skipped(NamedTuple):
+    """A record that was left out, with its place and the reason."""
+
+    place: str
+    reason: str
+
+
+class Rows(NamedTuple):
+    """Token ids, and labels if any, of sequences laid end to end.
+
+    Attributes:
+        tokens: ids ``[N]``.
+        lengths: int64 ``[n]``, which add up to N.
+        labels: int64 ``[N]``, unshifted, -100 where ignored; None where every token is a label.
+        skipped: records between them that were left out.
+    """
+
+    tokens: NDArray[np.integer]
+    lengths: NDArray[np.int64]
+    labels: NDArray[np.integer] | None = None
+    skipped: tuple[Skipped, ...] = ()
 
 
 class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
@@ -65,10 +80,10 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         loss_tokens: NDArray[np.integer] | None = None,
         largest: NDArray[np.integer] | None = None,
     ) -> None:
-        tokens = flat_integers(tokens, "tokens")
-        offsets = flat_integers(offsets, "offsets").astype(np.int64, copy=False)
-        labels = None if labels is None else flat_integers(labels, "labels")
-        loss_tokens = None if loss_tokens is None else flat_integers(loss_tokens, "loss_tokens")
+        tokens = _flat(tokens, "tokens")
+        offsets = _flat(offsets, "offsets").astype(np.int64, copy=False)
+        labels = None if labels is None else _flat(labels, "labels")
+        loss_tokens = None if loss_tokens is None else _flat(loss_tokens, "loss_tokens")
         if loss_tokens is not None and len(loss_tokens) != len(offsets) - 1:
             raise ValueError(
                 f"TokenStore got {len(offsets) - 1} sequences but {len(loss_tokens)} loss_tokens. "
@@ -79,15 +94,16 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
                 f"TokenStore got {len(tokens)} tokens but offsets from {offsets[:1]} to {offsets[-1:]}. "
                 f"Offsets run from 0 to {len(tokens)}."
             )
-        # What is mapped was written by ``save`` or ``write_store``, and may be longer than memory.
-        if not isinstance(offsets, np.memmap) and (falls := np.diff(offsets) < 0).any():
-            raise ValueError(
-                f"TokenStore got offsets that fall after entry {int(falls.argmax())}. Give where each "
-                "sequence begins, in order."
-            )
         if labels is not None and len(labels) != len(tokens):
             raise ValueError(
                 f"TokenStore got {len(tokens)} tokens but {len(labels)} labels. Give one a token."
+            )
+        # What is mapped was written by ``save`` or ``write_store``, and may be longer than memory.
+        self.trusted = isinstance(offsets, np.memmap)
+        if not self.trusted and (falls := np.diff(offsets) < 0).any():
+            raise ValueError(
+                f"TokenStore got offsets that fall after entry {int(falls.argmax())}. Give where each "
+                "sequence begins, in order."
             )
         self.tokens, self.offsets, self.labels = tokens, offsets, labels
         self._loss_tokens, self._largest = loss_tokens, largest
@@ -101,9 +117,8 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         offsets = np.zeros(len(arrays) + 1, np.int64)
         np.cumsum([len(row) for row in arrays], out=offsets[1:])
         tokens = np.concatenate(arrays) if arrays else np.empty(0, np.uint16)
-        refuse_negative(tokens)
-        largest = int(tokens.max()) if tokens.size else 0
-        return cls(tokens.astype(np.uint16 if largest < 2**16 else np.uint32, copy=False), offsets)
+        _refuse_negative(tokens)
+        return cls(tokens.astype(_narrow(int(tokens.max()) if tokens.size else 0), copy=False), offsets)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -117,7 +132,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
             self._loss_tokens = (
                 np.maximum(self.lengths - 1, 0)
                 if self.labels is None
-                else _count_targets(self.labels, self.offsets)
+                else count_targets(self.labels, self.lengths)
             )
         return self._loss_tokens
 
@@ -125,14 +140,13 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
     def largest(self) -> tuple[int, int]:
         """Return the largest id and the sequence it is in; (-1, 0) for a store without tokens."""
         if self._largest is None:
-            self._largest = np.array(largest_id(self.tokens, self.offsets))
+            self._largest = np.array(_largest_id(self.tokens, self.offsets))
         return int(self._largest[0]), int(self._largest[1])
 
     @property
     def skipped(self) -> int:
         """Return how many records were left out of the store; its ``skipped.jsonl`` lists them."""
-        file = self._folder / SKIPPED if self._folder is not None else None
-        return len(file.read_text().splitlines()) if file is not None and file.is_file() else 0
+        return len(_listed(self._folder)) if self._folder is not None else 0
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -150,7 +164,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         return sample
 
     def save(self, folder: str | Path) -> None:
-        """Write ``folder`` atomically: afterwards it is there and whole, or not there."""
+        """Write ``folder`` atomically: afterwards it exists and is whole, or it does not exist."""
         arrays = {"tokens": self.tokens, "offsets": self.offsets, "largest": np.array(self.largest)}
         if self.labels is not None:
             arrays |= {"labels": self.labels, "loss_tokens": self.loss_tokens}
@@ -172,7 +186,7 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         except (TypeError, ValueError) as err:
             raise ValueError(f"The folder {folder} is no token store ({err}). Delete it.") from err
         store._folder = Path(folder)
-        # meta.json holds sizes and hashes of all files, so that it stands for the content.
+        # meta.json holds sizes and hashes of all files, so that its hash identifies the content.
         store.fingerprint = hashlib.sha256((store._folder / "meta.json").read_bytes()).hexdigest()
         return store
 
@@ -180,19 +194,6 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         if self._folder is None:
             return super().__reduce__()
         return type(self).open, (self._folder,)  # a worker maps the files itself and gets no copy of them
-
-
-def _count_targets(labels: NDArray[np.integer], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Count the labels other than -100 of each sequence, without its first, in blocks of sequences."""
-    counts = np.empty(len(offsets) - 1, np.int64)
-    first = 0
-    while first < len(counts):
-        last = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _BLOCK, side="right")) - 1)
-        counts[first:last] = count_targets(
-            labels[offsets[first] : offsets[last]], np.diff(offsets[first : last + 1])
-        )
-        first = last
-    return counts
 
 
 def write_store(folder: str | Path, parts: Iterable[Rows]) -> None:
@@ -203,7 +204,7 @@ def write_store(folder: str | Path, parts: Iterable[Rows]) -> None:
         parts: pieces in order, all with labels or all without.
     """
     with new_folder(folder, version=_VERSION) as partial:
-        fill_store(partial, lambda first: iter(parts))
+        _fill(partial, lambda first: iter(parts))
 
 
 def cached_store(
@@ -215,7 +216,7 @@ def cached_store(
 ) -> TokenStore:
     """Open the store that was built from the same key before, or build it on disk and open it.
 
-    One process builds it and others that want it wait; one that is killed is taken up where it stopped.
+    One process builds it and others that want it wait; the next job goes on where a killed one stopped.
 
     Args:
         key: everything the result depends on, JSON-serialisable; None keeps the store in a temporary folder
@@ -233,12 +234,12 @@ def cached_store(
         whole_number(max_errors, "max_errors", advice="None takes any number.")
 
     def build(place: Path) -> None:
-        fill_store(place, parts, max_errors=max_errors)
+        _fill(place, parts, max_errors=max_errors)
         seal(place, version=_VERSION)
 
     if key is None:
         parent = cache_folder(cache_dir)
-        with told(parent / "unnamed"):
+        with cache_errors(parent / "unnamed"):
             parent.mkdir(parents=True, exist_ok=True)
             unnamed = Path(tempfile.mkdtemp(dir=parent, prefix="unnamed-"))
             try:
@@ -255,14 +256,180 @@ def cached_store(
     if arrays is None:
         build_once(folder, build, resume=True)
         return TokenStore.open(folder)
-    store = TokenStore._from_arrays(folder, arrays)
-    if store.skipped:  # it may have been built with another bound
-        with (folder / SKIPPED).open() as file:
-            entries = [json.loads(line) for line in islice(file, 3)]
-        refuse_more(store.skipped, max_errors, [f"{entry['place']}: {entry['reason']}" for entry in entries])
-    return store
+    _refuse_more(_listed(folder), max_errors)  # it may have been built with another bound
+    return TokenStore._from_arrays(folder, arrays)
 
 
 def _remove(folder: Path, owner: int) -> None:
     if os.getpid() == owner:  # a forked worker that ends must not take the files away
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fill(place: Path, parts: Callable[[int], Iterable[Rows]], *, max_errors: int | None = None) -> None:
+    """Write each piece to a file of its own, but for those that a killed process left, and join them."""
+    paths = sorted(place.glob("part-*.npz"))
+    skipped = [entry for path in paths for entry in _skipped(path)]
+    _refuse_more(skipped, max_errors)
+    labelled = next((found for path in paths if (found := _labelled(path)) is not None), None)
+    for number, given in enumerate(parts(len(paths)), len(paths)):
+        rows = _checked(given)
+        if len(rows.tokens):
+            if labelled not in (None, rows.labels is not None):
+                has, had = ("none", "labels") if rows.labels is None else ("labels", "none")
+                raise ValueError(
+                    f"Records before have {had} and these have {has}. Give all, or none, labels."
+                )
+            labelled = rows.labels is not None
+        skipped += rows.skipped
+        _refuse_more(skipped, max_errors)
+        paths.append(place / f"part-{number:08}.npz")
+        _write_part(paths[-1], rows)
+    _join(place, paths, bool(labelled))
+    if skipped:
+        lines = "".join(json.dumps(entry._asdict()) + "\n" for entry in skipped)
+        (place / _SKIPPED).write_text(lines)
+    for path in place.glob("part-*"):
+        path.unlink()
+
+
+def _write_part(path: Path, rows: Rows) -> None:
+    """Write the file of a piece under another name first, so that a kill leaves no torn one."""
+    arrays: dict[str, Any] = {"tokens": rows.tokens, "lengths": rows.lengths}
+    if rows.labels is not None:
+        arrays["labels"] = rows.labels.astype(np.int32)
+    skipped = np.frombuffer(json.dumps(rows.skipped).encode(), np.uint8)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with draft.open("wb") as file:
+        np.savez(file, skipped=skipped, **arrays)
+    os.replace(draft, path)
+
+
+def _skipped(path: Path) -> list[Skipped]:
+    with np.load(path) as part:
+        return [Skipped(*entry) for entry in json.loads(part["skipped"].tobytes())]
+
+
+def _labelled(path: Path) -> bool | None:
+    with np.load(path) as part:
+        return "labels" in part.files if len(part["tokens"]) else None
+
+
+def _join(place: Path, paths: list[Path], labelled: bool) -> None:
+    """Join the files of pieces to the flat arrays of a store."""
+    lengths: list[NDArray[np.int64]] = []
+    largest, sequences = (-1, 0), 0
+    for path in paths:
+        with np.load(path) as part:
+            lengths.append(part["lengths"])
+            value, at = _largest_id(part["tokens"], np.concatenate([[0], np.cumsum(lengths[-1])]))
+        if value > largest[0]:
+            largest = value, sequences + at
+        sequences += len(lengths[-1])
+    joined = np.concatenate([np.empty(0, np.int64), *lengths])
+    if not len(joined) and (skipped := [entry for path in paths for entry in _skipped(path)]):
+        place_, reason = skipped[0]
+        raise ValueError(f"All {len(skipped)} records are bad; the first: {place_}: {reason} Mend the data.")
+    offsets = np.concatenate([[0], np.cumsum(joined)]).astype(np.int64)
+    files = {"tokens": _narrow(largest[0])} | ({"labels": np.dtype(np.int32)} if labelled else {})
+    for name, dtype in files.items():
+        with (place / f"{name}.npy").open("wb") as file:
+            described = {"descr": dtype.str, "fortran_order": False, "shape": (int(offsets[-1]),)}
+            np.lib.format.write_array_header_1_0(file, described)
+            for path in paths:
+                with np.load(path) as part:
+                    if name in part.files:
+                        file.write(part[name].astype(dtype).tobytes())
+    np.save(place / "offsets.npy", offsets)
+    np.save(place / "largest.npy", np.array(largest, np.int64))
+    if labelled:
+        counts = []
+        for path in paths:
+            with np.load(path) as part:
+                labels = part["labels"] if "labels" in part.files else part["tokens"]
+                counts.append(count_targets(labels, part["lengths"]))
+        np.save(place / "loss_tokens.npy", np.concatenate([np.empty(0, np.int64), *counts]))
+
+
+def _narrow(largest: int) -> np.dtype[Any]:
+    """Return the smallest unsigned dtype of 16 bits or more that holds an id."""
+    return np.dtype(np.uint16 if largest < 2**16 else np.uint32 if largest < 2**32 else np.uint64)
+
+
+def _listed(folder: Path) -> list[Skipped]:
+    file = folder / _SKIPPED
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return [Skipped(**json.loads(line)) for line in lines]
+
+
+def _refuse_more(skipped: Sequence[Skipped], max_errors: int | None) -> None:
+    """Raise ValueError with the first skipped records if there are more than ``max_errors``."""
+    if max_errors is not None and len(skipped) > max_errors:
+        first = " | ".join(f"{entry.place}: {entry.reason}" for entry in skipped[:3])
+        raise ValueError(
+            f"{len(skipped)} records are bad, more than max_errors={max_errors}; the first: {first} "
+            "Mend the data, or raise max_errors."
+        )
+
+
+def _checked(rows: Rows) -> Rows:
+    """Return a piece of rows, or raise if its arrays do not belong together."""
+    instance(rows, "A piece of a store", Rows, advice="Pass Rows(tokens, lengths[, labels]).")
+    tokens, lengths = _flat(rows.tokens, "tokens"), host_ints(rows.lengths, "lengths")
+    labels = None if rows.labels is None else _flat(rows.labels, "labels")
+    given = [len(tokens)] if labels is None else [len(tokens), len(labels)]
+    if any(n != lengths.sum() for n in given) or (lengths.size and lengths.min() < 0):
+        raise ValueError(
+            f"A piece of a store has {given} tokens and labels, but lengths that add up to {lengths.sum()}. "
+            "Give the length of every sequence, and one label a token or no labels."
+        )
+    _refuse_negative(tokens)
+    if labels is not None and labels.size and not -(2**31) <= labels.min() <= labels.max() < 2**31:
+        raise ValueError(f"{int(abs(labels).max())} does not fit int32, in which labels are kept.")
+    return rows._replace(tokens=tokens, lengths=lengths, labels=labels)
+
+
+def _flat(values: Any, name: str) -> NDArray[np.integer]:
+    """Return values as a one-dimensional integer array; keep such an array or memory map as it is."""
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or values.ndim != 1:
+        return host_ints(values, name)
+    return values
+
+
+def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Count the labels other than -100 of sequences laid end to end, without the first of each.
+
+    Args:
+        labels: ints ``[N]``.
+        lengths: ints ``[n]``, which add up to N.
+
+    Returns:
+        int64 ``[n]``. ``([-100, 7, 8, 9], [3, 1])`` becomes ``[2, 0]``.
+    """
+    labels, lengths = np.asarray(labels), host_ints(lengths, "lengths")
+    if labels.ndim != 1 or lengths.sum() != len(labels) or (lengths.size and lengths.min() < 0):
+        raise ValueError(
+            f"{labels.size} labels of shape {labels.shape} and {len(lengths)} lengths that add up to "
+            f"{lengths.sum()}. Give labels [N] and lengths that add up to N."
+        )
+    learned = labels != _IGNORE
+    ends = np.cumsum(lengths)
+    learned[(ends - lengths)[lengths > 0]] = False  # a first label is never a target
+    counted = np.zeros(len(lengths), np.int64)
+    if len(labels):
+        counted[lengths > 0] = np.add.reduceat(learned, (ends - lengths)[lengths > 0], dtype=np.int64)
+    return counted
+
+
+def _largest_id(tokens: NDArray[np.integer], offsets: NDArray[np.integer]) -> tuple[int, int]:
+    """Return the largest id and the sequence it is in; (-1, 0) without tokens."""
+    value, at = -1, 0
+    for start in range(0, len(tokens), _BLOCK):
+        block = tokens[start : start + _BLOCK]
+        if int(block.max()) > value:
+            value, at = int(block.max()), start + int(block.argmax())
+    return value, int(np.searchsorted(offsets, at, side="right")) - 1 if len(tokens) else 0
+
+
+def _refuse_negative(tokens: NDArray[np.integer]) -> None:
+    if tokens.size and tokens.dtype.kind == "i" and tokens.min() < 0:
+        raise ValueError(f"Token ids start at 0, got {int(tokens.min())}.")

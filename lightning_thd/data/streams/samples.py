@@ -11,18 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from lightning_thd.batch.keys import TYPES, names, refuse_boundaries, refuse_keys
 from lightning_thd.batch.samples import (
-    PER_TOKEN,
-    check_attention_mask,
-    check_modalities,
+    check_sample,
     per_token_row,
-    position_row,
-    refuse_bounds,
     refuse_restart,
     refuse_shifted,
-    token_row,
+    whole_weight,
 )
-from lightning_thd.batch.weights import whole_weight
 from lightning_thd.data.read.conversations import kind_of
 from lightning_thd.data.read.encode import Encoder, Tokenizer
 
@@ -45,13 +41,10 @@ LABELS = 1
 # What the policies of a data module leave out or change, by the names of their counts.
 POLICIES = ("empty", "dropped", "truncated", "own_pack", "tokens_lost")
 # Either all sequences of a job carry one of these or none does: bits of META's ``keys``.
-_KEYS = {**{name: 2 << i for i, name in enumerate(PER_TOKEN)}, "position_ids": 2 << len(PER_TOKEN)}
+_KEYS = {**{name: 2 << i for i, name in enumerate(TYPES)}, "position_ids": 2 << len(TYPES)}
 _OWN = ("input_ids", "labels", "attention_mask")
 # Beside ids these are no names or notes, but what the model should see or learn.
-_UNREAD = (
-    *("next_label", "image", "images", "video", "videos", "audio", "audios"),
-    *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"),
-)
+_UNREAD = ("next_label", *names("raw", "audio", "media"))
 _INT32 = np.iinfo(np.int32).max
 
 
@@ -103,8 +96,8 @@ class Sampler:
                 raise ValueError("the sequence has no tokens. Remove it, or pass empty='drop'.")
             self.counts["empty"] += 1
             return None
-        sample = self._fitted(sample, row)
-        return None if sample is None else self._packed(sample, row)
+        sample = self._fitted(sample)
+        return None if sample is None else self._packed(sample)
 
     def _with_ids(self, record: Any) -> dict[str, Any] | None:
         if isinstance(record, Mapping) and "input_ids" in record:
@@ -126,7 +119,7 @@ class Sampler:
             sample["labels"] = rows.labels
         return sample
 
-    def _fitted(self, sample: dict[str, Any], row: int) -> dict[str, Any] | None:
+    def _fitted(self, sample: dict[str, Any]) -> dict[str, Any] | None:
         """Apply the ``oversize`` policy to a sample: keep, cut, drop or refuse it."""
         length = len(sample["input_ids"])
         if length <= self.capacity:
@@ -140,43 +133,40 @@ class Sampler:
         if self.oversize == "own_pack":
             return sample
         self.counts["tokens_lost"] += length - (self.capacity if self.oversize == "truncate" else 0)
-        return _cut(sample, length, self.capacity, row) if self.oversize == "truncate" else None
+        return _cut(sample, length, self.capacity) if self.oversize == "truncate" else None
 
     @property
     def _past(self) -> str:
         return "truncated" if self.oversize == "truncate" else "own_pack"
 
-    def _packed(self, sample: dict[str, Any], row: int) -> Sample:
-        ids = token_row(sample, "input_ids", row)
+    def _packed(self, sample: dict[str, Any]) -> Sample:
+        extras = {key: value for key, value in sample.items() if key not in _OWN and _kept(key, value)}
+        refuse_keys(sample)
+        _refuse_lost(sample, extras)
+        own = {key: sample[key] for key in _OWN if key in sample}
+        checked = check_sample({**own, **extras}, "the record")
+        ids, labels = checked["input_ids"], checked.get("labels")
         length = len(ids)
         limit = self.vocab_size if self.vocab_size is not None else _INT32 + 1
-        if int(ids.min()) < 0 or int(ids.max()) >= limit:
+        if int(ids.max()) >= limit:
             raise ValueError(
                 f"the token ids run from {int(ids.min())} to {int(ids.max())}, wanted 0 to {limit - 1}. Use "
                 "the tokenizer the model was made for."
             )
-        labels: npt.NDArray[Any] | None = None
-        if "labels" in sample:
-            labels = per_token_row(sample, "labels", length, row)
-            if ((labels < 0) & (labels != -100)).any() or int(labels.max()) >= limit:
+        if labels is not None:
+            if int(labels.max()) >= limit:
                 raise ValueError(
                     f"labels hold {labels.min()} to {labels.max()}; wanted ids from 0 to {limit - 1}, or "
                     "-100 where a token is not to be learned."
                 )
             labels = labels.astype(np.int32)
             refuse_shifted([(ids, labels)], "the record")
-        if "attention_mask" in sample:
-            check_attention_mask(sample, length, row)
-        extras = {key: value for key, value in sample.items() if key not in _OWN and _kept(key, value)}
-        check_modalities(sample)
-        _refuse_lost(sample, extras, row)
         keys = 0 if labels is None else LABELS
         for name, bit in _KEYS.items():
             if name in extras:
                 keys |= bit
-                _check_row(sample, name, length, row)
         weighed = {**extras, "input_ids": ids, "labels": ids if labels is None else labels}
-        weight, sequences = whole_weight(weighed, row)
+        weight, sequences = whole_weight(weighed, "the record")
         extra = pickle.dumps(extras, protocol=pickle.HIGHEST_PROTOCOL) if extras else b""
         extra += b"." * (-len(extra) % 4)  # whole int32; pickle stops at its end
         meta = {
@@ -189,23 +179,16 @@ class Sampler:
         return Sample(ids=ids.astype(np.int32), labels=labels, extra=extra, meta=meta)
 
 
-def _refuse_lost(sample: dict[str, Any], extras: dict[str, Any], row: int) -> None:
+def _refuse_lost(sample: dict[str, Any], extras: dict[str, Any]) -> None:
     """Refuse what says more of a sequence, or of several in one record, and would be left out."""
-    refuse_bounds([name for name, value in sample.items() if value is not None], row)
-    refuse_restart(sample, "Give the sequences one by one.")
+    refuse_boundaries(sample, "the record")
+    refuse_restart(sample, "the record", "Give the sequences one by one.")
     left = [name for name in _UNREAD if sample.get(name) is not None and name not in extras]
     if left:
         raise ValueError(
             f"it carries {left[0]!r} as {type(sample[left[0]]).__name__}, which a stream leaves out. Give "
             "inputs of the model as arrays or tensors with at least one axis, or drop the key."
         )
-
-
-def _check_row(sample: dict[str, Any], name: str, length: int, row: int) -> None:
-    if name == "position_ids":
-        position_row(sample, length, row)
-    else:
-        per_token_row(sample, name, length, row)
 
 
 def _kept(key: str, value: Any) -> bool:
@@ -217,13 +200,13 @@ def _kept(key: str, value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def _cut(sample: dict[str, Any], length: int, capacity: int, row: int) -> dict[str, Any]:
+def _cut(sample: dict[str, Any], length: int, capacity: int) -> dict[str, Any]:
     """Cut a sample's per-token values to the first ``capacity`` tokens."""
     cut = {}
     for key, value in sample.items():
         if key == "labels":
-            per_token_row(sample, key, length, row)  # cut, they would be as many as the ids
-        if key in _OWN or key in PER_TOKEN or (key == "weights" and np.ndim(value) == 1):
+            per_token_row(sample, key, length, "the record")  # cut, they would be as many as the ids
+        if key in _OWN or key in TYPES or (key == "weights" and np.ndim(value) == 1):
             cut[key] = value[:capacity]
         elif key == "position_ids":
             cut[key] = np.asarray(value)[..., :capacity]

@@ -55,7 +55,7 @@ class StreamedSteps:
         dp = settings.scheduling.dp
         self.per_step = settings.scheduling.step.n // dp if kind == "pack" else 1
         shards = self._names(), len(settings.shards)
-        tell = {name: traits(source) for name, source in opened.alone.items()}, shards
+        tell = {name: traits(source, first=dp > 1) for name, source in opened.alone.items()}, shards
         self._peers = Peers.of_job(rank, dp, timeout_s=settings.timeout_s, tell=tell)
         if dp > 1:
             refuse_split(opened.alone, [of for of, _ in self._peers.told])

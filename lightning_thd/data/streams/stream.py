@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from lightning_thd._checks import real_number, whole_number
-from lightning_thd.batch import THDBatch
+from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.planning import DataSettings
 from lightning_thd.data.read.encode import load_tokenizer
@@ -201,7 +201,7 @@ def stream_loader(
                 scheduler=settings.scheduler,
             ),
             collate=partial(
-                THDBatch.collate,
+                collate_checked,
                 align=host.alignment,
                 pad_to=settings.pad_to,
                 windows=model_windows(host.model),

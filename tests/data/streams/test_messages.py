@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "labels below 0": (
         lambda: next(iter(loader(lambda: iter([{"input_ids": [1, 2], "labels": [-1, 2]}])))),
-        "labels hold -1 to 2; wanted ids from 0 to .*, or -100",
+        "has the label -1. Labels are ids, or -100",
     ),
     "an image that would be cut": (
         lambda: next(
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         ({"cu_seqlens": [0, 1, 3]}, "carries cu_seqlens, as a row of several sequences does"),
         (
             {"position_ids": [0, 0, 1]},
-            "its position_ids start anew inside it, as in a row of several sequences",
+            "its position_ids begin again inside it, as in a row of several sequences",
         ),
         (
             {"next_label": 5},
@@ -121,7 +121,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
             "it carries 'pixel_values' as list, which a stream leaves out. Give inputs of",
         ),
         ({"images": ["a.png"]}, "it carries 'images' as list, which a stream leaves out"),
-        ({"audio": [1.0]}, "it carries 'audio' as list, which a stream leaves out"),
+        ({"audio": [1.0]}, "Samples carry 'audio': audio inputs cannot be packed"),
         (
             {"input_ids": np.ma.MaskedArray([1, 2, 3], [0, 0, 1])},
             "input_ids is a masked array, whose mask would",

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import pickle
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
@@ -28,21 +25,6 @@ from tests.data.streams.jobs import run
 ROWS = [[i % 50 for i in range(n)] for n in (3, 9, 4, 7, 2, 5, 8, 6, 3, 11)]
 RECORDS = [{"input_ids": row} for row in ROWS]
 LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
-
-
-def tar(folder: Path) -> str:
-    with tarfile.open(folder / "x.tar", "w") as file:
-        for i, row in enumerate(ROWS):
-            if i % 2:
-                content, name = io.BytesIO(), f"{i:03}.input_ids.npy"
-                np.save(content, np.array(row))
-            else:
-                content, name = io.BytesIO(json.dumps({"input_ids": row}).encode()), f"{i:03}.json"
-            info = tarfile.TarInfo(name)
-            info.size = len(content.getvalue())
-            content.seek(0)
-            file.addfile(info, content)
-    return str(folder / "x.tar")
 
 
 def written(folder: Path, name: str, content: bytes) -> str:
@@ -89,7 +71,6 @@ SOURCES: dict[str, Any] = {
     "fsspec glob": lambda folder: "file://" + written(folder, "x.jsonl", LINES).replace("x.", "*."),
     "parquet": lambda folder: columns(folder, "parquet"),
     "arrow": lambda folder: columns(folder, "arrow"),
-    "tar": tar,
     "torch": lambda folder: Torch(),
     "torch with data_rank": lambda folder: Ranked(),
     "Hugging Face": lambda folder: hf(),
@@ -128,7 +109,7 @@ def test_shards_reach_workers_that_are_spawned(tmp_path: Path, kind: str) -> Non
 
 
 def test_data_modules_know_a_stream_by_itself(tmp_path: Path) -> None:
-    for kind in ("tar", "torch", "Hugging Face", "function", "generator"):
+    for kind in ("torch", "Hugging Face", "function", "generator"):
         assert is_stream(SOURCES[kind](tmp_path))
         data = THDDataModule(SOURCES[kind](tmp_path), capacity=32, global_batch=Sequences(5))
         data.setup("fit")

@@ -11,24 +11,8 @@ Mark = tuple[int, Any]
 Rows = Iterator[tuple[int, Any, "Mark | None"]]
 
 
-@dataclass(frozen=True, slots=True)
-class Bad:
-    """A record that cannot be read, and the reason.
-
-    Attributes:
-        reason: what is wrong with it.
-    """
-
-    reason: str
-
-
 class Shard(Protocol):
-    """Numbered records in an order that never changes.
-
-    Attributes:
-        name: for messages.
-        size: bytes, or any number that compares shards; ranks share shards out by it.
-    """
+    """Numbered records in an order that never changes."""
 
     @property
     def name(self) -> str:
@@ -37,11 +21,11 @@ class Shard(Protocol):
 
     @property
     def size(self) -> int:
-        """Return the size of the shard, in bytes or any unit that compares shards."""
+        """Return the size of the shard, in bytes or any unit by which ranks share shards out."""
         ...
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
-        """Yield row, record and place from row ``start`` on; a record that cannot be read is a ``Bad``.
+        """Yield row, record and mark from row ``start`` on; a record that cannot be read is a ``Bad``.
 
         Args:
             start: the first row.
@@ -56,10 +40,10 @@ class Shard(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shards:
-    """The shards of a stream.
+    """The shards of a stream, in the order given.
 
     Attributes:
-        shards: in the order given.
+        shards: the shards.
         replays: whether reading again gives the same records for sure, as files do.
         alone: objects that one rank reads for all, by the name of their shard: they must not split themselves
             by rank.

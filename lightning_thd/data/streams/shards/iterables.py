@@ -1,28 +1,26 @@
-"""Iterable datasets, generators, and functions that return iterators -> shards."""
+"""Iterable datasets, iterables and functions that return iterators -> shards."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import pickle
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import IterableDataset
 
 from lightning_thd.data.read.records import as_written
-from lightning_thd.data.streams.shards.adapters import (
-    Beginning,
-    has_state,
-    is_mosaic,
-    mosaic_shards,
-    read_with_state,
-)
 from lightning_thd.data.streams.shards.base import Mark, Rows, Shard
 
+_NONE = object()  # marks the absence of a record
+_MARK_EVERY = 64  # rows between two states that are kept: a resumed source passes over fewer
 # Steps of a Hugging Face IterableDataset that it applies to each shard alone when it is split.
 _ACROSS = {
     "Skip": "skip()",
@@ -31,6 +29,97 @@ _ACROSS = {
     "CyclingMultiSources": "interleave_datasets()",
     "RandomlyCyclingMultiSources": "interleave_datasets()",
 }
+
+
+class Beginning:
+    """The first state of a source that saves its position, and whether a reading of it was left.
+
+    Such a source may go on where it was left, so that a new reading has to set it back.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._state: Any = None  # as it came
+        self._first: bytes | None = None  # content of its first record, once it was read
+        self._left = False  # whether a reading began that has not come to its end
+        with contextlib.suppress(Exception):  # some sources have a state only after their first record
+            self._state = _copied(source.state_dict())
+
+    @classmethod
+    def of(cls, source: Any) -> Beginning:
+        """Return what is known of a source in this process, however many loaders read it."""
+        try:
+            found = _KNOWN.get(source)
+            if found is None:
+                _KNOWN[source] = found = cls(source)
+        except TypeError:  # the source is not hashable, or allows no weak reference
+            found = cls(source)
+        return found
+
+    def again(self, source: Any) -> Iterator[Any]:
+        """Return the records of a source from the first on."""
+        records = iter(source)
+        left, self._left = self._left, True
+        if left:
+            first = next(records, _NONE)
+            if first is not _NONE and (self._state is None or content_of(first) == self._first):
+                return chain([first], records)
+            if self._state is not None:
+                source.load_state_dict(_copied(self._state))
+            records = iter(source)
+        return self._noting_the_first(records)
+
+    def at(self, source: Any, state: Any) -> Iterator[Any]:
+        """Return the records of a source from a saved state on."""
+        self._left = True
+        source.load_state_dict(_copied(state))
+        return iter(source)
+
+    def leave(self) -> None:
+        """Note that the source was read to its end."""
+        self._left = False
+
+    def _noting_the_first(self, records: Iterator[Any]) -> Iterator[Any]:
+        for record in records:
+            if self._first is None:
+                self._first = content_of(record)
+            yield record
+
+
+_KNOWN: weakref.WeakKeyDictionary[Any, Beginning] = weakref.WeakKeyDictionary()
+
+
+def content_of(record: Any) -> bytes:
+    """Return bytes that are equal for equal records."""
+    try:
+        return pickle.dumps(record)
+    except Exception:  # a record of a class that cannot be pickled
+        return repr(record).encode()
+
+
+def _copied(state: Any) -> Any:
+    try:
+        return copy.deepcopy(state)
+    except Exception:  # a state that cannot be copied is handed on as it is
+        return state
+
+
+def has_state(source: object) -> bool:
+    """Return whether a source can save and restore its position."""
+    return callable(getattr(source, "state_dict", None)) and callable(
+        getattr(source, "load_state_dict", None)
+    )
+
+
+def _read_with_state(source: Any, start: int, mark: Mark | None, beginning: Beginning) -> Rows:
+    """Read from a saved state or the first record on; each ``_MARK_EVERY``-th row brings a new state."""
+    row, state = (0, None) if mark is None else mark
+    records = beginning.again(source) if mark is None else beginning.at(source, state)
+    for record in records:
+        row += 1
+        place = (row, _copied(source.state_dict())) if row % _MARK_EVERY == 0 else None
+        if row > start:
+            yield row - 1, record, place
+    beginning.leave()
 
 
 class _Drawn:
@@ -47,8 +136,8 @@ class _Drawn:
 class IterableShard:
     """A shard whose records come from calling a function that returns an iterator.
 
-    Rows before ``start`` are drawn and thrown away, unless ``skip`` says how to pass over them, or the
-    source has a state: ``torchdata.nodes``, and iterables with ``state_dict`` and ``load_state_dict``.
+    Rows before ``start`` are drawn and thrown away, unless ``skip`` passes over them, or the source has
+    ``state_dict`` and ``load_state_dict``.
     """
 
     name: str
@@ -59,7 +148,7 @@ class IterableShard:
     drawn: _Drawn = field(default_factory=lambda: _Drawn(travels=False), compare=False, repr=False)
 
     def read(self, start: int, mark: Mark | None = None) -> Rows:
-        """Yield the records from row ``start`` on, starting anew or at a saved state."""
+        """Yield the records from row ``start`` on, from the first record or a saved state."""
         for row, record, place in self._read(start, mark):
             yield row, as_written(record), place
 
@@ -69,7 +158,7 @@ class IterableShard:
             for row, record in enumerate(self.skip(records, start), start):
                 yield row, record, None
         elif has_state(records) and self.skip is None:
-            yield from read_with_state(records, start, mark, self.beginning or Beginning.of(records))
+            yield from _read_with_state(records, start, mark, self.beginning or Beginning.of(records))
         else:
             self._refuse_a_second_time(records)
             for row, record in islice(enumerate(records), start, None):
@@ -95,13 +184,11 @@ def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, An
         ValueError: for what is no stream, and what was split by rank already.
     """
     kind = f"{prefix}{type(source).__name__}"
-    if is_mosaic(source):
-        return mosaic_shards(source, kind)
     if is_hf(source):
         if getattr(source, "_distributed", None) is not None:
             raise ValueError(
-                f"{kind} was split by rank (split_dataset_by_node), and a stream gives every rank its share "
-                "itself. Pass the dataset before it was split."
+                f"{kind} was split by rank (split_dataset_by_node), and a stream gives every rank its share. "
+                "Pass the dataset before it was split."
             )
         count = int(source.num_shards)
         if count > 1 and (why := _counts_across_shards(source)) is not None:

@@ -1,0 +1,133 @@
+"""The one table of a sample's keys. Readers, collators and integrations ask it what becomes of a key.
+
+A key that is not in the table and holds a tensor or an array is a further input of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+IGNORE_INDEX = -100
+
+Role = Literal[
+    "token",  # one value a token; the collator reads it
+    "type",  # one value a token, padded with the ids and passed to the model as [1, T]
+    "weight",  # the loss weight of the tokens or of the sequence
+    "sequence",  # written by readers that cut a sequence, for the collator
+    "media",  # images and video as inputs of the model
+    "raw",  # images and video before the model's processor
+    "boundary",  # where the sequences of a row begin; read from rows that were packed before
+    # All others are refused:
+    "audio",
+    "mask",  # hides tokens from the loss under a name that is not read
+    "other_weight",
+    "other_boundary",
+    "made",  # an argument that THDBatch.hf_kwargs makes
+]
+
+KEYS: dict[str, Role] = {
+    **dict.fromkeys(("input_ids", "labels", "attention_mask", "position_ids"), "token"),
+    **dict.fromkeys(("token_type_ids", "mm_token_type_ids"), "type"),
+    "weights": "weight",
+    **dict.fromkeys(("next_label", "next_weight", "whole_weight"), "sequence"),
+    **dict.fromkeys(("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"), "media"),
+    **dict.fromkeys(("image", "images", "video", "videos"), "raw"),
+    **dict.fromkeys(("lengths", "seq_lengths", "cu_seqlens", "cu_seqlens_padded"), "boundary"),
+    **dict.fromkeys(
+        (*("audio", "audios", "input_features", "input_values", "audio_values", "audio_features"),),
+        "audio",
+    ),
+    **dict.fromkeys(
+        (
+            *("loss_mask", "label_mask", "labels_mask", "target_mask", "completion_mask", "response_mask"),
+            *("prompt_mask", "assistant_mask", "assistant_masks", "prompt_length", "prompt_len"),
+            *("prompt_lengths", "mask", "masks", "loss_masks", "label_masks", "train_mask", "learn_mask"),
+            *("completion_masks", "response_masks", "prompt_masks", "target_masks", "shift_labels"),
+            *("answer_start_idx", "context_length", "source_len", "source_length", "source_mask"),
+        ),
+        "mask",
+    ),
+    **dict.fromkeys(
+        (
+            *("weight", "loss_weight", "loss_weights", "token_weight", "token_weights", "label_weight"),
+            *("label_weights", "sample_weight", "sample_weights", "sequence_weight", "sequence_weights"),
+        ),
+        "other_weight",
+    ),
+    **dict.fromkeys(
+        (
+            *("segment_ids", "document_ids", "doc_ids", "seq_idx", "sequence_lengths", "seq_lens", "seqlens"),
+            *("doc_lens", "doc_lengths", "document_lengths", "input_pos", "seq_start_id", "seq_boundaries"),
+            *("cumulative_len", "cu_lens", "cu_doc_lens", "cu_seq_lens"),
+        ),
+        "other_boundary",
+    ),
+    **dict.fromkeys(
+        (
+            *("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens_real", "max_length_q", "max_length_k"),
+            *("use_cache", "targets"),
+        ),
+        "made",
+    ),
+}
+
+_REFUSED: dict[str, str] = {
+    "mask": ", which is not read, so that what it hides would be trained on. Give labels, unshifted, with "
+    "-100 where a token is not to be learned, in its place.",
+    "other_weight": ", which is not read. Give weights under 'weights', one a token or one a sequence; "
+    "rename it, or drop it.",
+    "other_boundary": ", which is not read, so that sequences of one row would see each other. Give "
+    "lengths, cu_seqlens or position_ids in its place, or one sequence a row.",
+    "audio": ": audio inputs cannot be packed, only tokens, images and video. Remove the key or use a "
+    "padded batch.",
+}
+
+
+def names(*roles: Role) -> tuple[str, ...]:
+    """Return the keys that have one of the roles, in the order of the table."""
+    return tuple(name for name, role in KEYS.items() if role in roles)
+
+
+# One value a token, so that a truncated sequence can be cut with its tokens.
+PER_TOKEN = names("token", "type")
+TYPES = names("type")
+_COLLATED = frozenset(names("token", "type", "weight", "sequence"))
+
+
+def inputs(sample: Iterable[str]) -> list[str]:
+    """Return the sorted names of what a sample carries beside its tokens and weights, such as images."""
+    return sorted(name for name in sample if name not in _COLLATED)
+
+
+def refuse_keys(found: Iterable[str]) -> None:
+    """Refuse keys of audio, and of masks, weights and boundaries under names that are not read.
+
+    Args:
+        found: the keys of samples, or a sample, of which a key without a value is left out.
+
+    Raises:
+        ValueError: naming the first such key and what to give in its place.
+    """
+    if isinstance(found, Mapping):
+        found = [name for name, value in found.items() if value is not None]
+    found = list(found)
+    for name in found:
+        why = _REFUSED.get(KEYS.get(name, ""))
+        if KEYS.get(name) == "mask" and "labels" in found:
+            why = (
+                " beside labels, and only labels say what is learned. Put -100 into them where it hides a "
+                f"token, if they lack it, and drop {name!r}."
+            )
+        if why is not None:
+            raise ValueError(f"Samples carry {name!r}{why}")
+
+
+def refuse_boundaries(sample: Mapping[str, Any], name: str) -> None:
+    """Refuse the boundaries of several sequences in one sample, whose sequences would see each other."""
+    if found := [key for key, value in sample.items() if KEYS.get(key) == "boundary" and value is not None]:
+        raise ValueError(
+            f"{name} carries {', '.join(found)}, as a row of several sequences does, and a sample is one: "
+            "they would see each other. Give the sequences one by one, or drop the key; THDDataModule takes "
+            "the rows of a dataset with a length apart."
+        )

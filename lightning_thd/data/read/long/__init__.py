@@ -1,1 +1,0 @@
-"""Records too long to hold -> their values, a piece at a time."""

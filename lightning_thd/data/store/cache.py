@@ -1,0 +1,292 @@
+"""Named arrays <-> folders of .npy files in the cache, each built by one of all processes and then mapped."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from numpy.typing import NDArray
+
+Arrays = dict[str, NDArray[Any]]
+
+_EDGE_BYTES = 1 << 20  # hashing both ends of a file finds a torn header or tail without reading it all
+_WHOLE_BYTES = 1 << 30  # larger files are identified by samples of their content and their change time
+_REMEMBER_BYTES = 1 << 26  # hashing a smaller file takes less than 0.1 s
+_BLOCK_BYTES = 1 << 20
+_SAMPLES = 64  # blocks that are hashed of a file that is too large to hash whole
+_TELL_AFTER_S = 10.0  # seconds of waiting for another process before a line says so
+_WAIT_ENV = "LIGHTNING_THD_CACHE_TIMEOUT"  # seconds
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class CacheError(OSError):
+    """Raised when a cache folder cannot be written; the message names it and the remedy."""
+
+
+def cache_folder(cache_dir: str | Path | None) -> Path:
+    """Return ``cache_dir``, or the user's cache folder for this package."""
+    if cache_dir is not None:
+        return Path(cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_thd"
+
+
+def cached_folder(kind: str, key: Mapping[str, Any], cache_dir: str | Path | None) -> Path:
+    """Return the cache folder of a kind and a key; another key gives another folder."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return cache_folder(cache_dir) / f"{kind}-{digest}"
+
+
+def build_once(folder: Path, build: Callable[[Path], None], *, resume: bool = False) -> bool:
+    """Build a folder unless it exists, while other processes wait; return whether this one built it.
+
+    The lock is the operating system's and ends with the process that holds it. On a file system without locks
+    between machines two processes may build at once; both write the same, and one of the folders stays.
+
+    Args:
+        folder: exists and is whole, or does not exist.
+        build: fills a folder that is given to it; with ``resume`` perhaps one that a killed job left.
+        resume: keep what a killed build has done for the next one.
+
+    Raises:
+        CacheError: when the folder cannot be written.
+        TimeoutError: when another process builds longer than LIGHTNING_THD_CACHE_TIMEOUT seconds (6 h).
+    """
+    with cache_errors(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            if folder.is_dir():
+                return False
+            place = folder.parent / f".{folder.name}.unfinished"
+            if resume:
+                place.mkdir(exist_ok=True)
+            else:
+                place = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+            try:
+                build(place)
+                os.rename(place, folder)
+            except BaseException as err:
+                built_elsewhere = isinstance(err, OSError) and folder.is_dir()
+                if not resume or built_elsewhere or isinstance(err, ValueError | TypeError):
+                    shutil.rmtree(place, ignore_errors=True)  # a retry would fail alike
+                if built_elsewhere:
+                    return False
+                raise
+            return True
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    path = folder.parent / f".{folder.name}.lock"
+    limit, lock = float(os.environ.get(_WAIT_ENV, 6 * 3600)), FileLock(path)
+    try:
+        try:
+            lock.acquire(timeout=min(limit, _TELL_AFTER_S))
+        except Timeout:
+            rank_zero_info(f"Waiting for {folder}, which another process prepares.")
+            lock.acquire(timeout=max(0.0, limit - _TELL_AFTER_S))
+    except Timeout as err:
+        raise TimeoutError(
+            f"{path} is held by another process for more than {limit:.0f} s. Wait for that job; if there is "
+            f"none, delete the file. {_WAIT_ENV} sets how long to wait, cache_dir= another place."
+        ) from err
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # filelock tries again on a file that was removed while it waited
+        lock.release()
+
+
+@contextmanager
+def cache_errors(folder: Path) -> Iterator[None]:
+    """Convert a file-system error at a cache to a ``CacheError`` that names the cache and the remedy."""
+    try:
+        yield
+    except (TimeoutError, CacheError):
+        raise
+    except OSError as err:
+        place = str(err.filename or "")
+        at_cache = bool(place) and (place.startswith(str(folder.parent)) or str(folder).startswith(place))
+        if err.errno not in _FULL and not at_cache:
+            raise  # the source raised it, and names itself
+        what = "the disk is full" if err.errno in _FULL else str(err)
+        raise CacheError(
+            err.errno,
+            f"The cache {folder} cannot be written ({what}). Pass cache_dir= (or set XDG_CACHE_HOME), a "
+            "folder with room that you may write to.",
+        ) from err
+
+
+@contextmanager
+def new_folder(folder: str | Path, *, version: int) -> Iterator[Path]:
+    """Create a temporary folder for .npy files, renamed to ``folder``, which it replaces, on success."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        yield partial
+        seal(partial, version=version)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    except OSError:
+        if not (folder / "meta.json").is_file():  # else another process was first, with the same content
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def seal(folder: Path, *, version: int) -> None:
+    """Write sizes and hashes of a folder's .npy files, by which ``open_arrays`` detects damage."""
+    files = {path.stem: _mark(path) for path in sorted(folder.glob("*.npy"))}
+    (folder / "meta.json").write_text(json.dumps({"version": version, "files": files}))
+
+
+def save_arrays(folder: str | Path, arrays: Mapping[str, NDArray[Any]], *, version: int) -> None:
+    """Write arrays into a folder in the form that ``open_arrays`` reads."""
+    with new_folder(folder, version=version) as partial:
+        for name, values in arrays.items():
+            np.save(partial / f"{name}.npy", values)
+
+
+def load_array(path: Path) -> NDArray[Any]:
+    """Map an .npy file into memory; read an empty one, which cannot be mapped."""
+    array: NDArray[Any] = np.load(path, mmap_mode="r" if path.stat().st_size > 128 else None)
+    return array
+
+
+def open_arrays(folder: str | Path, *, version: int) -> Arrays:
+    """Map the arrays of a folder into memory, after checking their sizes and hashes.
+
+    Raises:
+        ValueError: when a file is missing, has another size than was written, or other bytes in its first or
+            last MiB.
+    """
+    folder = Path(folder)
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        if meta["version"] != version:
+            raise ValueError(f"version {meta['version']} was found, {version} wanted")
+        for name, mark in meta["files"].items():
+            if _mark(folder / f"{name}.npy") != mark:
+                raise ValueError(f"{name}.npy is not what was written")
+        return {name: load_array(folder / f"{name}.npy") for name in meta["files"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
+        raise ValueError(
+            f"The folder {folder} cannot be read ({err}). Delete it; it is built again."
+        ) from err
+
+
+def _mark(path: Path) -> list[int | str]:
+    """Return the size of a file and a hash of its beginning and end."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        digest.update(file.read(_EDGE_BYTES))
+        if size > _EDGE_BYTES:
+            file.seek(max(_EDGE_BYTES, size - _EDGE_BYTES))
+            digest.update(file.read())
+    return [size, digest.hexdigest()]
+
+
+def reopen(folder: Path, *, version: int) -> Arrays | None:
+    """Open a cached folder; None if it is missing or, with a warning, if it cannot be read."""
+    if not folder.exists():
+        return None
+    try:
+        return open_arrays(folder, version=version)
+    except ValueError as err:
+        rank_zero_warn(f"{err} It is built again now.")
+        away = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        with suppress(OSError):
+            os.replace(folder, away)
+        shutil.rmtree(away, ignore_errors=True)
+        return None
+
+
+def cached_arrays(
+    kind: str,
+    key: Mapping[str, Any] | None,
+    build: Callable[[], Mapping[str, NDArray[Any]]],
+    *,
+    version: int,
+    cache_dir: str | Path | None = None,
+) -> Arrays:
+    """Open the arrays that were built from the same key before, or build, save and open them.
+
+    Args:
+        kind: first word of the folder's name.
+        key: everything the result depends on, JSON-serialisable; None builds without a cache.
+        build: makes the arrays; called when nothing, or something unreadable, is cached.
+        version: of the content.
+        cache_dir: where caches are kept; ``$XDG_CACHE_HOME/lightning_thd`` by default.
+    """
+    if key is None:
+        return dict(build())
+    folder = cached_folder(kind, key, cache_dir)
+    found = reopen(folder, version=version)
+    if found is not None:
+        return found
+    built: Arrays = {}
+
+    def write(place: Path) -> None:
+        built.update(build())
+        for name, values in built.items():
+            np.save(place / f"{name}.npy", values)
+        seal(place, version=version)
+
+    try:
+        build_once(folder, write)
+    except CacheError as err:  # a read-only home costs time at the next start and nothing else
+        rank_zero_warn(f"{err} The next run builds it again.")
+        return built or dict(build())
+    return open_arrays(folder, version=version)
+
+
+def content_of(path: Path, cache_dir: str | Path | None = None) -> str:
+    """Hash a file in hex: all of it up to 1 GiB, of a larger one 64 MiB spread over it and its change time.
+
+    The hash of a file of more than 64 MiB is remembered with the file's inode, size, and times. No program
+    can set the change time (ctime) back, so that a replaced file of the same size and modification time is
+    read again.
+    """
+    status = path.stat()
+    if status.st_size <= _REMEMBER_BYTES:
+        return _hash(path, status.st_size, status.st_ctime_ns)
+    stamp = [status.st_ino, status.st_dev, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
+    memory = cache_folder(cache_dir) / "hashes" / f"{name}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # never hashed, or the memory is damaged
+        known = json.loads(memory.read_text())
+        if known["stamp"] == stamp:
+            return str(known["content"])
+    content = _hash(path, status.st_size, status.st_ctime_ns)
+    with suppress(OSError):  # else it is hashed again the next time
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        partial = memory.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({"stamp": stamp, "content": content}))
+        os.replace(partial, memory)
+    return content
+
+
+def _hash(path: Path, size: int, changed_ns: int) -> str:
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        if size <= _WHOLE_BYTES:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+            return digest.hexdigest()
+        for k in range(_SAMPLES):
+            file.seek((size - _BLOCK_BYTES) * k // (_SAMPLES - 1))
+            digest.update(file.read(_BLOCK_BYTES))
+    digest.update(str(changed_ns).encode())
+    return digest.hexdigest()
