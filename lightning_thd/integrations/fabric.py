@@ -14,7 +14,7 @@ from lightning_thd.alignment import Layout
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.integrations.evaluation import LossFn
-from lightning_thd.integrations.loop import Engine, PackedLoop, as_loader, listed, share_packs
+from lightning_thd.integrations.packed_loop import Engine, PackedLoop, as_loader, listed, share_packs
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.parallel.context.layout import Communication
 from lightning_thd.strategies.guards import refused_engine

@@ -31,7 +31,7 @@ from lightning_thd.integrations.hf_data import (
 from lightning_thd.integrations.hf_evaluation import EvaluationMixin
 from lightning_thd.integrations.hf_options import refuse_engines, refuse_options, refuse_trainer
 from lightning_thd.integrations.hf_rows import ROW_TRAINERS, PackedRowsMixin
-from lightning_thd.integrations.loop import sum_over_packs
+from lightning_thd.integrations.packed_loop import sum_over_packs
 from lightning_thd.loss import TokenStats, causal_lm_logprobs, causal_lm_loss, causal_lm_loss_and_stats
 from lightning_thd.packing import Sequences
 from lightning_thd.precision.convert import in_low_precision

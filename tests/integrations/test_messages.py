@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from lightning_thd.integrations import packed_trainer
 from lightning_thd.integrations.hf_options import refuse_engines
-from lightning_thd.integrations.loop import share_packs
+from lightning_thd.integrations.packed_loop import share_packs
 from lightning_thd.precision import convert_linear
 from tests.ranks import pretended_ranks
 from tests.tiny import sequences, tiny_llama
