@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -194,39 +193,6 @@ def test_a_training_loader_without_its_data_module_is_refused(train: Any, strate
     with pytest.raises(MisconfigurationException, match=r"by itself.*fit\(module, datamodule=data\)"):
         make_trainer(strategy=strategy).fit(module, made(train))
     assert not module.seen
-
-
-def test_a_limit_inside_a_step_counts_the_packs_that_run() -> None:
-    class Scales(L.Callback):
-        def on_train_batch_start(self, *args: Any) -> None:
-            scales.append(args[2].loss_scale)
-
-    scales: list[float] = []
-    module, data = TinyModule(), THDDataModule(SAMPLES, capacity=CAPACITY)
-    trainer = make_trainer(
-        accumulate_grad_batches=2, callbacks=[Scales()], limit_train_batches=3, max_epochs=1
-    )
-    trainer.fit(module, data)
-    alone = THDDataModule(SAMPLES, capacity=CAPACITY)
-    alone.attach(accumulate=2)
-    alone.setup("fit")
-    batches = list(itertools.islice(alone.train_dataloader(), 3))
-    # The third batch is a step of its own; Lightning halves its loss all the same.
-    tokens = [sum(batch.loss_tokens for batch in batches[:2]), batches[2].loss_tokens]
-    assert [module.seen[i] for i in range(3)] == [batch.sequence_ids for batch in batches]
-    assert scales == pytest.approx([2 / tokens[0], 2 / tokens[0], 2 / tokens[1]])
-
-
-def test_a_loader_that_a_callback_iterates_is_its_own() -> None:
-    class Looks(L.Callback):
-        def on_train_start(self, *args: Any) -> None:
-            self.batches = len(list(made()))
-
-    looks = Looks()
-    make_trainer(max_steps=1, accumulate_grad_batches=3, callbacks=[looks]).fit(
-        TinyModule(), THDDataModule(SAMPLES, capacity=CAPACITY)
-    )
-    assert looks.batches > 3
 
 
 def run_on(train: Any, folder: Path, first: dict[str, Any], then: dict[str, Any]) -> TinyModule:
