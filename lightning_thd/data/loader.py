@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -36,6 +36,7 @@ from lightning_thd.packing.sharing import SharedPlanner, SharedStepPlan, Sharing
 from lightning_thd.parallel.context.shared_step import SharedStep, digest_of
 from lightning_thd.stats import Window
 
+T = TypeVar("T")
 Planner = PackPlanner | MixturePlanner
 Batch = THDBatch | THDStep
 # A batch is one ``THDBatch`` of a step ("pack"), a ``THDStep`` with all of them ("step"), or a ``THDBatch``
@@ -187,7 +188,7 @@ class THDLoader:
         self._handed_out, handed, self._open = 0, 0, True
         self._begun_at = 0 if self._progress is None else self._progress.total()
         limit = None if self._progress is None else self._progress.limit()
-        source = self.source.steps(at, limit)
+        source = self._timed(self.source.steps(at, limit))
         while not at.ended:
             made = self._again.popleft() if self._again else next(source, None)
             if made is None:  # the Trainer's limit
@@ -213,15 +214,15 @@ class THDLoader:
             return Position(epoch=at.epoch + 1, ended=True, stream=made.stream)
         return Position(epoch=at.epoch, step=step, stream=made.stream)
 
-    def _timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        given = iter(batches)
+    def _timed(self, items: Iterable[T]) -> Iterator[T]:
+        given = iter(items)
         while True:
             began = time.perf_counter()
-            batch = _take(given)
+            item: T | None = _take(given)
             self.waited_s += time.perf_counter() - began
-            if batch is None:
+            if item is None:
                 return
-            yield batch
+            yield item
 
     def _done(self) -> int:
         """Return how many whole steps of this iteration are done."""
