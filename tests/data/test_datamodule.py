@@ -299,7 +299,7 @@ def test_a_worker_that_dies_while_its_batch_is_read_is_named(monkeypatch: pytest
         data = THDDataModule(sequences(9), capacity=CAPACITY)
         data.setup("fit")
         found = data.train_dataloader()
-        monkeypatch.setattr(found, "_loader", batches())
+        monkeypatch.setattr(found.source, "loader", batches())
         return found
 
     with pytest.raises(RuntimeError, match="A DataLoader worker died while its batch was read .*Lower num_w"):
