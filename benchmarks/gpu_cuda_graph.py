@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from benchmarks.gpu_parts import Row, part
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import GraphedStep, make_buckets
-from lightning_thd.cuda_graph.choice.plan import needed_sequences, plan_graphs
-from lightning_thd.cuda_graph.shapes.buckets import Layout
+from lightning_thd.cuda_graph.buckets import Layout
+from lightning_thd.cuda_graph.graph_choice import plan_graphs
 from lightning_thd.packing import pack_lengths
 
 VOCABULARY = 32_000
@@ -71,7 +71,7 @@ def draw(tokens: int, device: str) -> list[THDBatch]:
 def graphs_for(model: nn.Module, batches: list[THDBatch], tokens: int) -> GraphedStep:
     """Our step, with the buckets that the plan chooses for these batches."""
     layouts = [Layout.of_batch(batch) for batch in batches]
-    plan = plan_graphs(needed_sequences(layouts, tokens, tokens), slots=tokens, max_seqlen=tokens)
+    plan = plan_graphs(layouts, slots=tokens, max_seqlen=tokens)
     buckets = plan.buckets() or make_buckets((64,), slots=tokens)
     return GraphedStep(causal_lm_loss, model, buckets=buckets, require=True)
 

@@ -20,7 +20,7 @@ from lightning_thd import THDBatch, THDDataModule, THDThroughputMonitor, causal_
 from lightning_thd.callbacks import CompileLayers
 from lightning_thd.data import ByteTokenizer, StdlibText
 from lightning_thd.report import show
-from lightning_thd.report.rows import number
+from lightning_thd.report.page import number
 
 
 def make_model() -> torch.nn.Module:

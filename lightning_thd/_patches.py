@@ -144,17 +144,17 @@ PATCHES: Final[dict[str, Patch]] = {
         "Lightning has pipelines",
     ),
     "graphed step": Patch(
-        "training_step of a LightningModule and forward of a model or layer, on the objects, for a while",
+        "training_step of a LightningModule and forward of a model, on the objects, for a while",
         "A captured step is replayed in place of the user's code.",
         "cuda_graph",
         "Lightning replays graphs by itself",
     ),
-    "recorded reads": Patch(
-        "nn.Module.__getattribute__, LightningModule._trainer, torch.get_rng_state and .set_rng_state, "
+    "guarded captures": Patch(
+        "LightningModule._trainer, torch.get_rng_state and .set_rng_state, "
         "torch.utils.checkpoint.get_device_states, for a while",
-        "A capture must know what the step reads, and may not save random states.",
+        "A capture refuses reads of the Trainer's progress, and may not save random states.",
         "cuda_graph",
-        "torch reports what a captured region depends on",
+        "checkpointing saves no random states in a capture",
     ),
     "autocast on meta": Patch(
         "torch.is_autocast_enabled and its kin, torch.amp.autocast_mode.is_autocast_available, for a while",

@@ -78,14 +78,9 @@ class CompileLayers(Callback):
 
 
 def break_even(eager: list[float], compiled: list[float]) -> str:
-    """Return a message of what compiling took and after how many batches that time is won back.
+    """Return what compiling took and after how many batches that pays off: the first of each list warm up.
 
-    Args:
-        eager: seconds of the eager batches; the first warmed up.
-        compiled: seconds of the batches since, the first two of which compiled.
-
-    Returns:
-        ``break_even([9, 3, 3], [21, 2, 2, 2])`` says that it pays off after 19 batches.
+    ``break_even([9, 3, 3], [21, 2, 2, 2])`` says that it pays off after 19 batches.
     """
     before, after = median(eager[1:]), median(compiled[_COMPILING:])
     cost, gain = sum(compiled[:_COMPILING]) - _COMPILING * after, before - after

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-import time
-from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import lightning.pytorch as L
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_thd._checks import choice, flags
+from lightning_thd._checks import choice, flags, instance
 from lightning_thd.batch import THDBatch
-from lightning_thd.callbacks._graph_host import (
-    leave_out_of_rates,
-    planner_of,
-    unsupported,
-)
+from lightning_thd.callbacks.monitor import THDThroughputMonitor
 from lightning_thd.cuda_graph import (
     Bucket,
     CaptureError,
@@ -29,21 +23,18 @@ from lightning_thd.cuda_graph import (
     lint_capture,
     make_buckets,
 )
-from lightning_thd.cuda_graph.capture.backend import Backend, CudaBackend
-from lightning_thd.cuda_graph.capture.recording import RecordingBackend
-from lightning_thd.cuda_graph.capture.subject import Example, Subject
-from lightning_thd.cuda_graph.choice.measuring import measured_costs
-from lightning_thd.cuda_graph.choice.plan import (
+from lightning_thd.cuda_graph.backend import Backend, CudaBackend
+from lightning_thd.cuda_graph.buckets import Layout
+from lightning_thd.cuda_graph.graph_choice import (
     GraphPlan,
-    needed_sequences,
+    MaxSequences,
+    plan_for,
     plan_graphs,
-    problem_of,
     sequence_counts,
 )
-from lightning_thd.cuda_graph.choice.sampling import longest_sequence, sample_layouts
-from lightning_thd.cuda_graph.graphed_step import Scope, check_scope
-from lightning_thd.cuda_graph.shapes.buckets import Layout
-from lightning_thd.cuda_graph.shapes.static_shard import Cut
+from lightning_thd.cuda_graph.module_state import sharded_by
+from lightning_thd.cuda_graph.recording import RecordingBackend
+from lightning_thd.cuda_graph.static_shard import Cut
 from lightning_thd.packing import PackPlanner
 from lightning_thd.parallel.agreement import all_agree
 
@@ -59,12 +50,9 @@ __all__ = [
     "make_buckets",
 ]
 
-# Until 0.3 modules that stood in a folder of this name are found through ``_moved``.
-__path__: list[str] = []
-
-# Batches looked at where no planner tells what will come.
+# Without a planner, this many batches are looked at before buckets are chosen.
 _OBSERVED = 32
-# Slots of a bucket are rounded up to this where they are only observed.
+# Observed slots are rounded up to a multiple of this, so that later batches fit too.
 _ROUND = 128
 
 
@@ -74,16 +62,13 @@ class CUDAGraphCallback(L.Callback):
     Losses, gradients, hooks and logs stay what they are without it. A batch that fits no graph, and a step
     that cannot be captured, run eagerly; which and why is logged as ``cuda_graph/hit_rate``,
     ``cuda_graph/fallback_<reason>`` and ``cuda_graph/capture_time_s``. Where a replay is no faster, it is
-    switched off. ``lint_capture(module, batch)`` tells beforehand, without a GPU, what stands in the way.
+    switched off. ``lint_capture(module, batch)`` lists beforehand, without a GPU, what stands in the way.
 
     Args:
         max_sequences: sequences of each captured shape, one number or several; ``"auto"`` chooses one to
             three from the packs that the data module's planner will make (from the first 32 batches where
             there is none) and prints the table of :class:`GraphPlan` once.
-        scope: ``"step"`` captures the whole step; ``"layers"`` the ``layers`` only, so that the rest of the
-            step may read the host.
-        layers: names of submodules for ``scope="layers"``, for example ``("self_attn", "mamba")``.
-        costs: what ``"auto"`` reckons with; ``"measure"`` measures it on the device.
+        costs: what ``"auto"`` reckons with; those of a launch-bound step when absent.
         require: raise where graphs are not possible, in place of training without them.
         backend: ``"cuda"``, or ``"recording"`` for tests on a CPU.
 
@@ -95,52 +80,39 @@ class CUDAGraphCallback(L.Callback):
     def __init__(
         self,
         *,
-        max_sequences: int | Sequence[int] | Literal["auto"] = "auto",
-        scope: Scope = "step",
-        layers: Sequence[str] = (),
-        costs: GraphCosts | Literal["measure"] = "measure",
+        max_sequences: MaxSequences = "auto",
+        costs: GraphCosts | None = None,
         require: bool = False,
         backend: Literal["cuda", "recording"] | Backend = "cuda",
     ) -> None:
         self.given = sequence_counts(max_sequences)
-        check_scope(scope, layers)
         flags(require=require)
-        if not isinstance(costs, GraphCosts):
-            choice(costs, "costs", "measure")
+        if costs is not None:
+            instance(costs, "costs", GraphCosts, advice="Pass GraphCosts(eager=..., graph=...), or None.")
         if not isinstance(backend, Backend):
             choice(backend, "backend", "cuda", "recording")
-        self.scope: Scope = scope
-        self.layers = tuple(layers)
         self.costs, self.require = costs, require
         self._backend_choice = backend
         self.plan: GraphPlan | None = None
         self.step: GraphedStep | None = None
         self._idle = False
-        self._measuring_s = 0.0
         self._seen: list[Layout] = []
         self._installed: tuple[L.LightningModule, Any] | None = None
-        self._planner: tuple[PackPlanner, int] | None = None
 
     @property
     def stats(self) -> GraphStats:
         """Return the counts of replayed and eager batches so far."""
         return GraphStats() if self.step is None else self.step.stats
 
-    @property
-    def spent_s(self) -> float:
-        """Return the seconds spent on capturing graphs and on measuring their speed-up."""
-        return self._measuring_s + self.stats.capture_s
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Replace ``training_step`` by one that replays graphs, or print why none are possible."""
         self._remove()
-        self.step, self.plan, self._seen, self._idle, self._measuring_s = None, None, [], False, 0.0
+        self.step, self.plan, self._seen, self._idle = None, None, [], False
         backend = self._make_backend()
-        reason = unsupported(trainer, pl_module, backend)
+        reason = _unsupported(trainer, pl_module, backend)
         if reason is not None:
             self._stay_idle(reason)
             return
-        self._planner = planner_of(trainer)
         original = pl_module.training_step
 
         @functools.wraps(original)
@@ -148,12 +120,21 @@ class CUDAGraphCallback(L.Callback):
             batch = args[0] if args else None
             if self._idle or kwargs:
                 return original(*args, **kwargs)
-            spent = self.spent_s
+            if self.step is None and self._choose(trainer, batch):
+                # ``GraphedStep`` passes the module first, which a bound method holds already.
+                function = lambda module, *given: original(*given)  # noqa: E731
+                assert self.plan is not None
+                self.step = GraphedStep(
+                    function, pl_module, buckets=self.plan.buckets(), backend=backend, require=self.require
+                )
             if self.step is None:
-                self._plan_step(backend, pl_module, original, batch, args[1:])
-            output = original(*args) if self.step is None else self.step(*args)
-            if self.spent_s > spent:
-                leave_out_of_rates(trainer)
+                return original(*args)
+            spent = self.stats.capture_s
+            output = self.step(*args)
+            if self.stats.capture_s > spent:
+                for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set outside __init__
+                    if isinstance(callback, THDThroughputMonitor):
+                        callback.exclude_step()
             return output
 
         self._installed = (pl_module, pl_module.__dict__.get("training_step"))
@@ -180,63 +161,35 @@ class CUDAGraphCallback(L.Callback):
         """Restore the module's own ``training_step``, however the fit ended."""
         self._remove()
 
-    def _plan_step(
-        self,
-        backend: Backend,
-        module: L.LightningModule,
-        original: Callable[..., Any],
-        batch: Any,
-        rest: tuple[Any, ...],
-    ) -> None:
-        """Choose buckets and build the graphed step once enough batches are known."""
-        found = self._needs(batch)
-        if found is None:
-            return
-        needs, slots, longest = found
-        function = _with_module(original)
-        costs: GraphCosts | None = self.costs if isinstance(self.costs, GraphCosts) else None
-        if costs is None and not self.given and self.scope == "step":
-            started = time.perf_counter()
-            subject = Subject(function=function, module=module, backend=backend)
-            costs = measured_costs(
-                subject, Example(batch, rest), needs=needs, slots=slots, max_seqlen=longest
-            )
-            self._measuring_s = time.perf_counter() - started
-        self.plan = plan_graphs(needs, slots=slots, max_seqlen=longest, costs=costs, given=self.given)
-        rank_zero_info(self.plan.table())
-        problem = problem_of(self.plan, self.given)
-        # Without a planner ranks have seen different batches, and capture is for all or none.
-        if not all_agree(problem is None, batch.input_ids.device):
-            self._stay_idle(problem or "another rank has no use for graphs, and says why")
-            return
-        self.step = GraphedStep(
-            function,
-            module,
-            buckets=self.plan.buckets(),
-            backend=backend,
-            scope=self.scope,
-            layers=self.layers,
-            require=self.require,
-        )
-
-    def _needs(self, batch: Any) -> tuple[Any, int, int] | None:
-        """Return the sequences needed a batch, slots and longest sequence; None if too few batches."""
+    def _choose(self, trainer: L.Trainer, batch: Any) -> bool:
+        """Choose buckets once enough batches are known, and return whether there are graphs to capture."""
         if not isinstance(batch, THDBatch):
             if not self._seen:
                 self._stay_idle(f"the batches are {type(batch).__name__}, and graphs are for THDBatch")
-            return None
-        if self._planner is not None:
-            planner, dp = self._planner
-            slots, longest = planner.slots.usable, longest_sequence(planner)
-            return needed_sequences(sample_layouts(planner, dp=dp), slots, longest), slots, longest
-        self._seen.append(Layout.of_batch(batch))
-        if len(self._seen) < _OBSERVED:
-            return None
-        cut = Cut.of(batch)
-        multiple = math.lcm(_ROUND, 1 if cut is None else cut.multiple)
-        slots = -(-max(x.slots for x in self._seen) // multiple) * multiple
-        longest = min(slots, -(-max(x.max_seqlen for x in self._seen) // multiple) * multiple)
-        return needed_sequences(self._seen, slots, longest), slots, longest
+            return False
+        planner = getattr(trainer.train_dataloader, "planner", None)
+        if isinstance(planner, PackPlanner):
+            sampler: Any = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+            ranks = int(sampler.get("num_replicas", 1))  # those that read different data
+            self.plan = plan_for(planner, dp=ranks, costs=self.costs, given=self.given)
+        else:
+            self._seen.append(Layout.of_batch(batch))
+            if len(self._seen) < _OBSERVED:
+                return False
+            cut = Cut.of(batch)
+            multiple = math.lcm(_ROUND, 1 if cut is None else cut.multiple)
+            slots = -(-max(x.slots for x in self._seen) // multiple) * multiple
+            longest = min(slots, -(-max(x.max_seqlen for x in self._seen) // multiple) * multiple)
+            self.plan = plan_graphs(
+                self._seen, slots=slots, max_seqlen=longest, costs=self.costs, given=self.given
+            )
+        rank_zero_info(self.plan.table())
+        problem = self.plan.problem()
+        # Without a planner ranks have seen different batches, and capture is for all or none.
+        if not all_agree(problem is None, batch.input_ids.device):
+            self._stay_idle(problem or "another rank has no use for graphs, and says why")
+            return False
+        return True
 
     def _stay_idle(self, reason: str) -> None:
         self._idle = True
@@ -270,6 +223,23 @@ class CUDAGraphCallback(L.Callback):
             self.step.close()
 
 
-def _with_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a bound method so that it ignores the module that ``GraphedStep`` passes first."""
-    return lambda module, *args: original(*args)
+def _unsupported(trainer: L.Trainer, module: L.LightningModule, backend: Backend) -> str | None:
+    """Return why a fit can have no CUDA graphs, or None."""
+    missing = backend.unavailable(trainer.strategy.root_device)
+    if missing is not None:
+        return missing
+    if not module.automatic_optimization:
+        return (
+            "the module has automatic_optimization=False, so training_step contains the optimizer. Wrap the "
+            "part that makes the loss: GraphedStep(function, module, buckets=...)"
+        )
+    if getattr(trainer.strategy, "sharing", None) is not None:
+        return (
+            "context_parallel_size='dynamic' gives microbatches other degrees from step to step, so that "
+            "ranks would replay and run eagerly at the same time. Set a fixed context_parallel_size"
+        )
+    wrapped = trainer.strategy.model
+    found = sharded_by(module) or (None if wrapped is None else sharded_by(wrapped))
+    if found is not None:
+        return f"the module is sharded by {found}, whose gathered parameters have no fixed address"
+    return None

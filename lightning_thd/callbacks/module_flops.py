@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_thd._find import outermost_models
 from lightning_thd.callbacks.meter import Seen, microbatches
-from lightning_thd.cuda_graph.limits.fingerprint import only_looking
+from lightning_thd.cuda_graph.fingerprint import only_looking
 from lightning_thd.flops.model import FlopsModel, Member, join
 from lightning_thd.flops.terms import Causal, Layer, Recompute, Tokens, matmul
 from lightning_thd.flops.torch_counter import StepCounter, counted_layers
@@ -218,16 +218,11 @@ class _Calls:
 
 
 def _passes(watched: dict[str, _Calls], step: Sequence[Seen], *, sharded: bool) -> dict[str, Passes]:
-    """Return how often a token went through each model: its slots over those of the step.
+    """Return how often a token of the step went through each model: its slots over those of the step.
 
-    Args:
-        watched: the calls of each model, by path.
-        step: the step's microbatches on this rank.
-        sharded: whether a rank sees a part of each pack (context parallelism), so that slots say nothing.
-
-    Returns:
-        By path. A model whose calls cannot be seen counts as trained once, or as a forward pass if it ended
-        the step without gradients while another model has some.
+    Under context parallelism (``sharded``) a rank sees a part of each pack, so that slots say nothing. A
+    model whose calls cannot be seen counts as trained once, or as a forward pass if it ended the step without
+    gradients while another model has some.
     """
     slots = 0 if sharded else sum(stats.slots for stats, _ in step)
     trained = {
@@ -269,11 +264,7 @@ def find_model(
     recompute: Policy = "auto",
     passes: Mapping[str, Passes] | None = None,
 ) -> FlopsModel | None:
-    """Count every transformers model in ``module``, and which weights are trained; ``passes`` is by path.
-
-    Returns:
-        None, having said why, when there is no config, or one of an unknown family.
-    """
+    """Count every transformers model in ``module`` by path; None, having said why, if a config is unknown."""
     models = outermost_models(module)
     members = []
     for path, child in models.items():

@@ -70,11 +70,7 @@ class PackingCheck(L.Callback):
 
 
 def find_model(pl_module: nn.Module, name: str | None) -> nn.Module:
-    """Find the model to probe in a Lightning module, by its path or as the outermost one with a config.
-
-    Raises:
-        MisconfigurationException: when there is none.
-    """
+    """Find the model to probe by its path, or the outermost one with a config."""
     modules: dict[str, nn.Module] = dict(pl_module.named_modules())
     if name is not None:
         if name not in modules:

@@ -21,11 +21,7 @@ _DRAWN, _LENGTHS, _FILL = "train/packing/packs", "train/packing/lengths", "train
 
 
 class Pictures:
-    """Keeps the lengths in this rank's first packs of an epoch until they are shown.
-
-    Raises:
-        ModuleNotFoundError: without matplotlib.
-    """
+    """Keeps the lengths in this rank's first packs of an epoch until they are shown; needs matplotlib."""
 
     def __init__(self) -> None:
         require("matplotlib", feature="pictures=True")

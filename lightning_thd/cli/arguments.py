@@ -25,39 +25,21 @@ def whole(least: int) -> Callable[[str], int]:
     return parse
 
 
-def positive(text: str) -> float:
-    """Parse a finite number above 0.
-
-    Raises:
-        ArgumentTypeError: for anything else.
-    """
+def share(text: str) -> float:
+    """Parse a number above 0 and at most 1."""
     try:
         number = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text}; wanted a number above 0")
-    return number
-
-
-def share(text: str) -> float:
-    """Parse a number above 0 and at most 1.
-
-    Raises:
-        ArgumentTypeError: for anything else.
-    """
-    number = positive(text)
     if number > 1:
         raise argparse.ArgumentTypeError(f"{text}; wanted a share, above 0 and at most 1")
     return number
 
 
 def picture(text: str) -> Path:
-    """Return the path of a picture that can be written, looked at before the work for it is done.
-
-    Raises:
-        ArgumentTypeError: for a suffix that is no picture's, and a folder that is not there.
-    """
+    """Return the path of a picture that can be written; it is checked before the work for it is done."""
     path = Path(text)
     if path.suffix.lower() not in PICTURES:
         raise argparse.ArgumentTypeError(f"{text!r} is no picture; wanted one of {', '.join(PICTURES)}")

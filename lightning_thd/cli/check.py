@@ -18,7 +18,7 @@ from lightning_thd.cli.arguments import whole
 from lightning_thd.models.probe import check_packing
 
 
-def make_parser() -> argparse.ArgumentParser:
+def check_parser() -> argparse.ArgumentParser:
     """Build the command's argument parser."""
     parser = argparse.ArgumentParser(
         "lightning-thd check",
@@ -34,9 +34,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str]) -> None:
+def check(arguments: Sequence[str]) -> None:
     """Print the leak probe's report; exit with 1 where sequences of a pack see each other."""
-    parser = make_parser()
+    parser = check_parser()
     given = parser.parse_args(list(arguments))
     try:
         model = load_model(given.model, given.attention, layers=given.layers, weights=given.weights)
@@ -55,12 +55,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def load_model(name: str, attention: str, *, layers: int | None = None, weights: bool = False) -> Any:
-    """Build a causal language model from a config, perhaps of fewer layers, or load it with its weights.
-
-    Raises:
-        ValueError: for ``layers`` together with ``weights``, or beyond those of the config; for a path that
-            is not there.
-    """
+    """Build a causal language model from a config, perhaps of fewer layers, or load it with its weights."""
     refuse_missing(name, "Pass a config.json, a folder with one, or a model's name.")
     require("transformers", feature="lightning-thd check")
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -22,7 +22,7 @@ from lightning_thd import __version__
 from lightning_thd._imports import available, trouble
 from lightning_thd._known_bad import installed_version, known_problems
 from lightning_thd.attention.support import SUPPORT, missing
-from lightning_thd.cuda_graph.capture.backend import CudaBackend
+from lightning_thd.cuda_graph.backend import CudaBackend
 from lightning_thd.report.terminal import Table, show_table
 
 # Distributions whose versions a bug report needs, in the order of the data flow.
@@ -50,14 +50,7 @@ _FUSED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """A kernel or engine that may run here, with the reason if not.
-
-    Attributes:
-        serves: what it is for.
-        name: what does it.
-        usable: whether it runs here.
-        why_not: what stands in the way, with what to do; "" where it is usable.
-    """
+    """A kernel or engine, what it serves, whether it runs here, and why not and what to do if it does not."""
 
     serves: str
     name: str
@@ -67,14 +60,7 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """The findings of ``lightning-thd doctor``: packages, kernels and known-bad versions.
-
-    Attributes:
-        machine: names and versions of what is no Python package.
-        packages: distribution -> version, None where it is absent.
-        kernels: what may run here.
-        problems: combinations that are known to be bad, each with what to do.
-    """
+    """The findings of ``lightning-thd doctor``: packages without a version are absent."""
 
     machine: dict[str, str]
     packages: dict[str, str | None]
@@ -204,7 +190,7 @@ def _no_device(capability: int | None) -> str | None:
     return "there is no CUDA device" if capability is None else None
 
 
-def make_parser() -> argparse.ArgumentParser:
+def doctor_parser() -> argparse.ArgumentParser:
     """Build the command's argument parser."""
     parser = argparse.ArgumentParser(
         "lightning-thd doctor", description=__doc__, epilog="example: lightning-thd doctor --json"
@@ -213,9 +199,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str]) -> None:
+def doctor(arguments: Sequence[str]) -> None:
     """Print the diagnosis of this machine."""
-    parser = make_parser()
+    parser = doctor_parser()
     as_json, found = parser.parse_args(list(arguments)).json, diagnose()
     if as_json:
         print(json.dumps(asdict(found), indent=1))

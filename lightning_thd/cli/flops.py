@@ -1,4 +1,4 @@
-"""A config and sequence lengths -> a table of what a training step costs, part by part."""
+"""``lightning-thd flops`` and ``peaks``: the cost of a step, part by part, and the peaks of devices."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
 from lightning_thd.cli.arguments import whole
 from lightning_thd.flops.model import FlopsModel
-from lightning_thd.flops.peaks import peak_flops
+from lightning_thd.flops.peak_table import PEAKS, Peak
+from lightning_thd.flops.peaks import find_peak, peak_flops
 from lightning_thd.report.terminal import Table, show_table
 from lightning_thd.stats import SeqStats
 
 _PARTS = ("linear", "attention", "logits", "vision", "model", "recompute", "hardware")
+_DTYPES = ("bf16", "fp16", "tf32", "fp32", "fp8", "fp4")
 
 
 def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> Table:
@@ -45,11 +47,7 @@ def breakdown_table(model: FlopsModel, lengths: Sequence[int]) -> Table:
 
 
 def load_config(path: str) -> Any:
-    """Load a config from a ``config.json``, a folder that holds one, or a name transformers can resolve.
-
-    Raises:
-        ValueError: for a path that is not there, and a file that is no JSON object with a ``model_type``.
-    """
+    """Load a config from a ``config.json``, a folder that holds one, or a name transformers can resolve."""
     refuse_missing(path, "Pass a config.json, a folder with one, or a model's name.")
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.exists():
@@ -64,7 +62,7 @@ def load_config(path: str) -> Any:
     return config
 
 
-def make_parser() -> argparse.ArgumentParser:
+def flops_parser() -> argparse.ArgumentParser:
     """Build the command's argument parser."""
     parser = argparse.ArgumentParser(
         prog="lightning-thd flops",
@@ -83,9 +81,9 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def flops(arguments: Sequence[str]) -> None:
     """Run ``lightning-thd flops CONFIG --lengths 512 1024 2048``."""
-    parser = make_parser()
+    parser = flops_parser()
     given = parser.parse_args(arguments)
     try:
         if given.dtype is not None and given.device is None:
@@ -99,16 +97,70 @@ def main(arguments: Sequence[str] | None = None) -> None:
             router=given.router,
             recompute=given.recompute,
         )
-        flops = model.training_flops(SeqStats.from_lengths(given.lengths, windows=model.windows))
+        found = model.training_flops(SeqStats.from_lengths(given.lengths, windows=model.windows))
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as err:
         parser.error(str(err))
-    least_ms = flops.hardware / peak * 1e3 if peak is not None else None
+    least_ms = found.hardware / peak * 1e3 if peak is not None else None
     if given.json:
-        found = {**asdict(flops), "model": flops.model, "hardware": flops.hardware, "least_ms": least_ms}
-        sys.stdout.write(json.dumps(found, default=str) + "\n")
+        values = {**asdict(found), "model": found.model, "hardware": found.hardware, "least_ms": least_ms}
+        sys.stdout.write(json.dumps(values, default=str) + "\n")
         return
     show_table(breakdown_table(model, given.lengths))
     if peak is not None:
         sys.stdout.write(f"At {peak / 1e12:g} TFLOP/s: {least_ms:.3f} ms at the least.\n")
     elif given.device is not None:
         sys.stdout.write(f"No peak is known for {given.device!r} in {dtype}.\n")
+
+
+def peaks_table(rows: Sequence[Peak]) -> Table:
+    """Build a table of dense TFLOP/s by dtype, with numbers of the sources that stand below it."""
+    sources = list(dict.fromkeys(row.source for row in rows))
+    return Table(
+        columns=("device", *_DTYPES, "printed", "source"),
+        rows=[
+            (
+                row.name,
+                *(_figure(getattr(row, name)) for name in _DTYPES),
+                row.printed,
+                f"[{1 + sources.index(row.source)}]",
+            )
+            for row in rows
+        ],
+        text=(0, len(_DTYPES) + 1),
+        foot="\n".join(f"[{i}] {source}" for i, source in enumerate(sources, 1)),
+    )
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def peaks_parser() -> argparse.ArgumentParser:
+    """Build the command's argument parser."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-thd peaks",
+        description="Dense peaks that MFU is held against, in TFLOP/s of one device, with their sources.",
+        epilog='example: lightning-thd peaks "NVIDIA H200"',
+    )
+    parser.add_argument("device", nargs="?", help="a device name, as torch.cuda.get_device_name gives it")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def peaks(arguments: Sequence[str]) -> None:
+    """Run ``lightning-thd peaks [DEVICE] [--json]``."""
+    parser = peaks_parser()
+    given = parser.parse_args(arguments)
+    rows: Sequence[Peak] = PEAKS
+    if given.device is not None:
+        row = find_peak(given.device)
+        if row is None:
+            parser.error(
+                f"no peak is known for {given.device!r}. Pass THDThroughputMonitor(peak=<dense FLOP/s>), or "
+                "peak='measure' to time matmuls; `lightning-thd peaks` lists what is known."
+            )
+        rows = [row]
+    if given.json:
+        sys.stdout.write(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    else:
+        show_table(peaks_table(rows))

@@ -63,12 +63,8 @@ def reporting_to(report: Report) -> Iterator[None]:
 
 
 def calling_line() -> str | None:
-    """Find the innermost running line of the user's code, outside torch, Lightning and this package.
-
-    Returns:
-        ``"/path/model.py:12 in training_step"``, or None where there is only machinery.
-    """
-    frame = calling_frame(_is_foreign_file)
+    """Find the innermost running line of the user's code: ``"/path/model.py:12 in training_step"``."""
+    frame = calling_frame(lambda file: not is_machinery(file))
     return None if frame is None else _describe(frame, frame.f_lineno)
 
 
@@ -77,7 +73,7 @@ def raising_line(error: BaseException) -> str | None:
     found: str | None = None
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
-        if is_foreign(trace.tb_frame):
+        if not is_machinery(trace.tb_frame.f_code.co_filename):
             found = _describe(trace.tb_frame, trace.tb_lineno)
         trace = trace.tb_next
     return found
@@ -91,13 +87,9 @@ def as_capture_error(error: Exception) -> CaptureError:
     return CaptureError(f"{type(error).__name__}: {first_line}", raising_line(error))
 
 
-def is_foreign(frame: FrameType) -> bool:
-    """Return whether a frame runs code outside torch, Lightning and the machinery of captures."""
-    return _is_foreign_file(frame.f_code.co_filename)
-
-
-def _is_foreign_file(file: str) -> bool:
-    return not file.startswith((*_MACHINERY, "<"))
+def is_machinery(filename: str) -> bool:
+    """Return whether a file belongs to torch, Lightning or the machinery of captures, or is none."""
+    return filename.startswith((*_MACHINERY, "<"))
 
 
 def _describe(frame: FrameType, line: int) -> str:

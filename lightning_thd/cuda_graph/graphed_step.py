@@ -6,46 +6,75 @@ For raw loops and Accelerate use it directly; ``CUDAGraphCallback`` puts it arou
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_thd._checks import described, flags, instance
 from lightning_thd.batch import THDBatch
-from lightning_thd.cuda_graph.capture.backend import Backend, CudaBackend
-from lightning_thd.cuda_graph.capture.captured import CapturedStep
-from lightning_thd.cuda_graph.capture.subject import Example, StepFunction, Subject
+from lightning_thd.cuda_graph.backend import Backend, CudaBackend
+from lightning_thd.cuda_graph.buckets import Bucket, Layout, choose
+from lightning_thd.cuda_graph.capture import (
+    CapturedStep,
+    Example,
+    Shared,
+    StepFunction,
+    Subject,
+    capture_step,
+)
 from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error
-from lightning_thd.cuda_graph.graph_set import GraphSet
-from lightning_thd.cuda_graph.limits.support import refuse_sharded
-from lightning_thd.cuda_graph.shapes.buckets import Bucket, choose
-from lightning_thd.cuda_graph.stats import GraphStats
+from lightning_thd.cuda_graph.fingerprint import Fingerprint
+from lightning_thd.cuda_graph.guards import guarded
+from lightning_thd.cuda_graph.module_state import restored, sharded_by
+from lightning_thd.cuda_graph.pair import PIECE_BYTES, differentiable, differentiate
+from lightning_thd.cuda_graph.proof import prove
+from lightning_thd.parallel.agreement import all_agree
+from lightning_thd.parallel.shard import THDShard
 
-Scope = Literal["step", "layers"]
 # Parameters that keep moving (a swap every few steps) make every capture worthless.
 _MOST_CAPTURES = 4
+# A replay has to win by this share: within it eager is as good, and has no second copy of the gradients.
+_MARGIN = 0.02
 
 
-def check_scope(scope: object, layers: Any) -> None:
-    """Refuse an unknown scope, and one that its layers contradict.
+@dataclass(slots=True)
+class GraphStats:
+    """Counts of the batches that a graphed step replayed and of those that ran eagerly.
 
-    Raises:
-        TypeError: for layers that are no list of names.
-        ValueError: for another scope, one of layers without names, one of steps with them.
+    Attributes:
+        replays: batches that ran from a graph.
+        fallbacks: batches that ran eagerly, by reason.
+        captures: graphs captured.
+        capture_s: seconds spent on capturing, warm-up included.
     """
-    if not isinstance(scope, str) or scope not in ("step", "layers"):
-        raise ValueError(f"scope={scope!r}: wanted 'step' or 'layers'.")
-    instance(layers, "layers", list, tuple, advice="Pass names of layers.")
-    names = tuple(layers)
-    if (scope == "layers") != bool(names):
-        raise ValueError(
-            f"scope={scope!r} with layers={names}: scope='layers' needs names of layers to capture, for "
-            "example layers=('self_attn',), and scope='step' takes none."
-        )
+
+    replays: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    captures: int = 0
+    capture_s: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Return the share of batches that were replayed; 0 before the first."""
+        total = self.replays + self.fallbacks.total()
+        return self.replays / total if total else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the values to log, by key."""
+        counts = {f"cuda_graph/fallback_{reason}": float(n) for reason, n in sorted(self.fallbacks.items())}
+        return {
+            "cuda_graph/hit_rate": self.hit_rate,
+            "cuda_graph/capture_time_s": self.capture_s,
+            **counts,
+        }
 
 
 class GraphedStep:
@@ -59,11 +88,8 @@ class GraphedStep:
         function: gives the loss, or a dict with it, for example ``causal_lm_loss``. Called with the bare
             module when ``module`` is wrapped in DistributedDataParallel.
         module: what is trained.
-        buckets: shapes to capture. None are worth it without ``plan``.
+        buckets: shapes to capture, see ``make_buckets``.
         backend: CUDA graphs by default.
-        scope: ``step`` captures forward and backward of the whole call; ``layers`` only the layers named in
-            ``layers``, so that the rest of the step may read the host.
-        layers: names of submodules, their last parts, for ``scope="layers"``: ``("self_attn", "mamba")``.
         require: raise :class:`CaptureError` where capture fails, in place of running eagerly.
         clock: seconds, for the time spent on capturing.
     """
@@ -75,12 +101,9 @@ class GraphedStep:
         *,
         buckets: Sequence[Bucket],
         backend: Backend | None = None,
-        scope: Scope = "step",
-        layers: Sequence[str] = (),
         require: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_scope(scope, layers)
         flags(require=require)
         instance(buckets, "buckets", list, tuple, advice="See make_buckets((24, 80), slots=...).")
         if not buckets:
@@ -93,19 +116,29 @@ class GraphedStep:
         if not callable(function):
             raise TypeError(f"function is {described(function)}; wanted step(module, batch).")
         bare: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
-        refuse_sharded(bare)
+        if (found := sharded_by(bare)) is not None:
+            raise ValueError(
+                f"The module is sharded by {found}, which gathers parameters into its own memory at every "
+                "step: a captured step would keep the addresses of the first. Use CUDA graphs with one "
+                "device or DDP, or train without them."
+            )
         self.wrapped, self.require = module, require
         self.buckets = sorted(buckets)
         self.stats = GraphStats()
         self.off: CaptureError | None = None
         self._subject = Subject(function=function, module=bare, backend=backend or CudaBackend())
-        self._graphs = GraphSet(self._subject, self.buckets, layers)
         self._clock = clock
+        self._shared = Shared()
+        self._graphs: dict[Bucket, CapturedStep] = {}
+        self._modes: tuple[Any, ...] | None = None  # torch's modes at the capture
+        self._fingerprint: Fingerprint | None = None
+        self._slower: set[Bucket] = set()
+        self._rounds = 0  # captures so far, each of all buckets
 
     @property
     def pending(self) -> bool:
         """Return whether a replayed step's backward is outstanding; the next step would run eagerly."""
-        return self._graphs.pending
+        return self._shared.turn.pending
 
     def __call__(self, batch: Any, *rest: Any) -> Any:
         """Run the step on a batch, replayed from a graph if one fits.
@@ -122,8 +155,9 @@ class GraphedStep:
         return self._run(batch, *rest)
 
     def close(self) -> None:
-        """Drop all graphs and their memory; the next call with gradients captures anew."""
-        self._graphs.close()
+        """Drop all graphs and their memory; the next call with gradients captures again."""
+        self._graphs, self._modes, self._fingerprint = {}, None, None
+        self._subject.backend.release()
 
     def _run(self, batch: Any, *rest: Any) -> Any:
         if not torch.is_grad_enabled():  # validation, and the first pass of reentrant checkpointing
@@ -133,7 +167,7 @@ class GraphedStep:
             self.stats.fallbacks[found] += 1
             return self._subject(batch, *rest)
         self.stats.replays += 1
-        return found(batch, *rest)
+        return found(batch)
 
     def _find(self, batch: Any, rest: tuple[Any, ...]) -> CapturedStep | str:
         """Find the captured step that serves a batch, capturing if need be, or the reason to run eagerly."""
@@ -145,58 +179,104 @@ class GraphedStep:
             return "watched"
         if self.off is not None:
             return "capture_error"
-        change = self._graphs.change()
-        if change is not None:
+        if self._fingerprint is not None and (change := self._fingerprint.change()) is not None:
             self._forget(change)
             return "parameters_moved"
         example = Example(batch, rest)
-        graphs = self._graphs.find(example)
-        if graphs is None and self.pending:
-            return "pending_backward"
-        graphs = graphs or self._capture(example)
-        if graphs is None:
-            return "capture_error"
+        if self._modes != _modes(example):
+            if self.pending:
+                return "pending_backward"
+            if self._modes is not None:
+                self._forget("torch's autocast, dtype or precision")
+            if self.off is not None or not self._capture(example):
+                return "capture_error"
         bucket, misfit = choose(self.buckets, batch)
         if bucket is None:
             assert misfit is not None
             return misfit
-        if bucket in self._graphs.slower:
+        if bucket in self._slower:
             return "slower"
-        if not graphs[bucket].inputs.matches(batch):
+        if not self._graphs[bucket].inputs.matches(batch):
             return "extras"
-        return "pending_backward" if self.pending else graphs[bucket]
+        return "pending_backward" if self.pending else self._graphs[bucket]
 
-    def _capture(self, example: Example) -> dict[Bucket, CapturedStep] | None:
-        started = self._clock()
+    def _capture(self, example: Example) -> bool:
+        """Capture every bucket under torch's present modes, and return whether that succeeded.
+
+        Ranks that share no model come together here at the first capture, and may capture again on their
+        own; those of a model-parallel group always run together.
+        """
+        started, together = self._clock(), self._is_joint(example)
+        error = self._try_capture(example)
+        if all_agree(error is None, example.device) if together else error is None:
+            self._modes = _modes(example)
+            written = [name for step in self._graphs.values() for name in step.written]
+            self._fingerprint = Fingerprint(self._subject.module, self._subject.function, written)
+            self._rounds += 1
+            self._find_slower(example, together=together)
+            self.stats.captures += len(self._graphs)
+        self.stats.capture_s += self._clock() - started
+        if self._modes is None:
+            elsewhere = CaptureError("the capture failed on another rank, whose message says why.")
+            self._give_up(error or elsewhere)
+        return self._modes is not None
+
+    def _is_joint(self, example: Example) -> bool:
+        return (
+            self._rounds == 0
+            or isinstance(example.batch, THDShard)
+            or any(isinstance(parameter, DTensor) for parameter in self._subject.module.parameters())
+        )
+
+    def _try_capture(self, example: Example) -> CaptureError | None:
+        """Capture and prove all buckets; return what stopped that."""
+        subject = self._subject
+        piece_bytes = PIECE_BYTES if _is_distributed() else None
         try:
-            graphs = self._graphs.capture(example)
-            self.stats.captures += len(graphs)
-            return graphs
+            missing = subject.backend.unavailable(example.device)
+            if missing is not None:
+                raise CaptureError(f"{missing}.")
+            for bucket in reversed(self.buckets):  # the largest first: the smaller ones reuse its memory
+                self._graphs[bucket] = capture_step(
+                    subject, bucket, example, self._shared, piece_bytes=piece_bytes
+                )
+            for step in self._graphs.values():
+                prove(subject, step, example)
         except Exception as error:  # whatever stops a capture, training goes on
-            self._give_up(as_capture_error(error))
-            return None
-        finally:
-            self.stats.capture_s += self._clock() - started
+            return _without_traceback(error)
+        return None
+
+    def _find_slower(self, example: Example, *, together: bool) -> None:
+        """Run batches of a bucket eagerly from now on if its replay is measured to be no faster."""
+        for bucket, step in self._graphs.items():
+            times = _compare(self._subject, step, example)
+            if times is None:
+                return
+            eager_s, replay_s = times
+            faster = replay_s <= (1 - _MARGIN) * eager_s
+            if all_agree(faster, example.device) if together else faster:
+                continue
+            self._slower.add(bucket)
+            rank_zero_info(
+                f"CUDA graph of {bucket}: a replay takes {replay_s * 1e3:.2f} ms and eager "
+                f"{eager_s * 1e3:.2f} ms on this or another rank, so batches of this size run eagerly."
+            )
 
     def _forget(self, change: str) -> None:
         self.close()
-        rounds = self._graphs.rounds
-        if rounds >= _MOST_CAPTURES:
+        if self._rounds >= _MOST_CAPTURES:
             self._give_up(
                 CaptureError(
-                    f"the module changed again after {rounds} captures ({change}). Swap weights by "
+                    f"the module changed again after {self._rounds} captures ({change}). Swap weights by "
                     "copying values in place (copy_), which graphs see."
                 )
             )
 
     def _give_up(self, error: CaptureError) -> None:
-        self.off = CaptureError(error.message, error.where)  # not its traceback, which keeps the batch alive
+        self.off = error
         self.close()
         if self.require:
-            try:
-                raise error
-            finally:
-                del error
+            raise CaptureError(error.message, error.where)  # another: a traceback keeps the batch alive
         rank_zero_warn(
             f"CUDA graphs are off, training goes on eagerly. {error} "
             "lightning_thd.callbacks.cuda_graph.lint_capture(module, batch) lists everything of this kind."
@@ -223,3 +303,43 @@ def _restore_forward(module: Any, before: Any) -> None:
         module.forward = before
     elif "forward" in module.__dict__:
         del module.forward
+
+
+def _compare(subject: Subject, step: CapturedStep, example: Example) -> tuple[float, float] | None:
+    """Return seconds of forward and backward, eager and replayed; None if the backend's times mean nothing.
+
+    The layout is the example's if the bucket would serve it, else the bucket's own size.
+    """
+    backend, bucket, layout = subject.backend, step.inputs.bucket, Layout.of_batch(example.batch)
+    if bucket.misfit(layout) is not None:
+        layout = Layout(bucket.slots, bucket.sequences, bucket.max_seqlen)
+    batch = step.inputs.dummy(layout)
+
+    def both_ways(output: Any) -> None:
+        differentiate(differentiable(output), step.leaves)
+
+    with restored(subject.module), guarded(subject.module):
+        eager_s = backend.time_s(lambda: both_ways(subject(batch, *example.rest)))
+        replay_s = None if eager_s is None else backend.time_s(lambda: both_ways(step.run(batch)))
+    return None if eager_s is None or replay_s is None else (eager_s, replay_s)
+
+
+def _without_traceback(error: Exception) -> CaptureError:
+    found = as_capture_error(error)
+    return CaptureError(found.message, found.where)
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _modes(example: Example) -> tuple[Any, ...]:
+    """Return the modes of torch that decide what an operator does, and that a graph has baked in."""
+    kind = example.device.type
+    return (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )

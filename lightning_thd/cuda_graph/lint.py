@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as L
+import torch
 from torch import nn
 
 from lightning_thd._checks import described, instance
 from lightning_thd._static import static_shapes
 from lightning_thd.batch import THDBatch
-from lightning_thd.cuda_graph.capture.recording import Recorder
-from lightning_thd.cuda_graph.capture.subject import StepFunction, differentiable, differentiate
+from lightning_thd.cuda_graph.capture import StepFunction
 from lightning_thd.cuda_graph.errors import CaptureError, as_capture_error, reporting_to
-from lightning_thd.cuda_graph.limits.autocast import autocast_knows_meta
-from lightning_thd.cuda_graph.limits.checkpoint_rng import RandomUse, without_saved_states
-from lightning_thd.cuda_graph.limits.guards import HostValue, guarded
-from lightning_thd.cuda_graph.limits.module_state import host_state, refuse_host_changes, restored
-from lightning_thd.cuda_graph.shapes.static_batch import StaticBatch
+from lightning_thd.cuda_graph.guards import HostValue, guarded
+from lightning_thd.cuda_graph.module_state import (
+    RandomUse,
+    host_state,
+    refuse_host_changes,
+    restored,
+    without_saved_states,
+)
+from lightning_thd.cuda_graph.pair import differentiable, differentiate
+from lightning_thd.cuda_graph.recording import Recorder
+from lightning_thd.cuda_graph.static_batch import StaticBatch
 from lightning_thd.loss import causal_lm_loss
 from lightning_thd.parallel.shard import THDShard
+
+_AUTOCAST = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A line of the step that cannot be captured, and why.
-
-    Attributes:
-        where: ``file:line in function``; None where no line of a file does it.
-        message: what it is, and what to do instead.
-    """
+    """A line of the step that cannot be captured, "file:line in function" or None, and what to do."""
 
     where: str | None
     message: str
@@ -117,7 +121,7 @@ def _record(module: nn.Module, batch: THDBatch, run: StepFunction, report: Calla
 
 
 def _run_on_meta(module: nn.Module, batch: THDBatch, run: StepFunction, report: Callable[..., None]) -> None:
-    with _attempt(report), without_saved_states(), autocast_knows_meta():
+    with _attempt(report), without_saved_states(), _autocast_knows_meta():
         _both_ways(module.to("meta"), batch.to("meta"), run)
 
 
@@ -163,3 +167,26 @@ def _copy(module: nn.Module) -> nn.Module:
         copied = copy.deepcopy(module)
     copied._trainer = trainer
     return copied
+
+
+@contextmanager
+def _autocast_knows_meta() -> Iterator[None]:
+    """Give the meta device the CPU's autocast state inside this context."""
+    available: Any = torch.amp.autocast_mode
+    patched = [(torch, name) for name in _AUTOCAST] + [(available, "is_autocast_available")]
+    before = [getattr(owner, name) for owner, name in patched]
+    for (owner, name), function in zip(patched, before, strict=True):
+        setattr(owner, name, _with_meta(function))
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(patched, before, strict=True):
+            setattr(owner, name, function)
+
+
+def _with_meta(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def known(*args: Any, **kwargs: Any) -> Any:
+        return function(*("cpu" if x == "meta" else x for x in args), **kwargs)
+
+    return known

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -25,16 +25,9 @@ from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.callbacks.meter import Hardware, Meter
 from lightning_thd.callbacks.module_flops import find_model
 from lightning_thd.cuda_graph import GraphCosts, GraphedStep
-from lightning_thd.cuda_graph.capture.backend import Backend, CudaBackend
-from lightning_thd.cuda_graph.choice.plan import (
-    GraphPlan,
-    needed_sequences,
-    plan_graphs,
-    problem_of,
-    sequence_counts,
-)
-from lightning_thd.cuda_graph.choice.sampling import longest_sequence, sample_layouts
-from lightning_thd.cuda_graph.limits.support import sharded_by
+from lightning_thd.cuda_graph.backend import Backend, CudaBackend
+from lightning_thd.cuda_graph.graph_choice import MaxSequences, plan_for, sequence_counts
+from lightning_thd.cuda_graph.module_state import sharded_by
 from lightning_thd.data import THDDataModule
 from lightning_thd.data.loader import THDLoader
 from lightning_thd.data.trainer_link import model_alignment
@@ -52,8 +45,6 @@ from lightning_thd.strategies.guards import (
     refuse_second_context_parallelism,
     refuse_unused_layout,
 )
-
-MaxSequences = int | Sequence[int] | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -426,9 +417,9 @@ def graphed_loss(
     if reason is None and (found := sharded_by(bare)) is not None:
         reason = f"the model is sharded by {found}, whose gathered parameters have no fixed address"
     if reason is None:
-        plan = _plan(cast("PackPlanner", planner), ranks, costs, given)
+        plan = plan_for(cast("PackPlanner", planner), dp=ranks, costs=costs, given=given)
         rank_zero_info(plan.table())
-        reason = problem_of(plan, given)
+        reason = plan.problem()
     if reason is not None:
         if require:
             raise ValueError(
@@ -442,9 +433,3 @@ def graphed_loss(
             return loss_fn(module, batch)
 
     return GraphedStep(function, bare, buckets=plan.buckets(), backend=backend, require=require)
-
-
-def _plan(planner: PackPlanner, ranks: int, costs: GraphCosts | None, given: tuple[int, ...]) -> GraphPlan:
-    slots, longest = planner.slots.usable, longest_sequence(planner)
-    needs = needed_sequences(sample_layouts(planner, dp=ranks), slots, longest)
-    return plan_graphs(needs, slots=slots, max_seqlen=longest, costs=costs, given=given)

@@ -16,14 +16,7 @@ CYCLE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """Colours of one theme.
-
-    Attributes:
-        paper: background.
-        ink: text and axes.
-        quiet: grid and what is not the point.
-        padding: slots that hold nothing.
-    """
+    """Colours of one theme: background, text and axes, grid, empty slots."""
 
     paper: str
     ink: str
@@ -38,22 +31,14 @@ LOOKS: dict[Theme, Look] = {
 
 
 def look_of(theme: Theme) -> Look:
-    """Return the colours of a theme.
-
-    Raises:
-        ValueError: for another word than ``light`` and ``dark``.
-    """
+    """Return the colours of a theme; refuse any other word."""
     if theme not in LOOKS:
         raise ValueError(f"theme={theme!r} is not one of {', '.join(map(repr, LOOKS))}.")
     return LOOKS[theme]
 
 
 def new_figure(width: float, height: float, theme: Theme) -> Any:
-    """Make an empty matplotlib figure of a theme; its size is in inches.
-
-    Raises:
-        ModuleNotFoundError: without matplotlib.
-    """
+    """Make an empty matplotlib figure of a theme; its size is in inches."""
     require("matplotlib", feature="a picture")
     from matplotlib.figure import Figure
 
@@ -69,7 +54,7 @@ def dress(axes: Any, theme: Theme, *, title: str, x: str, y: str = "", grid: boo
     axes.set_ylabel(y, color=look.ink)
     axes.tick_params(colors=look.ink, labelsize=9)
     for axis in (axes.xaxis, axes.yaxis):
-        if not _has_names(axis):
+        if type(axis.get_major_locator()).__name__ != "StrCategoryLocator":  # bars were given names
             axis.set_major_formatter(short)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
@@ -81,14 +66,7 @@ def dress(axes: Any, theme: Theme, *, title: str, x: str, y: str = "", grid: boo
 
 
 def short(value: float, _: int | None = None) -> str:
-    """Format a number for an axis in few characters, so that neighbours do not touch.
-
-    Args:
-        value: what the tick stands for.
-
-    Returns:
-        131072 as ``131.072k``, 2500000 as ``2.5M``, 800 as ``800`` and 0.25 as ``0.25``.
-    """
+    """Format a number in few characters, so that ticks do not touch: 131072 as 131.072k, 0.25 as 0.25."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if letter == 'k' else size):g}{letter}"
@@ -98,13 +76,3 @@ def short(value: float, _: int | None = None) -> str:
 def legend(axes: Any, theme: Theme, **kwargs: Any) -> None:
     """Add a legend without a frame in the theme's ink."""
     axes.legend(frameon=False, labelcolor=look_of(theme).ink, fontsize=9, **kwargs)
-
-
-def legend_above(axes: Any, theme: Theme, **kwargs: Any) -> None:
-    """Add a legend in one row above the right end of axes, where bars cannot lie under it."""
-    legend(axes, theme, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, **kwargs)
-
-
-def _has_names(axis: Any) -> bool:
-    """Return whether words stand at the ticks of an axis, as where bars were given names."""
-    return type(axis.get_major_locator()).__name__ == "StrCategoryLocator"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_thd.report.look import CYCLE, Theme, dress, legend_above, look_of, new_figure
+from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
 
 # Narrowest sequence with an edge, as a share of the capacity: 8 inches hold some 550 points.
 _EDGED = 0.006
@@ -115,7 +115,8 @@ def draw_work(before: Sequence[float], after: Sequence[float], *, theme: Theme =
     dress(axes, theme, title="work of each rank in one step", x="rank", y="work / mean")
     if len(ranks) <= _NAMED:
         axes.set_xticks(ranks)
-    legend_above(axes, theme, ncols=2)
+    # Above the right end of the axes, where no bar lies under it.
+    legend(axes, theme, ncols=2, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
     return figure
 
 

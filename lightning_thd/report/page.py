@@ -1,23 +1,47 @@
-"""A run's metrics -> one page: the numbers that matter on top, curves below, versions at the foot."""
+"""The ``metrics.csv`` files of a run -> its table, and one page: numbers on top, curves below, versions."""
 
 from __future__ import annotations
 
 import base64
+import csv
 import html
 import io
 import math
 import platform
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from lightning_thd._checks import instance
+from lightning_thd._imports import installed
 from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
-from lightning_thd.report.rows import ROWS, Series, number
-from lightning_thd.report.waterfall import draw_waterfall, step_times
+from lightning_thd.report.terminal import Table, show_table
 
+# metric -> (step, value), sorted by step
+Series: TypeAlias = dict[str, list[tuple[int, float]]]
+
+
+class Row(NamedTuple):
+    """How a report shows a metric: its title, unit, and what values are multiplied by."""
+
+    title: str
+    unit: str
+    factor: float
+
+
+ROWS = {
+    "train/loss": Row("loss", "", 1.0),
+    "train/device/real_items_per_sec": Row("real tokens/s/device", "", 1.0),
+    "train/device/tflops_per_gpu": Row("TFLOP/s/device", "", 1.0),
+    "train/device/mfu": Row("MFU", "%", 100.0),
+    "train/device/hfu": Row("HFU", "%", 100.0),
+    "train/packing/fill": Row("fill", "%", 100.0),
+    "train/packing/imbalance": Row("slowest rank / mean work", "", 1.0),
+    "train/packing/attention_fraction": Row("attention share of FLOPs", "%", 100.0),
+}
 # The curves of a page; metrics on one axes share their unit.
 _CURVES = (
     ("train/loss",),
@@ -26,6 +50,14 @@ _CURVES = (
     ("train/packing/fill", "train/packing/attention_fraction"),
 )
 _TOP = ("train/loss", "train/device/real_items_per_sec", "train/device/mfu", "train/packing/fill")
+# The parts of a step in its order; the keys of THDThroughputMonitor are below train/step_time/.
+PARTS = {
+    "data_wait": "wait for data",
+    "forward_backward": "forward, backward, exchange",
+    "optimizer": "optimizer",
+    "checkpoint": "checkpoint",
+    "other": "logging and the rest",
+}
 
 _PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -35,9 +67,8 @@ _PAGE = Template("""<!doctype html>
 <style>
 body { background: $paper; color: $ink; font: 15px system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
   padding: 0 1rem }
-.cards, .curves { display: grid; gap: 1rem; margin: 1.5rem 0 }
-.cards { grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)) }
-.curves { grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)) }
+.cards { display: grid; gap: 1rem; margin: 1.5rem 0;
+  grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)) }
 .card { border: 1px solid $quiet; border-radius: .5rem; padding: .8rem }
 .card b { display: block; font-size: 1.6rem }
 img { width: 100% }
@@ -47,11 +78,78 @@ small { opacity: .75 }
 </style>
 <h1>Training run</h1>
 <div class="cards">$cards</div>
-<div class="curves">$curves</div>
-<table><tr><td></td><td>first</td><td>median</td><td>last</td></tr>$rows</table>
+<img alt="$alt" src="data:image/png;base64,$image">
+<table>$rows</table>
 <p><small>$versions</small></p>
 </html>
 """)
+
+
+def number(value: float) -> str:
+    """Format a number in few digits: 4662.8 as 4,663, and 0.11873 as 0.1187."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def read_metrics(folder: str | Path) -> Series:
+    """Read every ``metrics.csv`` below a folder, a later run's value replacing an earlier one's.
+
+    Args:
+        folder: what ``CSVLogger(folder)`` was given.
+
+    Returns:
+        For every metric its (step, value) pairs, sorted by step.
+
+    Raises:
+        ValueError: when there is no ``metrics.csv``.
+    """
+    files = sorted(Path(folder).rglob("metrics.csv"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise ValueError(
+            f"No metrics.csv below {folder}: the report reads what CSVLogger writes. Train with "
+            f"logger=CSVLogger({str(folder)!r}), beside a TensorBoardLogger in a list if you like."
+        )
+    found: dict[str, dict[int, float]] = {}
+    for file in files:
+        with file.open(newline="") as lines:
+            for row in csv.DictReader(lines):
+                step = int(float(row.pop("step")))
+                for name, text in row.items():
+                    if text and name != "epoch":
+                        found.setdefault(name, {})[step] = float(text)
+    return {name: sorted(values.items()) for name, values in found.items()}
+
+
+def table(series: Series) -> Table:
+    """Build a table of the first, median and last values that a training run logged."""
+    instance(series, "series", dict, advice="Pass read_metrics(folder).")
+    rows = []
+    for name, row in ROWS.items():
+        values = [value for _, value in _finite(series, name)]
+        if values:
+            cells = (values[0], _median(values), values[-1])
+            rows.append((row.title, *(number(cell) + row.unit for cell in cells)))
+    return Table(columns=("", "first", "median", "last"), rows=rows)
+
+
+def show(folder: str | Path, *, theme: Theme = "light") -> None:
+    """Print the table of a run and, with matplotlib, draw its page beside the logs.
+
+    Args:
+        folder: what ``CSVLogger(folder)`` was given.
+        theme: ``light`` or ``dark``.
+    """
+    series = read_metrics(folder)
+    print()  # noqa: T201
+    show_table(table(series))
+    print()  # noqa: T201
+    if installed("matplotlib"):
+        png = picture(series, Path(folder) / "report.png", theme=theme)
+        page(series, Path(folder) / "report.html", theme=theme)
+        print(f"Picture: {png}, to share: {png.with_suffix('.html')}")  # noqa: T201
+    if any(Path(folder).rglob("events.out.tfevents.*")):
+        beside = Path(sys.executable).with_name("tensorboard")  # PATH may not have it
+        command = str(beside) if beside.exists() else "tensorboard"
+        print(f"TensorBoard, under train/device/mfu: {command} --logdir {folder}")  # noqa: T201
 
 
 def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
@@ -59,7 +157,7 @@ def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path
 
     Args:
         series: of ``read_metrics``.
-        file: where to.
+        file: the PNG to write.
         theme: ``light`` or ``dark``.
 
     Returns:
@@ -76,35 +174,32 @@ def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path
     return path
 
 
-def _file(given: str | Path, such_as: str) -> Path:
-    path = Path(given)
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder. Pass the file to write, such as {path / such_as}.")
-    return path
-
-
 def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
     """Write the page of a run as one HTML file that needs no other.
 
     Args:
         series: of ``read_metrics``.
-        file: where to.
+        file: the HTML file to write.
         theme: ``light`` or ``dark``.
 
     Returns:
         The file.
 
     Raises:
+        ModuleNotFoundError: without matplotlib.
         ValueError: for a folder.
     """
-    instance(series, "series", dict, advice="Pass read_metrics(folder).")
+    told = table(series)
     look, path = look_of(theme), _file(file, "report.html")
+    figure, image = draw_page(series, theme, numbers=False), io.BytesIO()
+    figure.savefig(image, dpi=200, format="png", facecolor=figure.get_facecolor())  # twice a screen's
     cards = "".join(
         f'<div class="card"><b>{html.escape(value)}</b><span>{html.escape(title)}</span></div>'
         for title, value in _headlines(series)
     )
     rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in _table(series)
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in (told.columns, *told.rows)
     )
     path.write_text(
         _PAGE.substitute(
@@ -112,7 +207,8 @@ def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
             ink=look.ink,
             quiet=look.quiet,
             cards=cards,
-            curves="".join(_embedded(series, theme)),
+            alt=html.escape("; ".join(map(_title, _shown(series)))),
+            image=base64.b64encode(image.getvalue()).decode(),
             rows=rows,
             versions=html.escape(_versions()),
         )
@@ -120,24 +216,60 @@ def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
     return path
 
 
-def draw_page(series: Series, theme: Theme) -> Any:
-    """Draw a run's last numbers, its curves, and where the time of its steps goes."""
-    look = look_of(theme)
-    shown = _shown(series)
+def draw_page(series: Series, theme: Theme, *, numbers: bool = True) -> Any:
+    """Draw a run's last numbers and versions, its curves, and the parts of a step's time."""
+    look, shown = look_of(theme), _shown(series)
     panels = len(shown) + bool(step_times(series))
     rows = math.ceil(panels / 2)
-    figure = new_figure(9, 1.4 + 2.5 * rows, theme)
+    figure = new_figure(9, 1.4 * numbers + 2.5 * max(rows, 1), theme)
     grid = figure.add_gridspec(max(rows, 1), 2)
-    told = "      ".join(f"{value}  {title}" for title, value in _headlines(series))
-    figure.suptitle(told, color=look.ink, fontsize=12, x=0.02, ha="left")
-    for i, names in enumerate(shown):
-        axes = figure.add_subplot(grid[i // 2, slice(None) if i == panels - 1 and panels % 2 else i % 2])
-        _draw_curve(axes, series, names, theme)
-    if panels > len(shown):
-        across = slice(None) if panels % 2 else 1  # alone in its row it takes the whole row
-        draw_waterfall(figure.add_subplot(grid[rows - 1, across]), series, theme=theme)
-    figure.supxlabel(_versions(), color=look.ink, alpha=0.75, fontsize=8)
+    for i in range(panels):
+        single = i == panels - 1 and panels % 2  # it takes the whole row
+        axes = figure.add_subplot(grid[i // 2, slice(None) if single else i % 2])
+        if i < len(shown):
+            _draw_curve(axes, series, shown[i], theme)
+        else:
+            draw_waterfall(axes, series, theme=theme)
+    if numbers:
+        told = "      ".join(f"{value}  {title}" for title, value in _headlines(series))
+        figure.suptitle(told, color=look.ink, fontsize=12, x=0.02, ha="left")
+        figure.supxlabel(_versions(), color=look.ink, alpha=0.75, fontsize=8)
     return figure
+
+
+def step_times(series: Series) -> dict[str, float]:
+    """Average the parts of a step over the run that ``read_metrics`` read, in milliseconds by title.
+
+    Every interval counts alike: ``[(10, 0.2), (20, 0.4)]`` gives 300. Parts that were not logged are missing.
+    """
+    found = {}
+    for part, title in PARTS.items():
+        values = [value for _, value in series.get(f"train/step_time/{part}", []) if math.isfinite(value)]
+        if values:
+            found[title] = 1e3 * sum(values) / len(values)
+    return found
+
+
+def draw_waterfall(axes: Any, series: Series, *, theme: Theme = "light") -> None:
+    """Draw the parts of a mean step as bars, each beginning where the one above ends."""
+    times, at = step_times(series), 0.0
+    total = max(sum(times.values()), 1e-9)
+    for row, (colour, (title, ms)) in enumerate(zip(CYCLE, times.items(), strict=False)):
+        axes.barh(row, ms, left=at, color=colour, height=0.4)
+        told = f"{title}  {ms:,.1f} ms, {ms / total:.0%}"
+        axes.text(0.005 * total, row - 0.4, told, color=look_of(theme).ink, fontsize=9, va="center")
+        at += ms
+    dress(axes, theme, title="where the time of a step goes", x="ms since the step began", grid=False)
+    axes.set_yticks([])
+    axes.set_ylim(len(times) - 0.6, -0.7)
+    axes.set_xlim(0, total)
+
+
+def _file(given: str | Path, such_as: str) -> Path:
+    path = Path(given)
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder. Pass the file to write, such as {path / such_as}.")
+    return path
 
 
 def _shown(series: Series) -> list[tuple[str, ...]]:
@@ -149,14 +281,9 @@ def _shown(series: Series) -> list[tuple[str, ...]]:
 def _draw_curve(axes: Any, series: Series, names: Sequence[str], theme: Theme) -> None:
     for colour, line, name in zip(CYCLE, ("-", "--"), names, strict=False):
         points = _finite(series, name)
-        axes.plot(
-            [step for step, _ in points],
-            [v for _, v in points],
-            color=colour,
-            linestyle=line,
-            marker="o" if len(points) < 3 else None,  # a line of one point is none
-            label=ROWS[name].title,
-        )
+        steps, heights = [step for step, _ in points], [value for _, value in points]
+        marker = "o" if len(steps) < 3 else None  # a line of one point is invisible
+        axes.plot(steps, heights, color=colour, linestyle=line, marker=marker, label=ROWS[name].title)
     dress(axes, theme, title=_title(names), x="step")
     values = [v for name in names for _, v in _finite(series, name)]
     axes.set_ylim(min(0.0, 1.08 * min(values)), max(0.0, 1.08 * max(values)) or None)
@@ -168,25 +295,6 @@ def _draw_curve(axes: Any, series: Series, names: Sequence[str], theme: Theme) -
 def _title(names: Sequence[str]) -> str:
     unit = ROWS[names[0]].unit
     return " and ".join(ROWS[name].title for name in names) + (f" [{unit}]" if unit else "")
-
-
-def _embedded(series: Series, theme: Theme) -> Iterator[str]:
-    """Yield an ``img`` of each curve and of the waterfall, each with its picture inside."""
-    for names in _shown(series):
-        figure = new_figure(4.8, 2.7, theme)
-        _draw_curve(figure.add_subplot(), series, names, theme)
-        yield _img(figure, _title(names))
-    if step_times(series):
-        figure = new_figure(4.8, 2.7, theme)
-        draw_waterfall(figure.add_subplot(), series, theme=theme)
-        yield _img(figure, "where the time of a step goes")
-
-
-def _img(figure: Any, alt: str) -> str:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, dpi=200, format="png", facecolor=figure.get_facecolor())  # twice a screen's
-    image = base64.b64encode(buffer.getvalue()).decode()
-    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{image}">'
 
 
 def _finite(series: Series, name: str) -> list[tuple[int, float]]:
@@ -203,16 +311,6 @@ def _headlines(series: Series) -> list[tuple[str, str]]:
             value = values[-1] if name == "train/loss" else _median(values)
             found.append((ROWS[name].title, number(value) + ROWS[name].unit))
     return found
-
-
-def _table(series: Series) -> list[tuple[str, ...]]:
-    rows = []
-    for name, row in ROWS.items():
-        values = [value for _, value in _finite(series, name)]
-        if values:
-            cells = (values[0], _median(values), values[-1])
-            rows.append((row.title, *(number(cell) + row.unit for cell in cells)))
-    return rows
 
 
 def _median(values: Sequence[float]) -> float:

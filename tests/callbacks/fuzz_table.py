@@ -32,9 +32,7 @@ def _monitor(rng: random.Random) -> dict[str, Any]:
 def _graphs(rng: random.Random) -> dict[str, Any]:
     return {
         "max_sequences": rng.choice(["auto", 8, [4, 8]]),
-        "scope": "step",
-        "layers": (),
-        "costs": rng.choice(["measure", GraphCosts()]),
+        "costs": rng.choice([None, GraphCosts()]),
         "require": False,
         "backend": rng.choice(["cuda", "recording"]),
     }

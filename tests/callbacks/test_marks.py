@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_thd import THDDataModule, THDThroughputMonitor
 from lightning_thd.callbacks.monitor import PARTS, StepMarks
-from lightning_thd.report.run import read_metrics
+from lightning_thd.report import read_metrics
 from tests.data.support import make_trainer
 from tests.tiny import TinyModule, sequences
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_thd.cli.flops import main
+from lightning_thd.cli.flops import flops as main
 from lightning_thd.flops import FlopsModel, SeqStats
 from tests.flops.test_model import LLAMA2_7B
 

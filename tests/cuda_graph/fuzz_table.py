@@ -17,7 +17,7 @@ from lightning_thd.cuda_graph import (
     lint_capture,
     make_buckets,
 )
-from lightning_thd.cuda_graph.capture.recording import RecordingBackend
+from lightning_thd.cuda_graph.recording import RecordingBackend
 from tests.batch.fuzz_table import BATCH
 from tests.fuzz import Entry
 from tests.tiny import tiny_llama
@@ -31,8 +31,6 @@ def _step(rng: random.Random) -> dict[str, Any]:
         "function": causal_lm_loss,
         "module": MODEL,
         "buckets": rng.choice([BUCKETS, BUCKETS[:1]]),
-        "scope": "step",
-        "layers": (),
         "require": rng.random() < 0.5,
         "batch": BATCH,
     }

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd._static import static_shapes
 from lightning_thd.callbacks.cuda_graph import Bucket, GraphedStep, make_buckets
-from lightning_thd.cuda_graph.capture.recording import RecordingBackend
-from lightning_thd.cuda_graph.shapes.buckets import choose
-from lightning_thd.cuda_graph.shapes.padding import pad_batch
+from lightning_thd.cuda_graph.buckets import choose, pad_batch
+from lightning_thd.cuda_graph.recording import RecordingBackend
 from tests.tiny import VOCAB, tiny_llama
 
 LONGEST = 24

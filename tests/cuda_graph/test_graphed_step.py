@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from lightning_thd import THDBatch, causal_lm_loss
 from lightning_thd._static import static_shapes
 from lightning_thd.callbacks.cuda_graph import Bucket, CaptureError, GraphedStep, make_buckets
-from lightning_thd.cuda_graph.capture.recording import RecordingBackend
-from lightning_thd.cuda_graph.shapes.buckets import choose
-from lightning_thd.cuda_graph.shapes.padding import pad_batch
+from lightning_thd.cuda_graph.buckets import choose, pad_batch
+from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.loss import fused_linear_cross_entropy
 from tests.cuda_graph.support import (
     BUCKETS,
@@ -128,7 +127,7 @@ def test_every_gradient_is_finite_and_equal_when_unwritten_memory_is_nan() -> No
 
 def test_a_tail_outside_of_every_sequence_would_show() -> None:
     """What the tail rule is for: a kernel that leaves rows past the last offset unwritten."""
-    from lightning_thd.cuda_graph.shapes.static_batch import StaticInputs
+    from lightning_thd.cuda_graph.static_batch import StaticInputs
 
     inputs = StaticInputs(BUCKETS[0], torch.device("cpu"), axes=None, scale_dtype=torch.float32)
     for seed in range(20):
@@ -518,18 +517,9 @@ def token_losses(model: nn.Module, batch: THDBatch, reduction: str = "sum") -> T
         ),
     ],
 )
-@pytest.mark.parametrize("scope", ["step", "layers"])
-def test_a_step_that_depends_on_the_padding_is_refused(step: Any, message: str, scope: Any) -> None:
-    layers = ("mlp",) if scope == "layers" else ()
-    found = GraphedStep(
-        step,
-        tiny_llama(torch.float64),
-        buckets=BUCKETS,
-        backend=RecordingBackend(),
-        scope=scope,
-        layers=layers,
-        require=True,
-    )
+def test_a_step_that_depends_on_the_padding_is_refused(step: Any, message: str) -> None:
+    model = tiny_llama(torch.float64)
+    found = GraphedStep(step, model, buckets=BUCKETS, backend=RecordingBackend(), require=True)
     with pytest.raises(CaptureError, match=message):
         found(random_batch(1))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_thd import causal_lm_loss
 from lightning_thd.alignment import Alignment
@@ -13,15 +12,6 @@ from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep, lint_c
 from lightning_thd.parallel import shard_batch
 from tests.cuda_graph.support import BUCKETS, graphed, random_batch
 from tests.tiny import tiny_llama
-
-
-def test_a_layer_that_the_step_does_not_call() -> None:
-    model = tiny_llama()
-    model.spare = nn.Linear(2, 2)
-    with pytest.raises(
-        CaptureError, match=r"no layer named \('spare',\) was called by the step. Name layers"
-    ):
-        graphed(model, scope="layers", layers=("spare",))(random_batch(1, count=4))
 
 
 def test_steps_that_are_no_functions() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_thd import Packs, Sequences
-from lightning_thd.cuda_graph.capture.recording import RecordingBackend
+from lightning_thd.cuda_graph.recording import RecordingBackend
 from tests.integrations.support import STEPS, by_hand, make_loop, run, same
 from tests.ranks import run_ranks
 

@@ -181,7 +181,7 @@ def test_ligers_fused_linear_cross_entropy(report: Report) -> None:
 def test_ligers_host_read_stops_a_capture_at_its_line() -> None:
     """The library reads the number of tokens back: a step with it runs eagerly, and says which line it is."""
     from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep, make_buckets
-    from lightning_thd.cuda_graph.capture.recording import RecordingBackend
+    from lightning_thd.cuda_graph.recording import RecordingBackend
     from lightning_thd.loss import fused_linear_cross_entropy
 
     batch = THDBatch.collate([{"input_ids": torch.arange(n)} for n in (5, 9)])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_thd.callbacks.cuda_graph import GraphedStep
-from lightning_thd.cuda_graph.capture.recording import RecordingBackend
+from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.loss import causal_lm_loss
 from tests.cuda_graph.support import BUCKETS, random_batch
 from tests.tiny import tiny_llama

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_thd.callbacks.cuda_graph import CaptureError
-from lightning_thd.cuda_graph.shapes.buckets import choose
+from lightning_thd.cuda_graph.buckets import choose
 from lightning_thd.precision import convert_linear
 from lightning_thd.precision.recipes import _KNOWN
 from tests.cuda_graph.support import BUCKETS, gradients, graphed, padded_eager, random_batch

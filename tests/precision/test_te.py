@@ -402,7 +402,7 @@ def test_mfu_holds_the_share_in_fp8_against_its_own_peak(te: State, monkeypatch:
 @pytest.mark.parametrize("recipe", BY_NAME)
 def test_graphs_are_refused_for_delayed_scaling_alone(te: State, recipe: str) -> None:
     from lightning_thd.cuda_graph.errors import CaptureError
-    from lightning_thd.cuda_graph.limits.module_state import refuse_fp8
+    from lightning_thd.cuda_graph.module_state import refuse_fp8
 
     model = llama(**WIDE)
     convert_linear(model, recipe=recipe)

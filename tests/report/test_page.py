@@ -9,8 +9,7 @@ import pytest
 
 from lightning_thd.report import page, picture
 from lightning_thd.report.look import LOOKS, Theme, new_figure
-from lightning_thd.report.page import draw_page
-from lightning_thd.report.waterfall import PARTS, draw_waterfall, step_times
+from lightning_thd.report.page import PARTS, draw_page, draw_waterfall, step_times
 
 SERIES = {
     "train/loss": [(0, 5.5), (1, 3.0), (2, float("nan")), (3, 2.25)],
@@ -27,7 +26,7 @@ def test_the_html_needs_no_other_file_and_says_the_numbers(theme: Theme, tmp_pat
     assert not re.findall(r'(?:src|href)="(?!data:)', text)
     assert LOOKS[theme].paper in text
     assert "lightning_thd" in text
-    assert re.findall(r'<img alt="([^"]+)"', text) == ["loss", "MFU [%]", "fill [%]"]
+    assert re.findall(r'<img alt="([^"]+)"', text) == ["loss; MFU [%]; fill [%]"]
     assert "nan" not in re.sub(r"base64,[^\"]*", "", text)
 
 

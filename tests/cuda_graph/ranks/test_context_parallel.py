@@ -18,10 +18,9 @@ from lightning_thd import Sequences, THDBatch, THDDataModule, THDDDPStrategy, ca
 from lightning_thd._static import static_shapes
 from lightning_thd.alignment import Alignment
 from lightning_thd.callbacks.cuda_graph import CaptureError, CUDAGraphCallback, GraphedStep, make_buckets
-from lightning_thd.cuda_graph.shapes.buckets import Bucket, Layout, choose
-from lightning_thd.cuda_graph.shapes.padding import padded_lengths_of
-from lightning_thd.cuda_graph.shapes.static_batch import StaticInputs
-from lightning_thd.cuda_graph.shapes.static_shard import Cut
+from lightning_thd.cuda_graph.buckets import Bucket, Layout, choose, padded_lengths_of
+from lightning_thd.cuda_graph.static_batch import StaticInputs
+from lightning_thd.cuda_graph.static_shard import Cut
 from lightning_thd.parallel.context.layout import ShardLayout
 from lightning_thd.parallel.shard import THDShard, shard_batch
 from tests.cuda_graph.support import GraphModule, graphed, worst
@@ -188,8 +187,6 @@ def test_what_cannot_be_cut_is_refused_with_the_reason() -> None:
     assert "slots and max_seqlen have to be multiples of 4" in refusal(
         graphed(model, buckets=odd), shard(batch)
     )
-    layers = graphed(model, scope="layers", layers=("mlp",))
-    assert "scope='layers' pads whole packs" in refusal(layers, shard(batch))
     # Mistral's windows: what all_gather fetches depends on the lengths.
     gathering = shard(batch, communication="all_gather")
     assert "the keys of a window (context_parallel_communication='all_gather')" in refusal(

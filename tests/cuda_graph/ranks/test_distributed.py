@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_thd import THDDataModule, causal_lm_loss
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback, GraphCosts
-from lightning_thd.cuda_graph.capture.recording import RecordingBackend
+from lightning_thd.cuda_graph.recording import RecordingBackend
 from tests.cuda_graph.support import BUCKETS, GraphModule, graphed, random_batch, worst
 from tests.ranks import run_ranks
 from tests.tiny import largest_error, sequences, tiny_llama

@@ -1,0 +1,272 @@
+"""``lightning-thd plan`` and ``graph-plan``: a data set -> packs, balance, speed, and graphs to expect."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import get_args
+
+import numpy as np
+
+from lightning_thd.cli.arguments import picture, share, whole
+from lightning_thd.cli.flops import load_config
+from lightning_thd.cuda_graph.graph_choice import GraphPlan, plan_for
+from lightning_thd.data import THDDataModule
+from lightning_thd.data.streams import is_stream
+from lightning_thd.flops import FlopsModel, SeqStats, peak_flops
+from lightning_thd.packing import PackPlanner, Packs, Sequences
+from lightning_thd.packing.entries import Oversize
+from lightning_thd.report.terminal import Table, show_table
+
+_MFU = 0.4
+# What the counts of a set are called in the table; others stand under their own names.
+_LOST = {
+    "dropped": "longer sequences, dropped",
+    "truncated": "longer sequences, truncated",
+    "split": "longer sequences, split",
+    "own_pack": "longer sequences, own pack",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """What ``lightning-thd plan`` expects of training on a data set: steps, fill, balance and speed.
+
+    Attributes:
+        steps: optimizer steps an epoch.
+        packs: of the steps that were looked at; what follows is of them.
+        sequences: in those packs, pieces of split documents counted each.
+        tokens: of them.
+        lengths: shortest, median and longest sequence in them.
+        fill: real tokens over slots.
+        padded_fill: the same of batches padded to their longest, as many sequences each.
+        imbalance: slowest rank's work over the mean, in mean over steps.
+        tokens_per_s: of one device at the MFU that was assumed; None without a model and a device.
+        lost: counts by what became of sequences.
+    """
+
+    steps: int
+    packs: int
+    sequences: int
+    tokens: int
+    lengths: tuple[int, int, int]
+    fill: float
+    padded_fill: float
+    imbalance: float
+    tokens_per_s: float | None
+    lost: dict[str, int]
+
+    def table(self) -> Table:
+        """Build the table that ``lightning-thd plan`` prints."""
+        rows = [
+            ("optimizer steps an epoch", f"{self.steps:,}"),
+            ("packs looked at", f"{self.packs:,}"),
+            ("sequences in them", f"{self.sequences:,}"),
+            ("tokens in them", f"{self.tokens:,}"),
+            ("shortest / median / longest", " / ".join(f"{n:,}" for n in self.lengths)),
+            ("fill of packs", f"{self.fill:.1%}"),
+            ("fill of padded batches of 8", f"{self.padded_fill:.1%}"),
+            ("slots saved by packing", f"{1 - self.padded_fill / self.fill:.1%}" if self.fill else "-"),
+            ("slowest rank / mean work", f"{self.imbalance:.3f}"),
+        ]
+        if self.tokens_per_s is not None:
+            rows.append(("tokens/s of one device", f"{self.tokens_per_s:,.0f}"))
+        rows += [(_LOST.get(name, name.replace("_", " ")), f"{n:,}") for name, n in self.lost.items() if n]
+        return Table(columns=("", ""), rows=rows)
+
+
+def plan(arguments: Sequence[str]) -> None:
+    """Print what to expect of training on a data set; with ``--plot``, draw it too."""
+    parser = plan_parser()
+    given = parser.parse_args(list(arguments))
+    if given.theme is not None and given.plot is None:
+        parser.error(f"--theme {given.theme} is of the drawing. Pass --plot too.")
+    try:
+        expected, packs = plan_data(given)
+    except (ValueError, OSError, ModuleNotFoundError) as err:
+        parser.error(str(err))
+    if given.json:
+        sys.stdout.write(json.dumps(asdict(expected)) + "\n")
+    else:
+        show_table(expected.table())
+    if given.plot:
+        from lightning_thd.report.packs import draw_packs
+
+        draw_packs(packs[:16], given.capacity, theme=given.theme or "light").savefig(given.plot, dpi=120)
+        if not given.json:
+            sys.stdout.write(f"Picture: {given.plot}\n")
+
+
+def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
+    """Plan an epoch's first steps; return what to expect, and the lengths in each pack looked at."""
+    if is_stream(given.data):
+        raise ValueError(
+            f"{given.data} is a stream, whose packs are not known before it is read. Plan JSONL, Parquet or "
+            "Arrow files."
+        )
+    model = None if given.model is None else FlopsModel.from_config(load_config(given.model))
+    peak = _peak(given.device, given.mfu, model)
+    step = Packs(given.dp) if given.sequences is None else Sequences(given.sequences)
+    data = THDDataModule(
+        given.data,
+        capacity=given.capacity,
+        global_batch=step,
+        oversize=given.oversize,
+        text_key=given.text_key,
+        tokenizer=given.tokenizer,
+    )
+    data.attach(ranks=given.dp)
+    data.prepare_data()
+    data.setup("fit")
+    loader = data.train_steps()
+    assert loader.planner is not None, "streams were refused above"
+    planner = loader.planner
+    steps = min(len(planner), given.steps)
+    packs: list[list[int]] = []
+    imbalance = []
+    for k in range(steps):
+        ranks = [
+            [(spans.stop - spans.start).tolist() for spans in rank]
+            for rank in planner.step(0, k, given.dp).spans_by_rank()
+        ]
+        packs += [pack for rank in ranks for pack in rank]
+        work = [sum(_work(pack, model) for pack in rank) for rank in ranks]
+        imbalance.append(max(work) / (sum(work) / len(work)))
+    slots, tokens = len(packs) * given.capacity, sum(map(sum, packs))
+    return Expected(
+        sequences=sum(map(len, packs)),
+        tokens=tokens,
+        lengths=_lengths(packs),
+        steps=len(planner),
+        packs=len(packs),
+        fill=tokens / slots if slots else 0.0,
+        padded_fill=_padded_fill(packs),
+        imbalance=float(np.mean(imbalance)) if imbalance else 1.0,
+        tokens_per_s=None if model is None or peak is None else _speed(packs, model, peak),
+        lost=dict(data.counts["train"]),
+    ), packs
+
+
+def _work(lengths: Sequence[int], model: FlopsModel | None) -> float:
+    if model is None:
+        return float(sum(s * (4096 + s) for s in lengths))  # linear parts and squares of a small dense model
+    return float(model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows)).model)
+
+
+def _lengths(packs: Sequence[Sequence[int]]) -> tuple[int, int, int]:
+    """Return the shortest, the median and the longest sequence of packs; zeros where there are none."""
+    flat = sorted(length for pack in packs for length in pack)
+    return (flat[0], flat[len(flat) // 2], flat[-1]) if flat else (0, 0, 0)
+
+
+def _padded_fill(packs: Sequence[Sequence[int]], rows: int = 8) -> float:
+    """Return the share of real tokens if batches of 8 sequences were padded to their longest."""
+    flat = [length for pack in packs for length in pack]
+    batches = [flat[at : at + rows] for at in range(0, len(flat), rows)]
+    slots = sum(len(batch) * max(batch) for batch in batches)
+    return sum(flat) / slots if slots else 0.0
+
+
+def _peak(device: str | None, mfu: float | None, model: FlopsModel | None) -> float | None:
+    """Return the bf16 FLOP/s to expect of the device whose speed was asked for."""
+    if device is None:
+        if mfu is not None:
+            raise ValueError(f"--mfu {mfu:g} asks for a speed, which is a device's. Pass --device too.")
+        return None
+    if model is None:
+        raise ValueError(
+            f"--device {device} asks for a speed, which takes a model's FLOPs. Pass --model too."
+        )
+    peak = peak_flops(device, "bf16")
+    if peak is None:
+        raise ValueError(
+            f"No peak FLOP/s is known for {device!r}. `lightning-thd peaks` lists those that are."
+        )
+    return peak * (_MFU if mfu is None else mfu)
+
+
+def _speed(packs: Sequence[Sequence[int]], model: FlopsModel, flops_per_s: float) -> float:
+    lengths = [length for pack in packs for length in pack]
+    flops = model.training_flops(SeqStats.from_lengths(lengths, windows=model.windows)).model
+    return flops_per_s * sum(lengths) / flops
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    """Build the command's argument parser."""
+    parser = argparse.ArgumentParser(
+        "lightning-thd plan",
+        description="What training on a data set will look like: packs, balance, padding avoided, speed.",
+        epilog="example: lightning-thd plan texts.jsonl --capacity 8192 --dp 8 --plot packs.png",
+    )
+    parser.add_argument("data", help="JSONL, text, Parquet or Arrow file, or a folder of text")
+    parser.add_argument("--capacity", type=whole(1), required=True, help="most slots of a pack")
+    parser.add_argument("--dp", type=whole(1), default=1, help="data-parallel ranks (default: 1)")
+    parser.add_argument("--sequences", type=whole(1), help="sequences to a step, global_batch=Sequences(n)")
+    parser.add_argument("--steps", type=whole(1), default=50, help="steps to look at (default: 50)")
+    parser.add_argument(
+        "--oversize",
+        default="split",
+        choices=get_args(Oversize),
+        metavar="WAY",
+        help=f"what becomes of longer documents: {', '.join(get_args(Oversize))} (default: split; "
+        "THDDataModule's is error)",
+    )
+    parser.add_argument("--text-key", default="text", help="key of the text in a record (default: text)")
+    parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
+    parser.add_argument("--model", help="a config.json, for FLOPs and speed")
+    parser.add_argument("--device", help="a device of `lightning-thd peaks`, for the speed to expect")
+    parser.add_argument("--mfu", type=share, help=f"MFU assumed for it (default: {_MFU})")
+    parser.add_argument("--plot", type=picture, help="draw the first packs into this file")
+    parser.add_argument("--theme", choices=("light", "dark"), help="colours of the drawing (light)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def plan_of(given: argparse.Namespace) -> GraphPlan:
+    """Return the plan of CUDA graphs for the packs of a data set."""
+    data = THDDataModule(
+        given.data,
+        capacity=given.capacity,
+        oversize="truncate",
+        empty="drop",
+        text_key=given.text_key,
+        tokenizer=given.tokenizer,
+    )
+    data.prepare_data()
+    data.setup("fit")
+    planner = getattr(data.train_dataloader(), "planner", None)
+    if not isinstance(planner, PackPlanner):
+        raise ValueError(f"{given.data} is a stream, whose packs are not known before it is read.")
+    return plan_for(planner, given=given.max_sequences or ())
+
+
+def graph_plan(arguments: Sequence[str]) -> None:
+    """Print which CUDA graphs a data set is worth, before any GPU is at hand."""
+    parser = graph_plan_parser()
+    given = parser.parse_args(list(arguments))
+    try:
+        found = plan_of(given)
+    except (ValueError, OSError, ModuleNotFoundError) as err:
+        parser.error(str(err))
+    sys.stdout.write((json.dumps(asdict(found)) if given.json else found.table()) + "\n")
+
+
+def graph_plan_parser() -> argparse.ArgumentParser:
+    """Build the command's argument parser."""
+    parser = argparse.ArgumentParser(
+        "lightning-thd graph-plan",
+        description="Choose the buckets of CUDAGraphCallback for a data set, with costs relative to eager.",
+        epilog="example: lightning-thd graph-plan texts.jsonl --capacity 8192",
+    )
+    parser.add_argument("data", help="what THDDataModule takes: .jsonl, .parquet, text, a folder")
+    parser.add_argument("--capacity", type=whole(1), default=8192, help="slots of a pack")
+    parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
+    parser.add_argument("--tokenizer", help="name or path of a Hugging Face tokenizer; UTF-8 bytes without")
+    parser.add_argument(
+        "--max-sequences", type=whole(1), nargs="+", metavar="N", help="buckets of your own, to be judged"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser

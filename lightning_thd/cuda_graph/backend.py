@@ -1,0 +1,211 @@
+"""A function over fixed tensors -> something that does the same work again, such as a CUDA graph."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+R = TypeVar("R")
+# cuBLAS, autotuners and lazily built tables settle within two runs; the third is what is captured.
+_WARM_UPS = 2
+
+
+class Graph(Protocol):
+    """Captured work that can run again on the same tensors."""
+
+    def replay(self) -> None:
+        """Run the whole graph before any later work of the caller."""
+
+    def start(self) -> None:
+        """Start a replay in parallel with the caller, who waits for parts of it by ``reach``."""
+
+    def reach(self, number: int) -> None:
+        """Make the caller's later work wait until the replay passes a mark, or ends if past the last mark."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """An engine that captures work and runs it again; ``warm_ups`` is the number of runs before a capture."""
+
+    name: str
+    warm_ups: int
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Return why nothing can be captured on a device, or None."""
+
+    def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
+        """Run the function once before its capture; the last such run may refuse what a capture would."""
+
+    def capture(self, function: Callable[[], R]) -> tuple[Graph, R]:
+        """Run the function once and record its work as a graph; a replay refills the result's tensors."""
+
+    def mark(self) -> None:
+        """Put a numbered mark into the capture; ``Graph.reach`` waits for the work before it."""
+
+    def time_s(self, function: Callable[[], object]) -> float | None:
+        """Measure the seconds of a run, or return None where times mean nothing."""
+
+    def release(self) -> None:
+        """Free the memory that graphs shared, once all of them have been dropped."""
+
+
+class _CudaGraph:
+    """A ``torch.cuda.CUDAGraph`` and the events inside of it that others may wait for."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, marks: list[Any], side: torch.cuda.Stream) -> None:
+        self._graph, self._marks, self._side = graph, marks, side
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def start(self) -> None:
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self._graph.replay()
+
+    def reach(self, number: int) -> None:
+        if number < len(self._marks):
+            torch.cuda.current_stream().wait_event(self._marks[number])
+        else:
+            torch.cuda.current_stream().wait_stream(self._side)
+
+
+class CudaBackend:
+    """``torch.cuda.CUDAGraph``: all graphs of it share one memory pool and are captured on one side stream.
+
+    They may share memory because they never run at the same time: see ``pair.Turn``.
+    """
+
+    name = "cuda"
+    warm_ups = _WARM_UPS
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._failed: list[torch.cuda.CUDAGraph] = []
+        self._marks: list[Any] = []
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Return why nothing can be captured on a device, or None."""
+        if not torch.cuda.is_available():
+            return "there is no CUDA device"
+        return None if device.type == "cuda" else f"the module is on {device.type}, not on a CUDA device"
+
+    def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
+        """Run the function on the side stream; in the last run, a step that waits for the device raises.
+
+        There, and not in the capture: a capture that fails leaves torch's allocator and generator half way.
+        """
+        stream = self._side()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), _no_waiting() if last else contextlib.nullcontext():
+            result = function()
+        torch.cuda.current_stream().wait_stream(stream)
+        return result
+
+    def capture(self, function: Callable[[], R]) -> tuple[Graph, R]:
+        """Capture with the garbage collector off, which could free earlier graphs' memory meanwhile."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph, self._marks = torch.cuda.CUDAGraph(), []
+        # "thread_local": loader threads that page-lock memory and NCCL's watchdog go on meanwhile.
+        context = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._side(), capture_error_mode="thread_local"
+        )
+        raised: Exception | None = None
+        try:
+            # torch.cuda.graph does not give the stream back when the end of a capture raises.
+            with torch.cuda.stream(torch.cuda.current_stream()), _no_collection(), context:
+                try:
+                    result = function()
+                except Exception as error:
+                    raised = error
+                    raise
+        except Exception as error:
+            if error is not raised:  # the end of the capture failed, too
+                self._recover(graph)
+            raise (raised or error) from None
+        finally:
+            del raised  # else this frame and the error keep each other, and with them the batch
+        return _CudaGraph(graph, self._marks, self._side()), result
+
+    def mark(self) -> None:
+        """Record an event in the capture under way; it is recorded again by every replay."""
+        event: Any = torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append(event)
+
+    def time_s(self, function: Callable[[], object], *, runs: int = 5) -> float:
+        """Return the median seconds of some runs, by events on the device."""
+        times: list[float] = []
+        for _ in range(runs):
+            start, stop = _event(), _event()
+            torch.cuda.synchronize()
+            start.record()
+            function()
+            stop.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(stop) / 1000)
+        return float(statistics.median(times))
+
+    def release(self) -> None:
+        """Drop the memory pool, whose memory is freed once no graph holds it."""
+        self._pool = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _side(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return self._stream
+
+    def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Reset state that torch (up to 2.13) leaves behind when the end of a capture raises.
+
+        The allocator may go on as if a capture were underway (pytorch#171265): it frees no memory that
+        several streams used, and no cached memory when the device is full. Whether or not torch has cleaned
+        that up, the generator refuses to draw outside of a capture (pytorch#180395).
+        """
+        device, pool = torch.cuda.current_device(), self._pool
+        with contextlib.suppress(RuntimeError):  # it is not recording: torch has ended the pool itself
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
+        self._pool = None
+        self._failed.append(graph)  # the allocator of page-locked memory may still ask it what is its own
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Iterator[None]:
+    """Make every call that would wait for the device raise inside this context."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

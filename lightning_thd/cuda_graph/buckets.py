@@ -1,0 +1,184 @@
+"""Host integers of a batch -> the fixed shape it is padded to, or the reason why none fits; the padding.
+
+T slots and S sequences of a bucket. The choice looks at no tensor: it is made before anything is copied. A
+bucket's tail becomes dummy sequences without targets, of equal length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lightning_thd._checks import host_ints, whole_number
+from lightning_thd.batch import IGNORE_INDEX, THDBatch
+from lightning_thd.seqlens import cu_seqlens_from_lengths, pad_cu_seqlens, position_ids_from_cu_seqlens
+
+Ints = npt.NDArray[np.int64]
+Reason = Literal["num_sequences", "tokens", "max_seqlen", "extras"]
+
+
+class Layout(NamedTuple):
+    """Sizes of a batch that decide its bucket: slots and number of its sequences, slots of the longest."""
+
+    slots: int
+    sequences: int
+    max_seqlen: int
+
+    @classmethod
+    def of(cls, padded_lengths: Sequence[int]) -> Layout:
+        """Return the layout of sequences by padded length: ``(3, 2, 0)`` is 5 slots in 2, longest 3."""
+        count = len(padded_lengths)
+        while count and padded_lengths[count - 1] == 0:
+            count -= 1
+        return cls(sum(padded_lengths), count, max(1, max(padded_lengths, default=1)))
+
+    @classmethod
+    def of_batch(cls, batch: THDBatch) -> Layout:
+        """Return the layout of a batch without its trailing pad, whose place a bucket's tail takes."""
+        return cls.of(batch.padded_lengths[: len(batch.lengths)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Bucket:
+    """A fixed shape (slots, sequences, longest sequence) that steps are captured for.
+
+    Attributes:
+        slots: T, every batch is padded to.
+        sequences: S, entries of cu_seqlens less one.
+        max_seqlen: longest sequence the kernels are built for, dummies of the tail included.
+    """
+
+    slots: int
+    sequences: int
+    max_seqlen: int
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "sequences", "max_seqlen"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"Bucket({name}={value!r}): wanted an int of at least 1.")
+        if self.max_seqlen > self.slots:
+            object.__setattr__(self, "max_seqlen", self.slots)
+        if self.sequences * self.max_seqlen < self.slots:
+            raise ValueError(
+                f"{self}: {self.sequences} sequences of at most {self.max_seqlen} cover "
+                f"{self.sequences * self.max_seqlen} of {self.slots} slots, and a slot of no sequence makes "
+                f"gradients NaN. Give sequences={-(-self.slots // self.max_seqlen)} or more."
+            )
+
+    def misfit(self, layout: Layout) -> Reason | None:
+        """Return why a batch does not fit this bucket, or None.
+
+        The tail needs dummy sequences of at most ``max_seqlen`` each: 10 sequences in 90 of 100 slots do not
+        fit a bucket of 10, as nothing would cover the last 10 slots.
+        """
+        if layout.slots > self.slots:
+            return "tokens"
+        if layout.max_seqlen > self.max_seqlen:
+            return "max_seqlen"
+        dummies = -(-(self.slots - layout.slots) // self.max_seqlen)
+        return "num_sequences" if layout.sequences + dummies > self.sequences else None
+
+
+def choose(buckets: Sequence[Bucket], batch: THDBatch) -> tuple[Bucket | None, Reason | None]:
+    """Pick the cheapest bucket a batch fits, or None and what the bucket that came nearest lacks."""
+    if batch.extras:
+        return None, "extras"
+    layout = Layout.of_batch(batch)
+    order: tuple[Reason, ...] = ("tokens", "max_seqlen", "num_sequences")
+    nearest: Reason = "tokens"
+    for bucket in buckets:
+        reason = bucket.misfit(layout)
+        if reason is None:
+            return bucket, None
+        nearest = max(nearest, reason, key=order.index)
+    return None, nearest
+
+
+def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | None = None) -> list[Bucket]:
+    """Make one bucket per number of sequences, smallest first.
+
+    Args:
+        max_sequences: numbers of sequences, for example ``(24, 80)``.
+        slots: T of every bucket.
+        max_seqlen: longest sequence; none means ``slots``.
+
+    Raises:
+        ValueError: for an empty list or numbers below 1.
+    """
+    counts = sorted(set(host_ints(max_sequences, "max_sequences", advice="Pass (24, 80), say.").tolist()))
+    if max_seqlen is not None:
+        whole_number(max_seqlen, "max_seqlen", least=1, advice="None means all slots.")
+    if not counts:
+        raise ValueError("max_sequences is empty; wanted at least one number, for example 64, or 'auto'.")
+    return [Bucket(slots=slots, sequences=s, max_seqlen=max_seqlen or slots) for s in counts]
+
+
+def padded_lengths_of(batch: THDBatch, bucket: Bucket, *, multiple: int = 1) -> Ints:
+    """Return a batch's padded lengths and those of the dummies that fill the tail, int64 ``[S]``.
+
+    All are multiples of ``multiple``. ``(3, 2)`` in 9 slots and 4 sequences become ``[3, 2, 2, 2]``.
+    """
+    kept = batch.padded_lengths[: Layout.of_batch(batch).sequences]
+    units = [length // multiple for length in kept]
+    offsets = pad_cu_seqlens(
+        cu_seqlens_from_lengths(units),
+        bucket.sequences,
+        bucket.slots // multiple,
+        max_seqlen=bucket.max_seqlen // multiple,
+        lengths=units,
+    )
+    lengths: Ints = np.diff(offsets.numpy()).astype(np.int64) * multiple
+    return lengths
+
+
+def real_lengths_of(batch: THDBatch, padded_lengths: Ints) -> Ints:
+    """Return real lengths, dummies included, int64 ``[S]``: 3, 2 in 4, 4 and a dummy of 8: [3, 2, 8]."""
+    kept = Layout.of_batch(batch).sequences
+    return np.concatenate([np.asarray(batch.lengths[:kept], dtype=np.int64), padded_lengths[kept:]])
+
+
+def offsets_of(lengths: Ints) -> Tensor:
+    """Return int32 offsets ``[S + 1]`` on the CPU: the lengths summed up from 0."""
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
+    """Pad a batch eagerly to a bucket's T slots and S + 1 offsets, on its device; the tail has no targets."""
+    used, device = Layout.of_batch(batch).slots, batch.input_ids.device
+    lengths = padded_lengths_of(batch, bucket)
+    padded = offsets_of(lengths)
+    same = tuple(batch.padded_lengths[: len(batch.lengths)]) == batch.lengths
+    real = padded if same else offsets_of(real_lengths_of(batch, lengths))
+    positions = position_ids_from_cu_seqlens(padded, bucket.slots)[used:].to(device)
+    tail = positions.shape[0]
+    positions = positions.expand(*batch.position_ids.shape[:-1], tail)
+    return batch.replace(
+        input_ids=torch.nn.functional.pad(batch.input_ids[:used], (0, tail)),
+        targets=torch.nn.functional.pad(batch.targets[:used], (0, tail), value=IGNORE_INDEX),
+        position_ids=torch.cat([batch.position_ids[..., :used], positions], dim=-1),
+        cu_seqlens=real.to(device),
+        cu_seqlens_padded=padded.to(device),
+        padded_lengths=tuple(lengths.tolist()),
+        max_seqlen=bucket.max_seqlen,
+    )
+
+
+def dummy_batch(
+    layout: Layout, device: torch.device, *, axes: int | None = None, multiple: int = 1
+) -> THDBatch:
+    """Make a batch of token 0 with a target in every slot but the last, for warm-up and timing."""
+    units = layout.slots // multiple
+    count = max(1, min(layout.sequences, units))
+    lengths = [multiple * (units // count + (i < units % count)) for i in range(count)]
+    samples = [{"input_ids": torch.zeros(length, dtype=torch.int64)} for length in lengths]
+    batch = THDBatch.collate(samples)
+    if axes is not None:
+        batch = batch.replace(position_ids=batch.position_ids.expand(axes, -1).contiguous())
+    return batch.to(device)

@@ -1,1 +1,0 @@
-"""Which bucket shapes to capture as CUDA graphs, and the speed-up to expect."""

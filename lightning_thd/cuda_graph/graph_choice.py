@@ -1,0 +1,251 @@
+"""A planner and the costs of a step -> which buckets to capture as CUDA graphs, and the table that says why.
+
+S sequences of a bucket. A replay costs ``graph + per_sequence * S``: every entry of cu_seqlens costs its
+share of every varlen kernel's grid, used or not. So one bucket for the rarest batch is slower than eager.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_thd.cuda_graph.buckets import Bucket, Layout, make_buckets
+from lightning_thd.packing import PackPlanner
+from lightning_thd.packing.entries import summarize
+
+IntArray = npt.NDArray[np.int64]
+MaxSequences: TypeAlias = int | Sequence[int] | Literal["auto"]
+
+# A further bucket has to save this share of an eager step, as it costs a capture.
+_WORTH = 0.005
+# Upstream pads to this many sequences by default; the table shows it as a warning.
+_NAIVE = 2048
+_MOST_BUCKETS = 3
+# P99 of 512 batches rests on five of them; planning a step takes about a millisecond.
+_SAMPLE = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphCosts:
+    """Times of a step, eager and replayed, in seconds or any one unit.
+
+    The defaults stand for a launch-bound step and are a guess to be replaced by measured numbers: a replay of
+    2 / 3 of eager is the 1.5 times speed-up that such steps should reach, and a sequence of 4e-4 lets a
+    bucket of 2,048 fall to 0.67 times eager, in the middle of the modelled range of 0.43 to 0.92.
+
+    Attributes:
+        eager: a step without a graph.
+        graph: a replay with no sequences.
+        per_sequence: what each sequence of the bucket adds.
+    """
+
+    eager: float = 1.0
+    graph: float = 2 / 3
+    per_sequence: float = 4e-4
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if not math.isfinite(value) or value < 0 or (value == 0 and name == "eager"):
+                raise ValueError(f"GraphCosts({name}={value}): wanted a positive time, in any one unit.")
+
+    def replay(self, sequences: int) -> float:
+        """Return the cost of replaying a bucket of S sequences; ``GraphCosts().replay(100)`` is 0.7067."""
+        return self.graph + self.per_sequence * sequences
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A line of the plan's table: buckets of ``sequences``, the share of batches that fit, the speed-up."""
+
+    name: str
+    sequences: tuple[int, ...]
+    coverage: float
+    speedup: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphPlan:
+    """The buckets to capture, none if eager is fastest, and the other choices that were compared."""
+
+    slots: int
+    max_seqlen: int
+    quantiles: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    chosen: Choice
+
+    def buckets(self) -> list[Bucket]:
+        """Return the chosen buckets, smallest first, without those too small to cover every slot."""
+        usable = [s for s in self.chosen.sequences if s * self.max_seqlen >= self.slots]
+        return make_buckets(usable, slots=self.slots, max_seqlen=self.max_seqlen) if usable else []
+
+    def table(self) -> str:
+        """Return the plan as text, one line a choice, the chosen one marked."""
+        names = ("P50", "P90", "P99", "max")
+        spread = ", ".join(f"{name} {n}" for name, n in zip(names, self.quantiles, strict=True))
+        lines = [
+            f"Sequences in a batch of {self.slots} slots: {spread}",
+            f"{'':2}{'choice':<14}{'buckets':<20}{'coverage':>9}{'expected speed-up':>19}",
+        ]
+        for choice in self.choices:
+            mark = "* " if choice == self.chosen else "  "
+            sizes = ", ".join(map(str, choice.sequences)) or "none"
+            lines.append(f"{mark}{choice.name:<14}{sizes:<20}{choice.coverage:>9.1%}{choice.speedup:>18.2f}x")
+        return "\n".join(lines)
+
+    def problem(self) -> str | None:
+        """Return why no graph is worth a capture, or None; print it if a given bucket is too large."""
+        if not self.chosen.sequences:
+            return "a replay is not expected to be faster than eager for any number of sequences"
+        given = self.chosen.sequences if self.chosen.name == "given" else ()
+        if self.chosen.coverage == 0.0:
+            return (
+                f"max_sequences={given} is smaller than any batch needs: half of them need "
+                f"{self.quantiles[0]} or more. Use max_sequences='auto' or {self.quantiles[2]}"
+            )
+        if given and max(given) > 2 * self.quantiles[3]:
+            rank_zero_info(
+                f"max_sequences={max(given)} is more than any sampled batch needs ({self.quantiles[3]}), and "
+                "a replay pays for every one. Use max_sequences='auto'."
+            )
+        return None
+
+
+def plan_for(
+    planner: PackPlanner, *, dp: int = 1, costs: GraphCosts | None = None, given: Sequence[int] = ()
+) -> GraphPlan:
+    """Plan the graphs for the batches that a planner will make for ``dp`` data-parallel ranks."""
+    slots = planner.slots.usable
+    longest = min(summarize(planner.entries.lengths).longest, slots)
+    max_seqlen = int(planner.slots.padded(np.array([longest]))[0])
+    layouts = sample_layouts(planner, dp=dp)
+    return plan_graphs(layouts, slots=slots, max_seqlen=max_seqlen, costs=costs, given=given)
+
+
+def plan_graphs(
+    layouts: Sequence[Layout],
+    *,
+    slots: int,
+    max_seqlen: int,
+    costs: GraphCosts | None = None,
+    given: Sequence[int] = (),
+) -> GraphPlan:
+    """Choose one to three buckets of the least expected cost for sampled layouts, or take the given ones."""
+    needs = needed_sequences(layouts, slots, max_seqlen)
+    if not len(needs):
+        raise ValueError(f"No sampled batch fits into slots={slots}. Raise slots to the capacity of a pack.")
+    costs = costs or GraphCosts()
+    choices = [
+        _judge(f"{k} bucket{'s' * (k > 1)}", best_sequences(needs, k, costs), needs, costs)
+        for k in range(1, _MOST_BUCKETS + 1)
+    ]
+    chosen = max(choices, key=lambda c: c.speedup)
+    choices.append(_judge(f"one of {_NAIVE}", (max(_NAIVE, -(-slots // max_seqlen)),), needs, costs))
+    if given:
+        chosen = _judge("given", tuple(sorted(set(given))), needs, costs)
+        choices.append(chosen)
+    quantiles: list[float] = np.quantile(needs, [0.5, 0.9, 0.99, 1.0], method="inverted_cdf").tolist()
+    return GraphPlan(
+        slots=slots,
+        max_seqlen=max_seqlen,
+        quantiles=tuple(int(q) for q in quantiles),
+        choices=tuple(choices),
+        chosen=chosen,
+    )
+
+
+def needed_sequences(layouts: Sequence[Layout], slots: int, max_seqlen: int) -> IntArray:
+    """Count the sequences, dummies of the tail included, that each batch that fits needs, int64 ``[N]``.
+
+    5 sequences in 90 of 100 slots need 6.
+    """
+    found = [x.sequences + -(-(slots - x.slots) // max_seqlen) for x in layouts if x.slots <= slots]
+    return np.array(found, dtype=np.int64)
+
+
+def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
+    """Return up to 512 layouts of microbatches of steps spread over an epoch, the same on every rank."""
+    steps = np.random.default_rng(0).choice(len(planner), size=min(len(planner), _SAMPLE), replace=False)
+    found = (
+        Layout.of(planner.slots.padded(spans.lengths).tolist())
+        for k in steps.tolist()
+        for rank in planner.step(0, k, dp).spans_by_rank()
+        for spans in rank
+    )
+    return list(islice(found, _SAMPLE))
+
+
+def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) -> float:
+    """Return the expected cost of batches that need ``[N]`` sequences under a choice of buckets.
+
+    ``sum P(bucket) * replay(S) + P(fallback) * eager``: needs ``[10, 20]`` with a bucket of 10 cost
+    ``0.5 * replay(10) + 0.5 * eager``.
+    """
+    total, done = 0.0, 0
+    ordered = np.sort(needs)
+    for s in sorted(sequences):
+        upto = int(np.searchsorted(ordered, s, side="right"))
+        total += (upto - done) * costs.replay(s)
+        done = upto
+    return (total + (len(ordered) - done) * costs.eager) / len(ordered)
+
+
+def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tuple[int, ...]:
+    """Choose at most ``num_buckets`` buckets of least expected cost, exactly, by dynamic programming.
+
+    Returns S of every bucket, ascending; nothing if eager is cheapest.
+    """
+    values, counts = np.unique(needs, return_counts=True)
+    best: tuple[float, tuple[int, ...]] = (costs.eager, ())
+    before = np.concatenate([[0], np.cumsum(counts)]).astype(float)
+    # ends[i]: the cost of all batches up to the i-th value with k buckets, the last of them ending there.
+    ends: list[tuple[float, tuple[int, ...]]] = [(0.0, ()), *((math.inf, ()) for _ in values)]
+    for _ in range(num_buckets):
+        previous = ends
+        ends = [(math.inf, ())]
+        for i, value in enumerate(values.tolist(), start=1):
+            step = costs.replay(value)
+            ends.append(
+                min(
+                    (cost + (before[i] - before[j]) * step, (*sequences, value))
+                    for j, (cost, sequences) in enumerate(previous[:i])
+                )
+            )
+        for i, (cost, sequences) in enumerate(ends[1:], start=1):
+            total = (cost + (before[-1] - before[i]) * costs.eager) / before[-1]
+            if total < best[0] - _WORTH * costs.eager:
+                best = (total, sequences)
+    return best[1]
+
+
+def _judge(name: str, sequences: tuple[int, ...], needs: IntArray, costs: GraphCosts) -> Choice:
+    return Choice(
+        name=name,
+        sequences=sequences,
+        coverage=float(np.mean(needs <= max(sequences, default=0))),
+        speedup=costs.eager / expected_cost(needs, sequences, costs),
+    )
+
+
+def sequence_counts(max_sequences: object) -> tuple[int, ...]:
+    """Return ``max_sequences`` as a sorted tuple, empty for "auto"; refuse anything but numbers from 1."""
+    if isinstance(max_sequences, str) and max_sequences == "auto":
+        return ()
+    counts = (max_sequences,) if isinstance(max_sequences, int) else max_sequences
+    if (
+        not isinstance(counts, list | tuple)
+        or not counts
+        or any(not isinstance(s, int) or isinstance(s, bool) or s < 1 for s in counts)
+    ):
+        raise ValueError(
+            f"max_sequences={max_sequences!r}: wanted 'auto', a number of sequences such as 64, or several "
+            "such as (24, 80)."
+        )
+    return tuple(sorted(set(counts)))

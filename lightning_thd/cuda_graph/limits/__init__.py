@@ -1,1 +1,0 @@
-"""What a CUDA graph cannot hold, found before or while a step is captured."""

@@ -1,1 +1,0 @@
-"""The fixed shapes (buckets) that are captured, and batches padded to them."""

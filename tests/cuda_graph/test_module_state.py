@@ -1,0 +1,109 @@
+"""What a capture takes for granted about a module, and what warm-up leaves as it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep
+from lightning_thd.cuda_graph.module_state import (
+    host_state,
+    refuse_fp8,
+    refuse_host_changes,
+    restored,
+)
+from lightning_thd.cuda_graph.recording import RecordingBackend
+from tests.cuda_graph.support import BUCKETS, random_batch
+from tests.tiny import tiny_llama
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.scale, self.seen, self._private = 1.0, [1], 0
+        self.register_buffer("table", torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda part: setattr(part, "scale", 3.0), "Part.scale"),
+        (lambda part: setattr(part, "_private", 1), "Part._private"),
+        (lambda part: setattr(part, "new", 1), "Part.new"),
+        (lambda part: part.seen.append(2), "Part.seen"),
+        (lambda part: part.table.add_(1), "Part.table"),
+        (lambda part: part.norm(torch.ones(4, 2)), "BatchNorm1d.num_batches_tracked"),
+    ],
+)
+def test_state_that_a_step_changes_is_refused(change: Callable[[Part], object], name: str) -> None:
+    part = Part()
+    before = host_state(part)
+    refuse_host_changes(part, before)
+    change(part)
+    with pytest.raises(CaptureError, match=rf"the step changes ({name}|BatchNorm1d\.running_mean),"):
+        refuse_host_changes(part, before)
+
+
+def test_buffers_and_random_states_come_back_whatever_the_body_does() -> None:
+    part = Part()
+    table, state = part.table, torch.get_rng_state()
+
+    def body() -> None:
+        with restored(part):
+            torch.rand(3)
+            part.table.fill_(5.0)
+            part.table = torch.ones(1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        body()
+    assert part.table is table
+    assert part.table.tolist() == [0.0, 0.0]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class TransformerEngineBaseModule(nn.Linear):
+    """Stands for Transformer Engine's, which sets ``fp8`` when it runs."""
+
+    fp8 = False
+
+
+@pytest.mark.parametrize("name", ["fp8", "quantization"])
+def test_transformer_engine_in_fp8_is_refused_and_in_bf16_is_not(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = nn.Sequential(TransformerEngineBaseModule(2, 2), nn.Linear(2, 2))
+    refuse_fp8(module)
+    state = SimpleNamespace(FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: True))
+    monkeypatch.setitem(sys.modules, f"transformer_engine.pytorch.{name}", state)
+    refuse_fp8(nn.Linear(2, 2))  # no layer of it
+    with pytest.raises(CaptureError, match="runs 1 layers in fp8.*Train in bf16 to have graphs"):
+        refuse_fp8(module)
+    monkeypatch.delitem(sys.modules, f"transformer_engine.pytorch.{name}")
+    module[0].fp8 = True  # as its forward leaves it
+    with pytest.raises(CaptureError, match="in fp8"):
+        refuse_fp8(module)
+
+
+def test_a_step_that_turns_fp8_on_itself_is_refused_after_its_warm_up() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model, self.te = tiny_llama(torch.float64), TransformerEngineBaseModule(1, 1)
+
+    def loss(module: Any, batch: THDBatch) -> Tensor:
+        module.te.fp8 = True
+        return causal_lm_loss(module.model, batch)
+
+    step = GraphedStep(loss, Net(), buckets=BUCKETS, backend=RecordingBackend(), require=True)
+    with pytest.raises(CaptureError, match="in fp8"):
+        step(random_batch(1, count=4))

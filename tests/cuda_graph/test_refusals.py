@@ -1,0 +1,163 @@
+"""What a graph cannot hold runs eagerly for good, or is refused, with its line and its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_thd import THDBatch, causal_lm_loss
+from lightning_thd.callbacks.cuda_graph import CaptureError, GraphedStep
+from lightning_thd.cuda_graph.recording import RecordingBackend
+from tests.cuda_graph.support import BUCKETS, graphed, random_batch
+from tests.models.families import build
+from tests.tiny import tiny_llama
+
+
+def item_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    loss = causal_lm_loss(model, batch)
+    return loss * (1.0 if loss.item() > 0 else 2.0)  # the line to be named
+
+
+def lengths_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    return causal_lm_loss(model, batch) / len(batch)
+
+
+def tensor_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    return causal_lm_loss(model, batch) * torch.tensor(2.0)
+
+
+def mask_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    return causal_lm_loss(model, batch) + 0.0 * batch.targets[batch.targets > 0].sum()
+
+
+def branch_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    loss = causal_lm_loss(model, batch)
+    return loss if loss > 0 else -loss
+
+
+def nothing_loss(model: nn.Module, batch: THDBatch) -> None:
+    return None
+
+
+def detached_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    return causal_lm_loss(model, batch).detach()
+
+
+def number_loss(model: nn.Module, batch: THDBatch) -> Any:
+    return {"loss": causal_lm_loss(model, batch), "slots": len(batch.input_ids)}
+
+
+def repeat_loss(model: nn.Module, batch: THDBatch) -> Tensor:
+    rows = torch.repeat_interleave(batch.cu_seqlens.diff().long())
+    return causal_lm_loss(model, batch) + 0.0 * rows.sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (item_loss, r"test_refusals.py:\d+ in item_loss: .item\(\) reads a value back"),
+        (lengths_loss, r"test_refusals.py:\d+ in lengths_loss: the step reads batch.lengths"),
+        (tensor_loss, r"in tensor_loss: torch.tensor\(...\) copies host values"),
+        (mask_loss, r"in mask_loss: indexing with a boolean mask"),
+        (branch_loss, r"in branch_loss: a branch on a tensor"),
+        (repeat_loss, r"in repeat_loss: repeat_interleave without output_size"),
+        (nothing_loss, r"returned None"),
+        (detached_loss, r"no output of the step requires a gradient"),
+        (number_loss, r"returned a int beside its tensors"),
+    ],
+)
+def test_what_a_graph_cannot_hold_runs_eagerly_for_good_with_its_line_named(
+    function: Any, message: str
+) -> None:
+    model, warnings = tiny_llama(torch.float64), []
+    step = GraphedStep(function, model, buckets=BUCKETS, backend=RecordingBackend())
+    batches = [random_batch(seed, count=4) for seed in range(3)]
+    with pytest.warns(UserWarning, match=message) as caught:
+        found = [step(batch) for batch in batches]
+    warnings = [w for w in caught if "CUDA graphs are off" in str(w.message)]
+    assert len(warnings) == 1
+    wanted = [function(model, batch) for batch in batches]
+    assert str(found) == str(wanted)
+    assert step.stats.fallbacks["capture_error"] == 3
+    assert step.stats.replays == 0
+    with pytest.raises(CaptureError, match=message):
+        GraphedStep(function, model, buckets=BUCKETS, backend=RecordingBackend(), require=True)(batches[0])
+
+
+def test_a_step_without_buckets_is_refused() -> None:
+    with pytest.raises(ValueError, match="got no buckets"):
+        GraphedStep(causal_lm_loss, tiny_llama(), buckets=[])
+
+
+def test_sharded_modules_are_refused() -> None:
+    class FSDPModule(nn.Module):
+        pass
+
+    with pytest.raises(ValueError, match="sharded by FSDPModule"):
+        GraphedStep(causal_lm_loss, FSDPModule(), buckets=BUCKETS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a CUDA device")
+def test_without_cuda_steps_run_eagerly() -> None:
+    model, batch = tiny_llama(torch.float64), random_batch(1, count=4)
+    step = GraphedStep(causal_lm_loss, model, buckets=BUCKETS)
+    with pytest.warns(UserWarning, match="there is no CUDA device"):
+        assert torch.equal(step(batch), causal_lm_loss(model, batch))
+
+
+class Extra(nn.Module):
+    """Wraps the tiny model with what a replay would get wrong."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.model, self.kind = tiny_llama(torch.float64), kind
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.outside = [
+            torch.ones((), dtype=torch.float64, requires_grad=True)
+        ]  # a list hides it from the module
+
+    def loss(self, batch: THDBatch) -> Tensor:
+        loss = causal_lm_loss(self.model, batch)
+        if self.kind == "in place":
+            self.total += batch.targets.numel()
+        elif self.kind == "rebound":
+            self.total = self.total + 1
+        elif self.kind == "outside":
+            loss = loss * self.outside[0]
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            "in place",
+            r"the step changes Extra.total, which a replay does not run again, or, if it is a buffer",
+        ),
+        ("rebound", r"the step changes Extra.total"),
+        ("outside", r"trains a tensor of shape \(\) that is no parameter of the module"),
+    ],
+)
+def test_state_that_a_replay_would_get_wrong_is_refused_and_left_alone(kind: str, message: str) -> None:
+    module = Extra(kind)
+    buffer = module.total
+    step = GraphedStep(Extra.loss, module, buckets=BUCKETS, backend=RecordingBackend())
+    with pytest.warns(UserWarning, match=message):
+        loss = step(random_batch(1, count=4))
+    assert float(module.total) == {"in place": loss_slots(), "rebound": 1.0, "outside": 0.0}[kind]
+    assert (module.total is buffer) == (kind != "rebound")
+    assert loss.requires_grad
+
+
+def loss_slots() -> int:
+    return int(random_batch(1, count=4).targets.numel())  # one eager step, no warm-up left behind
+
+
+def test_balancing_losses_are_refused() -> None:
+    model = build("mixtral", "thd").train()
+    model.config.output_router_logits = True
+    with pytest.raises(CaptureError, match="balancing loss would count the dummy tokens"):
+        graphed(model)(random_batch(1, count=4))
