@@ -17,10 +17,20 @@ from torch import Tensor
 
 from lightning_thd._checks import instance, whole_number
 from lightning_thd.attention.context_parallel import context_parallel_attention
-from lightning_thd.attention.kernels import cpu, flash, raw, te, torch_varlen
+from lightning_thd.attention.kernels import cpu, flash, portable, raw, te, torch_cuda
 from lightning_thd.attention.spec import AttentionSpec, Offsets, Window, make_spec
 from lightning_thd.attention.support import Backend, Kernel, Request, choose
 from lightning_thd.parallel.context import layout
+
+_RAW: dict[Kernel, raw.RawKernel] = {
+    "cpu": cpu.CpuKernel(),
+    "torch": torch_cuda.AtenFlash(),
+    "flash2": flash.Flash2(),
+    "flash3": flash.Flash3(),
+    "flash4": flash.Flash4(),
+    "efficient": torch_cuda.AtenEfficient(),
+    "portable": portable.PortableKernel(),
+}
 
 
 def varlen_attention(
@@ -58,8 +68,8 @@ def varlen_attention(
         scale: of the scores; None is ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None is none.
         sinks: ``[H]`` logits of one more key, without a value, that every query sees; or None.
-        backend: "cpu", "torch", "flash", "te", or "auto": the first that runs exactly this
-            (``support_table()``).
+        backend: "cpu", "torch", "flash", "te", "efficient", "portable", or "auto": the fastest that runs
+            exactly this (``support_table()``).
 
     Returns:
         ``[Tq, H, E]`` in the dtype of q; 0 for a query that sees no key. One sequence of one token returns v.
@@ -154,9 +164,7 @@ def _raw_kernel(
 ) -> raw.RawKernel:
     """Choose a kernel that returns the log-sum-exp, so that context parallelism can merge its results."""
     name = choose(backend, describe(q, v, spec, sinks, needs_lse=True))
-    if name == "cpu":
-        return cpu.CpuKernel()
-    return torch_varlen.AtenFlash() if name == "torch" else flash.KERNELS[int(name[-1])]
+    return _RAW[name]
 
 
 def describe(
@@ -183,11 +191,14 @@ def run(
     if name == "cpu":
         return cpu.attend(q, k, v, at, spec, sinks)
     if name == "torch":
-        return torch_varlen.attend(q, k, v, at, spec, sinks)
+        return torch_cuda.attend(q, k, v, at, spec, sinks)
     if name == "te":
         attended: Tensor = te.attend(q, k, v, at, spec, self_attention=at.cu_q is at.cu_kv)
         return attended
-    return raw.attend(flash.KERNELS[int(name[-1])], q, k, v, at, spec, sinks)
+    if name == "portable" and sinks is None and not spec.softcap:
+        plain: Tensor = portable.attend(q, k, v, at, spec)
+        return plain
+    return raw.attend(_RAW[name], q, k, v, at, spec, sinks)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

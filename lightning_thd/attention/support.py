@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_thd._imports import available, trouble
-from lightning_thd.attention.kernels import flash, torch_varlen
+from lightning_thd.attention.kernels import flash, torch_cuda
 from lightning_thd.attention.kernels.flash import Flash2, Flash3, Flash4
 from lightning_thd.attention.spec import AttentionSpec
 
-Backend = Literal["auto", "cpu", "torch", "flash", "te"]
-Kernel = Literal["cpu", "torch", "flash2", "flash3", "flash4", "te"]
+Backend = Literal["auto", "cpu", "torch", "flash", "te", "efficient", "portable"]
+Kernel = Literal["cpu", "torch", "flash2", "flash3", "flash4", "te", "efficient", "portable"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _ANY = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -29,12 +30,14 @@ class Support:
 
     Attributes:
         backend: the name that asks for it.
-        device: the type of device it runs on.
+        device: the type of device it runs on, or "any".
         dtypes: of q, k and v.
+        bf16_from: the first compute capability (major) that takes bf16.
         sizes: (head size, value size) -> what it runs, or None.
         sizes_text: the same in words.
         softcap: whether scores can be capped.
         softcap_to: (capabilities, largest head size whose backward can), where some devices have a bound.
+        ahead: whether a window may hide keys of a call that is not causal.
         sinks: how, or None.
         padding_between: whether padding between sequences may belong to none.
         lse: whether partial results can be merged (context parallelism).
@@ -43,16 +46,19 @@ class Support:
         capability: CUDA compute capabilities (major), None for any.
         probe: module that must import, None when nothing more than torch is needed.
         install: how to get it.
+        slow: whether a faster kernel exists for most calls, so that its choice is printed once.
     """
 
     backend: Backend
     device: str
     dtypes: tuple[torch.dtype, ...]
+    bf16_from: int = 0
     sizes: Callable[[int, int], tuple[int, int] | None]
     sizes_text: str
     softcap: bool
     sinks: str | None
     softcap_to: tuple[tuple[int, ...], int] | None = None
+    ahead: bool = True
     padding_between: bool = False
     lse: bool = True
     deterministic: str
@@ -60,6 +66,7 @@ class Support:
     capability: tuple[int, ...] | None = None
     probe: str | None = None
     install: str = ""
+    slow: bool = False
 
 
 def _any_size(head_size: int, value_size: int) -> tuple[int, int] | None:
@@ -89,7 +96,7 @@ SUPPORT: dict[Kernel, Support] = {
         backend="torch",
         device="cuda",
         dtypes=_HALF,
-        sizes=torch_varlen.AtenFlash().sizes,
+        sizes=torch_cuda.AtenFlash().sizes,
         sizes_text=_TO_256,
         softcap=False,
         sinks="through lse",
@@ -154,18 +161,49 @@ SUPPORT: dict[Kernel, Support] = {
         probe="transformer_engine.pytorch",
         install="pip install --no-build-isolation 'transformer-engine[pytorch]'",
     ),
+    "efficient": Support(
+        backend="efficient",
+        device="cuda",
+        dtypes=(torch.float32, *_HALF),
+        bf16_from=8,
+        sizes=torch_cuda.AtenEfficient().sizes,
+        sizes_text="any; padded to multiples of 8",
+        softcap=False,
+        ahead=False,
+        sinks="through lse",
+        deterministic=_WITH_FLAG,
+        capability=(5, 6, 7, 8, 9, 10, 11, 12),
+        slow=True,
+    ),
+    "portable": Support(
+        backend="portable",
+        device="any",
+        dtypes=_ANY,
+        sizes=_any_size,
+        sizes_text="any",
+        softcap=True,
+        sinks="through lse",
+        deterministic=_WITH_FLAG,
+        slow=True,
+    ),
 }
 
 
 # Kernels in the order in which "auto" tries them, by compute capability; by published speed until
 # ``benchmarks.gpu`` has measured it: flash-attn 3 reports 1.5 to 2.0 times flash-attn 2 on Hopper (Shah et
 # al. 2024, arXiv:2407.08608), and flash-attn 4 more than cuDNN on Blackwell. torch's is flash-attn 2.
-_USUAL: tuple[Kernel, ...] = ("cpu", "torch", "flash2", "te", "flash3", "flash4")
+_USUAL: tuple[Kernel, ...] = (
+    *("cpu", "torch", "flash2", "te", "flash3", "flash4"),
+    *("efficient", "portable"),
+)
 _FASTEST: dict[int, tuple[Kernel, ...]] = {
-    9: ("flash3", "flash4", "torch", "flash2", "te"),
-    10: ("flash4", "torch", "flash2", "te"),
-    11: ("flash4", "torch", "flash2", "te"),
+    9: ("flash3", "flash4", "torch", "flash2", "te", "efficient", "portable"),
+    10: ("flash4", "torch", "flash2", "te", "efficient", "portable"),
+    11: ("flash4", "torch", "flash2", "te", "efficient", "portable"),
 }
+
+
+_SAID: set[tuple[str, ...]] = set()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +237,8 @@ def choose(backend: Backend, request: Request) -> Kernel:
     for kernel in _FASTEST.get(request.capability or 0, _USUAL):
         asked = backend in ("auto", SUPPORT[kernel].backend)
         if asked and why_not(kernel, request) is None and missing(kernel) is None:
+            if backend == "auto" and SUPPORT[kernel].slow and not torch.compiler.is_compiling():
+                _say_slow(kernel, request)
             return kernel
     lines = [f"backend={backend!r} cannot run this call ({_describe(request)})."]
     for kernel, row in SUPPORT.items():
@@ -213,16 +253,39 @@ def choose(backend: Backend, request: Request) -> Kernel:
     raise ValueError("\n  ".join(lines))
 
 
+def _say_slow(kernel: Kernel, request: Request) -> None:
+    """Print once what would be faster than a kernel that runs everywhere, and how to get it."""
+    lines = []
+    for other in _FASTEST.get(request.capability or 0, _USUAL):
+        row = SUPPORT[other]
+        if row.slow or row.device != request.device:
+            continue
+        reason, absent = why_not(other, request), missing(other)
+        lines.append(f"{other} {reason}" if reason is not None else f"{other} would run it, but {absent}")
+    said = (kernel, *lines)
+    if said in _SAID:
+        return
+    _SAID.add(said)
+    faster = "; ".join(lines) or f"no faster kernel is known for {request.device}"
+    rank_zero_info(f"Attention runs on backend={kernel!r}: exact, and slower than a flash kernel. {faster}.")
+
+
 def why_not(kernel: Kernel, request: Request) -> str | None:
     """Return what a kernel lacks for a call and what to change, or None if it can run the call."""
     row = SUPPORT[kernel]
-    if request.device != row.device:
+    if request.device != row.device and row.device != "any":
         return (
             f"runs on {row.device} tensors, these are on {request.device}; move them with .to({row.device!r})"
         )
     if request.dtype not in row.dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
         return f"takes {wanted} (precision='bf16-mixed'), not {str(request.dtype).removeprefix('torch.')}"
+    if (
+        request.dtype == torch.bfloat16
+        and request.capability is not None
+        and request.capability < row.bf16_from
+    ):
+        return f"takes bfloat16 from compute capability {row.bf16_from} on, this GPU has {request.capability}"
     sizes = row.sizes(request.head_size, request.value_size)
     if sizes is None:
         return f"has head sizes {row.sizes_text}, not ({request.head_size}, {request.value_size})"
@@ -232,6 +295,8 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
         devices, to = row.softcap_to
         if request.capability in devices and max(sizes) > to:
             return f"has no softcap for heads of ({sizes[0]}, {sizes[1]}) on this GPU"
+    if request.spec.windowed and not request.spec.causal and not row.ahead:
+        return "has no window unless the call is causal"
     if request.sinks and row.sinks is None:
         return "has no sinks"
     if request.needs_lse and not row.lse:
@@ -273,8 +338,8 @@ def support_table() -> str:
         flags = (row.padding_between, row.lse, missing(kernel) is None)
         padding, lse, here = ("yes" if flag else "no" for flag in flags)
         cells = (
-            row.backend, kernel, row.device, dtypes, row.sizes_text, "yes", "yes", "yes" if row.softcap else
-            "no", row.sinks or "no", row.deterministic, padding, lse, here,
+            row.backend, kernel, row.device, dtypes, row.sizes_text, "yes", "yes" if row.ahead else "causal",
+            "yes" if row.softcap else "no", row.sinks or "no", row.deterministic, padding, lse, here,
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_thd.attention import varlen_attention
 from lightning_thd.attention.entry import BoundAttention
+from lightning_thd.attention.kernels.portable import know_offsets
 from lightning_thd.models.masks import hides_nothing, shows_all, stands_for_every_key, told_limit
 from lightning_thd.models.pack import CAUSAL, Pack, current_pack, current_scope
 from lightning_thd.parallel.context import layout
@@ -119,6 +120,8 @@ def thd_attention(
         bounds = _boundaries(module, query, key, given, causal=causal, chunk=chunk)
         if query.shape[0] != 1:
             return _attend_unbound(query, key, value, bounds, options, s_aux), None
+        if bounds.cu_seqlens_q is pack.cu_seqlens_q and pack._lengths is not None:
+            know_offsets(bounds.cu_seqlens_q, pack._lengths)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         bound = BoundAttention(q, k, v, *bounds, sinks=s_aux, **_options(*options))
         pack.cache[kind] = bound

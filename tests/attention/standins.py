@@ -8,6 +8,7 @@ unknown keyword is a TypeError, a wrong dtype or layout an AssertionError.
 from __future__ import annotations
 
 import importlib.machinery
+import itertools
 import sys
 import types
 from typing import Any
@@ -273,6 +274,81 @@ def aten_backward(
     return run_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, spec)
 
 
+def efficient_spec(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest: tuple[int, int], mask: int,
+    window: int | None, scale: float | None,
+) -> AttentionSpec:  # fmt: skip
+    for x in (q, k, v):
+        assert x.dim() == 4
+        assert x.shape[0] == 1
+        assert x.shape[2] == q.shape[2]  # no shared heads
+        assert x.dtype == q.dtype
+        assert x.dtype in (torch.float32, *HALF)
+        assert x.stride(3) == 1
+        assert x.shape[3] % 8 == 0
+    assert mask in (0, 2)
+    assert window is None or (window > 0 and mask == 2)
+    for cu, most in zip((cu_q, cu_k), longest, strict=True):
+        assert cu.dtype == torch.int32
+        assert type(most) is int
+        assert int(cu.diff().max()) <= most
+    assert scale is not None
+    return AttentionSpec(left=-1 if window is None else window - 1, right=-1 if mask == 0 else 0, scale=scale)
+
+
+def efficient_forward(
+    query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    custom_mask_type, compute_log_sumexp=False, *, scale=None, seqlen_k=None, window_size=None,
+):  # fmt: skip
+    """Leave rows that see nothing undefined, as the kernel may."""
+    assert (bias, dropout_p, compute_log_sumexp, seqlen_k) == (None, 0.0, True, None)
+    longest = (max_seqlen_q, max_seqlen_k)
+    spec = efficient_spec(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, longest, custom_mask_type, window_size, scale
+    )
+    cu = cu_seqlens_q.tolist()
+    given = (x[0].float() for x in (query, key, value))
+    out, lse = cpu.forward(*given, cu, cu_seqlens_k.tolist(), spec=spec)
+    out, lse = (
+        x.masked_fill((lse == -torch.inf).view(*lse.shape, *[1] * (x.dim() - 2)), torch.nan)
+        for x in (out, lse)
+    )
+    rows = -(-max_seqlen_q // 32) * 32
+    wide = torch.full((len(cu) - 1, query.shape[2], rows), torch.inf)
+    for i, (start, stop) in enumerate(itertools.pairwise(cu)):
+        wide[i, :, : stop - start] = lse[start:stop].t()
+    none = torch.zeros((), dtype=torch.int64)
+    return out.to(query.dtype)[None], wide, none, none, max_seqlen_q, max_seqlen_k
+
+
+def efficient_backward(
+    grad_out_, query, key, value, bias, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    logsumexp, dropout_p, philox_seed, philox_offset, custom_mask_type, bias_requires_grad, *, scale=None,
+    num_splits_key=None, window_size=None, shared_storage_dqdkdv=False,
+):  # fmt: skip
+    assert (bias, dropout_p, bias_requires_grad, shared_storage_dqdkdv) == (None, 0.0, False, False)
+    assert philox_seed.dtype == philox_offset.dtype == torch.int64
+    assert num_splits_key in (None, 1)
+    assert grad_out_.shape == out.shape
+    assert grad_out_.dtype == out.dtype == query.dtype
+    cu = cu_seqlens_q.tolist()
+    assert logsumexp.dtype == torch.float32
+    assert logsumexp.shape == (len(cu) - 1, query.shape[2], -(-max_seqlen_q // 32) * 32)
+    assert logsumexp.is_contiguous()
+    longest = (max_seqlen_q, max_seqlen_k)
+    spec = efficient_spec(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, longest, custom_mask_type, window_size, scale
+    )
+    lse = torch.cat([logsumexp[i, :, : b - a].t() for i, (a, b) in enumerate(itertools.pairwise(cu))])
+    given = (x[0].float() for x in (grad_out_, query, key, value, out))
+    grads = list(cpu.backward(*given, lse, cu, cu_seqlens_k.tolist(), spec=spec))
+    grads[0][(lse == torch.inf).all(1)] = torch.nan
+    for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens_k.tolist())):
+        if cu[i] == cu[i + 1]:
+            grads[1][a:b] = grads[2][a:b] = torch.nan
+    return *(x.to(query.dtype)[None] for x in grads), torch.empty(0)
+
+
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -428,6 +504,12 @@ def install_torch(monkeypatch: pytest.MonkeyPatch, varlen_attn: Any = varlen_att
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_backward)
+
+
+def install_efficient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make torch's memory-efficient attention run here."""
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", efficient_forward)
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", efficient_backward)
 
 
 def forget() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_thd.attention import varlen_attention
+from lightning_thd.attention.support import Backend
 from tests.attention.oracle import dense_attention
 
 LENGTHS = [1, 7, 64, 3, 200, 12]
@@ -34,10 +35,11 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("backend", ["cpu", "portable"])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_equals_dense_forward_and_backward(case: str, cross: bool, sinks: bool) -> None:
+def test_equals_dense_forward_and_backward(case: str, cross: bool, sinks: bool, backend: Backend) -> None:
     options, (left, right) = CASES[case]
     lengths_q = [1, 7, 0, 300, 3, 12]
     lengths_kv = [4, 3, 5, 310, 0, 12] if cross else lengths_q
@@ -46,7 +48,9 @@ def test_equals_dense_forward_and_backward(case: str, cross: bool, sinks: bool) 
     v = torch.randn(sum(lengths_kv), 2, 8, dtype=torch.float64, requires_grad=True)
     sink = torch.randn(4, dtype=torch.float64, requires_grad=True) if sinks else None
     leaves = [q, k, v] + ([] if sink is None else [sink])
-    out = varlen_attention(q, k, v, cu(lengths_q), cu(lengths_kv), 300, 310, sinks=sink, **options)
+    out = varlen_attention(
+        q, k, v, cu(lengths_q), cu(lengths_kv), 300, 310, sinks=sink, backend=backend, **options
+    )
     expected, _ = dense_attention(
         q, k, v, lengths_q, lengths_kv,
         left=left, right=right, sinks=sink, scale=options.get("scale"), softcap=options.get("softcap"),
@@ -285,3 +289,25 @@ def test_messages(changes: dict, message: str) -> None:
 
 def test_the_good_call_is_good() -> None:
     assert call().shape == (5, 4, 8)
+
+
+def test_the_portable_kernel_moves_no_other_sequence_not_even_by_nan() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    base = varlen_attention(q, k, v, cu(LENGTHS), cu(LENGTHS), 200, 200, backend="portable")
+    for x in (q, k, v):
+        x[1:8] = torch.nan
+    for options in ({}, {"softcap": 1e9}):
+        out = varlen_attention(q, k, v, cu(LENGTHS), cu(LENGTHS), 200, 200, backend="portable", **options)
+        torch.testing.assert_close(out[8:], base[8:])
+        assert out[1:8].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2), (torch.float16, 4e-3)]
+)
+def test_the_portable_kernel_in_other_dtypes(dtype: torch.dtype, tolerance: float) -> None:
+    q, k, v = inputs(dtype)
+    out = varlen_attention(q, k, v, cu(LENGTHS), cu(LENGTHS), 200, 200, backend="portable")
+    wanted, _ = dense_attention(q, k, v, LENGTHS, LENGTHS, left=-1, right=0)
+    assert out.dtype == dtype
+    assert (out - wanted).abs().max() <= tolerance * wanted.abs().max()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd.attention import entry, varlen_attention
-from lightning_thd.attention.kernels import te, torch_varlen
+from lightning_thd.attention.kernels import raw, te, torch_cuda
 from lightning_thd.attention.kernels.flash import Flash2, Flash3, Flash4
 from lightning_thd.attention.spec import Offsets, make_spec
 from lightning_thd.attention.support import Request, choose
@@ -32,7 +32,17 @@ CASES = {
     "left only": ({"window": (3, -1), "causal": False}, (3, -1)),
     "scale": ({"scale": 0.3}, (-1, 0)),
 }
-BACKENDS = ["torch", "torch without gqa", "torch 2.10", "flash2", "flash3", "flash3 tag", "flash4", "te"]
+BACKENDS = [
+    "torch",
+    "torch without gqa",
+    "torch 2.10",
+    "flash2",
+    "flash3",
+    "flash3 tag",
+    "flash4",
+    "te",
+    "efficient",
+]
 
 
 def cu(lengths: list[int]) -> Tensor:
@@ -48,6 +58,9 @@ def install(patch: pytest.MonkeyPatch, backend: str) -> str:
     if backend in signatures:
         standins.install_torch(patch, signatures[backend])
         return "torch"
+    if backend == "efficient":
+        standins.install_efficient(patch)
+        return backend
     standins.install(patch, backend)
     return "te" if backend == "te" else "flash"
 
@@ -91,8 +104,10 @@ def test_equals_dense(
             **options,
         )
 
-    if (softcap and name in ("torch", "te")) or (name == "te" and (sinks is not None or size % 8)):
-        with pytest.raises(ValueError, match=r"backend='(torch|te)' cannot run this call"):
+    no_softcap = softcap and name in ("torch", "te", "efficient")
+    ahead = name == "efficient" and case in ("two-sided", "right only", "left only")
+    if no_softcap or ahead or (name == "te" and (sinks is not None or size % 8)):
+        with pytest.raises(ValueError, match=r"backend='(torch|te|efficient)' cannot run this call"):
             run()
         return
     out = run()
@@ -133,6 +148,29 @@ def test_the_double_has_the_signature_of_the_installed_torch() -> None:
     assert [(p.name, p.kind) for p in real.values()] == [(p.name, p.kind) for p in double.values()]
 
 
+def test_the_efficient_kernel_takes_fp32(on_cuda: pytest.MonkeyPatch) -> None:
+    standins.install_efficient(on_cuda)
+    q, k, v = (torch.randn(11, h, 16, requires_grad=True) for h in (4, 2, 2))
+    out = varlen_attention(q, k, v, cu([4, 7]), cu([4, 7]), 7, 7, window=3)
+    expected, _ = dense_attention(q, k, v, [4, 7], [4, 7], left=2, right=0)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    grad = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, k, v), grad)
+    for a, b in zip(got, torch.autograd.grad(expected, (q, k, v), grad.double()), strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 5}, {"causal": False}])
+def test_torchs_efficient_operators_take_the_call(options: dict) -> None:
+    q, k, v = (torch.empty(10, 4, 16, device="meta", requires_grad=True) for _ in range(3))
+    at = Offsets(*(torch.empty(3, dtype=torch.int32, device="meta"),) * 2, 6, 6)
+    out = raw.attend(torch_cuda.AtenEfficient(), q, k, v, at, make_spec(16, **options), None)
+    out.sum().backward()
+    assert out.shape == (10, 4, 16)
+    assert k.grad is not None
+    assert k.grad.shape == k.shape
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 5}, {"causal": False}])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_torchs_own_operators_take_the_call(options: dict, sinks: bool) -> None:
@@ -142,7 +180,7 @@ def test_torchs_own_operators_take_the_call(options: dict, sinks: bool) -> None:
     )
     at = Offsets(*(torch.empty(3, dtype=torch.int32, device="meta"),) * 2, 6, 6)
     sink = torch.empty(4, device="meta", requires_grad=True) if sinks else None
-    out = torch_varlen.attend(q, k, v, at, make_spec(16, **options), sink)
+    out = torch_cuda.attend(q, k, v, at, make_spec(16, **options), sink)
     out.sum().backward()
     assert out.shape == (10, 4, 16)
     for x in (q, k, v):
@@ -150,7 +188,7 @@ def test_torchs_own_operators_take_the_call(options: dict, sinks: bool) -> None:
         assert x.grad.shape == x.shape
 
 
-@pytest.mark.parametrize("kernel", [Flash2(), Flash3(), Flash4(), torch_varlen.AtenFlash()])
+@pytest.mark.parametrize("kernel", [Flash2(), Flash3(), Flash4(), torch_cuda.AtenFlash()])
 def test_kernel_sizes_hold_every_head(kernel: Flash4) -> None:
     for head_size in range(1, 257, 5):
         for value_size in range(1, 257, 7):

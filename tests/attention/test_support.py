@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_thd.attention import SUPPORT, support_table, varlen_attention
+from lightning_thd.attention import SUPPORT, support, support_table, varlen_attention
 from lightning_thd.attention.spec import make_spec
 from lightning_thd.attention.support import Request, choose, why_not
 from tests.attention import standins
@@ -139,3 +139,30 @@ def test_the_table_has_a_row_a_kernel_and_says_what_the_rows_say() -> None:
         assert (row["softcap"] == "yes") == truth.softcap
         assert (row["padding between"] == "yes") == truth.padding_between
     assert rows[0]["here"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("change", "kernel"),
+    [
+        ({"dtype": torch.float32}, "efficient"),
+        ({"dtype": torch.float16, "capability": 7}, "efficient"),
+        ({"capability": 7}, "portable"),  # bf16 before capability 8
+        ({"dtype": torch.float64}, "portable"),
+        ({"spec": make_spec(64, softcap=30.0)}, "portable"),
+        ({"dtype": torch.float32, "spec": make_spec(64, causal=False, window=(3, 2))}, "portable"),
+        ({"device": "mps", "capability": None}, "portable"),
+    ],
+)
+def test_what_no_flash_kernel_takes_still_runs_and_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, on_cuda: pytest.MonkeyPatch, change: dict, kernel: str
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(support, "rank_zero_info", said.append)
+    monkeypatch.setattr(support, "_SAID", set())
+    request = replace(CUDA, **change)
+    assert [choose("auto", request) for _ in range(2)] == [kernel, kernel]
+    assert len(said) == 1
+    advice = (
+        "no faster kernel is known for mps" if request.device == "mps" else "flash2 .*pip install|torch .*"
+    )
+    assert re.search(rf"Attention runs on backend='{kernel}'.*({advice})", said[0])

@@ -501,7 +501,7 @@ class _Kernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Tiles) -> tuple[Tensor, Tensor]:
         spec = self.spec
         if spec.softcap:
-            return cpu_tiles.capped_forward(
+            return cpu_tiles.product_forward(
                 q, k, v, mask=self.masks.of(call), scale=spec.scale, softcap=spec.softcap
             )
         causal = call.is_top_left(spec.left, spec.right)
@@ -514,7 +514,7 @@ class _Kernel:
         (grad, q, out, lse), (k, v), spec = by_q, by_k, self.spec
         if spec.softcap:
             mask = self.masks.of(call)
-            return cpu_tiles.capped_backward(
+            return cpu_tiles.product_backward(
                 grad, q, k, v, out, lse, mask=mask, scale=spec.scale, softcap=spec.softcap
             )
         causal = call.is_top_left(spec.left, spec.right)

@@ -139,25 +139,26 @@ def _expand(mask: Tensor | None) -> Tensor | None:
     return None if mask is None else mask[None, None]
 
 
-def capped_forward(
+def product_forward(
     q_BRHD: Tensor, k_BKGD: Tensor, v_BKGE: Tensor, *, mask: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend inside every tile by plain matrix products, with capped scores.
+    """Attend inside every tile by plain matrix products, on any device; softcap 0 caps nothing.
 
     The scores of one call exist at a time, in fp32 (fp64 for fp64), and are computed again in the backward.
-    Takes an additive mask ``[R, K]``; returns out ``[B, R, H, E]`` and lse ``[B, R, H]``.
+    Takes an additive mask ``[R, K]`` or ``[B, 1, 1, R, K]``; returns out ``[B, R, H, E]``, lse ``[B, R, H]``.
     """
-    weights = _tanh_scores(q_BRHD, k_BKGD, scale / softcap).mul_(softcap)
+    weights = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
+    if softcap:
+        weights = weights.tanh_().mul_(softcap)
     if mask is not None:
         weights += mask
-    # Scores lie within the cap, so the largest weight before normalising is 1 and none overflows.
     top = weights.amax(-1, keepdim=True)
     total = weights.sub_(top).exp_().sum(-1, keepdim=True)
     out = (weights @ _kv_heads(v_BKGE, weights.dtype)) / total
     return _rows(out).to(q_BRHD.dtype), _rows(total.log() + top)[..., 0]
 
 
-def capped_backward(
+def product_backward(
     grad: Tensor,
     q_BRHD: Tensor,
     k_BKGD: Tensor,
@@ -169,10 +170,11 @@ def capped_backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``capped_forward``; those to k and v stay in the dtype of lse."""
+    """Return the gradients of ``product_forward``; those to k and v stay in the dtype of lse."""
     groups, wide = q_BRHD.shape[2] // k_BKGD.shape[2], lse_BRH.dtype
-    tanh = _tanh_scores(q_BRHD, k_BKGD, scale / softcap)
-    weights = tanh * softcap
+    scores = _scores(q_BRHD, k_BKGD, scale / (softcap or 1.0))
+    tanh = scores.tanh_() if softcap else None
+    weights = scores if tanh is None else tanh * softcap
     if mask is not None:
         weights += mask
     weights = weights.sub_(_q_heads(lse_BRH.unsqueeze(-1), wide, groups)).exp_()
@@ -180,17 +182,17 @@ def capped_backward(
     delta = torch.linalg.vecdot(dout, _q_heads(out, wide, groups)).unsqueeze(-1)
     dv = (weights.transpose(-1, -2) @ dout).sum(2)
     dscores = (dout @ _kv_heads(v_BKGE, wide).transpose(-1, -2)).sub_(delta).mul_(weights)
-    dscores *= tanh.square_().neg_().add_(1.0).mul_(scale)
+    dscores *= scale if tanh is None else tanh.square_().neg_().add_(1.0).mul_(scale)
     dq = dscores @ _kv_heads(k_BKGD, wide)
     dk = (dscores.transpose(-1, -2) @ _q_heads(q_BRHD, wide, groups)).sum(2)
     return _rows(dq).to(q_BRHD.dtype), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _tanh_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Compute ``tanh(scale * q . k)`` as ``[B, G, H / G, R, K]``."""
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Compute ``scale * q . k`` as ``[B, G, H / G, R, K]``."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     queries = _q_heads(q, wide, q.shape[2] // k.shape[2])
-    return (queries @ _kv_heads(k, wide).transpose(-1, -2)).mul_(scale).tanh_()
+    return (queries @ _kv_heads(k, wide).transpose(-1, -2)).mul_(scale)
 
 
 def _q_heads(x: Tensor, dtype: torch.dtype, groups: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_thd.attention.kernels.raw import RawKernel, Saved, empty_gradients, one_size
+from lightning_thd.attention.kernels.raw import Saved, empty_gradients, one_size
 from lightning_thd.attention.spec import AttentionSpec, Offsets
 
 
@@ -210,5 +210,4 @@ class Flash4:
         }
 
 
-KERNELS: dict[int, RawKernel] = {2: Flash2(), 3: Flash3(), 4: Flash4()}
 MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute.interface"}

@@ -1,0 +1,223 @@
+"""Tensors of any device and dtype -> attention by torch's basic operators, in groups of like lengths.
+
+Without softcap, sinks and log-sum-exp a group is one call of ``scaled_dot_product_attention``, else it is
+matrix products. A group is padded with rows of its own sequences, so nothing crosses from one to another.
+Lengths are needed on the host: offsets on a device are read once a batch.
+
+Legend: T slots, B sequences of a group, R rows of queries, K keys, H query heads, G key-value heads, D head
+    size, E value head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_thd.attention.kernels.cpu_tiles import product_backward, product_forward
+from lightning_thd.attention.kernels.raw import Saved
+from lightning_thd.attention.spec import AttentionSpec, Offsets
+
+# Padding may lengthen a group's shortest sequence by this factor and so many rows.
+_PADDING, _FREE = 1.25, 8
+# A group holds at most this many scores of a head, 4 MiB in fp32.
+_SCORES = 1 << 20
+# The offsets on the host of device tensors, each with the tensor's version.
+_KNOWN: Any = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of the pack that form a padded batch of ``length`` rows each.
+
+    ``taken`` are the pack's rows, padding included. ``real`` are rows of the batch whose result counts, and
+    ``target`` the pack's rows they belong to.
+    """
+
+    taken: Tensor
+    real: Tensor
+    target: Tensor
+    length: int
+
+    def batch(self, x: Tensor) -> Tensor:
+        """Return rows of ``[T, ...]`` as a batch ``[B, length, ...]``."""
+        return x.index_select(0, self.taken).view(-1, self.length, *x.shape[1:])
+
+    def write(self, whole: Tensor, part: Tensor) -> None:
+        """Write the rows of ``[B, length, ...]`` that count to ``[T, ...]``."""
+        whole.index_copy_(0, self.target, part.flatten(0, 1).index_select(0, self.real).to(whole.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences of like length as one batch; ``hidden`` is bool ``[B, 1, R, K]``, or None if ``causal``."""
+
+    q: Rows
+    k: Rows
+    hidden: Tensor | None
+    causal: bool
+
+
+class PortableKernel:
+    """Attention by matrix products as a raw kernel: any head sizes, softcap, and the log-sum-exp."""
+
+    def sizes(self, head_size: int, value_size: int) -> tuple[int, int] | None:
+        """Return both head sizes unchanged: products run any."""
+        return head_size, value_size
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor]:
+        """Return out in the dtype of q and lse in fp32 (fp64 for fp64)."""
+        out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+        for group, mask in _masked_groups(at, spec, lse):
+            given = group.q.batch(q), group.k.batch(k), group.k.batch(v)
+            parts = product_forward(*given, mask=mask, scale=spec.scale, softcap=spec.softcap)
+            group.q.write(out, parts[0])
+            group.q.write(lse, parts[1])
+        return out, lse
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def backward(
+        self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv, recomputed from lse."""
+        q, k, v, out, lse = saved
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        for group, mask in _masked_groups(at, spec, lse):
+            weighs = lse.new_full((len(group.q.taken), lse.shape[1]), torch.inf)  # padding weighs nothing
+            weighs.index_copy_(0, group.q.real, lse.index_select(0, group.q.target))
+            rows = [group.q.batch(x) for x in (grad, q, out)]
+            keys = group.k.batch(k), group.k.batch(v)
+            parts = product_backward(
+                *(rows[0], rows[1], *keys, rows[2], weighs.view(rows[0].shape[:3])),
+                mask=mask,
+                scale=spec.scale,
+                softcap=spec.softcap,
+            )
+            group.q.write(dq, parts[0])
+            group.k.write(dk, parts[1])
+            group.k.write(dv, parts[2])
+        return dq, dk, dv
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend(q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec) -> Tensor:
+    """Attend by ``scaled_dot_product_attention`` a group, differentiated by torch; no softcap, no sinks."""
+    heads, value_size = q.shape[1], v.shape[2]
+    if k.shape[1] != heads:
+        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    parts = [q.new_zeros(1, heads, value_size)]  # the row of queries that see nothing
+    source = torch.zeros(q.shape[0], dtype=torch.int64, device=q.device)
+    filled = 1
+    for group in _groups(at, spec):
+        batch = (group.q.batch(q), group.k.batch(k), group.k.batch(v))
+        rows, keys, values = (x.transpose(1, 2) for x in batch)
+        seen = None if group.hidden is None else _never_blind(~group.hidden)
+        part = scaled_dot_product_attention(
+            rows, keys, values, attn_mask=seen, is_causal=group.causal, scale=spec.scale
+        )
+        parts.append(part.transpose(1, 2).flatten(0, 1))
+        source[group.q.target] = group.q.real + filled
+        filled += len(group.q.taken)
+    return torch.cat(parts).index_select(0, source)
+
+
+def _never_blind(seen: Tensor) -> Tensor:
+    """Let a row that sees nothing see its first key, as softmax over nothing is NaN; its result is unused."""
+    first = torch.zeros_like(seen)
+    first[..., 0] = ~seen.any(-1)
+    return seen | first
+
+
+def _groups(at: Offsets, spec: AttentionSpec) -> tuple[Group, ...]:
+    offsets = host_offsets(at.cu_q), host_offsets(at.cu_kv)
+    return _make_groups(*offsets, spec.left, spec.right, at.cu_q.device)
+
+
+def _masked_groups(at: Offsets, spec: AttentionSpec, like: Tensor) -> Iterator[tuple[Group, Tensor | None]]:
+    """Yield the groups of a call, each with its additive mask in the dtype of ``like``."""
+    for group in _groups(at, spec):
+        hidden = None if group.hidden is None else group.hidden.unsqueeze(1)
+        if group.causal:
+            square = torch.ones(group.q.length, group.k.length, dtype=torch.bool, device=like.device)
+            hidden = square.triu(1)
+        if hidden is None:
+            yield group, None
+        else:
+            zeros = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+            yield group, zeros.masked_fill(hidden, -torch.inf)
+
+
+def host_offsets(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Return offsets as ints; those of a device tensor are read once and kept while it is unchanged."""
+    known = _KNOWN.get(cu_seqlens)
+    if known is None or known[0] != cu_seqlens._version:
+        known = cu_seqlens._version, tuple(cu_seqlens.tolist())
+        _KNOWN[cu_seqlens] = known
+    offsets: tuple[int, ...] = known[1]
+    return offsets
+
+
+def know_offsets(cu_seqlens: Tensor, lengths: Sequence[int]) -> None:
+    """Remember the lengths behind offsets on a device, so that they are never read back."""
+    _KNOWN[cu_seqlens] = cu_seqlens._version, tuple(accumulate(lengths, initial=0))
+
+
+@lru_cache(maxsize=32)
+def _make_groups(
+    cu_q: tuple[int, ...], cu_kv: tuple[int, ...], left: int, right: int, device: torch.device
+) -> tuple[Group, ...]:
+    """Group sequences of like length, shortest first; sequences without queries or keys are left out."""
+    found = [(b - a, d - c, a, c) for (a, b), (c, d) in zip(pairwise(cu_q), pairwise(cu_kv), strict=True)]
+    waiting = sorted(x for x in found if x[0] and x[1])
+    groups: list[list[tuple[int, int, int, int]]] = []
+    for one in waiting:
+        last = groups[-1] if groups else []
+        keys = [x[1] for x in (*last, one)]
+        alike = last and one[0] <= _PADDING * last[0][0] + _FREE and max(keys) <= _PADDING * min(keys) + _FREE
+        if alike and len(keys) * one[0] * max(keys) <= _SCORES:
+            last.append(one)
+        else:
+            groups.append([one])
+    return tuple(_make_group(members, left, right, device) for members in groups)
+
+
+def _make_group(
+    members: list[tuple[int, int, int, int]], left: int, right: int, device: torch.device
+) -> Group:
+    lengths, key_lengths, starts, key_starts = np.array(members, dtype=np.int64).T
+    rows, keys = int(lengths.max()), int(key_lengths.max())
+    row, key = np.arange(rows), np.arange(keys)
+    real, real_k = row < lengths[:, None], key < key_lengths[:, None]
+    q = starts[:, None] + np.where(real, row, 0)
+    k = key_starts[:, None] + np.where(real_k, key, 0)
+    # queries never see the padding behind them
+    causal = right == 0 and left < 0 and bool((lengths == key_lengths).all())
+    hidden = None
+    if not causal:
+        distance = key - row[:, None] - (key_lengths - lengths)[:, None, None]
+        mask = ~real_k[:, None, :] | np.zeros((1, rows, 1), dtype=bool)
+        mask |= (distance < -left) if left >= 0 else False
+        mask |= (distance > right) if right >= 0 else False
+        hidden = torch.from_numpy(mask[:, None]) if mask.any() else None
+    if right >= 0:  # the first queries may see nothing
+        real &= row + (key_lengths - lengths)[:, None] + right >= 0
+    sides = _rows(q, real, device), _rows(k, real_k, device)
+    return Group(*sides, None if hidden is None else hidden.to(device), causal)
+
+
+def _rows(taken: Any, real: Any, device: torch.device) -> Rows:
+    arrays = (taken.ravel(), np.flatnonzero(real), taken[real])
+    a, b, c = (torch.from_numpy(x).to(device) for x in arrays)
+    return Rows(a, b, c, taken.shape[1])
