@@ -13,14 +13,17 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from lightning_thd._checks import instance
+from lightning_thd._checks import instance, whole_number
 from lightning_thd.flops.backward import checkpointing
-from lightning_thd.precision import te, torchao
-from lightning_thd.precision.checks import check_device, check_model, check_selection, check_whole
-from lightning_thd.precision.recipes import Recipe, resolve
+from lightning_thd.precision import engines
+from lightning_thd.precision.engines import is_converted
+from lightning_thd.precision.recipes import Recipe, check_device, resolve
 
 KEEP = ("lm_head", "*router*", "*gate", "visual.*", "vision_tower.*", "vision_model.*", "*lora_*")
 _HOOKS = (
@@ -118,9 +121,8 @@ def replace_layers(
     kept: dict[str, str] = {}
     done: dict[int, nn.Module] = {}
     if recipe.engine == "torchao" and not recipe.emulate:
-        torchao.patch_inductor()
+        engines.patch_inductor()
     parents = list(model.named_modules(remove_duplicate=False))
-    make = te.make_linear if recipe.engine == "te" else torchao.make_linear
     for path, parent in parents:
         for child_name, child in list(parent.named_children()):
             name = f"{path}.{child_name}" if path else child_name
@@ -129,14 +131,14 @@ def replace_layers(
                 continue
             reason = _reason(name, child, recipe, keep, convert, min_features)
             if reason is None and isinstance(child, nn.Linear):
-                replacement = done[id(child)] = _take_over(child, make(child, recipe), recipe)
+                replacement = done[id(child)] = _take_over(child, engines.make_linear(child, recipe), recipe)
                 done[id(replacement)] = replacement
                 setattr(parent, child_name, replacement)
                 names.append(name)
             elif reason:
                 kept[name] = reason
     if names and recipe.engine == "te":
-        model.get_submodule(names[0]).register_forward_pre_hook(te.WarnOutside())
+        model.get_submodule(names[0]).register_forward_pre_hook(engines.WarnOutside())
     if isinstance(model, nn.Linear):
         kept[""] = "is the model itself, which cannot be replaced in place"
     model.__dict__[_MARK] = recipe
@@ -157,7 +159,7 @@ def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManage
     """
     instance(model, "model", nn.Module, advice="Pass the model that convert_linear converted.")
     recipe = recipe_of(model)
-    return te.autocast(recipe, group) if recipe is not None and recipe.engine == "te" else nullcontext()
+    return engines.autocast(recipe, group) if recipe is not None and recipe.engine == "te" else nullcontext()
 
 
 def in_low_precision(
@@ -183,7 +185,7 @@ def in_low_precision(
         )
 
     def run(called: nn.Module, batch: Any) -> torch.Tensor:
-        with te.autocast(recipe, group if torch.is_grad_enabled() else None):
+        with engines.autocast(recipe, group if torch.is_grad_enabled() else None):
             return loss_fn(called, batch)
 
     return run
@@ -196,11 +198,6 @@ def recipe_of(model: nn.Module) -> Recipe | None:
             recipe: Recipe = found
             return recipe
     return None
-
-
-def is_converted(module: nn.Module) -> bool:
-    """Return whether a layer multiplies in FP8, by this package's conversion or an engine's own."""
-    return te.is_linear(module) or torchao.is_linear(module)
 
 
 def _take_over(child: nn.Linear, replacement: nn.Module, recipe: Recipe) -> nn.Module:
@@ -257,3 +254,61 @@ def product_reason(child: nn.Module) -> str:
     if any(parameter.dim() == 3 for parameter in child.parameters(recurse=False)):
         return "holds the weights of experts in one tensor, run by grouped products"
     return ""
+
+
+def check_model(module: nn.Module, recipe: Recipe) -> None:
+    """Refuse a model that an FP8 engine would compute wrongly or not at all."""
+    layers = [name for name, child in module.named_modules() if engines.is_te_layer(child)]
+    if layers:
+        raise MisconfigurationException(
+            f"{type(module).__name__} has Transformer Engine layers already ({_few(layers)}). Build it with "
+            "torch.nn.Linear, or keep your layers and enter transformer_engine.pytorch.autocast yourself."
+        )
+    check_whole(module, recipe)
+
+
+def check_whole(module: nn.Module, recipe: Recipe) -> None:
+    """Refuse sharded weights (DTensor) with Transformer Engine, before or after conversion."""
+    sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+    if recipe.engine == "te" and sharded:
+        raise MisconfigurationException(
+            f"engine='te' with weights sharded by FSDP2 or tensor parallelism ({_few(sharded)}) is not "
+            f"tested. {_WHOLE}"
+        )
+
+
+def check_strategy(strategy: object, recipe: Recipe) -> None:
+    """Refuse a strategy that will shard the weights of Transformer Engine's layers."""
+    if recipe.engine == "te" and isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):
+        raise MisconfigurationException(
+            f"engine='te' with {type(strategy).__name__}, which shards the weights by FSDP or tensor "
+            f"parallelism, is not tested. {_WHOLE}"
+        )
+
+
+_WHOLE = "Use engine='torchao', or THDDDPStrategy, which keeps weights whole."
+
+
+def check_selection(keep: tuple[object, ...], convert: object, min_features: object, emulate: object) -> None:
+    """Check the arguments that choose which layers are converted."""
+    if not all(isinstance(one, str) for one in keep):
+        raise TypeError(f"keep={keep!r}; wanted names of layers, such as ('lm_head', '*router*').")
+    if convert is not None and not callable(convert):
+        raise TypeError(f"convert={convert!r}; wanted a function of name and layer, or None.")
+    whole_number(min_features, "min_features", advice="0 converts layers of any size.")
+    if not isinstance(emulate, bool):
+        raise TypeError(f"emulate={emulate!r}; wanted True or False.")
+
+
+def check_weights(module: nn.Module) -> None:
+    """Refuse a model in float16, which neither FP8's scales nor a cast to bfloat16 keep."""
+    for name, parameter in module.named_parameters():
+        if parameter.dtype == torch.float16:
+            raise ValueError(
+                f"{name} is torch.float16: FP8 takes weights in torch.bfloat16 or torch.float32. Load the "
+                "model in one of them: a cast from float16 would lose digits, or range."
+            )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

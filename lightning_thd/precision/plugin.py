@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -18,17 +20,46 @@ from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDStep
 from lightning_thd.flops.backward import checkpointing
 from lightning_thd.parallel.shard import THDShard
-from lightning_thd.precision import te
-from lightning_thd.precision.checks import (
-    check_device,
-    check_dtype,
+from lightning_thd.precision import engines
+from lightning_thd.precision.convert import (
+    KEEP,
+    Converted,
     check_selection,
     check_strategy,
     check_weights,
+    patterns,
+    recipe_of,
+    replace_layers,
 )
-from lightning_thd.precision.convert import KEEP, Converted, is_converted, patterns, recipe_of, replace_layers
-from lightning_thd.precision.layout import ParallelLayout, layout_of
-from lightning_thd.precision.recipes import resolve
+from lightning_thd.precision.engines import is_converted
+from lightning_thd.precision.recipes import check_device, check_dtype, resolve
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelLayout:
+    """The parallel sizes and groups of a strategy that FP8 depends on; ``group`` shares statistics."""
+
+    cp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    context_layout: Layout = "dual_chunk"
+    group: Any = None
+
+
+def layout_of(strategy: Any) -> ParallelLayout:
+    """Return the layout of a strategy of ours, or of Lightning's whose ranks hold different packs."""
+    cp = getattr(strategy, "context_parallel_size", 1)
+    if not isinstance(cp, int):
+        cp = int(getattr(strategy, "max_context_parallel_size", 1) or 1)
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return ParallelLayout(
+        cp=cp,
+        tp=int(getattr(strategy, "tensor_parallel_size", 1) or 1),
+        sequence_parallel=bool(getattr(strategy, "sequence_parallel", False)),
+        context_layout=getattr(strategy, "context_parallel_layout", "dual_chunk"),
+        # data, context and tensor ranks together are the job: there is no axis of other layers in it
+        group=dist.group.WORLD if several else None,
+    )
 
 
 class FP8Precision(Precision):
@@ -143,7 +174,7 @@ class FP8Precision(Precision):
         """
         with ExitStack() as stack:
             if self._recomputes:
-                stack.enter_context(te.autocast(self.recipe, None))
+                stack.enter_context(engines.autocast(self.recipe, None))
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     def convert_input(self, data: Any) -> Any:
@@ -165,7 +196,7 @@ class FP8Precision(Precision):
         if not self.recipe.emulate:  # on a CPU, where emulation runs, torchao does not follow autocast
             stack.enter_context(torch.autocast(self._device_type, dtype=torch.bfloat16))
         if self.recipe.engine == "te":
-            stack.enter_context(te.autocast(self.recipe, group))
+            stack.enter_context(engines.autocast(self.recipe, group))
         return stack
 
     def _is_converted(self, module: nn.Module) -> bool:

@@ -1,10 +1,13 @@
-"""The name of a recipe, or an engine's recipe -> its demands on devices, layers and packs."""
+"""The name of a recipe, or an engine's recipe -> its demands on devices, layers and packs, checked."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd._checks import instance
 from lightning_thd._imports import require
@@ -98,12 +101,7 @@ _TE_CLASSES = {
 
 
 def resolve(recipe: Any, engine: str, *, emulate: bool = False) -> Recipe:
-    """Return the ``Recipe`` for a user's name or recipe object, importing its engine.
-
-    Raises:
-        ValueError: for an engine, or a name, that does not exist; for ``emulate`` with Transformer Engine.
-        ModuleNotFoundError: when the engine is not installed.
-    """
+    """Return the ``Recipe`` for a user's name or recipe object, importing its engine."""
     instance(emulate, "emulate", bool, advice="Pass True or False.")
     if not isinstance(engine, str) or engine not in ("te", "torchao"):
         raise ValueError(f"engine={engine!r} is not 'te' (Transformer Engine) or 'torchao'.")
@@ -172,3 +170,61 @@ def _torchao_object(config: Any, emulate: bool) -> Recipe:
     return replace(
         known, config=replace(config, emulate=emulate), emulate=emulate, gradients=2 if high else 3
     )
+
+
+_ELSE = "Train in bf16 (Trainer(precision='bf16-true')), or try FP8 on any device with engine='torchao', "
+_EMULATE = _ELSE + "emulate=True, which rounds to FP8 and gains no time."
+
+
+def check_device(recipe: Recipe, device: torch.device) -> None:
+    """Refuse a device that cannot multiply in the recipe's format."""
+    if recipe.emulate:
+        return
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise MisconfigurationException(
+            f"recipe={recipe.name!r} needs a CUDA device of compute capability "
+            f"{_dotted(recipe.capability)} or higher; training runs on {device.type!r}. {_EMULATE}"
+        )
+    if torch.version.hip is not None:
+        if recipe.engine == "te":
+            raise MisconfigurationException(
+                "engine='te' is NVIDIA's. On an AMD GPU of the MI300 series or later use engine='torchao'."
+            )
+        return
+    capability = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    if capability < recipe.capability:
+        raise MisconfigurationException(
+            f"{name} has compute capability {_dotted(capability)}; recipe={recipe.name!r} needs "
+            f"{_dotted(recipe.capability)}. {_other(capability)}"
+        )
+    if recipe.below is not None and capability >= recipe.below:
+        raise MisconfigurationException(
+            f"{name} has compute capability {_dotted(capability)}; Transformer Engine has no "
+            f"{recipe.name!r} products from {_dotted(recipe.below)} on. {_other(capability)}"
+        )
+    cuda = tuple(int(part) for part in str(torch.version.cuda or "0.0").split(".")[:2])
+    if cuda < recipe.cuda:
+        raise MisconfigurationException(
+            f"recipe={recipe.name!r} needs CUDA {_dotted(recipe.cuda)}; this torch was built for "
+            f"{torch.version.cuda}. Install a newer build of torch, or use recipe='current'."
+        )
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Refuse a dtype of weights other than bfloat16 and float32."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"weights_dtype={dtype} does not go with FP8: use torch.bfloat16, or torch.float32 for weights "
+            "in full precision."
+        )
+
+
+def _other(capability: tuple[int, int]) -> str:
+    if capability < (8, 9):
+        return _EMULATE
+    return "Use recipe='current', which runs from 8.9 on."
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -12,7 +12,8 @@ from lightning_thd.flops.backward import weights_by_layer
 from lightning_thd.flops.families.layers import active_share
 from lightning_thd.flops.families.sizes import Sizes
 from lightning_thd.flops.model import FlopsModel
-from lightning_thd.precision.convert import is_converted, product_reason, recipe_of
+from lightning_thd.precision.convert import product_reason, recipe_of
+from lightning_thd.precision.engines import is_converted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,7 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_thd.precision.checks import check_device
-from lightning_thd.precision.recipes import resolve
+from lightning_thd.precision.recipes import check_device, resolve
 from tests.precision import standins
 
 

@@ -13,9 +13,8 @@ from torch import nn
 from lightning_thd import causal_lm_loss
 from lightning_thd.precision import FP8Precision, convert_linear, fp8_context, fp8_report
 from lightning_thd.precision import plugin as plugin_module
-from lightning_thd.precision.checks import check_device, check_strategy
-from lightning_thd.precision.convert import in_low_precision
-from lightning_thd.precision.recipes import Recipe, resolve
+from lightning_thd.precision.convert import check_strategy, in_low_precision
+from lightning_thd.precision.recipes import Recipe, check_device, resolve
 from tests.precision import standins
 from tests.precision.runs import DATA, Module, fit, llama
 from tests.precision.standins import State

@@ -15,7 +15,7 @@ from lightning_thd import THDDataModule
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch
 from lightning_thd.precision import FP8Precision, convert_linear, fp8_report
-from lightning_thd.precision.convert import is_converted
+from lightning_thd.precision.engines import is_converted
 from tests.precision.runs import DATA, Module, fit, llama, mixtral
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

@@ -1,4 +1,4 @@
-"""An ``nn.Linear`` -> Transformer Engine's, and the region its products run in, in versions from 2.4 on."""
+"""An ``nn.Linear`` -> the layer of Transformer Engine (2.4 on) or torchao that multiplies in FP8."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from torch import nn
 from lightning_thd._imports import require
 from lightning_thd.precision.recipes import Recipe
 
+_TORCHAO = "engine='torchao'"
+
 
 def make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
-    """Build Transformer Engine's linear layer with the parameters of ``child``.
-
-    It is built on the meta device, so that no memory is taken twice, and takes the weight and bias over.
-    """
+    """Build the engine's layer with the parameters of ``child``."""
+    made: nn.Module
+    if recipe.engine == "torchao":
+        module = require("torchao.float8.float8_linear", feature=_TORCHAO)
+        made = module.Float8Linear.from_float(child, config=recipe.config)
+        return made
     engine = require("transformer_engine.pytorch", feature="engine='te'")
-    made: nn.Module = engine.Linear(
+    made = engine.Linear(
         child.in_features,
         child.out_features,
         bias=child.bias is not None,
         params_dtype=child.weight.dtype,
-        device="meta",
+        device="meta",  # no memory is taken twice
     )
     made.weight = child.weight
     if child.bias is not None:
@@ -33,19 +37,22 @@ def make_linear(child: nn.Linear, recipe: Recipe) -> nn.Module:
     return made
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is Transformer Engine's linear layer, without importing the engine."""
-    loaded = sys.modules.get("transformer_engine.pytorch")
-    return loaded is not None and isinstance(module, loaded.Linear)
+def is_converted(module: nn.Module) -> bool:
+    """Return whether a layer multiplies in FP8, by this package's conversion or an engine's own."""
+    te = sys.modules.get("transformer_engine.pytorch")
+    if te is not None and isinstance(module, te.Linear):
+        return True
+    torchao = sys.modules.get("torchao.float8.float8_linear")
+    return torchao is not None and isinstance(module, torchao.Float8Linear)
+
+
+def is_te_layer(module: nn.Module) -> bool:
+    """Return whether a module is one of Transformer Engine's."""
+    return any(cls.__module__.startswith("transformer_engine.") for cls in type(module).__mro__)
 
 
 def autocast(recipe: Recipe, group: Any = None) -> AbstractContextManager[Any]:
-    """Enter Transformer Engine's low-precision region, under the name its version uses.
-
-    Args:
-        recipe: of Transformer Engine.
-        group: the ranks that share the statistics of delayed scaling; None for this rank alone.
-    """
+    """Enter Transformer Engine's low-precision region, under the name its version uses."""
     engine = require("transformer_engine.pytorch", feature="engine='te'")
     region: AbstractContextManager[Any]
     if hasattr(engine, "autocast"):
@@ -84,3 +91,16 @@ class WarnOutside:
                 "so in bf16. Use Trainer(plugins=FP8Precision(...)), or run the model in "
                 "`with lightning_thd.precision.fp8_context(model):`."
             )
+
+
+def patch_inductor() -> None:
+    """Apply torchao's workaround of a Triton fault, as its own conversion does before compiling."""
+    patch = sys.modules.get("torchao.float8._inductor_patch")
+    if patch is None:
+        try:
+            patch = require("torchao.float8._inductor_patch", feature=_TORCHAO)
+        except ModuleNotFoundError:  # before torchao 0.18
+            return
+    apply = getattr(patch, "_patch_inductor_min_max_codegen", None)
+    if apply is not None:
+        apply()
