@@ -255,13 +255,14 @@ def choose(backend: Backend, request: Request) -> Kernel:
 
 def _say_slow(kernel: Kernel, request: Request) -> None:
     """Print once what would be faster than a kernel that runs everywhere, and how to get it."""
-    lines = []
+    reasons: dict[str, list[str]] = {}
     for other in _FASTEST.get(request.capability or 0, _USUAL):
         row = SUPPORT[other]
         if row.slow or row.device != request.device:
             continue
         reason, absent = why_not(other, request), missing(other)
-        lines.append(f"{other} {reason}" if reason is not None else f"{other} would run it, but {absent}")
+        reasons.setdefault(reason or f"would run it, but {absent}", []).append(other)
+    lines = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
     said = (kernel, *lines)
     if said in _SAID:
         return
