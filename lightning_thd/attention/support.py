@@ -320,7 +320,10 @@ def missing(kernel: Kernel) -> str | None:
     row = SUPPORT[kernel]
     if row.probe is None or available(row.probe):
         return None
-    return trouble(row.probe, row.install)
+    if row.backend != "flash":
+        return trouble(row.probe, row.install)
+    prebuilt = flash.prebuilt_trouble(int(kernel[-1]))
+    return None if prebuilt is None else f"{trouble(row.probe, row.install)}{prebuilt}"
 
 
 def support_table() -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_thd._imports import available
-from lightning_thd.attention.kernels import cpu, te
+from lightning_thd.attention.kernels import cpu, flash, te
 from lightning_thd.attention.kernels.cpu import varlen_attention_cpu
 from lightning_thd.attention.spec import AttentionSpec
 
@@ -512,7 +512,40 @@ def install_efficient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", efficient_backward)
 
 
+def install_prebuilt(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None = None
+) -> list[tuple[str, int]]:
+    """Make the package ``kernels`` importable, with flash-attn 2 and 3 or an error; return the requests."""
+    asked = []
+    contents = {
+        "kernels-community/flash-attn2": {
+            "_wrapped_flash_attn_varlen_forward": flash2_forward,
+            "_wrapped_flash_attn_varlen_backward": flash2_backward,
+        },
+        "kernels-community/flash-attn3": {
+            "_flash_attn_forward": Operator(flash3_forward),
+            "_flash_attn_backward": Operator(flash3_backward),
+        },
+    }
+
+    def get_kernel(repo_id: str, *, version: int) -> Any:
+        asked.append((repo_id, version))
+        if error is not None:
+            raise error
+        return types.SimpleNamespace(flash_attn_interface=types.SimpleNamespace(**contents[repo_id]))
+
+    module = types.ModuleType("kernels")
+    module.__spec__ = importlib.machinery.ModuleSpec("kernels", None)
+    module.get_kernel = get_kernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kernels", module)
+    monkeypatch.setattr(flash, "_sees_gpu", lambda: True)
+    forget()
+    return asked
+
+
 def forget() -> None:
     """Drop what was cached about the doubles."""
     available.cache_clear()
+    flash.prebuilt_trouble.cache_clear()
+    flash._INTERFACES.clear()
     te._module.cache_clear()

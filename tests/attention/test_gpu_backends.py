@@ -306,3 +306,32 @@ def test_transformer_engine_chooses_once_for_every_window(on_cuda: pytest.Monkey
         for window in (None, 2):
             varlen_attention(q, k, v, cu([4]), cu([4]), 4, 4, window=window, backend="te")
     assert choices == [(4, (-1, 0)), (4, (1, 0))]
+
+
+@pytest.mark.parametrize("capability", [8, 9])
+def test_prebuilt_flash_kernels_run_where_none_is_installed(
+    on_cuda: pytest.MonkeyPatch, capability: int
+) -> None:
+    asked = standins.install_prebuilt(on_cuda)
+    request = Request(
+        device="cuda", dtype=torch.bfloat16, head_size=16, value_size=16, spec=make_spec(16, softcap=2.0),
+        capability=capability,
+    )  # fmt: skip
+    assert choose("auto", request) == ("flash3" if capability == 9 else "flash2")
+    kernel = ("flash-attn3", 1) if capability == 9 else ("flash-attn2", 4)
+    assert asked[0] == (f"kernels-community/{kernel[0]}", kernel[1])
+    q, k, v = (normal(11, h, 16) for h in (4, 2, 2))
+    out = varlen_attention(q, k, v, cu([4, 7]), cu([4, 7]), 7, 7, softcap=2.0, backend="flash")
+    expected, _ = dense_attention(q, k, v, [4, 7], [4, 7], left=-1, right=0, softcap=2.0)
+    torch.testing.assert_close(out.double(), expected, **TOLERANCE)
+    out.sum().backward()
+    assert q.grad is not None
+
+
+def test_a_prebuilt_kernel_that_does_not_load_says_so_in_one_line(on_cuda: pytest.MonkeyPatch) -> None:
+    standins.install_prebuilt(on_cuda, OSError("no network\nsecond line"))
+    q, k, v = (normal(4, 2, 16) for _ in range(3))
+    with pytest.raises(ValueError, match="the prebuilt kernels-community/flash-attn2 did not load") as error:
+        varlen_attention(q, k, v, cu([4]), cu([4]), 4, 4, backend="flash")
+    assert "OSError: no network)" in str(error.value)
+    assert "second line" not in str(error.value)

@@ -2,21 +2,66 @@
 
 Each is driven through its forward that returns the log-sum-exp and its backward that takes it, so that sinks
 and context parallelism work the same on all three. Signatures: flash-attn 2.8, hopper/flash_attn_interface.py
-of its 2.8.3 tag and of main, and flash-attn-4 4.0.0b36. Their imports stand in the functions, where
-torch.compile follows them; ``support`` has checked that they succeed.
+of its 2.8.3 tag and of main, and flash-attn-4 4.0.0b36. Functions import them, because torch.compile follows
+imports there; ``support`` has checked that they succeed. Where versions 2 and 3 are not installed, prebuilt
+ones come through the package ``kernels``; their interfaces are those of the packages.
 """
 
 from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import Any
+from types import ModuleType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from lightning_thd._imports import installed, require
 from lightning_thd.attention.kernels.raw import Saved, empty_gradients, one_size
 from lightning_thd.attention.spec import AttentionSpec, Offsets
+
+# Repositories of prebuilt kernels on the Hugging Face hub with their versions, as transformers 5 pins them.
+PREBUILT: Final = {2: ("kernels-community/flash-attn2", 4), 3: ("kernels-community/flash-attn3", 1)}
+_INTERFACES: dict[int, Any] = {}
+
+
+@cache
+def prebuilt_trouble(version: int) -> str | None:
+    """Load a prebuilt flash-attn, once a process; return what is missing, or None."""
+    if version not in PREBUILT or not _sees_gpu():
+        return ""
+    if not installed("kernels"):
+        return "; or, prebuilt: pip install kernels"
+    repository, revision = PREBUILT[version]
+    try:
+        get_kernel: Any = require("kernels", feature="backend='flash'").get_kernel
+        loaded: ModuleType = get_kernel(repository, version=revision)
+        _INTERFACES[version] = loaded.flash_attn_interface
+    except Exception as err:  # no network, no build for this torch, another layout
+        line = (str(err).splitlines() or [""])[0]
+        return f"; and the prebuilt {repository} did not load ({type(err).__name__}: {line})"
+    return None
+
+
+def _sees_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def _flash2() -> Any:
+    if 2 in _INTERFACES:
+        return _INTERFACES[2]
+    from flash_attn import flash_attn_interface
+
+    return flash_attn_interface
+
+
+def _flash3() -> Any:
+    if 3 in _INTERFACES:
+        return _INTERFACES[3]
+    import flash_attn_interface
+
+    return flash_attn_interface
 
 
 class Flash2:
@@ -28,9 +73,8 @@ class Flash2:
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         """Call ``_flash_attn_varlen_forward``."""
-        from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_forward
-
-        out, lse, *_ = _wrapped_flash_attn_varlen_forward(
+        run = _flash2()._wrapped_flash_attn_varlen_forward
+        out, lse, *_ = run(
             q,
             k,
             v,
@@ -54,10 +98,9 @@ class Flash2:
         self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call ``_flash_attn_varlen_backward``, which writes into the gradients it is given."""
-        from flash_attn.flash_attn_interface import _wrapped_flash_attn_varlen_backward
-
+        run = _flash2()._wrapped_flash_attn_varlen_backward
         dq, dk, dv = empty_gradients(saved)
-        _wrapped_flash_attn_varlen_backward(
+        run(
             grad,
             *saved[:4],
             saved.lse.t().contiguous(),
@@ -89,20 +132,18 @@ class Flash3:
         self, q: Tensor, k: Tensor, v: Tensor, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor]:
         """Call ``_flash_attn_forward``."""
-        from flash_attn_interface import _flash_attn_forward
-
-        options = _flash3_options(_flash_attn_forward, at, spec)
-        out, lse, *_ = _flash_attn_forward(q, k, v, num_splits=1, **options)
+        run = _flash3()._flash_attn_forward
+        options = _flash3_options(run, at, spec)
+        out, lse, *_ = run(q, k, v, num_splits=1, **options)
         return out, lse.t()
 
     def backward(
         self, grad: Tensor, saved: Saved, at: Offsets, spec: AttentionSpec
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Call ``_flash_attn_backward``, which writes into the gradients it is given."""
-        from flash_attn_interface import _flash_attn_backward
-
+        run = _flash3()._flash_attn_backward
         dq, dk, dv = empty_gradients(saved)
-        _flash_attn_backward(
+        run(
             grad,
             *saved[:4],
             saved.lse.t().contiguous(),
@@ -110,7 +151,7 @@ class Flash3:
             dk=dk,
             dv=dv,
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            **_flash3_options(_flash_attn_backward, at, spec),
+            **_flash3_options(run, at, spec),
         )
         return dq, dk, dv
 
