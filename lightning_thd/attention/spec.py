@@ -52,19 +52,9 @@ def make_spec(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> AttentionSpec:
-    """Check and normalise the options of ``varlen_attention``.
+    """Check and normalise the options of ``varlen_attention``; its docstring explains them.
 
-    Args:
-        head_size: of queries and keys; the default scale is its inverse square root.
-        causal: hide the keys after a query's own position.
-        window: None; or with ``causal`` an int W: the last W keys, the query's own included, as Hugging
-            Face's ``sliding_window``; or ``(left, right)`` keys before and after, -1 for all, as
-            flash-attn's ``window_size``.
-        scale: None is ``head_size ** -0.5``.
-        softcap: None or 0 is none.
-
-    Returns:
-        The specification. ``make_spec(64, window=512)`` has left 511, right 0, scale 0.125.
+    ``make_spec(64, window=512)`` has left 511, right 0, scale 0.125.
     """
     instance(causal, "causal", bool, np.bool_, advice="Pass True or False.")
     for name, value in (("scale", scale), ("softcap", softcap)):

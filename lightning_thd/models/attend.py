@@ -73,28 +73,9 @@ def thd_attention(
     """Attend inside the sequences of a pack: the function behind ``attn_implementation="thd"``.
 
     The boundaries come from the arguments, else from the pack the model announced, else every row is one
-    sequence. Layers of one kind share what was checked and chosen for the announced pack.
-
-    Args:
-        module: the attention layer; its ``is_causal`` and ``sliding_window`` replace arguments not given.
-        query: ``[B, H, T, D]``.
-        key: ``[B, G, T, D]``.
-        value: ``[B, G, T, E]``.
-        attention_mask: must be None, or what ``thd_mask`` made.
-        dropout: must be 0.
-        scaling: of the scores; None is ``D ** -0.5``.
-        sliding_window: keys a query sees, its own included; to both sides where not causal.
-        softcap: scores become ``softcap * tanh(scores / softcap)``.
-        is_causal: hide later keys; what the model asked of its masks comes first.
-        s_aux: ``[H]`` attention sinks.
-        cu_seq_lens_q: int32 ``[S + 1]``, offsets of the sequences.
-        cu_seq_lens_k: the same for keys.
-        max_length_q: longest sequence, on the host.
-        max_length_k: the same for keys.
-        **others: what transformers passes to any attention; anything that would change the result is refused.
-
-    Returns:
-        ``[B, T, H, E]`` and None for the weights.
+    sequence. Layers of one kind share what was checked and chosen for the announced pack. Arguments not given
+    are the layer's ``is_causal`` and ``sliding_window``; what else would change the result is refused. Takes
+    ``[B, H, T, D]``, ``[B, G, T, D]``, ``[B, G, T, E]`` and sinks ``[H]``, returns ``[B, T, H, E]`` and None.
     """
     told_window, chunk, both_ways = None, None, False
     if attention_mask is not None:
@@ -283,9 +264,7 @@ def _in_chunks(module: nn.Module, bounds: _Boundaries, chunk: int, slots: int) -
 def chunk_offsets(cu_seqlens: Tensor, slots: int, chunk: int) -> Tensor:
     """Cut sequences into chunks of at most ``chunk`` slots, in fixed shapes, without reading the device.
 
-    Returns:
-        int32 ``[S + T // chunk + 1]`` or fewer; empty pieces at the end. ``[0, 5, 7]``, 7 and 4 give
-        ``[0, 4, 5, 7]``.
+    ``[0, 5, 7]``, 7 and 4 give ``[0, 4, 5, 7]``; empty pieces are at the end.
     """
     places = torch.arange(slots, device=cu_seqlens.device)
     starts = cu_seqlens[:-1].long().index_select(0, seq_idx_from_cu_seqlens(cu_seqlens, slots).long())

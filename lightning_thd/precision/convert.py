@@ -60,7 +60,7 @@ def convert_linear(
 ) -> Converted:
     """Replace the ``nn.Linear`` layers of ``model`` by FP8 ones that share their weights.
 
-    For Accelerate, Fabric and loops of one's own: call it before ``prepare``, and run the model inside
+    For Accelerate, Fabric and hand-written loops: call it before ``prepare``, and run the model inside
     ``fp8_context(model)``. ``THDDataModule`` aligns packs for a model that was converted.
 
     Args:
@@ -95,11 +95,7 @@ def convert_linear(
 
 
 def patterns(keep: str | Iterable[str]) -> tuple[str, ...]:
-    """Return one or several name patterns as a tuple.
-
-    Raises:
-        TypeError: for what is neither text nor several of it.
-    """
+    """Return one or several name patterns as a tuple."""
     if isinstance(keep, str):
         return (keep,)
     if not isinstance(keep, Iterable):
@@ -155,7 +151,7 @@ def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManage
 
     Args:
         model: that ``convert_linear`` converted, or what wraps it.
-        group: the ranks that share the statistics of delayed scaling; None for this rank alone.
+        group: the ranks that share the statistics of delayed scaling; None for this rank only.
     """
     instance(model, "model", nn.Module, advice="Pass the model that convert_linear converted.")
     recipe = recipe_of(model)
@@ -168,11 +164,6 @@ def in_low_precision(
     """Wrap a loss function to run in a converted model's FP8 region; unchanged for other models.
 
     Statistics are shared over ``group`` where gradients are taken, and kept out of evaluation.
-
-    Raises:
-        MisconfigurationException: for Transformer Engine with sharded weights.
-        ValueError: for Transformer Engine with activation checkpointing, whose second forward would leave the
-            region.
     """
     recipe = recipe_of(model)
     if recipe is None or recipe.engine != "te":

@@ -47,7 +47,7 @@ class ParallelLayout:
 
 
 def layout_of(strategy: Any) -> ParallelLayout:
-    """Return the layout of a strategy of ours, or of Lightning's whose ranks hold different packs."""
+    """Return a strategy's layout; the ranks of Lightning's own strategies hold different packs."""
     cp = getattr(strategy, "context_parallel_size", 1)
     if not isinstance(cp, int):
         cp = int(getattr(strategy, "max_context_parallel_size", 1) or 1)

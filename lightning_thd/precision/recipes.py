@@ -52,12 +52,7 @@ class Recipe:
     def alignment(
         self, *, cp: int = 1, tp: int = 1, sequence_parallel: bool = False, layout: Layout = "dual_chunk"
     ) -> Alignment:
-        """Return what lengths and totals of packs must be multiples of in a parallel layout.
-
-        Returns:
-            "current" on one rank wants totals that are multiples of 16, with cp=4 and tp=2 in sequence
-            parallel 128 and lengths that are multiples of 8.
-        """
+        """Return what lengths and totals of packs must be multiples of in a parallel layout."""
         found = Alignment.for_(
             cp=cp, tp=tp, sequence_parallel=sequence_parallel, recipe=self.rules, layout=layout
         )

@@ -87,15 +87,7 @@ def fp8_report(model: nn.Module, kept: Mapping[str, str] | None = None) -> FP8Re
 
 
 def fp8_share(model: nn.Module) -> float:
-    """Return the share of the linear FLOPs of a training step that runs in low precision.
-
-    Args:
-        model: or what holds it. The projections, MLPs and experts of its config are the whole; without a
-            known config the weights of all its products are.
-
-    Returns:
-        0 to 1. With ``rowwise_with_gw_hp`` two products of three count: the weight gradient stays in bf16.
-    """
+    """Return the share of the linear FLOPs of a training step that runs in low precision."""
     recipe = recipe_of(model)
     if recipe is None:
         return 0.0

@@ -568,7 +568,7 @@ def _head_slices(
 ) -> Iterator[tuple[slice | None, slice | None]]:
     """Yield slices of the heads of q and k, so that results for some rows take little memory; None is all."""
     kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
-    elements = rows_ * groups * q.shape[2]  # of one key-value head's queries
+    elements = rows_ * groups * q.shape[2]  # those of one key-value head's queries
     step = max(1, _CALL_ELEMENTS // elements, -(-at_least // groups))
     if step >= kv_heads:
         yield None, None

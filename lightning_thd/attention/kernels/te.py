@@ -36,20 +36,10 @@ def attend(
     padded: Offsets | None = None,
     self_attention: bool = True,
 ) -> Tensor:
-    """Attend with Transformer Engine.
+    """Attend to ``[Tq, H, D]``, ``[Tkv, G, D]`` and ``[Tkv, G, E]``; ``[Tq, H, E]``.
 
-    Args:
-        q: ``[Tq, H, D]`` fp16 or bf16 on a CUDA device.
-        k: ``[Tkv, G, D]``.
-        v: ``[Tkv, G, E]``.
-        at: the sequences; with ``padded``, their real lengths, cumulative.
-        spec: window and scale; softcap is 0.
-        padded: where the sequences lie in memory, when padding lies between them. Its rows come back as 0 or
-            unwritten, as Transformer Engine leaves them: mask their loss.
-        self_attention: whether q and k have the same lengths, so that top-left and bottom-right causal agree.
-
-    Returns:
-        ``[Tq, H, E]``.
+    With ``padded``, offsets in memory, ``at`` holds cumulative real lengths. Rows of padding come back as 0
+    or unwritten, as Transformer Engine leaves them: mask their loss.
     """
     where = at if padded is None else padded
     attention = _module(
@@ -90,11 +80,7 @@ def mask_type(spec: AttentionSpec, *, self_attention: bool) -> str:
 
 
 def window_of(spec: AttentionSpec, at: Offsets) -> tuple[int, int]:
-    """Return a window in Transformer Engine's form: with causality, both sides open, or both closed.
-
-    Returns:
-        The sides. ``(-1, 2)`` with keys up to 40 long becomes ``(40, 2)``, which hides no more keys.
-    """
+    """Return a window in Transformer Engine's form: with causality, both sides open, or both closed."""
     left, right = spec.left, spec.right
     if spec.causal or (left < 0 and right < 0):
         return left, right
@@ -103,7 +89,7 @@ def window_of(spec: AttentionSpec, at: Offsets) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _remembered_choice(call: tuple[Any, ...]) -> Iterator[None]:
-    """Restore the backend that Transformer Engine chose for an equal call, instead of choosing anew.
+    """Restore the backend that Transformer Engine chose for an equal call, instead of choosing again.
 
     It remembers one choice of a kernel, and forgets it as soon as a layer has another window or length. What
     is put back is compared with the call once more there, so that a wrong memory costs time only.
