@@ -76,9 +76,9 @@ def varlen_attention(
     """
     if isinstance(q_THD, Tensor) and isinstance(k_THD, Tensor) and isinstance(v_THD, Tensor):
         q_THD, k_THD, v_THD = _autocast(q_THD, k_THD, v_THD)
-    spec = make_spec(q_THD.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
     _check_tensors(q_THD, k_THD, v_THD, cu_seqlens_q, cu_seqlens_kv)
     _check_sinks(sinks, q_THD)
+    spec = make_spec(q_THD.shape[2], causal=causal, window=window, scale=scale, softcap=softcap)
     longest_q, longest_kv = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
     at = Offsets(cu_seqlens_q, cu_seqlens_kv, longest_q, longest_kv)
     if layout.in_use:  # some batch of this process is cut for context parallelism

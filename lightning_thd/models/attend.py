@@ -101,7 +101,8 @@ def thd_attention(
         bounds = _boundaries(module, query, key, given, causal=causal, chunk=chunk)
         if query.shape[0] != 1:
             return _attend_unbound(query, key, value, bounds, options, s_aux), None
-        if bounds.cu_seqlens_q is pack.cu_seqlens_q and pack._lengths is not None:
+        own = bounds.cu_seqlens_q is pack.cu_seqlens_q
+        if own and pack._lengths is not None and not query.is_cpu:
             know_offsets(bounds.cu_seqlens_q, pack._lengths)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         bound = BoundAttention(q, k, v, *bounds, sinks=s_aux, **_options(*options))

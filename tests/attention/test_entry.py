@@ -265,6 +265,7 @@ def call(**changes: object) -> Tensor:
             {"k_THD": torch.randn(5, 0, 8), "v_THD": torch.randn(5, 0, 8)},
             "4 query heads are not divisible by 0",
         ),
+        ({"q_THD": torch.randn(5, 8)}, r"q has shape \[5, 8\]; want three dimensions"),
         ({"q_THD": torch.randn(1, 5, 4, 8)}, r"q has shape \[1, 5, 4, 8\]; want three dimensions"),
         ({"k_THD": torch.randn(5, 2, 4)}, "q has head size 8 and k 4"),
         ({"v_THD": torch.randn(4, 2, 8)}, "k has 5 slots of 2 heads and v has 4 of 2"),
