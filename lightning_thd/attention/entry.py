@@ -115,7 +115,8 @@ class BoundAttention:
         _check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_kv)
         _check_sinks(sinks, q)
         spec = make_spec(q.shape[2], **options)
-        at = Offsets(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        longest = _host_int(max_seqlen_q, "max_seqlen_q"), _host_int(max_seqlen_kv, "max_seqlen_kv")
+        at = Offsets(cu_seqlens_q, cu_seqlens_kv, *longest)
         self._run = _bind(q, k, v, at, spec, sinks)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
