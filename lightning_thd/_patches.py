@@ -17,7 +17,7 @@ class Patch(NamedTuple):
         why: what they do not do by themselves.
         where: the module that does it, or the folder of several.
         until: when it can go.
-        upstream: the issue or pull request that would make it unnecessary, "" where none is known.
+        upstream: the issue or pull request that would make it unnecessary; "" if none is known.
     """
 
     what: str

@@ -29,7 +29,7 @@ def adamw(
     betas: tuple[float, float],
     **options: Any,
 ) -> torch.optim.AdamW:
-    """Build a fused AdamW where every parameter allows it: one kernel a step, not many a tensor.
+    """Build a fused AdamW if every parameter allows it: one kernel a step, not many a tensor.
 
     It steps as the plain one does, gradient clipping and scaling included. Sharded parameters (DTensor) and
     devices without fused kernels keep torch's own choice.
@@ -48,9 +48,9 @@ def adamw(
 def warmup_and_cosine(step: int, *, steps: int, warmup_fraction: float, final: float) -> float:
     """Return the part of the peak rate in a step: a straight rise, then half a cosine down to ``final``.
 
-    A function of the step alone: a run resumed with more steps takes the rate of the longer run from its
-    second step on (the first has the rate that was saved), where a schedule that remembers its length would
-    rise again.
+    It depends only on the step: a run resumed with more steps takes the rate of the longer run from its
+    second step on (the first has the rate that was saved). A schedule that remembers its length would rise
+    again.
     """
     warmup = min(steps - 1, max(1, round(warmup_fraction * steps)))
     if step < warmup:
@@ -166,16 +166,16 @@ class CausalLMModule(L.LightningModule):
         self._log_loss("test", batch, batch_idx, dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the mean loss over the loss tokens of all validation sets, where there are several."""
+        """Log the mean loss over the loss tokens of all validation sets, if there are several."""
         self._log_mean("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the mean loss over the loss tokens of all test sets, where there are several."""
+        """Log the mean loss over the loss tokens of all test sets, if there are several."""
         self._log_mean("test")
 
     def _log_loss(self, stage: str, batch: THDBatch, batch_idx: int, dataloader_idx: int) -> None:
         if batch_idx == dataloader_idx == 0:
-            self._losses.clear()  # of an evaluation that was interrupted
+            self._losses.clear()  # an interrupted evaluation leaves some
         loss = causal_lm_loss(self._built, batch)
         names = getattr(getattr(self.trainer, "datamodule", None), "set_names", {}).get(stage)
         if not names:

@@ -286,7 +286,7 @@ def loss_weights(
 ) -> Factors | None:
     """Return the function that computes the factor of every slot's loss; None for the batch's scale only.
 
-    Targets become -100 where a weight of zero leaves nothing to do.
+    The function turns targets with a weight of zero into -100.
     """
     check_batch(batch)
     if not isinstance(reduction, str) or reduction not in get_args(Reduction):

@@ -2,7 +2,7 @@
 
 T slots in a pack, V vocabulary. A model scales, caps or slices its logits after the head, each family in
 its own way. Instead of a table of families, the head returns a ``LazyLogits``: a tensor of the right shape
-whose storage is the loss alone. Whatever the model does to it is recorded as a ``LogitMap`` or refused.
+whose storage holds only the loss. Whatever the model does to it is recorded as a ``LogitMap`` or refused.
 """
 
 from __future__ import annotations

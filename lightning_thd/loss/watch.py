@@ -25,7 +25,7 @@ class SlotLosses(NamedTuple):
     Attributes:
         losses: weight times loss of each row, ``[R]``.
         weights: what each counts, the scale of the batch among it, ``[R]``.
-        kept: int64 ``[R]``, the slots they stand at; None for all slots.
+        kept: int64 ``[R]``, their slots; None for all slots.
     """
 
     losses: Tensor
@@ -65,7 +65,7 @@ def watching(batch: THDBatch) -> tuple[Watcher | None, list[SlotLosses] | None]:
 
 @contextmanager
 def recorded_losses() -> Iterator[list[SlotLosses]]:
-    """Collect the slot losses computed in this context, in a list; it stays empty where nobody watches.
+    """Collect the slot losses computed in this context, in a list; it stays empty without a watcher.
 
     For a step that is recorded once and replayed on other batches: the tensors are filled again by every
     replay, and :func:`show` hands them on.
@@ -90,11 +90,11 @@ def log_token_losses(batch: THDBatch, losses: Tensor, weights: Tensor | None = N
 
     ``causal_lm_loss`` does so itself; a loss of your own calls this in ``training_step`` with what it
     averages, and ``data/<name>/loss`` of every source of a ``THDDataModule`` is the mean of its tokens'
-    losses. Reads nothing from the device, and does nothing where no mixture is trained.
+    losses. Reads nothing from the device, and does nothing unless a mixture is trained.
 
     Args:
         batch: that ``training_step`` was given, on its device.
-        losses: float ``[T]``, the loss of each slot; read where ``batch.targets`` is not -100.
+        losses: float ``[T]``, the loss of each slot; slots whose target is -100 are not read.
         weights: float ``[T]``, what each counts in the mean; 1 by default.
 
     Raises:

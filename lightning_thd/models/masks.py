@@ -112,7 +112,7 @@ def hides_nothing(mask: Tensor | None) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def shows_all(mask: Tensor, pack: Pack | None) -> bool:
-    """Return whether a padding mask ``[B, 1, 1, T]`` that a model made by itself hides no token.
+    """Return whether a padding mask ``[B, 1, 1, T]`` of the model itself hides no token.
 
     It then means attention in both directions, whatever the layer says. Reads the device, once a pack.
     """

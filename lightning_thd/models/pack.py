@@ -36,7 +36,7 @@ class Pack:
     Attributes:
         cu_seqlens_q: int32 ``[S + 1]``, offsets in memory, last entry T.
         cu_seqlens_k: the same for keys; ``cu_seqlens_q`` itself in self-attention.
-        cu_seqlens_real: int32 ``[S + 1]``, cumulative lengths without padding inside sequences; None where
+        cu_seqlens_real: int32 ``[S + 1]``, cumulative lengths without padding inside sequences; None if
             there is none.
         cache: values computed once a batch and shared by all layers (seq_idx, plans of padded groups).
     """

@@ -1,8 +1,8 @@
 """Lengths of a pack -> a few padded batches of sequences of similar length, and the way back.
 
 State-space and linear-attention layers without a packed kernel run on these instead of on the pack. They are
-causal, so what stands in the padding behind a sequence cannot reach it, and rows of a batch cannot reach
-each other: exact, with fewer and larger calls than one sequence at a time.
+causal, so the padding behind a sequence cannot reach it, and rows of a batch cannot reach each other. The
+result is exact, with fewer and larger calls than one sequence at a time.
 
 Legend: T slots in a pack, S sequences, N rows of a group, L its longest row.
 """
@@ -30,11 +30,11 @@ _STATIC_WASTE = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Groups:
-    """Which slot of a pack stands where in padded groups of sequences, and the way back.
+    """The slots of a pack arranged as padded groups of sequences, and the way back.
 
     Attributes:
-        sources: a group each, int64 ``[N, L]``: the slot that stands there, T where padding does.
-        back: int64 ``[T]``: the place of every slot among the groups laid end to end.
+        sources: one int64 ``[N, L]`` a group, the slot at each place; T marks padding.
+        back: int64 ``[T]``, the place of every slot among the groups laid end to end.
     """
 
     sources: tuple[Tensor, ...]
@@ -68,13 +68,8 @@ def group_rows(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Arrange sequences as padded rows, in groups of similar length.
 
-    Args:
-        lengths: tokens of every sequence, none zero.
-        device: where the indices shall live.
-        padded: slots of every sequence, where some stand behind its tokens.
-
-    Yields:
-        Which sequences, int64 ``[N]``, and the slots of each, int64 ``[N, L]``, T where padding stands.
+    ``padded`` gives the slots of every sequence if some are padding. Yields the sequences of a group, int64
+    ``[N]``, and the slots of each, int64 ``[N, L]``; T marks padding.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes if padded is None else padded)])
@@ -83,16 +78,10 @@ def group_rows(
 
 
 def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups:
-    """Put every sequence into one group of fixed size; on the host only an upper limit of lengths is known.
+    """Put every sequence into one group, whose size depends only on S, T and ``max_seqlen``.
 
-    For steps that are recorded and replayed: the sizes depend on S, T and ``max_seqlen`` alone.
-
-    Returns:
-        The plan, on the device of ``cu_seqlens``. ``[0, 2, 5]``, 4 and 5 give sources
-        ``[[0, 1, 5, 5], [2, 3, 4, 5]]`` and back ``[0, 1, 4, 5, 6]``.
-
-    Raises:
-        ValueError: when the padding would cost more than 32 times the tokens.
+    Steps that are recorded and replayed need that. ``[0, 2, 5]``, 4 and 5 give sources
+    ``[[0, 1, 5, 5], [2, 3, 4, 5]]`` and back ``[0, 1, 4, 5, 6]``.
     """
     num_sequences = cu_seqlens.shape[0] - 1
     if num_sequences * max_seqlen > _STATIC_WASTE * slots:
@@ -134,18 +123,10 @@ def run_grouped(
 ) -> Any:
     """Call ``function`` on each padded group and put its outputs back in the order of the pack.
 
-    Args:
-        function: causal over dim 1 of its inputs, rows independent.
-        args: what it takes for the pack; tensors ``[1, T, ...]``, alone or in a tuple, are regrouped, the
-            rest is passed as it is.
-        kwargs: likewise.
-        groups: of ``plan_groups``.
-        slots: T.
-        several: whether every entry of a tuple it returns is one of tokens, not the first alone.
-
-    Returns:
-        What ``function`` returns for tokens, ``[N, L, ...]``, as ``[1, T, ...]``. The other entries of a
-        tuple are final states, of groups and not of the pack, and become None.
+    The function is causal over dim 1 of its inputs, and its rows are independent. Tensors ``[1, T, ...]``
+    among its arguments, also in a tuple, are regrouped; the rest is passed on. Its outputs ``[N, L, ...]``
+    become ``[1, T, ...]``. Only the first entry of a tuple belongs to tokens, unless ``several`` is True; the
+    others are final states of groups, and become None.
     """
     outputs = []
     for source in groups.sources:

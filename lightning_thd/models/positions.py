@@ -7,9 +7,9 @@ pack they do what they did.
   BART kind count along the row.
 - Longrope and dynamic ropes look at the longest position of the whole call, so one long sequence of a pack
   would turn the positions of all short ones. Sequences up to the length the model was first trained on are
-  computed together, and each longer one by itself.
-- Gemma3n takes the root of a token's mean square. Its padding token has a zero embedding, where the root's
-  gradient is infinite. Times the zero gradient of a trailing pad that is NaN in every weight.
+  computed together, and each longer one in a call of its own.
+- Gemma3n takes the root of a token's mean square. Its padding token has a zero embedding, at which the
+  root's gradient is infinite. Times the zero gradient of a trailing pad that is NaN in every weight.
 
 Legend: T slots in a pack.
 """
@@ -44,14 +44,14 @@ def adopt_position_tables(model_class: type) -> None:
         if module is None or ".modeling_" not in base.__module__:
             continue
         tables = [cls for cls in vars(module).values() if inspect.isclass(cls) and issubclass(cls, nn.Module)]
-        told = any(hasattr(cls, "config_class") and "position_ids" in _parameters(cls) for cls in tables)
+        given = any(hasattr(cls, "config_class") and "position_ids" in _parameters(cls) for cls in tables)
         for cls in tables:
             if cls.__module__ != base.__module__ or hasattr(cls.forward, "_thd_positions"):
                 continue
             names = _parameters(cls)
             if "position_ids" in names and _skips_padding(cls.forward):
                 patch("position tables", cls, "forward", _from_padding_index(cls.forward, names))
-            elif not told and _ROW_COUNTER.fullmatch(cls.__name__) and len(names) > 1:
+            elif not given and _ROW_COUNTER.fullmatch(cls.__name__) and len(names) > 1:
                 patch("position tables", cls, "forward", _from_sequence_starts(cls.forward))
 
 
@@ -112,8 +112,8 @@ def _from_sequence_starts(forward: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         pack = model_pack()
         if pack is None:
-            told = {} if position_ids is None else {"position_ids": position_ids}
-            return forward(self, like, past, **told, **kwargs)
+            given = {} if position_ids is None else {"position_ids": position_ids}
+            return forward(self, like, past, **given, **kwargs)
         if layout.in_use and layout.layout_of(pack.cu_seqlens_q) is not None:
             raise ValueError(
                 f"{type(self).__name__} counts positions along the row and cannot be told those of a shard. "

@@ -1,9 +1,9 @@
 """A model -> a report that no sequence of a pack sees another, or an error that names the layer.
 
-Packs of random tokens are run; one sequence is changed at a time, and what moves elsewhere is leakage. So is
-a gradient that reaches the inputs of another sequence. Every sequence run alone must give what it gave in the
-pack: by the same call, and by transformers' own eager attention, which nothing here has touched. No token may
-move an earlier one, and a trailing pad no gradient.
+The probe runs packs of random tokens and changes one sequence at a time. What moves in another sequence is a
+leak, and so is a gradient that reaches its inputs. Every sequence in a pack of its own must give what it gave
+in the pack: by the same call, and by transformers' own eager attention, which this package does not touch. No
+token may move an earlier one, and a trailing pad no gradient.
 
 Legend: T slots in a pack, V vocabulary.
 """
@@ -38,13 +38,13 @@ Forward = Callable[[nn.Module, THDBatch], Any]
 LENGTHS = (7, 1, 16, 3, 8)
 
 # Relative to the largest logit. A leak is judged between two runs of the same shapes, so only the order of
-# sums in expert kernels remains; packed against alone differs by the rounding of the dtype over the depth of
+# sums in expert kernels remains; packs of other shapes differ by the rounding of the dtype over the depth of
 # a model.
 _LEAK: dict[torch.dtype, float] = {torch.float64: 1e-12, torch.float32: 1e-6}
 _ERROR: dict[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_LEAK, _HALF_ERROR = 1e-2, 5e-2
 _PAD = 5  # slots
-_MANY = 300_000_000  # parameters whose gradients, twice, still fit where the model does
+_MANY = 300_000_000  # parameters; two copies of their gradients should still fit beside the model
 
 
 def check_options(vocab_size: object, tolerance: object) -> None:
@@ -135,13 +135,13 @@ def _judged(probe: _Probe, tolerance: float | None) -> PackingReport:
 
 
 def _without_rounding(model: nn.Module, measure: Callable[[], _Probe]) -> PackingReport | None:
-    """Measure a model in fp32, for rounding alone sends tokens to other experts; None where it cannot."""
+    """Measure a model in fp32, because rounding may send tokens to other experts; None if it cannot run."""
     with in_fp32(model, most=_MANY) as precise:
         if not precise:
             return None
         try:
             probe = measure()
-        except Exception:  # a kernel of half precision alone: what was measured first stands
+        except Exception:  # a kernel may exist only in half precision; keep the first measurement
             return None
         probe.skipped.append("rounding of half precision: differs, so measured in fp32")
         return _judged(probe, None)
@@ -237,7 +237,7 @@ class _Probe:
         self.gradient_leak = max(self.gradient_leak or 0.0, leak)
 
     def compare_with_stock(self) -> None:
-        """Run every sequence alone under stock eager attention, shortest first, then look ahead."""
+        """Run every sequence under stock eager attention, shortest first, and check causality."""
         if not is_stock(self.model):
             self.skipped.append("stock eager attention: not a transformers model")
             return

@@ -14,19 +14,19 @@ class PackingReport:
 
     Attributes:
         model: class of the model.
-        attention: its attention implementation, where it has a transformers config.
+        attention: its attention implementation, if it has a transformers config.
         layers: its number of layers, likewise.
         lengths: of the sequences in the pack.
         leak: largest change of a logit by changing another sequence.
         gradient_leak: largest gradient that reaches an input of another sequence; None when not asked for.
-        error: largest difference of a logit between the pack and the sequence alone.
+        error: largest difference of a logit between the pack and the sequence in a pack of its own.
         gradient_error: the same of the gradient of the inputs; None when not asked for.
         leak_tolerance: what ``leak`` and ``gradient_leak`` may be.
         tolerance: what ``error`` and ``gradient_error`` may be.
-        reference_error: largest difference of a logit between the pack and the sequence alone under stock
-            eager attention with the same weights; None where there is none to compare with.
-        causality_leak: largest change of a logit by changing a later token of its sequence; None where the
-            model is not causal or that is not known.
+        reference_error: largest difference of a logit between the pack and the sequence under stock eager
+            attention with the same weights; None if there is none to compare with.
+        causality_leak: largest change of a logit by changing a later token of its sequence; None if the model
+            is not causal or that is not known.
         pad_error: largest difference that a trailing pad makes to the gradient of a parameter; None when not
             asked for.
         batch_norms: names of the batch norms that would average over a pack in training.
@@ -59,7 +59,7 @@ class PackingReport:
 
     @property
     def same(self) -> bool:
-        """Return whether sequences give the same logits and gradients in the pack and alone."""
+        """Return whether sequences give the same logits and gradients in the pack as in one of their own."""
         return self.error <= self.tolerance and (self.gradient_error or 0.0) <= self.tolerance
 
     @property
@@ -70,7 +70,7 @@ class PackingReport:
 
     @property
     def matches_stock(self) -> bool:
-        """Return whether stock eager attention gives the same logits, where it was run."""
+        """Return whether stock eager attention gives the same logits, if it was run."""
         return self.reference_error is None or self.reference_error <= self.reference_tolerance
 
     @property
@@ -80,12 +80,12 @@ class PackingReport:
 
     @property
     def causal(self) -> bool:
-        """Return whether no token sees a later one of its sequence, where that was checked."""
+        """Return whether no token sees a later one of its sequence, if that was checked."""
         return self.causality_leak is None or self.causality_leak <= self.leak_tolerance
 
     @property
     def pads_are_inert(self) -> bool:
-        """Return whether a trailing pad leaves gradients equal and finite, where checked."""
+        """Return whether a trailing pad leaves gradients equal and finite, if checked."""
         return self.pad_error is None or self.pad_error <= self.tolerance
 
     def __str__(self) -> str:

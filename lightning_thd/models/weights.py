@@ -152,7 +152,7 @@ def _seed_of(name: str, seed: int) -> int:
 
 @contextlib.contextmanager
 def _untouched(tensors: list[Tensor]) -> Generator[None]:
-    """Mark tensors in this context so that transformers' initialisers leave them alone."""
+    """Mark tensors in this context so that transformers' initialisers do not touch them."""
     marked = [tensor for tensor in tensors if not hasattr(tensor, "_is_hf_initialized")]
     for tensor in marked:
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -314,9 +314,9 @@ def _read(module: nn.Module, unread: _Unread) -> None:
             read[id(tensor)] = _as(tensor, new)
     for child in module.modules():
         for held_here in (child._parameters, child._buffers):
-            for name, stands in held_here.items():
-                if id(stands) in read:
-                    held_here[name] = read[id(stands)]  # type: ignore[assignment]
+            for name, held_tensor in held_here.items():
+                if id(held_tensor) in read:
+                    held_here[name] = read[id(held_tensor)]  # type: ignore[assignment]
 
 
 def _check(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> None:
@@ -327,12 +327,12 @@ def _check(skeleton: nn.Module, found: Any, kept: dict[str, Tensor]) -> None:
             f"The folder of {type(skeleton).__name__} holds tensors that do not fit the model: {wrong[:4]}. "
             "Give from_pretrained the config they were saved with."
         )
-    alone = {id(tensor): True for tensor in kept.values()}
+    unread = {id(tensor): True for tensor in kept.values()}
     for name, tensor in kept.items():  # a tied weight is read under one of its names
         if not _tensor(skeleton, name).is_meta:
-            alone[id(tensor)] = False
+            unread[id(tensor)] = False
     persistent = set(skeleton.state_dict())
-    missing = [name for name, tensor in kept.items() if alone[id(tensor)] and name in persistent]
+    missing = [name for name, tensor in kept.items() if unread[id(tensor)] and name in persistent]
     if missing:
         warnings.warn(
             f"The folder of {type(skeleton).__name__} lacks {missing[:4]}, which get random values.",
