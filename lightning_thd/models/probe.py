@@ -147,6 +147,11 @@ def _without_rounding(model: nn.Module, measure: Callable[[], _Probe]) -> Packin
         return _judged(probe, None)
 
 
+def _is_worse(found: float, known: float) -> bool:
+    """Return whether an error replaces the largest one so far; NaN is the worst, and stays."""
+    return known == known and not found <= known
+
+
 class _Probe:
     """The model runs of one leak check, and the batches they use."""
 
@@ -211,14 +216,14 @@ class _Probe:
             moved = (self.logits(self.changed(index)) - whole).abs().amax(-1)
         moved[slots_of(self.batch, index)] = 0
         leak = moved.max().item() / scale
-        if not leak <= self.leak:
+        if _is_worse(leak, self.leak):
             self.leak, self.leaking = leak, index
 
     def _compare(self, index: int, whole: Tensor, inputs: Tensor | None, scale: float) -> None:
         own = slots_of(self.batch, index)
         alone = self.logits(self.alone(index))
         error = (alone.detach() - whole.detach()[own]).abs().max().item() / scale
-        if not error <= self.error:
+        if _is_worse(error, self.error):
             self.error, self.differing = error, index
         if not self.grad:
             return
@@ -233,8 +238,10 @@ class _Probe:
         error = (packed_grad[own] - alone_grad).abs().max().item() / largest
         packed_grad[own] = 0
         leak = packed_grad.abs().max().item() / largest
-        self.gradient_error = max(self.gradient_error or 0.0, error)
-        self.gradient_leak = max(self.gradient_leak or 0.0, leak)
+        if _is_worse(error, self.gradient_error or 0.0):
+            self.gradient_error = error
+        if _is_worse(leak, self.gradient_leak or 0.0):
+            self.gradient_leak = leak
 
     def compare_with_stock(self) -> None:
         """Run every sequence under stock eager attention, shortest first, and check causality."""

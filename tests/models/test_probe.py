@@ -283,6 +283,26 @@ def test_nan_is_not_taken_for_agreement() -> None:
     assert not report.ok
 
 
+class NaNOnce(Own):
+    """A model with NaN in one of many runs: in the logits of one sequence, or in its gradient."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, batch: THDBatch) -> Tensor:
+        out = super().forward(batch)
+        if batch.lengths != (7,):
+            return out
+        return out * float("nan") if self.where == "logits" else out + (out * 0.0).sqrt() * 0.0
+
+
+@pytest.mark.parametrize("where", ["logits", "gradient"])
+def test_nan_in_one_run_is_not_overwritten_by_the_next(where: str) -> None:
+    report = check_packing(NaNOnce(where), vocab_size=32, raise_on_leak=False)
+    assert not report.ok
+
+
 def test_the_report_reads_as_text() -> None:
     text = str(check_packing(Own(), vocab_size=32))
     assert "lengths (7, 1, 16, 3, 8)" in text
