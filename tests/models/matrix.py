@@ -101,3 +101,15 @@ def assert_same(got: Result, want: Result, *, tolerance: float) -> None:
     assert len(errors) >= len(want.gradients) / 2
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] <= tolerance, (worst, errors[worst])
+
+
+def thd_model(name: str) -> torch.nn.Module:
+    """Build a "thd" model with the weights of the oracle."""
+    model = build(name, "thd")
+    model.load_state_dict(oracle(name)[0])
+    return model
+
+
+def checkpoint(model: torch.nn.Module, *, use_reentrant: bool) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})

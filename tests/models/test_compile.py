@@ -21,7 +21,7 @@ from lightning_thd.models import packed, register_thd
 from lightning_thd.parallel.context import layout
 from tests.models import matrix
 from tests.models.families import build
-from tests.models.test_matrix import checkpoint
+from tests.models.matrix import checkpoint
 
 register_thd()
 # The same 35 slots cut in ever other ways: number of sequences and longest sequence both change.

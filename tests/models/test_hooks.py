@@ -21,7 +21,7 @@ from lightning_thd.models import packed, register_thd
 from lightning_thd.models.pack import current_pack, current_scope
 from tests.models import matrix
 from tests.models.families import build
-from tests.models.test_matrix import checkpoint, thd_model
+from tests.models.matrix import checkpoint, thd_model
 
 register_thd()
 OTHER = torch.tensor([0, 8, 9, 24, 27, 35], dtype=torch.int32)  # not the offsets of matrix.packs()[0]

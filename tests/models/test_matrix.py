@@ -9,22 +9,12 @@ pytest.importorskip("transformers")
 
 from lightning_thd.models import register_thd
 from tests.models import matrix
-from tests.models.families import FAMILIES, build
+from tests.models.families import FAMILIES
+from tests.models.matrix import checkpoint, thd_model
 
 register_thd()
 # fp32 rounding of two different orders of summation; measured below 2e-6 everywhere but in summed decays.
 TOLERANCE = 1e-5
-
-
-def thd_model(name: str) -> torch.nn.Module:
-    model = build(name, "thd")
-    model.load_state_dict(matrix.oracle(name)[0])
-    return model
-
-
-def checkpoint(model: torch.nn.Module, *, use_reentrant: bool) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": use_reentrant})
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -15,8 +15,7 @@ import transformers
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.models import check_packing, packed, register_thd
-from tests.models.matrix import Result, assert_same, result_of
-from tests.models.test_matrix import checkpoint
+from tests.models.matrix import Result, assert_same, checkpoint, result_of
 
 register_thd()
 IMAGE, VIDEO, START, END = 60, 61, 62, 63
