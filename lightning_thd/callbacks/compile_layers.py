@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_thd.flops.peaks import synchronize
 from lightning_thd.parallel.fsdp import layers_of
 
-_COMPILING = 2  # batches that compile: the first packs one size into a graph, the second makes sizes symbolic
-_MEASURED = 3  # compiled batches that are timed after them
+_COMPILING = 2  # These batches compile: the first for one size, the second with symbolic sizes.
+_MEASURED = 3  # This many compiled batches are timed after them.
 
 
 class CompileLayers(Callback):

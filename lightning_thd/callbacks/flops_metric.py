@@ -71,7 +71,7 @@ class THDFlops(Metric):
         return sum(self.totals.values()) - self.totals["recompute"]
 
     def fold(self) -> None:
-        """Add the counts of all ranks to the totals and start counting anew; every rank has to call it."""
+        """Add the counts of all ranks to the totals and count from zero again; every rank has to call it."""
         with self.sync_context(should_sync=True, should_unsync=True, dist_sync_fn=_gather):
             self.add_total(self._counted())
         self.counts.zero_()

@@ -28,7 +28,7 @@ class PackingCheck(L.Callback):
         vocab_size: number of tokens; from the model's config when absent.
         lengths: of the sequences to try.
         grad: check gradients too; switched off where parameters are sharded (FSDP2 would reduce gradients).
-        tolerance: what packed and alone may differ by; by the dtype when absent.
+        tolerance: the largest allowed difference between packed and single; None depends on the dtype.
     """
 
     def __init__(

@@ -14,9 +14,9 @@ from lightning_thd._imports import require
 from lightning_thd.callbacks.meter import microbatches
 from lightning_thd.report.packs import draw_packs
 
-PACKS = 64  # of an epoch, for the histograms
-_LANES = 16  # of these, drawn
-_INCHES = 4.8  # loggers show pictures small: 16 lanes stay legible at 340 pixels
+PACKS = 64  # The histograms show this many packs of an epoch.
+_LANES = 16  # Only this many of them are drawn.
+_INCHES = 4.8  # Loggers show pictures small: 16 lanes stay legible at 340 pixels.
 _DRAWN, _LENGTHS, _FILL = "train/packing/packs", "train/packing/lengths", "train/packing/fill_by_pack"
 
 

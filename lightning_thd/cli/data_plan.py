@@ -22,7 +22,7 @@ from lightning_thd.packing.entries import Oversize
 from lightning_thd.report.terminal import Table, show_table
 
 _MFU = 0.4
-# What the counts of a set are called in the table; others stand under their own names.
+# The table gives these counts of a set other names.
 _LOST = {
     "dropped": "longer sequences, dropped",
     "truncated": "longer sequences, truncated",
@@ -33,19 +33,11 @@ _LOST = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What ``lightning-thd plan`` expects of training on a data set: steps, fill, balance and speed.
+    """What ``lightning-thd plan`` expects of training on a data set, from the packs of some steps.
 
-    Attributes:
-        steps: optimizer steps an epoch.
-        packs: of the steps that were looked at; what follows is of them.
-        sequences: in those packs, pieces of split documents counted each.
-        tokens: of them.
-        lengths: shortest, median and longest sequence in them.
-        fill: real tokens over slots.
-        padded_fill: the same of batches padded to their longest, as many sequences each.
-        imbalance: slowest rank's work over the mean, in mean over steps.
-        tokens_per_s: of one device at the MFU that was assumed; None without a model and a device.
-        lost: counts by what became of sequences.
+    ``steps`` are those of an epoch, ``lengths`` are shortest, median and longest, ``padded_fill`` is the fill
+    of padded batches, ``imbalance`` the slowest rank's work over the mean, and ``tokens_per_s`` the speed of
+    one device at the assumed MFU.
     """
 
     steps: int

@@ -25,18 +25,18 @@ from lightning_thd.attention.support import SUPPORT, missing
 from lightning_thd.cuda_graph.backend import CudaBackend
 from lightning_thd.report.terminal import Table, show_table
 
-# Distributions whose versions a bug report needs, in the order of the data flow.
+# A bug report needs the versions of these distributions, in the order of the data flow.
 _DISTRIBUTIONS = (
     *("torch", "lightning", "numpy", "transformers", "accelerate", "trl", "datasets", "pyarrow"),
     *("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "mamba-ssm"),
     *("causal-conv1d", "fla-core", "flash-linear-attention", "tilelang", "liger-kernel"),
     *("cut-cross-entropy", "torchao", "ray", "fsspec", "wandb"),
 )
-# What the command line and pictures take.
+# The command line and pictures need these.
 _MORE = ("jsonargparse", "rich", "shtab", "matplotlib", "zstandard")
-# Of these the table of kernels says how to install them.
+# The table of kernels says how to install these.
 _WITH_A_GPU = ("transformer-engine", "flash-attn", "mamba-ssm", "causal-conv1d")
-# What runs a kind of layer or loss, and what must import for it; all of them need a CUDA device.
+# These run a kind of layer or loss and need these imports and a CUDA device.
 _FUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "mamba-2 layers": ("fused by mamba-ssm", ("mamba_ssm", "causal_conv1d")),
     "gated delta layers": ("fused by flash-linear-attention", ("fla", "causal_conv1d")),

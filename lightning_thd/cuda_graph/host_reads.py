@@ -51,7 +51,7 @@ def function_problem(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return f"torch.as_tensor(...) {_CONSTANT}"
     try:
         return _FUNCTIONS.get(func)
-    except TypeError:  # an unhashable callable is none of ours
+    except TypeError:  # an unhashable callable is not in the table
         return None
 
 

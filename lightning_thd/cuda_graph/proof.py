@@ -87,7 +87,7 @@ def _compare(found: Any, wanted: Any, what: str, bound: float) -> None:
 
 
 def _error(found: Tensor, wanted: Tensor) -> float:
-    """Return the relative difference; 0 where nothing can be told, as without finite numbers."""
+    """Return the relative difference; 0 if there are no finite numbers."""
     error = float((found - wanted).norm() / wanted.norm().clamp_min(1e-30)) if wanted.numel() else 0.0
     return error if math.isfinite(error) else 0.0
 

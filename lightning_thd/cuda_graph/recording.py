@@ -1,8 +1,8 @@
 """A step on the CPU -> its operators, run again on the same tensors: what a CUDA graph does, without a GPU.
 
 Every dispatched operator is kept with its arguments and results. A replay calls each again and copies what it
-gives into the tensors of the first run, so that addresses are fixed as in a graph; values that Python worked
-out from them at capture stay as they were, as in a graph; and what a graph cannot hold is refused at capture.
+gives into the tensors of the first run, so that addresses stay fixed. Values that Python worked out
+from them at capture stay as they were. Both are as in a graph. What a graph cannot hold is refused.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def _storages(tensor: Tensor) -> set[int]:
     return {x.untyped_storage().data_ptr() for x in plain_tensors(tensor)} - {0}
 
 
-# What these give is written by somebody else; a second call would only bring other leftovers of memory.
+# Later operators write what these return; a second call would only bring other leftovers of memory.
 _UNFILLED = (
     "aten::empty",
     "aten::empty_like",

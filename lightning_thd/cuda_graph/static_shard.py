@@ -51,7 +51,7 @@ class Cut(NamedTuple):
         return 2 * self.cp
 
     def dummy(self, layout: Layout, device: torch.device, *, axes: int | None) -> THDShard:
-        """Make a rank's shard of a dummy pack; see ``padding.dummy_batch``."""
+        """Make a rank's shard of a dummy pack; see ``dummy_batch``."""
         batch = dummy_batch(layout, device, axes=axes, multiple=self.multiple)
         return shard_batch(
             batch, group=self.group, cp=self.cp, rank=self.rank, communication=self.communication
@@ -103,8 +103,8 @@ class StaticShardLayout(ShardLayout):
     def known(self) -> Iterator[None]:
         """Register this layout by its offsets, so that attention finds it inside this context.
 
-        Not always: a whole pack that happens to have as many slots as this shard would be taken for a shard
-        whose offsets somebody made anew.
+        It is not registered always: a whole pack that happens to have as many slots as this shard would be
+        taken for a shard whose offsets were made again.
         """
         known_layouts[self.cu_seqlens.data_ptr()] = self
         try:

@@ -9,8 +9,8 @@ from lightning_thd._imports import require
 
 Theme: TypeAlias = Literal["light", "dark"]
 
-# Okabe and Ito's eight colours, told apart with any kind of colour vision (jfly.uni-koeln.de/color, 2008),
-# without black and the yellow that vanishes on white.
+# Okabe and Ito's eight colours can be distinguished with any colour vision (jfly.uni-koeln.de/color, 2008);
+# black, and the yellow that vanishes on white, are left out.
 CYCLE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 
 

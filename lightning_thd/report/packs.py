@@ -9,9 +9,9 @@ import numpy as np
 
 from lightning_thd.report.look import CYCLE, Theme, dress, legend, look_of, new_figure
 
-# Narrowest sequence with an edge, as a share of the capacity: 8 inches hold some 550 points.
+# Narrower sequences, as a share of the capacity, get no edge: 8 inches hold some 550 points.
 _EDGED = 0.006
-# Most ranks of which each has its number at the axis.
+# Up to this many ranks have their numbers at the axis.
 _NAMED = 16
 
 

@@ -13,15 +13,7 @@ from lightning_thd._imports import installed
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """A table of text cells, for a terminal or a log.
-
-    Attributes:
-        columns: heads of the columns; "" where there is none.
-        rows: cells, as many a row as there are columns.
-        text: columns that hold words and stand to the left; numbers stand to the right.
-        title: what stands above, or "".
-        foot: what stands below, or "".
-    """
+    """A table of text cells; ``text`` are the columns of words, which are aligned to the left."""
 
     columns: tuple[str, ...]
     rows: Sequence[Sequence[str]]
@@ -40,11 +32,7 @@ class Table:
         return self.within(None)
 
     def within(self, width: int | None) -> str:
-        """Write the table as aligned text, its widest column of words wrapped so that it fits a terminal.
-
-        Args:
-            width: of the terminal, in characters; None wraps nothing. Numbers stay whole.
-        """
+        """Write the table as aligned text, its widest column of words wrapped to fit ``width`` characters."""
         lines = self._lines()
         widths = self.widths()
         over = sum(widths) + 2 * (len(widths) - 1) - (width or 0)
@@ -81,10 +69,7 @@ def _filled(text: str, width: int) -> str:
 
 
 def show_table(table: Table) -> None:
-    """Write a table to standard output: by rich where that is a terminal and rich is installed.
-
-    Elsewhere it is aligned text, as wide as the terminal or ``COLUMNS`` say, 80 columns in a pipe.
-    """
+    """Write a table to standard output: by rich on a terminal if it is installed, else as aligned text."""
     if not (sys.stdout.isatty() and installed("rich")):
         sys.stdout.write(f"{table.within(shutil.get_terminal_size().columns)}\n")
         return
