@@ -371,14 +371,21 @@ def _inside(value: Any, met: set[type]) -> list[Any]:
     met.update(cls for cls in of.__mro__ if cls is not object)
     if isinstance(value, type):
         return [] if issubclass(value, nn.Module) else [vars(value)[n] for n in _CALLED & vars(value).keys()]
-    return [*getattr(value, "__dict__", {}).values()]
+    held = getattr(value, "__dict__", None)
+    return [*held.values()] if isinstance(held, dict) else []
 
 
 def _is_users(defined: Any) -> bool:
-    """Return whether a function or class is defined in a file of the user's."""
-    module = sys.modules.get(getattr(defined, "__module__", None) or "")
-    file = defined.__code__.co_filename if isinstance(defined, types.FunctionType) else module
-    return is_users(file if isinstance(file, str) else str(getattr(file, "__file__", "<")))
+    """Return whether a function or class is defined in a file of the user's, or typed in."""
+    if isinstance(defined, types.FunctionType):
+        return _is_users_file(defined.__code__.co_filename)
+    name = getattr(defined, "__module__", None)
+    file = getattr(sys.modules.get(name or ""), "__file__", None)
+    return name == "__main__" if file is None else is_users(file)
+
+
+def _is_users_file(file: str) -> bool:
+    return file.startswith("<") or is_users(file)  # "<stdin>" and the like are code that the user typed
 
 
 def _cell_values(function: types.FunctionType) -> list[Any]:
@@ -390,7 +397,7 @@ def _is_followed(function: types.FunctionType, packages: set[str]) -> bool:
     file = function.__code__.co_filename
     name = function.__module__ or ""
     defines = name in packages or name.partition(".")[0] in packages
-    return is_users(file) or (defines and (file.startswith(_TORCH_MODULES) or not is_machinery(file)))
+    return _is_users_file(file) or (defines and (file.startswith(_TORCH_MODULES) or not is_machinery(file)))
 
 
 def _names_in(code: types.CodeType, *, texts: bool = False) -> frozenset[str]:
@@ -425,7 +432,7 @@ def _globals_of(functions: list[types.FunctionType]) -> Iterator[tuple[dict[str,
         named = [function.__globals__.get(name) for name in used]
         spaces = [function.__globals__, *(vars(x) for x in named if isinstance(x, types.ModuleType))]
         for space in spaces:
-            theirs = not is_users(str(space.get("__file__") or file))
+            theirs = not _is_users_file(str(space.get("__file__") or file))
             for name in used & space.keys():
                 value = space[name]
                 if (id(space), name) in seen or isinstance(value, types.ModuleType):
@@ -438,7 +445,7 @@ def _globals_of(functions: list[types.FunctionType]) -> Iterator[tuple[dict[str,
 def _cells_of(functions: list[types.FunctionType]) -> Iterator[tuple[str, types.CellType]]:
     """Yield the cells of users' functions, but for those that hold modules, by name."""
     for function in functions:
-        if is_users(function.__code__.co_filename):
+        if _is_users_file(function.__code__.co_filename):
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 if name != "__class__" and _is_set(cell) and not isinstance(cell.cell_contents, nn.Module):
                     yield name, cell

@@ -218,6 +218,21 @@ def test_a_global_is_watched_wherever_the_step_comes_to_read_it(
     assert "the global FACTOR" in str(fingerprint.change())
 
 
+def test_a_step_that_was_typed_in_is_watched_too() -> None:
+    scope: dict[str, Any] = {"FACTOR": 1.0}
+    exec(
+        compile("def step(module, x):\n    return module(x) * module.scale * FACTOR\n", "<stdin>", "exec"),
+        scope,
+    )
+    part = Part()
+    fingerprint = Fingerprint(part, scope["step"])
+    assert fingerprint.change() is None
+    scope["FACTOR"] = 2.0
+    assert "the global FACTOR" in str(fingerprint.change())
+    part.scale = 2.0
+    assert "the attribute scale" in str(fingerprint.change())
+
+
 def test_what_a_step_takes_from_around_it_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     enclosed, engine = 1.0, SimpleNamespace(factor=1.0, steps=0)
 
