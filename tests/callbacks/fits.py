@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.callbacks import THDThroughputMonitor
+from lightning_thd.flops import FlopsModel
 
 VOCAB = 31
 CONFIG = {
@@ -141,3 +143,16 @@ def trainer(tmp_path: Any, *callbacks: L.Callback, **settings: Any) -> L.Trainer
         "use_distributed_sampler": False,
     }
     return L.Trainer(default_root_dir=tmp_path, callbacks=list(callbacks), **{**defaults, **settings})
+
+
+FLOPS = FlopsModel.from_config(CONFIG)
+PEAK = 1e9
+UNEQUAL = [pack(5, 3), pack(8), pack(2, 2, 2, pad_to=8), pack(1, 7), pack(6), pack(4, 3, pad_to=9)]
+
+
+def flops_of(batches: list[Any]) -> int:
+    return sum(FLOPS.training_flops(batch.stats).model for batch in batches)
+
+
+def monitor(clock: Clock, **settings: Any) -> THDThroughputMonitor:
+    return THDThroughputMonitor(clock=clock, **{"peak": PEAK, "warmup_steps": 0, **settings})

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_thd import THDBatch, THDThroughputMonitor, causal_lm_loss
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from tests.callbacks.fits import Clock
-from tests.callbacks.test_cuda_graph import callback, fit
+from tests.callbacks.support import callback, fit
 from tests.cuda_graph.support import GraphModule, graphed, random_batch
 from tests.tiny import tiny_llama
 

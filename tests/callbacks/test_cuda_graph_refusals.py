@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_thd import THDBatch
 from lightning_thd.callbacks.cuda_graph import CUDAGraphCallback, GraphCosts
 from lightning_thd.cuda_graph.recording import RecordingBackend
-from tests.callbacks.test_cuda_graph import Repeated, assert_same, callback, fit, parameters
+from tests.callbacks.support import Repeated, assert_same, callback, fit, parameters
 from tests.cuda_graph.support import GraphModule
 from tests.tiny import TinyModule, largest_error
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
-from tests.callbacks.fits import Clock, Memory, Module, loader, trainer
-from tests.callbacks.test_throughput import UNEQUAL, monitor
+from tests.callbacks.fits import UNEQUAL, Clock, Memory, Module, loader, monitor, trainer
 from tests.trackers import read_tensorboard, read_wandb
 
 MFU = "train/device/mfu"

@@ -14,8 +14,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from lightning_thd import THDDataModule
 from lightning_thd.callbacks import pictures as module_under_test
-from tests.callbacks.fits import Clock, Memory, Module, loader, trainer
-from tests.callbacks.test_throughput import UNEQUAL, monitor
+from tests.callbacks.fits import UNEQUAL, Clock, Memory, Module, loader, monitor, trainer
 from tests.trackers import read_wandb
 
 DRAWN, LENGTHS, FILL = "train/packing/packs", "train/packing/lengths", "train/packing/fill_by_pack"

@@ -20,8 +20,7 @@ from transformers import (
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.flops import FlopsModel, SeqStats
-from tests.callbacks.fits import CONFIG, Clock, Memory, Model, loader, pack, trainer
-from tests.callbacks.test_throughput import monitor
+from tests.callbacks.fits import CONFIG, Clock, Memory, Model, loader, monitor, pack, trainer
 from tests.flops.test_backward import checkpoint
 
 SIZES = {"vocab_size": 31, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}

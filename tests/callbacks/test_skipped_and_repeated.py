@@ -9,8 +9,7 @@ import lightning as L
 import pytest
 
 from lightning_thd import THDDataModule
-from tests.callbacks.fits import CONFIG, Clock, Module, loader, pack, trainer
-from tests.callbacks.test_throughput import flops_of, monitor
+from tests.callbacks.fits import CONFIG, Clock, Module, flops_of, loader, monitor, pack, trainer
 
 BATCHES = [pack(5, 3), pack(8), pack(1, 7), pack(6), pack(2, 2, 2), pack(4, 3)]
 

@@ -14,15 +14,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_thd.batch import THDStep
 from lightning_thd.callbacks import THDThroughputMonitor
 from lightning_thd.flops import FlopsModel, SeqStats, throughput
-from tests.callbacks.fits import CONFIG, Clock, Memory, Module, loader, pack, trainer
-
-FLOPS = FlopsModel.from_config(CONFIG)
-PEAK = 1e9
-UNEQUAL = [pack(5, 3), pack(8), pack(2, 2, 2, pad_to=8), pack(1, 7), pack(6), pack(4, 3, pad_to=9)]
-
-
-def flops_of(batches: list[Any]) -> int:
-    return sum(FLOPS.training_flops(batch.stats).model for batch in batches)
+from tests.callbacks.fits import (
+    CONFIG,
+    FLOPS,
+    PEAK,
+    UNEQUAL,
+    Clock,
+    Memory,
+    Module,
+    flops_of,
+    loader,
+    monitor,
+    trainer,
+)
 
 
 def fit(tmp_path: Path, batches: list[Any], *callbacks: L.Callback, **settings: Any) -> Memory:
@@ -33,10 +37,6 @@ def fit(tmp_path: Path, batches: list[Any], *callbacks: L.Callback, **settings: 
     run = trainer(tmp_path, *callbacks, **{"logger": memory, **settings})
     run.fit(module, loader(batches), loader(val) if val else None)
     return memory
-
-
-def monitor(clock: Clock, **settings: Any) -> THDThroughputMonitor:
-    return THDThroughputMonitor(clock=clock, **{"peak": PEAK, "warmup_steps": 0, **settings})
 
 
 def test_every_interval_holds_its_own_batches(tmp_path: Path) -> None:
