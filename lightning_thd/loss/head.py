@@ -94,7 +94,8 @@ class HeadOperands:
 
 def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
     """Read a head's operands, perhaps PEFT's, during its forward call, when FSDP2 has gathered its weight."""
-    head = active_copy(head)
+    if "modules_to_save" in head._modules:
+        head = active_copy(head)
     base: Any = getattr(head, "base_layer", head)
     weight, bias = getattr(base, "weight", None), getattr(base, "bias", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2:
@@ -132,7 +133,7 @@ def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
 
 def active_copy(head: Any) -> nn.Module:
     """Return the trained copy behind PEFT's ``modules_to_save``; another head itself."""
-    if "modules_to_save" not in head.__dict__.get("_modules", ()) or not hasattr(head, "original_module"):
+    if "modules_to_save" not in head._modules or not hasattr(head, "original_module"):
         module: nn.Module = head
         return module
     name = head.active_adapters[0] if getattr(head, "active_adapters", None) else None

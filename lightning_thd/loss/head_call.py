@@ -73,8 +73,8 @@ class HeadCall:
         self._record: Record | None = None  # the operations that made ``logit_map``
         self._job: _Job | None = None
         self._heads = LinearHeads()
-        self._config: Any = None
-        self._text: Any = None
+        self._config: Any = None  # the model's, of which ``config`` is the language model's part
+        self.config: Any = None
 
     @classmethod
     def of(cls, model: nn.Module) -> HeadCall:
@@ -86,6 +86,8 @@ class HeadCall:
             if call is None or call.inner is not inner:
                 call = inner.__dict__[_ATTRIBUTE] = cls(inner)
         assert isinstance(call, HeadCall)
+        if call._config is not call.inner.config:
+            call._config, call.config = call.inner.config, text_config(call.inner.config)
         attention = getattr(call.config, "_attn_implementation", None)
         if attention != "thd":
             raise ValueError(
@@ -94,14 +96,6 @@ class HeadCall:
                 "model.set_attn_implementation('thd')."
             )
         return call
-
-    @property
-    def config(self) -> Any:
-        """Return the config of the language model."""
-        if self._config is not self.inner.config:
-            self._config = self.inner.config
-            self._text = text_config(self._config)
-        return self._text
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_nothing, ())  # copies and pickles of the model make their own

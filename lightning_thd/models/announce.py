@@ -238,7 +238,9 @@ def enter(
         plain = not torch.compiler.is_compiling() and not holds_text_config(config)
         text = config if plain else config.get_text_config(decoder=True)
         families, masks = (type(config), type(text)), ()
-    pack = find_pack(outer, args, kwargs)
+    pack = None if outer is None else outer.pack
+    if pack is None or pack.cu_seqlens_q is not kwargs.get("cu_seq_lens_q"):  # not announced, or another one
+        pack = find_pack(outer, args, kwargs)
     if REAL in kwargs:  # no model takes it
         kwargs = {name: value for name, value in kwargs.items() if name != REAL}
     if pack is not None:
