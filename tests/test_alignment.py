@@ -207,11 +207,3 @@ def test_wastes_at_most_half_of_padding_every_sequence() -> None:
         ours += align.padded_total(int(align.padded_lengths(pack).sum()))
         theirs += int((-(-pack // each) * each).sum())
     assert 0 < ours - real <= (theirs - real) / 2
-
-
-def test_lengths_are_whole_numbers() -> None:
-    align = Alignment(sequence_multiple=8, total_multiple=8)
-    with pytest.raises(ValueError, match="lengths holds float64 values; wanted whole numbers"):
-        align.padded_lengths([8.7])
-    with pytest.raises(TypeError, match="length is a float, 8.7; wanted a whole number"):
-        align.padded_length(8.7)
