@@ -79,15 +79,10 @@ def _dense(ids: Any) -> list[Seen]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """The devices that a run is measured on.
+    """The devices that a run is measured on: this rank's, and the number of ranks and devices of the job.
 
-    Attributes:
-        device: the device of this rank.
-        peak: dense FLOP/s of this rank's device in ``compute_dtype``; None when unknown.
-        low: the share that runs in FP8 or FP4; ``peak`` is the bf16 peak then.
-        group: the data-parallel process group; None is the world.
-        ranks: the number of ranks in ``group``, which hold different sequences.
-        devices: the number of devices of the whole job.
+    ``peak`` is the dense FLOP/s of this rank's device, None if unknown, and the bf16 peak with ``low``, the
+    share that runs in FP8 or FP4. ``group`` holds the ranks with different sequences; None is the world.
     """
 
     device: torch.device = _CPU
@@ -109,16 +104,10 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """The counts of all ranks between two reductions.
+    """The counts of all ranks between two reductions; what is left out of the rates is counted apart.
 
-    Attributes:
-        measured: the counts that go into the rates; ``flops`` are their FLOPs, None when unknown.
-        microbatches: the number of microbatches in ``measured``.
-        left_out: the counts that are left out of the rates: warm-up, compilation, captures.
-        seconds: the time of ``measured``.
-        peak: mean dense FLOP/s of a device; None when a rank does not know its own.
-        heaviest: the work of the most loaded rank, summed over the steps.
-        mean: the mean work of a rank, summed over the steps.
+    ``peak`` is the mean dense FLOP/s of a device, None when a rank does not know its own. ``heaviest`` is the
+    work of the most loaded rank and ``mean`` that of a mean rank, each summed over the steps.
     """
 
     measured: SeqStats

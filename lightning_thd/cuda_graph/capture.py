@@ -122,15 +122,7 @@ def capture_step(
 ) -> CapturedStep:
     """Warm up and capture, leaving the module, the random states and the Trainer's logs as they were.
 
-    Args:
-        subject: what is captured.
-        bucket: the shape.
-        example: a real call; its further arguments become stand-ins that raise when the step uses them.
-        shared: the state of all graphs of the subject's memory pool.
-        piece_bytes: see ``GraphPair``.
-
-    Raises:
-        CaptureError: for whatever a replay could not repeat.
+    The example's further arguments become stand-ins that raise when the step uses them.
     """
     batch, module, backend = example.batch, subject.module, subject.backend
     refuse_cut(batch, bucket)

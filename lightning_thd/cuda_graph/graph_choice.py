@@ -183,11 +183,7 @@ def sample_layouts(planner: PackPlanner, *, dp: int = 1) -> list[Layout]:
 
 
 def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) -> float:
-    """Return the expected cost of batches that need ``[N]`` sequences under a choice of buckets.
-
-    ``sum P(bucket) * replay(S) + P(fallback) * eager``: needs ``[10, 20]`` with a bucket of 10 cost
-    ``0.5 * replay(10) + 0.5 * eager``.
-    """
+    """Return the expected cost of batches that need ``[N]`` sequences under a choice of buckets."""
     total, done = 0.0, 0
     ordered = np.sort(needs)
     for s in sorted(sequences):

@@ -45,11 +45,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class LintReport:
-    """The findings of :func:`lint_capture`: lines that cannot be captured.
-
-    Attributes:
-        findings: in the order of the step.
-    """
+    """The findings of :func:`lint_capture` in the order of the step: lines that cannot be captured."""
 
     findings: tuple[Finding, ...]
 
