@@ -93,24 +93,24 @@ def causal_lm_loss(
     """Sum the negative log-likelihood over a batch's loss tokens, times the batch's scale.
 
     The mean of this over microbatches and ranks is the loss of the step. With ``reduction="tokens"`` that is
-    the sum over its loss tokens divided by their number, or with weights in the data (``batch.weights``) the
-    sum of weight times loss divided by the sum of weights. With ``"sequences"`` every sequence first averages
-    over its own loss tokens; sequences that have any then average, by their weights where the data gives one
-    number a sequence. A mixture of experts' balancing loss, where ``config.output_router_logits`` asks for
-    it, is added as the model adds it, once a microbatch; it is no sum over tokens.
+    the sum over its loss tokens divided by their number. With weights in the data (``batch.weights``) it is
+    the sum of weight times loss divided by the sum of weights. With ``"sequences"`` every sequence first
+    averages over its own loss tokens. Sequences that have any then average, by their weights if the data
+    gives one number a sequence. If ``config.output_router_logits`` asks for the balancing loss of a mixture
+    of experts, it is added once a microbatch, as the model adds it; it is no sum over tokens.
 
     Args:
         model: a Hugging Face causal language model built with ``attn_implementation="thd"``, bare or wrapped
             (DDP, FSDP2, tensor parallel, PEFT, Accelerate, torch.compile).
         batch: the microbatch, on the model's device.
         reduction: "tokens" or "sequences".
-        weights: floats ``[T]``, a further factor of each slot's loss; no part of the divisor, which the data
-            alone decides. Gets no gradient.
+        weights: floats ``[T]``, a further factor of each slot's loss; no part of the divisor, which only
+            the data decides. Gets no gradient.
         class_weights: floats ``[V]``, a further factor by target, likewise.
         label_smoothing: share of a target's mass spread over the vocabulary.
         z_loss: factor of the squared lse, added for each loss token; the config's ``z_loss_coefficient``
             (Bamba's) when None.
-        mtp_weight: what the further predictions weigh, in mean, where the model calls its head more than
+        mtp_weight: weight of the mean of further predictions, for a model that calls its head more than
             once: call k + 1 predicts the token k places after the next.
         return_parts: give the z-loss beside the loss.
 
@@ -122,8 +122,8 @@ def causal_lm_loss(
     Raises:
         TypeError: for arguments of another type.
         ValueError: for another kind of model, another attention, a batch that does not fit the model, or
-            ``reduction="sequences"`` where the number of the step's sequences is unknown.
-        NotImplementedError: for a model that does to its logits what cannot be followed.
+            ``reduction="sequences"`` if the number of the step's sequences is unknown.
+        NotImplementedError: for a model that changes its logits in a way that cannot be recorded.
     """
     if mtp_weight is not _MTP_WEIGHT:
         real_number(mtp_weight, "mtp_weight", advice="It is what the further predictions weigh.")
@@ -334,7 +334,7 @@ def _sequence_scale(batch: THDBatch) -> float:
     if batch.sequence_scale is None:
         raise ValueError(
             "reduction='sequences' needs batch.sequence_scale, the weight of the step's sequences, and this "
-            "batch was made with a loss_scale alone. Use THDDataModule, pass sequence_scale to "
+            "batch was made with only a loss_scale. Use THDDataModule, pass sequence_scale to "
             "THDBatch.collate, or use reduction='tokens'."
         )
     return batch.sequence_scale

@@ -108,7 +108,7 @@ def head_operands(head: nn.Module, hidden: Tensor) -> HeadOperands:
     if plan is not None and mesh is not None and mesh.size() > 1 and not distributed:
         raise ValueError(
             f"transformers cut the model's head over {mesh.size()} ranks ({plan!r}) and left plain weights, "
-            "of which a loss would see this rank's vocabulary alone. Install transformers>=5.16, which "
+            "of which a loss would see only this rank's vocabulary. Install transformers>=5.16, which "
             "leaves DTensors, or cut the model by THDModelParallelStrategy(tensor_parallel_size=...)."
         )
     low_rank = _low_rank(head, hidden) if base is not head else None

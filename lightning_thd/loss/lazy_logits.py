@@ -121,7 +121,7 @@ def _getitem(logits: LazyLogits, index: object) -> LazyLogits:
     everything = all(i is Ellipsis or i == slice(None) for i in rest)
     if not everything or not isinstance(columns, slice) or columns.start or columns.step not in (None, 1):
         raise NotImplementedError(
-            f"causal_lm_loss got a model that takes logits[{index!r}]; it follows [..., :vocab_size] alone."
+            f"causal_lm_loss got a model that takes logits[{index!r}]; it follows only [..., :vocab_size]."
         )
     if columns.stop is not None:
         size = logits.shape[-1]

@@ -383,7 +383,7 @@ def _refuse_unannounced(model: Any) -> None:
     if NAME in (model.config._attn_implementation, _language_config(model.config)._attn_implementation):
         raise ValueError(
             f"{type(model).__name__} has a config that says 'thd', but was built with another attention and "
-            "knows nothing of packs: its config or a part of it alone was switched, by hand or by a second "
+            "knows nothing of packs: its config, or only a part of it, was switched by hand or by a second "
             "model built from the same config object. Call set_attn_implementation('thd') on the whole "
             "model, or build it with attn_implementation='thd'. Do not assign to its config; give each model "
             "a copy."

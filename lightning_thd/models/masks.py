@@ -92,8 +92,8 @@ def thd_mask(
         if getattr(config, "model_type", "") in HANDS_MASKS_ON:
             return tell_limit(local_size, chunk=hasattr(config, "attention_chunk_size"), device=device)
         raise ValueError(
-            f"{type(config).__name__}: this model hides keys by a window or chunk of {local_size} in its "
-            "mask alone and does not tell its attention, so 'thd' cannot apply it to sequences of "
+            f"{type(config).__name__}: this model hides keys by a window or chunk of {local_size}, which "
+            "only its mask carries and not its attention, so 'thd' cannot apply it to sequences of "
             f"{longest_sequence(q_length)}. Use sequences of at most {local_size}, switch the window off in "
             "the config, or use attn_implementation='eager' on padded rows."
         )

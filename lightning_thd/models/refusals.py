@@ -181,7 +181,7 @@ def refuse_call(model: Any, kwargs: dict[str, Any]) -> None:
     if model._thd_takes_decoder and getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
             f"{kind} got a pack. An encoder-decoder has two sequences for every sample, and a pack holds "
-            "one: feed it padded rows, or train its decoder alone."
+            "one: feed it padded rows, or train only its decoder."
         )
     if "MultipleChoice" in kind:
         raise ValueError(
@@ -223,7 +223,7 @@ def _refuse_plain_positions(model: nn.Module, position_ids: Tensor | None) -> No
         raise ValueError(
             f"{type(model).__name__} got images in a pack and position_ids {tuple(position_ids.shape)} that "
             "count like text. A model with M-RoPE needs position_ids [3, 1, T]: give every sample its own "
-            "[3, n], model.model.get_rope_index(...) of that sample alone, and THDBatch.collate lays them "
+            "[3, n], model.model.get_rope_index(...) of only that sample, and THDBatch.collate lays them "
             "end to end."
         )
 

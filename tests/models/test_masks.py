@@ -86,7 +86,7 @@ def test_blocks_that_hold_nothing_are_plain() -> None:
     windowed.sliding_window = 2
     overlay = masking_utils.blockwise_overlay(torch.full((1, 6), -1))
     window = masking_utils.sliding_window_overlay(2)
-    with pytest.raises(ValueError, match="window or chunk of 2 in its mask alone"):
+    with pytest.raises(ValueError, match="window or chunk of 2, which only its mask carries"):
         causal(windowed, or_mask_function=overlay, and_mask_function=window)
 
 
@@ -135,7 +135,7 @@ def test_a_window_that_only_the_mask_knows_is_refused_beyond_its_size(
     made = phimoe()
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="thd").eval()
     model(torch.arange(3, 7)[None], use_cache=False)
-    with pytest.raises(ValueError, match=r"window or chunk of 4 in its mask alone.*sequences of 9"):
+    with pytest.raises(ValueError, match=r"chunk of 4, which only its mask carries.*sequences of 9"):
         model(torch.arange(3, 12)[None], use_cache=False)
 
 
@@ -184,7 +184,7 @@ def test_the_longest_sequence_of_a_shard_is_that_of_the_pack(monkeypatch: pytest
     # A rank of two holds 4 tokens of a sequence of 8.
     shard = shard_batch(THDBatch.collate([{"input_ids": range(8)}]), group=None, cp=2, rank=0)
     assert shard.max_seqlen == 4
-    with pytest.raises(ValueError, match=r"mask alone.*sequences of 8"):
+    with pytest.raises(ValueError, match=r"only its mask carries.*sequences of 8"):
         model(**shard.hf_kwargs())
 
 
