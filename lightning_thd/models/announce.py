@@ -238,8 +238,9 @@ def enter(
         plain = not torch.compiler.is_compiling() and not holds_text_config(config)
         text = config if plain else config.get_text_config(decoder=True)
         families, masks = (type(config), type(text)), ()
-    pack = None if outer is None else outer.pack
-    if pack is None or pack.cu_seqlens_q is not kwargs.get("cu_seq_lens_q"):  # not announced, or another one
+    pack, offsets = None if outer is None else outer.pack, kwargs.get("cu_seq_lens_q")
+    inner = text is None and offsets is None  # some models do not hand the boundaries down
+    if pack is None or not (inner or pack.cu_seqlens_q is offsets):
         pack = find_pack(outer, args, kwargs)
     if REAL in kwargs:  # no model takes it
         kwargs = {name: value for name, value in kwargs.items() if name != REAL}

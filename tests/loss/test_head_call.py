@@ -19,7 +19,8 @@ from lightning_thd.callbacks.cuda_graph import GraphedStep
 from lightning_thd.cuda_graph.recording import RecordingBackend
 from lightning_thd.loss.lazy_logits import carry_values, open_values
 from lightning_thd.loss.tiles.logits import LogitMap
-from lightning_thd.models.pack import Pack
+from lightning_thd.models import announce
+from lightning_thd.models.pack import Pack, current_scope
 from tests.cuda_graph.support import BUCKETS, random_batch
 from tests.models import matrix
 from tests.models.families import build
@@ -47,6 +48,19 @@ def test_state_space_layers_read_no_lengths_back(
     logits = model(**batch.hf_kwargs()).logits[0]
     wanted = torch.nn.functional.cross_entropy(logits, batch.targets, ignore_index=-100)
     torch.testing.assert_close(loss, wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_a_loss_announces_its_batch_and_a_bare_call_is_searched(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (batch, _) = build(name, "thd").train(), matrix.packs()
+    wanted = causal_lm_loss(model, batch)
+    monkeypatch.setattr(announce, "find_pack", refuse)
+    assert torch.equal(causal_lm_loss(model, batch), wanted)
+    with pytest.raises(AssertionError, match="read back"):
+        model(**batch.hf_kwargs())
+    assert current_scope() is None
 
 
 def test_a_recorded_step_is_given_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
