@@ -73,7 +73,7 @@ class Squares(torch.utils.data.Dataset):
         tokens = int(seen["image_grid_thw"].prod()) // 4  # two by two patches make a token
         words = torch.from_numpy(ByteTokenizer()(caption).astype(np.int64))
         ids = torch.cat([torch.tensor([START] + [IMAGE] * tokens + [END]), words])
-        labels = torch.where(ids >= START, -100, ids)  # loss on the caption alone
+        labels = torch.where(ids >= START, -100, ids)  # the loss counts only the caption
         kinds = (ids == IMAGE).int()[None]
         positions, _ = self.rope(ids[None], kinds, image_grid_thw=seen["image_grid_thw"])
         return {"input_ids": ids, "labels": labels, "position_ids": positions[:, 0], **seen}

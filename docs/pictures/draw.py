@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation anew: python docs/pictures/draw.py."""
+"""Draw the pictures of the documentation: python docs/pictures/draw.py."""
 
 from pathlib import Path
 

@@ -1,0 +1,60 @@
+"""Comments, docstrings, messages and pages keep to plain English: patterns that readers stumbled over stay out."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+CODE = [path for folder in ("lightning_thd", "examples") for path in (ROOT / folder).rglob("*.py")]
+# A pattern and a sentence that it must find, so that no pattern can rot.
+PATTERNS = {
+    r"^#\s*[Oo]f\b": "# of a microbatch: the even share of the work",
+    r"\banew\b": "The plan shares them out anew.",
+    r"\bwhat\b[^.;:]{0,60}\btells?\b": "What its content tells about it.",
+    r"\bso (\w+ ){0,2}as\b(?! (possible|if))": "Give extra work so evenly as water finds its level.",
+    r"(?<!leave it )(?<!let )\balone\b": "It computes the tokens of a rank alone.",
+    r"\b(is|are|was) said\b": "It is said once, when it happens.",
+    r"\bof (yours|ours|theirs|one's own)\b": "A strategy of yours takes the mixin.",
+    r"\bmay lack\b": "The input may lack.",
+    r"\bnone of its business\b": "Packs are none of its business.",
+    r"\bas ever\b": "The loss is the mean as ever.",
+}
+
+
+def prose_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the comments and texts of a module, or the lines of a page, with their line numbers."""
+    source = path.read_text()
+    if path.suffix == ".md":
+        prose = re.sub(r"```.*?```|`[^`\n]*`", lambda code: "\n" * code[0].count("\n"), source, flags=re.S)
+        yield from enumerate(prose.split("\n"), 1)
+        return
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, " ".join(node.value.split())
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_finds_what_it_bans(pattern: str) -> None:
+    assert re.search(pattern, PATTERNS[pattern], re.I)
+
+
+@pytest.mark.parametrize("path", [*PAGES, *CODE], ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_prose_is_plain(path: Path) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {match[0]!r} in {text.strip()[:100]!r}"
+        for line, text in prose_of(path)
+        for pattern in PATTERNS
+        if (match := re.search(pattern, text, re.I))
+    ]
+    assert found == []
