@@ -1,0 +1,23 @@
+"""``pytest -p tests.imagined.plugin``: the whole session has an imagined GPU.
+
+``IMAGINED_CAPABILITY=8.0`` chooses another one; ``IMAGINED_POISON=0`` leaves fresh memory as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tests.imagined.gpu import imagined_gpu
+
+_CAPABILITY = tuple(int(part) for part in os.environ.get("IMAGINED_CAPABILITY", "9.0").split("."))
+_GPU = imagined_gpu(
+    capability=_CAPABILITY,
+    name=os.environ.get("IMAGINED_NAME", "NVIDIA H100 80GB HBM3"),
+    poison=os.environ.get("IMAGINED_POISON", "1") == "1",
+)
+LOG = _GPU.__enter__()
+
+
+def pytest_unconfigure(config: Any) -> None:
+    _GPU.__exit__(None, None, None)

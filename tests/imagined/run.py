@@ -1,0 +1,107 @@
+"""Run a script on an imagined GPU, then print what the host read and uploaded in a step.
+
+``python -m tests.imagined.run [-c 7.5] [--precision bf16-mixed] [--json FILE] script.py ARGUMENTS``
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import logging
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.imagined.gpu import imagined_gpu
+
+NAMES = {
+    "7.0": "Tesla V100-SXM2-32GB",
+    "7.5": "Tesla T4",
+    "8.0": "NVIDIA A100-SXM4-80GB",
+    "9.0": "NVIDIA H100 80GB HBM3",
+    "10.0": "NVIDIA B200",
+}
+FIRST_STEP = 2  # steps before it fill caches
+
+
+def default_precision(precision: str) -> None:
+    """Let every Trainer and Fabric that names no precision use this one."""
+    import lightning as L
+
+    for made in (L.Trainer, L.Fabric):
+
+        def init(self: Any, *args: Any, _init: Any = made.__init__, **options: Any) -> None:
+            if not options.get("precision") and "plugins" not in options:
+                options["precision"] = precision
+            _init(self, *args, **options)
+
+        made.__init__ = init
+    os.environ.setdefault("ACCELERATE_MIXED_PRECISION", precision.split("-")[0])
+
+
+def traffic(log: Any) -> dict[str, Any]:
+    """Return reads, uploads and bytes of a step after the first ones, each with its caller."""
+    steps = max(log.step - FIRST_STEP, 1)
+
+    def of_a_step(rows: list[Any], at: list[int]) -> list[Any]:
+        return [row for row, step in zip(rows, at, strict=True) if FIRST_STEP <= step < log.step]
+
+    reads = of_a_step(log.reads, log.read_steps)
+    uploads = of_a_step(log.uploads, log.upload_steps)
+    kinds = [
+        f"{name} {'pinned' if pinned else 'pageable'} {'non_blocking' if free else 'blocking'} {caller}"
+        for name, _, pinned, free, caller in uploads
+    ]
+    named = [" ".join(map(str, read)) for read in reads]
+    return {
+        "steps": log.step,
+        "reads": {row: n / steps for row, n in collections.Counter(named).most_common()},
+        "uploads": {row: n / steps for row, n in collections.Counter(kinds).most_common()},
+        "bytes": sum(row[1] for row in uploads) / steps,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("-c", "--capability", default="9.0", choices=list(NAMES))
+    parser.add_argument("--precision", help="default of every Trainer, Fabric and Accelerator")
+    parser.add_argument("--json", help="write reads and uploads into this file")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    sys.argv = [args.script, *args.arguments]
+    sys.path.insert(0, str(Path(args.script).resolve().parent))
+    if args.precision:
+        default_precision(args.precision)
+    import lightning_thd.flops.measure as measure
+
+    measure._GPU_SHAPES = measure._CPU_SHAPES  # the shapes for a GPU would multiply for minutes
+    failed = False
+    capability = tuple(int(part) for part in args.capability.split("."))
+    with imagined_gpu(capability=capability, name=NAMES[args.capability]) as log:
+        try:
+            runpy.run_path(args.script, run_name="__main__")
+        except SystemExit as end:
+            failed = end.code not in (0, None)
+        except BaseException:
+            traceback.print_exc()
+            failed = True
+    found = traffic(log)
+    if args.json:
+        Path(args.json).write_text(json.dumps(found))
+    print(f"\nimagined {NAMES[args.capability]}: {'FAILED' if failed else 'ran'}, {log.step} steps")
+    for what in ("reads", "uploads"):
+        print(f"{what} a step:")
+        for row, number in found[what].items():
+            print(f"  {number:7.2f}  {row}")
+    print(f"bytes uploaded a step: {found['bytes']:.0f}")
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
