@@ -1,4 +1,4 @@
-"""Comments, docstrings, messages and pages keep to plain English: patterns that readers stumbled over stay out."""
+"""Comments, docstrings, messages and pages are plain English: banned patterns do not come back."""
 
 from __future__ import annotations
 

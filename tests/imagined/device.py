@@ -1,7 +1,7 @@
 """A GPU that is only imagined: tensors of a CPU build of torch that say "cuda:0" and refuse mixed devices.
 
-``with imagined_gpu(capability=(9, 0), name="NVIDIA H100 80GB HBM3") as log``: ``log.reads`` is (operator, caller),
-and ``log.uploads`` holds (operator, bytes, pinned, non_blocking, caller). See README.md.
+``with imagined_gpu(capability=(9, 0)) as log``: ``log.reads`` is (operator, caller),
+``log.uploads`` is (operator, bytes, pinned, non_blocking, caller). See README.md.
 """
 
 import contextlib
