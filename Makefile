@@ -6,10 +6,11 @@ STEPS ?= 100
 PRECISION ?=
 COMPILE ?=
 
-.PHONY: quickstart test lint docs soak chaos fuzz determinism security coverage clean gpu test-oldest test-kernels
+.PHONY: quickstart test test-imagined lint docs soak chaos fuzz determinism security coverage clean gpu test-oldest test-kernels
 
 .venv/.quickstart: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python >= 3.11 is needed, this is " + sys.version'
+	@echo "Installing into .venv, about two minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	# torch first and by its exact version: a range would bring the newest build and gigabytes of CUDA.
@@ -34,6 +35,10 @@ lint: .venv/.installed
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# README, quickstart, every example and the GPU tests on a CUDA device that is imagined: tests/imagined/README.md.
+test-imagined: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m imagined tests/imagined
 
 # The documentation, into site/; a broken link or a name that is gone fails.
 .venv/.docs: .venv/.installed
