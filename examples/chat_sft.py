@@ -1,4 +1,4 @@
-"""Fine-tune on conversations: packed, no conversation sees another, loss on the assistant's words alone.
+"""Fine-tune on conversations: no conversation sees another, and the loss counts the assistant's words.
 
 python examples/chat_sft.py                     # questions about Python's own functions
 python examples/chat_sft.py --data chats.jsonl  # a line: {"messages": [{"role": ..., "content": ...}, ...]}
