@@ -172,18 +172,7 @@ class Alignment:
         recipe: Recipe | None = None,
         layout: Layout = "dual_chunk",
     ) -> Alignment:
-        """Return the alignment for one parallel layout and FP8 recipe.
-
-        Args:
-            cp: context-parallel ranks.
-            tp: tensor-parallel ranks.
-            sequence_parallel: whether activations between tensor-parallel products are cut along slots.
-            recipe: fp8 or fp4 recipe; none means bf16, fp16 or fp32.
-            layout: how context parallelism cuts a pack.
-
-        Returns:
-            ``cp=4, tp=2, sequence_parallel=True, recipe="tensorwise"`` gives multiples of 8 and 128.
-        """
+        """Return the alignment for one parallel layout and FP8 recipe."""
         for size, name in ((cp, "cp"), (tp, "tp")):
             whole_number(size, name, least=1, advice="1 means not at all.")
         flags(sequence_parallel=sequence_parallel)

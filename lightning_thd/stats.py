@@ -255,16 +255,7 @@ def _join(
 
 
 def window_pairs(lengths: Ints, window: Window, *, ends: Ints) -> IntArray:
-    """Count the pairs (query, key) that causal queries see through a window, their own key among them.
-
-    Args:
-        lengths: real tokens of every sequence.
-        window: tokens a query sees, or ``Chunk``, or ``Blocks``.
-        ends: where runs of sequences end, each counted on its own; ``[len(lengths)]`` for one run.
-
-    Returns:
-        int64, one number a run: ``([5, 2], 2, ends=[1, 2])`` gives 1 + 2 + 2 + 2 + 2 = 9 and 1 + 2 = 3.
-    """
+    """Count the pairs (query, key) that causal queries see through a window, their own key among them."""
     values, runs = _lengths(lengths), host_ints(ends, "ends")
     if not runs.size or runs[0] < 0 or runs[-1] != values.size or (np.diff(runs) < 0).any():
         raise ValueError(

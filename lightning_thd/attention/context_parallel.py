@@ -151,22 +151,7 @@ def context_parallel_attention(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend over the sequences of a pack of which this rank holds a shard; a collective.
-
-    Args:
-        attend: does what ``spec`` says within sequences given by offsets.
-        raw_kernel: gives the kernel whose partial results can be merged; called only if a way merges them.
-        q_NHD: ``[N, H, D]``.
-        k_NGD: ``[N, G, D]``; G divides H.
-        v_NGE: ``[N, G, E]``.
-        layout: of the shard.
-        spec: window and causality, which decide what keys are needed.
-        sinks: ``[H]`` or None.
-
-    Raises:
-        ValueError: when ``ulysses`` is asked for and the heads do not divide, or a window looks ahead under
-            another way.
-    """
+    """Attend over the sequences of a pack of which this rank holds a shard; a collective."""
     sizes = LayerSizes(
         heads=q_NHD.shape[1],
         kv_heads=k_NGD.shape[1],

@@ -196,20 +196,7 @@ def merged_attention(
     spec: AttentionSpec,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend to keys that come in parts; a collective if they come from other ranks.
-
-    Args:
-        kernel: forward with lse, and backward from it.
-        source: of the parts.
-        q_NHD: ``[N, H, D]``.
-        k_NGD: ``[M, G, D]``: what ``source`` begins with, this rank's rows or all.
-        v_NGE: ``[M, G, E]``.
-        spec: scale and softcap; the sides of the window are those of each call.
-        sinks: ``[H]``, or None.
-
-    Returns:
-        ``[N, H, E]``; 0 for a query that sees no key.
-    """
+    """Attend to keys that come in parts; a collective if they come from other ranks."""
     value_size = v_NGE.shape[2]
     q, k, v = widen_heads(kernel, q_NHD, k_NGD, v_NGE)
     out: Tensor = _Merged.apply(kernel, source, q, k, v, spec, sinks)  # type: ignore[no-untyped-call]

@@ -52,10 +52,7 @@ def make_spec(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> AttentionSpec:
-    """Check and normalise the options of ``varlen_attention``; its docstring explains them.
-
-    ``make_spec(64, window=512)`` has left 511, right 0, scale 0.125.
-    """
+    """Check and normalise the options of ``varlen_attention``; its docstring explains them."""
     instance(causal, "causal", bool, np.bool_, advice="Pass True or False.")
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None:  # a size that is being traced may be symbolic

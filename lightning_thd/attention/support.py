@@ -222,15 +222,7 @@ class Request:
 
 
 def choose(backend: Backend, request: Request) -> Kernel:
-    """Pick the first kernel of a backend ("auto": of any, the device's fastest first) that runs a request.
-
-    Returns:
-        The kernel. A bf16 call of head size 128 with ``backend="auto"`` gives "torch" on a CUDA device where
-        nothing else is installed, and "flash3" on Hopper where it is.
-
-    Raises:
-        ValueError: where none does; the message says why, and which would.
-    """
+    """Pick the first kernel of a backend ("auto": of any, the device's fastest first) that runs a request."""
     names = ("auto", *dict.fromkeys(row.backend for row in SUPPORT.values()))
     if backend not in names:
         raise ValueError(f"backend={backend!r} is not known; choose one of {', '.join(names)}.")

@@ -78,10 +78,7 @@ class CompileLayers(Callback):
 
 
 def break_even(eager: list[float], compiled: list[float]) -> str:
-    """Return what compiling took and after how many batches that pays off: the first of each list warm up.
-
-    ``break_even([9, 3, 3], [21, 2, 2, 2])`` says that it pays off after 19 batches.
-    """
+    """Return what compiling took and after how many batches that pays off: the first of each list warm up."""
     before, after = median(eager[1:]), median(compiled[_COMPILING:])
     cost, gain = sum(compiled[:_COMPILING]) - _COMPILING * after, before - after
     said = (

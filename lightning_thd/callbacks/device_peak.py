@@ -17,11 +17,7 @@ _BY_PRECISION = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float6
 
 
 def compute_dtype(precision: str, module: torch.nn.Module) -> torch.dtype | str:
-    """Return the dtype of the training matmuls: torch's, "tf32", "fp8" or "fp4".
-
-    ``precision`` is the Trainer's. Under "32-true", which leaves a bfloat16 model as it is, the parameters
-    of ``module`` decide.
-    """
+    """Return the dtype of the training matmuls: torch's, "tf32", "fp8" or "fp4"."""
     if precision.startswith("fp8-") or "transformer-engine" in precision:
         return "fp4" if precision.endswith("nvfp4") else "fp8"
     dtype = _BY_PRECISION.get(precision.partition("-")[0])
@@ -43,19 +39,13 @@ class LowPrecision:
     ratio: float
 
     def peak(self, peak: float, flops: FlopsBreakdown) -> float:
-        """Return the peak of mixed precision: all FLOPs over the least time of both parts.
-
-        ``peak`` is the bf16 peak. If half of the FLOPs run in FP8 of twice the peak, the result is 4/3 of it.
-        """
+        """Return the peak of mixed precision: all FLOPs over the least time of both parts."""
         low = self.share * flops.linear
         return peak * flops.model / (low / self.ratio + flops.model - low) if flops.model else peak
 
 
 def low_precision(module: torch.nn.Module, device: torch.device, peak: str | float) -> LowPrecision | None:
-    """Return which share of a model's FLOPs runs in low precision; None if none does.
-
-    Emulation runs in bf16, and a peak that is given as a number holds for everything.
-    """
+    """Return which share of a model's FLOPs runs in low precision; None if none does."""
     recipe = recipe_of(module)
     if recipe is None or recipe.emulate or not isinstance(peak, str):
         return None

@@ -39,16 +39,7 @@ _BINS = (
 
 
 def microbatches(batch: Any) -> list[Seen]:
-    """Find every pack in a batch, with its ``SeqStats`` and, if known, its lengths.
-
-    Args:
-        batch: a ``THDStep`` (each of its microbatches), a ``THDBatch``, bare ``SeqStats``, or rows of padded
-            token ids ``[B, N]``, as a tensor or under ``"input_ids"``, which count as B dense sequences; or
-            these inside dicts, tuples and lists: ``{"chosen": pack, "rejected": pack}``, ``(pack, tensor)``.
-
-    Returns:
-        One entry a pack; none for a batch of unknown kind.
-    """
+    """Find every pack in a batch, with its ``SeqStats`` and, if known, its lengths."""
     if (several := getattr(batch, "microbatches", None)) is not None:
         return [seen for one in several for seen in microbatches(one)]
     if isinstance(batch, SeqStats):
@@ -216,10 +207,7 @@ class Meter:
         self._left_out_seconds += self._lap()
 
     def reduce(self, *, whole: bool = False) -> None:
-        """Add up the counts of all ranks since the last reduction: one collective, one read.
-
-        ``whole`` leaves the running step to the next reduction: a job that resumes here runs it again.
-        """
+        """Add up the counts of all ranks since the last reduction: one collective, one read."""
         vector, hardware = self.flush(whole=whole), self.hardware
         wire = communication_device(hardware.group, hardware.device)
         rows = gather_ints(vector, group=hardware.group, device=wire)
@@ -236,10 +224,7 @@ class Meter:
             self._total_flops = {name: total + getattr(flops, name) for name, total in before.items()}
 
     def close(self, *, last: bool = False) -> dict[str, float]:
-        """Reduce the interval over the ranks and return its metrics by key, "train/..."; a collective.
-
-        If no rate was ever reported, ``last`` reports those of the warm-up: they are better than none.
-        """
+        """Reduce the interval over the ranks and return its metrics by key, "train/..."; a collective."""
         self.reduce()
         found, self._interval = self._interval, None
         if found is None or not found.microbatches + found.left_out_microbatches:
@@ -312,11 +297,7 @@ class Meter:
 
 
 def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, seconds: float) -> Interval:
-    """Sum the integers that ``Meter.flush`` returned on all ranks; ``seconds`` is this rank's time.
-
-    If a rank left out steps that others measured, as when only that rank compiled, the seconds become those
-    that give the sum of the ranks' own rates.
-    """
+    """Sum the integers that ``Meter.flush`` returned on all ranks; ``seconds`` is this rank's time."""
     counts = num_ints(model)
     # Python integers do not overflow: a sum over a thousand ranks may pass int64.
     totals = rows[0] if len(rows) == 1 else [sum(column) for column in zip(*rows, strict=True)]

@@ -218,12 +218,7 @@ class _Calls:
 
 
 def _passes(watched: dict[str, _Calls], step: Sequence[Seen], *, sharded: bool) -> dict[str, Passes]:
-    """Return how often a token of the step went through each model: its slots over those of the step.
-
-    Under context parallelism (``sharded``) a rank sees a part of each pack, so that slots say nothing. A
-    model whose calls cannot be seen counts as trained once, or as a forward pass if it ended the step without
-    gradients while another model has some.
-    """
+    """Return how often a token of the step went through each model: its slots over those of the step."""
     slots = 0 if sharded else sum(stats.slots for stats, _ in step)
     trained = {
         name: any(p.grad is not None for p in calls.model.parameters()) for name, calls in watched.items()
@@ -295,10 +290,7 @@ def _training_signature(module: nn.Module) -> int:
 
 
 def _with_own_head(model: FlopsModel, child: nn.Module, module: nn.Module) -> FlopsModel:
-    """Replace the logits of a model without a language head by its own head: reward, class or value.
-
-    A model without any head keeps its logits if ``module`` holds a linear layer of that size.
-    """
+    """Replace the logits of a model without a language head by its own head: reward, class or value."""
     output: Any = getattr(child, "get_output_embeddings", None)
     try:
         if output is None or output() is not None:

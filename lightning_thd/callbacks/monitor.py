@@ -337,10 +337,7 @@ class THDThroughputMonitor(Callback):
                 self._meters["train"].resume()
 
     def _wrap_saving(self, trainer: Trainer) -> None:
-        """Pause the clock while the Trainer saves, and reduce the counts before, for the checkpoint.
-
-        Lightning has a hook in the middle of saving, but none before and none after.
-        """
+        """Pause the clock while the Trainer saves, and reduce the counts before, for the checkpoint."""
         original = trainer.save_checkpoint
 
         @functools.wraps(original)

@@ -45,11 +45,7 @@ def _help() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``lightning-thd``.
-
-    Args:
-        arguments: those after the program's name; the command line's when absent.
-    """
+    """Run ``lightning-thd``."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         print(_help())

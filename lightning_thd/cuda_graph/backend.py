@@ -98,10 +98,7 @@ class CudaBackend:
         return None if device.type == "cuda" else f"the module is on {device.type}, not on a CUDA device"
 
     def warm_up(self, function: Callable[[], R], *, last: bool) -> R:
-        """Run the function on the side stream; in the last run, a step that waits for the device raises.
-
-        There, and not in the capture: a capture that fails leaves torch's allocator and generator half way.
-        """
+        """Run the function on the side stream; in the last run, a step that waits for the device raises."""
         stream = self._side()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), _no_waiting() if last else contextlib.nullcontext():
@@ -166,12 +163,7 @@ class CudaBackend:
         return self._stream
 
     def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Reset state that torch (up to 2.13) leaves behind when the end of a capture raises.
-
-        The allocator may go on as if a capture were underway (pytorch#171265): it frees no memory that
-        several streams used, and no cached memory when the device is full. Whether or not torch has cleaned
-        that up, the generator refuses to draw outside of a capture (pytorch#180395).
-        """
+        """Reset state that torch (up to 2.13) leaves behind when the end of a capture raises."""
         device, pool = torch.cuda.current_device(), self._pool
         with contextlib.suppress(RuntimeError):  # it is not recording: torch has ended the pool itself
             torch._C._cuda_endAllocateToPool(device, pool)

@@ -73,11 +73,7 @@ class Bucket:
             )
 
     def misfit(self, layout: Layout) -> Reason | None:
-        """Return why a batch does not fit this bucket, or None.
-
-        The tail needs dummy sequences of at most ``max_seqlen`` each: 10 sequences in 90 of 100 slots do not
-        fit a bucket of 10, as nothing would cover the last 10 slots.
-        """
+        """Return why a batch does not fit this bucket, or None."""
         if layout.slots > self.slots:
             return "tokens"
         if layout.max_seqlen > self.max_seqlen:
@@ -102,16 +98,7 @@ def choose(buckets: Sequence[Bucket], batch: THDBatch) -> tuple[Bucket | None, R
 
 
 def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | None = None) -> list[Bucket]:
-    """Make one bucket per number of sequences, smallest first.
-
-    Args:
-        max_sequences: numbers of sequences, for example ``(24, 80)``.
-        slots: T of every bucket.
-        max_seqlen: longest sequence; none means ``slots``.
-
-    Raises:
-        ValueError: for an empty list or numbers below 1.
-    """
+    """Make one bucket per number of sequences, smallest first."""
     counts = sorted(set(host_ints(max_sequences, "max_sequences", advice="Pass (24, 80), say.").tolist()))
     if max_seqlen is not None:
         whole_number(max_seqlen, "max_seqlen", least=1, advice="None means all slots.")
@@ -121,10 +108,7 @@ def make_buckets(max_sequences: Sequence[int], *, slots: int, max_seqlen: int | 
 
 
 def padded_lengths_of(batch: THDBatch, bucket: Bucket, *, multiple: int = 1) -> Ints:
-    """Return a batch's padded lengths and those of the dummies that fill the tail, int64 ``[S]``.
-
-    All are multiples of ``multiple``. ``(3, 2)`` in 9 slots and 4 sequences become ``[3, 2, 2, 2]``.
-    """
+    """Return a batch's padded lengths and those of the dummies that fill the tail, int64 ``[S]``."""
     kept = batch.padded_lengths[: Layout.of_batch(batch).sequences]
     units = [length // multiple for length in kept]
     offsets = pad_cu_seqlens(

@@ -120,10 +120,7 @@ class CapturedStep:
 def capture_step(
     subject: Subject, bucket: Bucket, example: Example, shared: Shared, *, piece_bytes: int | None = None
 ) -> CapturedStep:
-    """Warm up and capture, leaving the module, the random states and the Trainer's logs as they were.
-
-    The example's further arguments become stand-ins that raise when the step uses them.
-    """
+    """Warm up and capture, leaving the module, the random states and the Trainer's logs as they were."""
     batch, module, backend = example.batch, subject.module, subject.backend
     refuse_cut(batch, bucket)
     refuse_sums_over_slots(module)

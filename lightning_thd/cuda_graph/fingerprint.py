@@ -309,12 +309,7 @@ def _held_by(value: Any, names: frozenset[str]) -> list[tuple[Any, Any]]:
 
 
 def _reachable(function: Any, modules: list[nn.Module]) -> tuple[list[types.FunctionType], frozenset[str]]:
-    """Return the functions that a step can reach, and all names and texts in their code.
-
-    It starts at the step, at every ``forward`` and at what modules hold, and goes on to whatever the code
-    names: globals, members of named modules, what functions enclose, and methods of the modules' classes and
-    of the user's. The standard library, Lightning, this package, and torch but for its modules are left out.
-    """
+    """Return the functions that a step can reach, and all names and texts in their code."""
     places = {type(module).__module__ for module in modules}  # ours too: CausalLMModule has a step
     packages = places | {name.partition(".")[0] for name in places} - {"lightning_thd"}
     held = [x for module in modules for x in vars(module).values()]
@@ -420,10 +415,7 @@ def _names_of_ours() -> frozenset[str]:
 
 
 def _globals_of(functions: list[types.FunctionType]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Yield the globals that functions read, and those of users' modules that they name, each once.
-
-    Of a library only functions and classes count, as numbers there count calls.
-    """
+    """Yield the globals that functions read, and those of users' modules that they name, each once."""
     seen: set[tuple[int, str]] = set()
     for function in functions:
         file, used = function.__code__.co_filename, _names_in(function.__code__)

@@ -162,10 +162,7 @@ def plan_graphs(
 
 
 def needed_sequences(layouts: Sequence[Layout], slots: int, max_seqlen: int) -> IntArray:
-    """Count the sequences, dummies of the tail included, that each batch that fits needs, int64 ``[N]``.
-
-    5 sequences in 90 of 100 slots need 6.
-    """
+    """Count the sequences, dummies of the tail included, that each batch that fits needs, int64 ``[N]``."""
     found = [x.sequences + -(-(slots - x.slots) // max_seqlen) for x in layouts if x.slots <= slots]
     return np.array(found, dtype=np.int64)
 
@@ -194,10 +191,7 @@ def expected_cost(needs: IntArray, sequences: Sequence[int], costs: GraphCosts) 
 
 
 def best_sequences(needs: IntArray, num_buckets: int, costs: GraphCosts) -> tuple[int, ...]:
-    """Choose at most ``num_buckets`` buckets of least expected cost, exactly, by dynamic programming.
-
-    Returns S of every bucket, ascending; nothing if eager is cheapest.
-    """
+    """Choose at most ``num_buckets`` buckets of least expected cost, exactly, by dynamic programming."""
     values, counts = np.unique(needs, return_counts=True)
     best: tuple[float, tuple[int, ...]] = (costs.eager, ())
     before = np.concatenate([[0], np.cumsum(counts)]).astype(float)

@@ -141,15 +141,7 @@ class GraphedStep:
         return self._shared.turn.pending
 
     def __call__(self, batch: Any, *rest: Any) -> Any:
-        """Run the step on a batch, replayed from a graph if one fits.
-
-        Args:
-            batch: on the module's device. Anything but a ``THDBatch`` runs eagerly.
-            rest: passed on to ``function``; a captured step may not use it.
-
-        Returns:
-            What ``function`` returns, with a loss that ``backward()`` may be called on once.
-        """
+        """Run the step on a batch, replayed from a graph if one fits."""
         if isinstance(self.wrapped, DistributedDataParallel):
             return self._through_ddp(batch, *rest)
         return self._run(batch, *rest)
@@ -201,11 +193,7 @@ class GraphedStep:
         return "pending_backward" if self.pending else self._graphs[bucket]
 
     def _capture(self, example: Example) -> bool:
-        """Capture every bucket under torch's present modes, and return whether that succeeded.
-
-        Ranks that share no model come together here at the first capture, and may capture again on their
-        own; those of a model-parallel group always run together.
-        """
+        """Capture every bucket under torch's present modes, and return whether that succeeded."""
         started, together = self._clock(), self._is_joint(example)
         error = self._try_capture(example)
         if all_agree(error is None, example.device) if together else error is None:

@@ -186,10 +186,7 @@ class StaticInputs:
         return dummy_batch(layout, self._device, axes=self.axes)
 
     def fill(self, batch: THDBatch) -> None:
-        """Copy a batch into the buffers, without waiting for the device; the tail becomes dummy sequences.
-
-        Offsets are worked out from the lengths the host knows, in page-locked memory.
-        """
+        """Copy a batch into the buffers, without waiting for the device; the tail becomes dummy sequences."""
         static, used, total = self.batch, Layout.of_batch(batch).slots, self._slots
         if self.cut is not None:
             used //= self.cut.cp  # its sequences come first in a shard, too

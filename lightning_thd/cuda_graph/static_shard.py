@@ -101,11 +101,7 @@ class StaticShardLayout(ShardLayout):
 
     @contextlib.contextmanager
     def known(self) -> Iterator[None]:
-        """Register this layout by its offsets, so that attention finds it inside this context.
-
-        It is not registered always: a whole pack that happens to have as many slots as this shard would be
-        taken for a shard whose offsets were made again.
-        """
+        """Register this layout by its offsets, so that attention finds it inside this context."""
         known_layouts[self.cu_seqlens.data_ptr()] = self
         try:
             yield

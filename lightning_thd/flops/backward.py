@@ -89,14 +89,7 @@ def weights_by_layer(module: nn.Module, active: float) -> dict[str, list[Weight]
 
 
 def decoder_prefix(names: Iterable[str]) -> str:
-    """Return the prefix of ``layers.0`` in the decoder's names; towers have layers of their own.
-
-    Args:
-        names: of modules: ``"model.layers.1.mlp"`` and ``"model.audio.encoder.layers.0.mlp"``, for example.
-
-    Returns:
-        ``"model"`` for these: a language or text model's, else the least nested, else that of most layers.
-    """
+    """Return the prefix of ``layers.0`` in the decoder's names; towers have layers of their own."""
     indices: dict[str, set[str]] = defaultdict(set)
     for name in names:
         plain = _WRAPPERS.sub("", name + ".")

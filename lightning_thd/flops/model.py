@@ -306,12 +306,7 @@ class Member:
 
 
 def join(members: Sequence[Member]) -> FlopsModel:
-    """Join FLOPs models of models that run on the same batches into one that counts their sum.
-
-    A policy of 600 training FLOPs and a reference of the same size, run under ``no_grad``, are 800. A model
-    that half of the tokens pass through counts half, attention too. ``FlopsBreakdown.models`` names every
-    member; one model that trains on every token once is returned as it is.
-    """
+    """Join FLOPs models of models that run on the same batches into one that counts their sum."""
     instance(members, "members", list, tuple, advice="Pass a list of Member.")
     if not members:
         raise ValueError("No model was given to count. Give one or more members.")

@@ -55,13 +55,7 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
 
 
 def find_peak(device_name: str) -> Peak | None:
-    """Return a device's row of the table; all words that tell devices apart must match.
-
-    Returns:
-        The row whose words are all in the name, while no other word of the name means another device: "RTX
-        3070 Ti", "RTX 4090 D", a laptop's or a MIG slice of a device, and an A100 of 64 GB, which has more
-        units than others, find no sibling's row. None otherwise.
-    """
+    """Return a device's row of the table; all words that tell devices apart must match."""
     words = re.findall(r"[a-z0-9]+", device_name.lower())
     wanted = {word for word in words if not _NEUTRAL.fullmatch(word)}
     sizes = {int(word.rstrip("gb")) for word in words if re.fullmatch(r"\d+gb?", word)}

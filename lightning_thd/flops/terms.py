@@ -116,15 +116,7 @@ def recurrence(name: str, flops: int) -> Term:
 def units(
     basis: Basis, window: Window | None, stats: SeqStats, *, causal: Causal, tokens: Tokens, merge: int
 ) -> tuple[int, int]:
-    """Return the count that a term multiplies, as a fraction, so that half a square stays an integer.
-
-    The whole square of a causal layer is 2 x exact - tokens, for a window as for a whole sequence; "half" is
-    half of that, so that a window no sequence reaches changes nothing under any convention. Pairs with
-    compressed keys (``Blocks``) have no diagonal: "half" is exact, "full" twice that.
-
-    Returns:
-        (numerator, denominator). Two sequences of 3 and 5 have 34 / 2 pairs under "half".
-    """
+    """Return the count that a term multiplies, as a fraction, so that half a square stays an integer."""
     if basis == "token":
         return (stats.real_tokens if tokens == "real" else stats.slots), 1
     if basis == "pair":

@@ -58,14 +58,7 @@ class Packing:
         return (self[pack] for pack in range(len(self)))
 
     def totals(self, values: npt.ArrayLike) -> IntArray:
-        """Return the sum of ``values`` (one a sequence) over every pack.
-
-        Args:
-            values: int ``[S]``, for example the lengths.
-
-        Returns:
-            int64 ``[P]``. Packs ``[[0, 2], [1]]`` of lengths ``[5, 7, 2]`` become ``[7, 7]``.
-        """
+        """Return the sum of ``values`` (one a sequence) over every pack."""
         running = np.concatenate([[0], np.cumsum(self._of_each(values, "values"))])
         return np.asarray(running[self.offsets[1:]] - running[self.offsets[:-1]], dtype=np.int64)
 
@@ -131,10 +124,7 @@ def pack_lengths(
 
 
 def best_fit(padded: IntArray, slots: Slots) -> Packing:
-    """Pack by best-fit decreasing; a length above what is usable gets a pack of its own.
-
-    Lengths are divided by ``slots.multiple``, which leaves fewer distinct ones.
-    """
+    """Pack by best-fit decreasing; a length above what is usable gets a pack of its own."""
     fits = padded <= slots.usable
     if fits.all():
         return pack_lengths(padded // slots.multiple, slots.usable // slots.multiple)
@@ -181,12 +171,7 @@ def _histogram(descending: IntArray) -> tuple[list[int], list[int]]:
 
 
 def _best_fit(sizes: list[int], counts: list[int], capacity: int, limit: int) -> tuple[list[_Placement], int]:
-    """Place each distinct size, largest first, in the packs with the least room that still holds it.
-
-    Packs with the same room and as many sequences are one class. Classes with room for the present size lie
-    on a stack, least room on top. The others wait in a heap until the sizes have shrunk enough. Nothing is
-    ever searched: a class leaves the stack with less room than the present size, or as its new top.
-    """
+    """Place each distinct size, largest first, in the packs with the least room that still holds it."""
     placements: list[_Placement] = []
     ready: list[tuple[int, int, int, int]] = []  # (room, held, first pack, packs)
     waiting: list[tuple[int, int, int, int]] = []  # (-room, -held, first pack, packs)

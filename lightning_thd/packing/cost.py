@@ -42,13 +42,7 @@ class Cost:
 
     @classmethod
     def from_flops(cls, model: FlopsModel, *, longest: int = 8192) -> Cost:
-        """Build a cost from a model's own FLOPs, recomputation included.
-
-        Args:
-            model: counts the FLOPs of a training step.
-            longest: tokens of the longest sequence. The work is exact at this length and at half of it; at
-                every length if all layers see the whole sequence, and nearly so if some see a window.
-        """
+        """Build a cost from a model's own FLOPs, recomputation included."""
         whole_number(longest, "longest", least=1, advice="It is the tokens of the longest sequence.")
         half = max(1, longest // 2)
         short, long = (

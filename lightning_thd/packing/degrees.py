@@ -91,10 +91,7 @@ class Sharing:
         return [0.0, *self.exchange]
 
     def waiting(self, ranks: int) -> int:
-        """Return how many neighbours wait for each other in every microbatch; 1 if none do.
-
-        Ranks of a group wait for each other, too: with groups of up to 8, no fewer than 8 do.
-        """
+        """Return how many neighbours wait for each other in every microbatch; 1 if none do."""
         if self.waits == "step":
             return 1
         if self.together is None:
@@ -206,20 +203,11 @@ class Tables:
         return float(self.cheapest.sum()) / ranks
 
     def least_time(self, ranks: int) -> float:
-        """Return a lower bound on the time of a step in which ranks wait in every microbatch.
-
-        At best all work is spread evenly. But in the microbatch of the sequence that makes ranks wait most,
-        they idle. No plan beats this bound, and it may be out of reach: groups and sequences are whole.
-        """
+        """Return a lower bound on the time of a step in which ranks wait in every microbatch."""
         return float(self.cheapest.sum() + self.idle(ranks).max()) / ranks
 
     def idle(self, ranks: int, sets: int = 1) -> FloatArray:
-        """Return the work that a set of R ranks cannot do while it runs each sequence, float64 ``[S]``.
-
-        The set takes as long as the sequence does at one of its degrees. In that time it could do R times as
-        much work. It does what the sequence needs, and at most an even share (one of ``sets``) of the work of
-        the sequences with most work a slot that fit its slots.
-        """
+        """Return the work that a set of R ranks cannot do while it runs each sequence, float64 ``[S]``."""
         work = self.cheapest
         order = np.argsort(-work / self.slots[0], kind="stable")
         filled = np.cumsum(self.slots[0, order])

@@ -88,23 +88,7 @@ def share_out(
     sharing: Sharing,
     cost: Callable[[IntArray], FloatArray],
 ) -> SharedBins:
-    """Assign a degree, a microbatch and ranks to every sequence, all planned together.
-
-    Args:
-        lengths: ints ``[S]``, tokens of each sequence.
-        capacity: most slots of a rank in a microbatch.
-        ranks: R; ``sharing.max_degree`` divides it.
-        sharing: how many ranks may share a sequence, and when they wait for each other.
-        cost: work of sequences by their tokens.
-
-    Returns:
-        The groups; their degrees in a microbatch sum up to R. Lengths ``[8, 2, 2]``, capacity 4, 4 ranks and
-        degrees up to 2 make a group of 2 for the first and one rank each for the others.
-
-    Raises:
-        ValueError: for no sequence, one that fits at no degree, work that is no finite number above 0, or
-            ranks that groups do not tile.
-    """
+    """Assign a degree, a microbatch and ranks to every sequence, all planned together."""
     whole_number(capacity, "capacity", least=1, advice="It is the most slots of one rank.")
     instance(sharing, "sharing", Sharing, advice="Pass Sharing(max_degree=...).")
     check_tiling(ranks, sharing.max_degree)
@@ -350,15 +334,7 @@ class _Long:
         self.total, self.value = total.tolist(), total.min(axis=0).tolist()
 
     def microbatches(self, even: float, lowest: float) -> tuple[list[_Microbatch], list[int]]:
-        """Put the long sequences into as many microbatches as it takes, the longest first.
-
-        Args:
-            even: an even share of the work of the step, of one microbatch.
-            lowest: the lowest level that is tried, in units of ``even``.
-
-        Returns:
-            The microbatches, and the sequences left for singles, which have slots and time for them.
-        """
+        """Put the long sequences into as many microbatches as it takes, the longest first."""
         of_single = min(even, self.filler.density * self.tables.room[0])
         found: list[_Microbatch] = []
         rest = list(range(len(self.sequences)))
@@ -507,11 +483,7 @@ class _Groups:
             self.load[at], self.free[at] = self.level[at] - room, free
 
     def fill(self, short: Sequence[int], first: int) -> bool:
-        """Put each sequence, longest first, into the group with most time; False if one fits no group.
-
-        Groups before the first are left as they are. A group without the slots for one sequence waits until
-        a later sequence, which is shorter, fits it again.
-        """
+        """Put each sequence, longest first, into the group with most time; False if one fits no group."""
         heap = [(self.load[at] - self.level[at], at) for at in range(first, len(self.load))]
         heapq.heapify(heap)
         waiting: list[tuple[int, float, int]] = []  # (-slots left, -room, group)
@@ -628,19 +600,7 @@ class _Nest:
         self.used = [0] * len(self.work)
 
     def share(self, chosen: IntArray, even: float, worth: BoolArray) -> IntArray:
-        """Put sequences of several ranks into groups, on the ranks that have least to do.
-
-        Slots that they leave go to sequences of fewer ranks for which the exchange is worth it, as long as no
-        rank gets more than an even share.
-
-        Args:
-            chosen: int64 ``[S]``, index of each sequence's degree.
-            even: an even share of the work of the step.
-            worth: bool ``[C, S]``, degrees that sequences may get to fill up a group.
-
-        Returns:
-            int64, the sequences that are left for single ranks, longest first.
-        """
+        """Put sequences of several ranks into groups, on the ranks that have least to do."""
         waiting = np.argsort(-self.tables.slots[0], kind="stable")
         for at in range(len(self.tables.degrees) - 1, 0, -1):
             own = chosen[waiting] == at

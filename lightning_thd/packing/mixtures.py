@@ -167,22 +167,7 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
 def take_turns(
     shares: Mapping[int, int], drawn: Sequence[int], waiting: Sequence[int], most: int | None = None
 ) -> tuple[list[int], int | None]:
-    """Return the source of each next sequence, up to the first source with none at hand.
-
-    The rule is Tijdeman's for the chairman assignment problem (Discrete Mathematics 32, 1980): among the n
-    sources that are behind by at least 1 / (2 n - 2), the one that must come soonest comes next. No source is
-    ever off its share by more than 1 - 1 / (2 n - 2) turns, the least that any rule can promise.
-
-    Args:
-        shares: whole numbers of the sources that take part, by their number.
-        drawn: sequences that each source gave since it takes part with these.
-        waiting: sequences that each source has at hand.
-        most: turns that are enough; None for all there are.
-
-    Returns:
-        The numbers of the sources, turn after turn, and the one whose turn could not be taken; None where
-        ``most`` turns were found. ``({0: 1, 1: 2}, [0, 0], [9, 4])`` gives ``([1, 0, 1, 1, 0, 1], 1)``.
-    """
+    """Return the source of each next sequence, up to the first source with none at hand."""
     names, total = list(shares), sum(shares.values())
     taken = {i: int(drawn[i]) for i in names}
     left = {i: int(waiting[i]) for i in names}

@@ -37,14 +37,7 @@ def derive_key(*parts: int) -> int:
 
 
 def permute(positions: npt.ArrayLike, total: int, *, key: int) -> IntArray:
-    """Return the entries that the shuffle of ``range(total)`` by ``key`` puts at positions ``[K]``.
-
-    Returns:
-        int64 ``[K]``: distinct positions give distinct entries of ``range(total)``. Memory O(K), not O(n).
-
-    Raises:
-        ValueError: when a position lies outside the range.
-    """
+    """Return the entries that the shuffle of ``range(total)`` by ``key`` puts at positions ``[K]``."""
     whole_number(total, "total", most=2**62, advice="It is the number of entries that are permuted.")
     whole_number(key, "key", most=_MASK, advice="Make it with derive_key().")
     spots = host_ints(positions, "positions")

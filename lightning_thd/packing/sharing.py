@@ -101,12 +101,7 @@ class SharedPlanner(PackPlanner):
             self.settings["capacity"] = None
 
     def step(self, epoch: int, k: int, dp: int = 1) -> SharedStepPlan:
-        """Return the plan of a step without computing those before it; see ``PackPlanner.step``.
-
-        Raises:
-            IndexError: for a step past the end of the epoch.
-            ValueError: for ranks that groups of the largest degree do not tile.
-        """
+        """Return the plan of a step without computing those before it; see ``PackPlanner.step``."""
         self._check_request(epoch, k, 1)  # any ranks that groups tile
         check_tiling(dp, self.sharing.max_degree)
         if self._packs is None:

@@ -161,10 +161,7 @@ def fp8_context(model: nn.Module, *, group: Any = None) -> AbstractContextManage
 def in_low_precision(
     loss_fn: Callable[[nn.Module, Any], torch.Tensor], model: nn.Module, *, group: Any = None
 ) -> Callable[[nn.Module, Any], torch.Tensor]:
-    """Wrap a loss function to run in a converted model's FP8 region; unchanged for other models.
-
-    Statistics are shared over ``group`` where gradients are taken, and kept out of evaluation.
-    """
+    """Wrap a loss function to run in a converted model's FP8 region; unchanged for other models."""
     recipe = recipe_of(model)
     if recipe is None or recipe.engine != "te":
         return loss_fn

@@ -358,11 +358,7 @@ def backward(
     *,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of ``forward`` to q, k and v, contiguous and in their dtypes.
-
-    out and lse may hold more than these keys gave (a sink, other ranks' keys): weights are recomputed from
-    lse.
-    """
+    """Return the gradients of ``forward`` to q, k and v, contiguous and in their dtypes."""
     plan = _plan(tuple(cu_q), tuple(cu_kv), q_THD.shape[1:], spec, by_keys=True)
     return _backward(plan, grad_out, q_THD, k_THD, v_THE, out, lse, spec)
 
@@ -412,11 +408,7 @@ def _forward_at_once(
 def _backward_at_once(
     piece: Piece, by_q: tuple[Tensor, ...], by_k: tuple[Tensor, ...], spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of ``_forward_at_once`` by one kernel call on views.
-
-    Half precision goes the other way, a few sequences at a time: widened whole, it would leave the cache.
-    So does the forward in fp16, which is widened too.
-    """
+    """Compute the gradients of ``_forward_at_once`` by one kernel call on views."""
     (call,) = piece.calls
     grad, q, out, lse = (call.q.view(x) for x in by_q)
     k, v = (call.k.view(x) for x in by_k)
@@ -443,10 +435,7 @@ def _piece_forward(
 def _piece_backward(
     piece: Piece, kernel: _Kernel, by_q: list[Tensor], by_k: list[Tensor], grads: tuple[Tensor, ...]
 ) -> None:
-    """Run the backward of a piece and write its rows of dq, dk and dv.
-
-    Half precision is widened once for all tiles, and rows that lie in several are added up in fp32.
-    """
+    """Run the backward of a piece and write its rows of dq, dk and dv."""
     wide = by_q[3].dtype
     by_q, by_k = [piece.q.take(x).to(wide) for x in by_q], [piece.k.take(x).to(wide) for x in by_k]
     if piece.q.lengths is not None:  # padded queries weigh nothing and pass nothing on

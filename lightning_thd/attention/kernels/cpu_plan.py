@@ -347,10 +347,7 @@ class _Cutter:
         )
 
     def cut_triangles(self, rows: int, keys: int, count: int) -> tuple[Tiles, ...]:
-        """Cut causal sequences of one length together; a backward's tiles would cost more than they save.
-
-        Keys from ``rows`` on are padding, which no query sees; the last tile of a forward takes them in.
-        """
+        """Cut causal sequences of one length together; a backward's tiles would cost more than they save."""
         tiles = []
         for start, stop in pairwise([0, rows] if self.by_keys else self._cheapest_edges(rows, count)):
             q = Spaced(start, rows, count, stop - start)
@@ -358,10 +355,7 @@ class _Cutter:
         return tuple(tiles)
 
     def _cheapest_edges(self, rows: int, count: int) -> list[int]:
-        """Cut one short sequence where that saves more arithmetic than the further calls take.
-
-        What would be a low last tile joins the one before.
-        """
+        """Cut one short sequence where that saves more arithmetic than the further calls take."""
         options = [[0, rows]]
         for _, height, _ in TILES:
             edges = [*range(0, rows, height), rows]

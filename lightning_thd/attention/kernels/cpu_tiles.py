@@ -98,11 +98,7 @@ def flash_backward(
     mask: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of ``flash_forward`` to q, k and v, in their shapes and dtype.
-
-    Half precision goes backward in fp32: torch's own backward for it takes 2.4 times as long on a CPU, and is
-    four times further from fp64 in dv (benchmarks/attention.py).
-    """
+    """Compute the gradients of ``flash_forward`` to q, k and v, in their shapes and dtype."""
     narrow, wide = q_BRHD.dtype, torch.promote_types(q_BRHD.dtype, torch.float32)
     k, v = (_share_heads(x, q_BRHD.shape[2]) for x in (k_BKGD, v_BKGD))
     heads_first = (x.to(wide).transpose(1, 2) for x in (grad, q_BRHD, k, v, out))

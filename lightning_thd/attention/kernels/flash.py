@@ -157,11 +157,7 @@ class Flash3:
 
 
 def _flash3_options(function: Any, at: Offsets, spec: AttentionSpec) -> dict[str, Any]:
-    """Return offsets and mask as keywords of the installed flash-attn 3, whose names differ by build.
-
-    The tag has ``window_size`` and ``causal`` and no defaults before them; main has ``window_size_left`` and
-    ``window_size_right``, and ``is_causal`` in the backward.
-    """
+    """Return offsets and mask as keywords of the installed flash-attn 3, whose names differ by build."""
     names, required = _flash3_signature(function)
     options: dict[str, Any] = dict.fromkeys(required)
     options |= {
@@ -185,10 +181,7 @@ def _flash3_signature(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 @cache
 def _names_of(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """List a function's parameters, and those without a default that callers here leave out.
-
-    ``torch.library.custom_op``, which wraps the functions of main, keeps the function in ``_init_fn``.
-    """
+    """List a function's parameters, and those without a default that callers here leave out."""
     parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
     ours = {"q", "k", "v", "out", "dout", "softmax_lse", "dq", "dk", "dv"}
     if "dout" not in parameters:  # out is where a forward writes, if it is told

@@ -114,10 +114,7 @@ class _Attention(torch.autograd.Function):
 
 
 def apply_sinks(out_THE: Tensor, lse_TH: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Rescale out and lse as if every query saw one more key, of logit ``sinks[h]`` and value zero.
-
-    One key of logit 0 and a sink of logit 0 halve out and make lse log 2.
-    """
+    """Rescale out and lse as if every query saw one more key, of logit ``sinks[h]`` and value zero."""
     total = torch.logaddexp(lse_TH, sinks.to(lse_TH.dtype))
     return out_THE * (lse_TH - total).exp().unsqueeze(-1).to(out_THE.dtype), total
 

@@ -89,11 +89,7 @@ def window_of(spec: AttentionSpec, at: Offsets) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _remembered_choice(call: tuple[Any, ...]) -> Iterator[None]:
-    """Restore the backend that Transformer Engine chose for an equal call, instead of choosing again.
-
-    It remembers one choice of a kernel, and forgets it as soon as a layer has another window or length. What
-    is put back is compared with the call once more there, so that a wrong memory costs time only.
-    """
+    """Restore the backend that Transformer Engine chose for an equal call, instead of choosing again."""
     chosen = getattr(sys.modules.get(_CHOOSES), "_attention_backends", None)
     if not isinstance(chosen, dict):
         yield

@@ -44,18 +44,7 @@ def latent_attention(
     v_dim: int,
     top_k: int | None = None,
 ) -> list[Term]:
-    """Return the terms of multi-head latent attention (DeepSeek), with low-rank q, k and v.
-
-    Args:
-        hidden: hidden size.
-        heads: query heads.
-        q_rank: rank of the queries, None for a plain projection.
-        kv_rank: rank of keys and values.
-        nope: part of a query head without rotation.
-        rope: part with it, shared by all heads on the key side.
-        v_dim: size of a value head.
-        top_k: keys a query attends to (DeepSeek sparse attention): as many pairs as a window of that size.
-    """
+    """Return the terms of multi-head latent attention (DeepSeek), with low-rank q, k and v."""
     qk_dim = nope + rope
     query = hidden * heads * qk_dim if not q_rank else q_rank * (hidden + heads * qk_dim)
     return [
@@ -117,19 +106,7 @@ def experts(
     latent: int | None = None,
     shared_last: bool = True,
 ) -> list[Term]:
-    """Return the terms of a mixture of experts: router, ``top_k`` routed experts, and shared ones.
-
-    Args:
-        hidden: hidden size.
-        inner: intermediate size of one expert.
-        num_experts: outputs of the router.
-        top_k: experts a token goes through.
-        gated: the experts have a gate projection.
-        shared: intermediate size of the shared experts together, 0 for none.
-        shared_gate: the shared experts are weighted by a projection to one number, counted as a router.
-        latent: size the routed experts work in, between two projections (Nemotron 3).
-        shared_last: the shared experts run after the routed ones.
-    """
+    """Return the terms of a mixture of experts: router, ``top_k`` routed experts, and shared ones."""
     width = latent or hidden
     terms = [matmul("router", hidden * num_experts, kind="router")]
     if latent:

@@ -53,12 +53,7 @@ class CommCosts:
     def measure(
         cls, group: dist.ProcessGroup, device: torch.device, *, clock: Clock | None = None
     ) -> CommCosts:
-        """Time a small and a 16 MiB all-to-all of the group; a collective of the whole job.
-
-        Returns:
-            Latency and bandwidth of the slowest rank of the job, the same on all. The kernel's rate is not
-            measured.
-        """
+        """Time a small and a 16 MiB all-to-all of the group; a collective of the whole job."""
         read = time.perf_counter if clock is None else clock
         small, large = (_time_exchange(group, device, size, read) for size in (_SMALL_BYTES, _LARGE_BYTES))
         slowest = torch.tensor([small, large], dtype=torch.float64, device=device)
@@ -178,12 +173,7 @@ def compare_ways(
     ulysses: bool,
     ring: bool,
 ) -> list[Choice]:
-    """Compute the cost of each way of communicating that a layer may use, cheapest first.
-
-    ``needed_rows`` are the keys of others that the busiest rank receives or sends; ``pairs`` and
-    ``most_pairs`` are query-key pairs of the pack and of the busiest rank. Only ways that fit
-    ``gathered_bytes`` are returned, or all of them, by the bytes they hold, if none fits.
-    """
+    """Compute the cost of each way of communicating that a layer may use, cheapest first."""
     needed = needed_rows * sizes.key_bytes
     gathered, traded = sizes.gather_bytes(slots, cp), sizes.ulysses_bytes(slots, cp) if ulysses else 0
     even, most = (x * sizes.pair_flops / costs.flops_per_s for x in (pairs / cp, most_pairs))

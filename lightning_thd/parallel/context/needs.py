@@ -115,12 +115,7 @@ class Exchange:
 def plan_exchange(
     padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout, causal: bool = True, left: int = -1
 ) -> tuple[Exchange, Ints]:
-    """Plan the one exchange after which every rank holds its own keys and all it needs, as ``plan_keys``.
-
-    Returns:
-        The exchange, and int64 ``[T]``: where each slot of the pack lies in the rank's own rows followed by
-        those received; -1 if it did not come.
-    """
+    """Plan the one exchange after which every rank holds its own keys and all it needs, as ``plan_keys``."""
     counts = need_counts(padded_lengths, cp=cp, layout=layout, causal=causal, left=left)
     options = {"cp": cp, "layout": layout, "causal": causal, "left": left}
     sent = [

@@ -33,13 +33,7 @@ Stretch = tuple[int, int, int]  # sequence, first slot in it, slot after the las
 
 @lru_cache(maxsize=128)
 def cut_mixed(padded_lengths: tuple[int, ...], cp: int) -> tuple[NDArray[np.int64], ...]:
-    """Return which stretches each rank of the mixed layout holds, for lengths that are multiples of 2 cp.
-
-    Returns:
-        For every rank int64 ``[3, P]``: sequence, first slot and the slot after the last, sequence after
-        sequence. ``((16, 4, 4, 8), 2)``, chunks of 8, cuts only the first: rank 0 holds 0..4 and 12..16 of
-        it and the last sequence whole, rank 1 the rest.
-    """
+    """Return which stretches each rank of the mixed layout holds, for lengths that are multiples of 2 cp."""
     total = sum(padded_lengths)
     held: list[list[Stretch]] = [[] for _ in range(cp)]
     short = []
@@ -140,12 +134,7 @@ def pieces_of_rank(padded_lengths: Sequence[int], *, cp: int, rank: int, layout:
 
 
 def rank_indices(padded_lengths: Sequence[int], *, cp: int, rank: int, layout: Layout) -> Ints:
-    """Return the slots of the pack that a rank holds, in its order; arguments as in ``pieces_of_rank``.
-
-    Returns:
-        int64 ``[T / cp]``. ``([8, 8], cp=2, rank=0, layout="dual_chunk")`` gives ``[0, 1, 6, 7, 8, 9, 14,
-        15]``, as Transformer Engine's ``thd_get_partitioned_indices``; ``striped`` gives the even slots.
-    """
+    """Return the slots of the pack that a rank holds, in its order; arguments as in ``pieces_of_rank``."""
     if layout == "striped":
         total = int(_checked(padded_lengths, cp, rank, layout).sum())
         return np.arange(rank, total, cp, dtype=np.int64)
@@ -221,14 +210,7 @@ def plan_keys(
     causal: bool = True,
     left: int = -1,
 ) -> KeyPlan:
-    """Split a rank's attention into kernel calls of unequal query and key lengths.
-
-    A query sees ``left`` keys before its own, -1 for all. If it is not ``causal``, it sees every key of its
-    sequence. The other arguments are those of ``pieces_of_rank``.
-
-    Returns:
-        The plan. ``([8], cp=2, rank=0, layout="dual_chunk")`` has 2 queries on 2 keys and 2 on 8.
-    """
+    """Split a rank's attention into kernel calls of unequal query and key lengths."""
     start, stop = key_spans(padded_lengths, cp=cp, rank=rank, layout=layout, causal=causal, left=left)
     return KeyPlan(
         q_lengths=pieces_of_rank(padded_lengths, cp=cp, rank=rank, layout=layout).lengths,
