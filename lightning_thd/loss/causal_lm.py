@@ -1,8 +1,7 @@
 """A model and a ``THDBatch`` -> its share of the step's mean loss, or log-probabilities, without logits.
 
-T slots in a pack, S sequences, V vocabulary. ``head_call`` calls the model with its head replaced; what the
-model does to its logits after the head (Granite's division, Cohere's factor, Gemma's cap) is recorded by
-``lazy_logits``.
+T slots in a pack, S sequences, V vocabulary. ``head_call`` calls the model with its head replaced. It also
+records what the model does to its logits after the head (Granite's division, Cohere's factor, Gemma's cap).
 """
 
 from __future__ import annotations

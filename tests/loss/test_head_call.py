@@ -17,7 +17,7 @@ from lightning_thd import causal_lm_loss
 from lightning_thd._static import static_shapes
 from lightning_thd.callbacks.cuda_graph import GraphedStep
 from lightning_thd.cuda_graph.recording import RecordingBackend
-from lightning_thd.loss.lazy_logits import carry_values, open_values
+from lightning_thd.loss.head_call import carry_values, open_values
 from lightning_thd.loss.tiles.logits import LogitMap
 from lightning_thd.models import announce
 from lightning_thd.models.pack import Pack, current_scope
