@@ -33,10 +33,14 @@ def models_in(module: nn.Module | None) -> Iterator[tuple[str, Any]]:
 
 
 def outermost_models(module: nn.Module | None) -> dict[str, Any]:
-    """Return the models that no other model holds, by path; the path of ``module`` itself is ""."""
+    """Return the models that no other model holds, by path; the path of ``module`` itself is "".
+
+    A config with a ``model_type`` is enough, so that FLOPs are counted without transformers too.
+    """
     found: dict[str, Any] = {}
-    for name, child in models_in(module):
-        if not any(outer == "" or name.startswith(f"{outer}.") for outer in found):
+    for name, child in module.named_modules() if module is not None else ():
+        known = getattr(getattr(child, "config", None), "model_type", None)
+        if known and not any(outer == "" or name.startswith(f"{outer}.") for outer in found):
             found[name] = child
     return found
 

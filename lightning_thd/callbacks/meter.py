@@ -1,13 +1,13 @@
 """Batches and clock readings of a stage (train, validate, ...) -> metrics by key, once an interval.
 
-Only host integers are kept: a microbatch costs an append, and all else happens once an interval, in one
-collective.
+Of a pack only host integers are kept: a microbatch costs an append, and all else happens once an interval, in
+one collective. The lengths of padded rows stay on the device until then.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -17,9 +17,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_thd.callbacks.device_peak import LowPrecision, compute_dtype, low_precision, resolve_peak
+from lightning_thd.callbacks.seen import Dense, Rows, Seen, microbatches, resolve
 from lightning_thd.flops.model import COUNTS, FlopsModel, from_ints, num_ints
 from lightning_thd.flops.peaks import synchronize
 from lightning_thd.flops.rates import Work, count, packing, rates
@@ -27,45 +28,18 @@ from lightning_thd.flops.terms import COLUMNS, FlopsBreakdown
 from lightning_thd.parallel.across_ranks import communication_device, gather_ints, group_size
 from lightning_thd.stats import Blocks, Chunk, IntArray, SeqStats, Window, window_pairs
 
-# What is kept of a microbatch: its stats, and its lengths for windows that the stats do not count.
-Seen: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
+# A microbatch with its lengths on the host.
+_Known: TypeAlias = tuple[SeqStats, tuple[int, ...] | None]
 
 _BASE = attrgetter(*COUNTS)
 _CPU = torch.device("cpu")
+_OF_REAL_TOKENS = (
+    *("packing/fill", "packing/attention_fraction", "device/real_items_per_sec", "real_items_per_sec"),
+)
 _GROUP = 64  # The lengths of this many microbatches are counted at once: the arrays stay in a CPU cache.
 _BINS = (
     32  # An interval's steps are joined into at most this many sums of work, which keeps the gather short.
 )
-
-
-def microbatches(batch: Any) -> list[Seen]:
-    """Find every pack in a batch, with its ``SeqStats`` and, if known, its lengths."""
-    if (several := getattr(batch, "microbatches", None)) is not None:
-        return [seen for one in several for seen in microbatches(one)]
-    if isinstance(batch, SeqStats):
-        return [(batch, None)]
-    if isinstance(stats := getattr(batch, "stats", None), SeqStats):
-        return [(stats, getattr(batch, "lengths", None))]
-    if isinstance(batch, Mapping):
-        ids = batch.get("input_ids")
-        return _dense(ids) if ids is not None else _inside(list(batch.values()))
-    if isinstance(batch, (list, tuple)):
-        return _inside(batch) or _dense(next(iter(batch), None))
-    return _dense(getattr(batch, "input_ids", batch))
-
-
-def _inside(values: list[Any] | tuple[Any, ...]) -> list[Seen]:
-    """Return the packs among the members of a container; a bare tensor there may be anything."""
-    return [seen for value in values if not isinstance(value, Tensor) for seen in microbatches(value)]
-
-
-def _dense(ids: Any) -> list[Seen]:
-    if isinstance(ids, (list, tuple)) and ids:
-        ids = ids[0]
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point():
-        return []
-    rows, length = ids.shape
-    return [(SeqStats.from_lengths([length] * rows), (length,) * rows)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +72,9 @@ class Interval:
     """The counts of all ranks between two reductions; what is left out of the rates is counted apart.
 
     ``peak`` is the mean dense FLOP/s of a device, None when a rank does not know its own. ``heaviest`` is the
-    work of the most loaded rank and ``mean`` that of a mean rank, each summed over the steps.
+    work of the most loaded rank and ``mean`` that of a mean rank, each summed over the steps. ``untold`` are
+    slots of rows whose padding nothing tells, counted as if they were full. ``padded_real`` and
+    ``padded_slots`` are those of the rows that tell it.
     """
 
     measured: SeqStats
@@ -111,6 +87,9 @@ class Interval:
     peak: float | None
     heaviest: float
     mean: float
+    untold: int = 0
+    padded_real: int = 0
+    padded_slots: int = 0
 
     @property
     def everything(self) -> SeqStats:
@@ -134,6 +113,9 @@ class Interval:
             peak=other.peak,
             heaviest=self.heaviest + other.heaviest,
             mean=self.mean + other.mean,
+            untold=self.untold + other.untold,
+            padded_real=self.padded_real + other.padded_real,
+            padded_slots=self.padded_slots + other.padded_slots,
         )
 
 
@@ -158,6 +140,9 @@ class Meter:
         self.name, self.work, self.clock = name, work, clock
         self.hardware = hardware or Hardware()
         self.model = model
+        self.pad_id: int | None = None
+        self.untold = False
+        self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks
         self.steps: list[list[Seen]] = [[]]
         self.totals = {"time": 0.0, "batches": 0.0, "samples": 0.0, "lengths": 0.0}
         self._total_flops: dict[str, float] | None = None
@@ -190,7 +175,7 @@ class Meter:
 
     def add(self, batch: Any) -> int:
         """Count a batch's microbatches in the running step and return how many it held."""
-        found = microbatches(batch)
+        found = microbatches(batch, self.pad_id)
         self.steps[-1].extend(found)
         return len(found)
 
@@ -218,6 +203,8 @@ class Meter:
         self.totals["batches"] += found.microbatches + found.left_out_microbatches
         self.totals["samples"] += found.everything.sequences
         self.totals["lengths"] += found.everything.slots
+        self.untold = self.untold or found.untold > 0
+        self.padded = [self.padded[0] + found.padded_real, self.padded[1] + found.padded_slots]
         self._interval = found if self._interval is None else self._interval + found
         if (flops := found.all_flops) is not None:
             before = self._total_flops or dict.fromkeys(COLUMNS, 0.0)
@@ -243,6 +230,11 @@ class Meter:
             devices = self.hardware.devices
             metrics |= rates(stats, flops, seconds=seconds, microbatches=number, devices=devices, peak=peak)
             self._rated = True
+        if found.untold:
+            for key in _OF_REAL_TOKENS:
+                metrics.pop(key, None)
+            if self.model is not None and self.model.tokens == "real":
+                metrics.pop("device/mfu", None)
         metrics |= self.totals
         if self._total_flops is not None:
             metrics["total_flops"] = sum(self._total_flops.values()) - self._total_flops["recompute"]
@@ -253,7 +245,15 @@ class Meter:
         running = self.steps.pop() if whole else []
         steps = [step for step in self.steps if step]
         measured = list(chain.from_iterable(steps))
-        table = count_table(measured + self._left_out, self.model)
+        seen = measured + self._left_out
+        known = resolve(seen)
+        untold = sum(stats.slots for stats, lengths in known if isinstance(lengths, Dense))
+        padded = [
+            stats
+            for (_, before), (stats, lengths) in zip(seen, known, strict=True)
+            if isinstance(before, Rows) and not isinstance(lengths, Dense)
+        ]
+        table = count_table(known, self.model)
         works: list[float] = []
         if steps and self.hardware.ranks > 1:
             ends = np.cumsum([len(step) for step in steps])
@@ -267,6 +267,9 @@ class Meter:
             len(self._left_out),
             round(self.hardware.peak or 0),
             round((self._whole_seconds if whole else self._elapsed()) * 1e9),
+            untold,
+            sum(stats.real_tokens for stats in padded),
+            sum(stats.slots for stats in padded),
             # The FLOPs of some steps can pass int64, so a sum crosses ranks as the 64 bits of a float.
             *np.array(works + [0.0] * (_BINS - len(works))).view(np.int64).tolist(),
         ]
@@ -303,7 +306,8 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
     totals = rows[0] if len(rows) == 1 else [sum(column) for column in zip(*rows, strict=True)]
     number, left_out_number = totals[2 * counts : 2 * counts + 2]
     peaks = [row[2 * counts + 2] for row in rows]
-    works = np.array([row[2 * counts + 4 :] for row in rows], dtype=np.int64).view(np.float64)
+    untold, padded_real, padded_slots = totals[2 * counts + 4 : 2 * counts + 7]
+    works = np.array([row[2 * counts + 7 :] for row in rows], dtype=np.int64).view(np.float64)
     measured, left_out = from_ints(totals[:counts], model), from_ints(totals[counts : 2 * counts], model)
     return Interval(
         measured=measured,
@@ -316,6 +320,9 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
         peak=sum(peaks) / len(rows) if all(peaks) else None,
         heaviest=float(works.max(axis=0).sum()),
         mean=float(works.sum()) / len(rows),
+        untold=untold,
+        padded_real=padded_real,
+        padded_slots=padded_slots,
     )
 
 
@@ -339,7 +346,7 @@ def _work(stats: SeqStats, model: FlopsModel | None, work: Work) -> float:
     return float(stats.slots if flops is None else flops.hardware)
 
 
-def count_table(seen: list[Seen], model: FlopsModel | None) -> IntArray:
+def count_table(seen: list[_Known], model: FlopsModel | None) -> IntArray:
     """Return the counts of each microbatch, ``[microbatches, counts]``, with those of the model's windows."""
     if not seen:
         return np.zeros((0, num_ints(model)), dtype=np.int64)
@@ -352,7 +359,7 @@ def count_table(seen: list[Seen], model: FlopsModel | None) -> IntArray:
     return np.concatenate(columns, axis=1)
 
 
-def _window_columns(seen: list[Seen], windows: tuple[Window, ...], base: IntArray) -> IntArray:
+def _window_columns(seen: list[_Known], windows: tuple[Window, ...], base: IntArray) -> IntArray:
     if all(stats.windows == windows for stats, _ in seen):
         return np.array([[pairs for _, pairs in stats.window_pairs] for stats, _ in seen], dtype=np.int64)
     if any(lengths is None for _, lengths in seen):
@@ -369,7 +376,7 @@ def _window_columns(seen: list[Seen], windows: tuple[Window, ...], base: IntArra
     return found
 
 
-def _all_within(seen: list[Seen], windows: tuple[Window, ...], base: IntArray) -> npt.NDArray[np.bool_]:
+def _all_within(seen: list[_Known], windows: tuple[Window, ...], base: IntArray) -> npt.NDArray[np.bool_]:
     """Return which microbatches cannot hold a sequence longer than the smallest window, ``[microbatches]``.
 
     No number is further from the mean of n than sqrt(n - 1) of their standard deviations (Samuelson), so the
@@ -388,7 +395,7 @@ def _all_within(seen: list[Seen], windows: tuple[Window, ...], base: IntArray) -
     return found
 
 
-def _group_columns(seen: list[Seen], windows: tuple[Window, ...]) -> IntArray:
+def _group_columns(seen: list[_Known], windows: tuple[Window, ...]) -> IntArray:
     all_lengths = [lengths or () for _, lengths in seen]
     # struct packs a tuple three times as fast as numpy does
     packed = b"".join([_packer(len(lengths))(*lengths) for lengths in all_lengths])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_thd._find import outermost_models
-from lightning_thd.callbacks.meter import Seen, microbatches
+from lightning_thd.callbacks.seen import Rows, Seen, microbatches, resolve
 from lightning_thd.cuda_graph.fingerprint import only_looking
 from lightning_thd.flops.model import FlopsModel, Member, join
 from lightning_thd.flops.terms import Causal, Layer, Recompute, Tokens, matmul
@@ -144,11 +144,13 @@ class ModuleFlops:
     def _take(self, counter: StepCounter, stage: str, step: Sequence[Seen]) -> None:
         name = type(self._module).__name__
         try:
-            layers = counted_layers(counter, combine([stats for stats, _ in step]), name=name)
+            layers = counted_layers(counter, combine([stats for stats, _ in resolve(step)]), name=name)
         except ValueError as nothing:
             rank_zero_info(f"FLOPs are not logged: {nothing}")
             return
-        self._models[stage] = FlopsModel(name=name, layers=layers, tokens="slots")
+        # A counted step is scaled by its slots; those of padding are no work of the model's.
+        padded = any(isinstance(lengths, Rows) for _, lengths in step)
+        self._models[stage] = FlopsModel(name=name, layers=layers, tokens="real" if padded else "slots")
 
     def _stop_watch(self) -> None:
         for calls in (self._calls or {}).values():

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 
 from lightning_thd._checks import described, flags, whole_number
 from lightning_thd.callbacks.meter import Hardware, Meter
@@ -61,9 +62,11 @@ def _evaluation_hooks(stage: str) -> Any:
 class THDThroughputMonitor(Callback):
     """Logs FLOP/s, MFU, HFU, tokens/s and packing quality, from the real lengths of the sequences.
 
-    Every rank counts its own microbatches in host integers; one collective and one device read an interval
-    turn them into metrics, under the names of Lightning's ``ThroughputMonitor`` and more: see
-    docs/reference/keys.md. Validation, checkpoints, compilation, and the first ``warmup_steps`` are no part
+    Every rank counts its own microbatches; one collective and one device read an interval turn the counts
+    into metrics, under the names of Lightning's ``ThroughputMonitor`` and more: see docs/reference/keys.md.
+    It works without packs too: padded rows count their real tokens, by the ``attention_mask``,
+    ``position_ids``, ``lengths`` or -100 labels beside the ids, and a line at the end says what packing would
+    save. Validation, checkpoints, compilation, and the first ``warmup_steps`` are no part
     of the rates.
 
     Args:
@@ -127,6 +130,7 @@ class THDThroughputMonitor(Callback):
         self._last: dict[str, Any] = {}
         self._saving: tuple[Trainer, Any, Any] | None = None
         self._warned = False
+        self._said_untold = False
         self._marks = StepMarks(self._clock)
         self._steps = 0
         self._exclude = False
@@ -208,6 +212,7 @@ class THDThroughputMonitor(Callback):
         """Log the steps after the last full interval, so that a short fit has numbers too."""
         if "train" in self._meters and _log_every(trainer):
             self._report(trainer, "train", last=True)
+            _say_padding(self._meters["train"])
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Skip further collectives after an error: other ranks may not join them."""
@@ -250,6 +255,7 @@ class THDThroughputMonitor(Callback):
             )
         work: Literal["training", "forward"] = "training" if stage == "train" else "forward"
         self._meters[stage] = Meter(stage, work, self._clock, self._hardware)
+        self._meters[stage].pad_id = _pad_id(pl_module)
         return self._meter(stage)
 
     def _meter(self, stage: str) -> Meter:
@@ -280,6 +286,17 @@ class THDThroughputMonitor(Callback):
         if stage != "train" and self._flops is not None:
             self._flops.end(stage, meter.steps[-1])
 
+    def _say_untold(self, meter: Meter) -> None:
+        """Log once that some rows told no lengths, and which metrics are left out for that."""
+        if meter.untold and not self._said_untold:
+            self._said_untold = True
+            rank_zero_info(
+                "Nothing in a batch of token ids tells which slots are padding. FLOPs and tokens/s are those "
+                "of all slots; MFU, real tokens and packing/fill are not logged. Put attention_mask, "
+                "position_ids or lengths beside input_ids. If no slot is padding, "
+                "THDThroughputMonitor(tokens='slots') logs MFU."
+            )
+
     def _end_step(self) -> None:
         """Close a step after the optimizer's update, and decide whether its time counts in the rates."""
         self._marks.end_step()
@@ -301,6 +318,7 @@ class THDThroughputMonitor(Callback):
             meter.pause()
             del self._meters[stage]
         metrics = meter.close(last=last)
+        self._say_untold(meter)
         if self._flops is not None:
             self._flops.follow()
         if stage == "train" and metrics:
@@ -423,6 +441,23 @@ class StepMarks:
         found = {f"train/step_time/{part}": seconds / self._steps for part, seconds in self._seconds.items()}
         self._seconds, self._steps = dict.fromkeys(PARTS, 0.0), 0
         return found
+
+
+def _pad_id(module: nn.Module) -> int | None:
+    """Return the padding id of the first config that has one."""
+    ids = (getattr(getattr(child, "config", None), "pad_token_id", None) for child in module.modules())
+    return next((pad_id for pad_id in ids if isinstance(pad_id, int)), None)
+
+
+def _say_padding(meter: Meter) -> None:
+    """Log the share of padding of a padded run, and what packing would save."""
+    real, slots = meter.padded
+    if 0 < real < slots:
+        rank_zero_info(
+            f"{1 - real / slots:.0%} of slots were padding: {real:,} real tokens in {slots:,} slots. Packing "
+            f"them with THDDataModule would need about {real / slots:.0%} of the slots: up to "
+            f"{slots / real:.1f} times as many tokens a second."
+        )
 
 
 def _log_every(trainer: Trainer) -> int:

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_thd._imports import require
-from lightning_thd.callbacks.meter import microbatches
+from lightning_thd.callbacks.seen import microbatches
 from lightning_thd.report.packs import draw_packs
 
 PACKS = 64  # The histograms show this many packs of an epoch.
@@ -38,7 +38,7 @@ class Pictures:
         if not self._waiting:
             return False
         for stats, lengths in microbatches(batch):
-            if lengths is not None:
+            if isinstance(lengths, tuple):  # the lengths of padded rows are on the device
                 self._packs.append(lengths)
                 self._capacity = max(self._capacity, stats.slots)
         return len(self._packs) >= PACKS

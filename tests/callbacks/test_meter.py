@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_thd.batch import THDStep
-from lightning_thd.callbacks.meter import Hardware, Meter, count_table, interval, microbatches
+from lightning_thd.callbacks.meter import Hardware, Meter, count_table, interval
+from lightning_thd.callbacks.seen import microbatches
 from lightning_thd.flops import Chunk, FlopsModel, SeqStats
 from lightning_thd.flops.model import from_ints
 from lightning_thd.flops.rates import Work
@@ -102,7 +103,7 @@ def test_what_batches_tell() -> None:
     assert microbatches(batch.stats) == [(batch.stats, None)]
     ids = torch.ones(2, 4, dtype=torch.long)
     dense = [(SeqStats.from_cu_seqlens(None, shape=(2, 4)), (4, 4))]
-    padded: list[Any] = [ids, {"input_ids": ids}, [ids, ids]]
+    padded: list[Any] = [ids, {"input_ids": ids}, [ids, torch.ones(2)]]
     assert [microbatches(kind) for kind in padded] == [dense] * 3
     unknown: list[Any] = [None, [], {}, "text", torch.ones(3), torch.ones(2, 4), {"pixels": ids}]
     assert [microbatches(kind) for kind in unknown] == [[]] * 7

@@ -1,0 +1,216 @@
+"""A batch of any kind -> the sequences in it: packs from the host, padded rows by counts left on the device.
+
+B rows of N slots. Nothing here reads a device: ``resolve`` does, once for all batches of an interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_thd.stats import SeqStats
+
+_OFFSETS = ("cu_seq_lens_q", "cu_seqlens")
+_LENGTHS = ("lengths", "seq_lengths", "length")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Padded rows whose real lengths lie on the device.
+
+    Attributes:
+        shape: B and N.
+        counts: int64, a length each; a first one of -1 means that the rows turned out to tell no lengths.
+        by_length: ``counts[n]`` is the number of sequences of n tokens instead, and ``counts[0]`` 0 or -1.
+    """
+
+    shape: tuple[int, int]
+    counts: Tensor
+    by_length: bool = False
+
+    def lengths(self, counts: np.ndarray[Any, Any]) -> tuple[int, ...] | Dense:
+        """Return the lengths that the counts, now on the host, stand for."""
+        if len(counts) and counts[0] < 0:
+            return Dense((self.shape[1],) * self.shape[0])
+        if self.by_length:
+            counts = np.repeat(np.arange(len(counts)), counts)
+        return tuple(counts.tolist())
+
+
+class Dense(tuple[int, ...]):
+    """The lengths of rows counted as full because nothing in the batch tells their padding."""
+
+    __slots__ = ()
+
+
+Lengths: TypeAlias = tuple[int, ...] | Rows | None
+# What is kept of a microbatch: its stats, and its lengths for windows that the stats do not count.
+Seen: TypeAlias = tuple[SeqStats, Lengths]
+
+
+def microbatches(batch: Any, pad_id: int | None = None) -> list[Seen]:
+    """Find every pack in a batch, with its ``SeqStats`` and, if known, its lengths.
+
+    Args:
+        batch: a ``THDStep`` (each of its microbatches), a ``THDBatch``, bare ``SeqStats``, or rows of padded
+            token ids ``[B, N]``, as a tensor or under ``"input_ids"``; or these inside dicts, tuples and
+            lists: ``{"chosen": pack, "rejected": pack}``, ``(pack, tensor)``. The lengths of padded rows come
+            from what lies beside the ids: ``attention_mask``, ``position_ids``, ``cu_seq_lens_q``,
+            ``lengths``, or ``labels`` with a ``pad_id``. In a tuple of tensors, a mask is recognised by its
+            values.
+        pad_id: the id of padding, for rows with labels and without a mask.
+
+    Returns:
+        One entry a pack or a batch of rows; none for a batch of unknown kind.
+    """
+    if (several := getattr(batch, "microbatches", None)) is not None:
+        return [seen for one in several for seen in microbatches(one, pad_id)]
+    if isinstance(batch, SeqStats):
+        return [(batch, None)]
+    if isinstance(stats := getattr(batch, "stats", None), SeqStats):
+        return [(stats, getattr(batch, "lengths", None))]
+    if isinstance(batch, Mapping):
+        ids = batch.get("input_ids")
+        return _rows(ids, batch, pad_id) if ids is not None else _inside(list(batch.values()), pad_id)
+    if isinstance(batch, (list, tuple)):
+        return _inside(batch, pad_id) or _tensors(batch)
+    ids = getattr(batch, "input_ids", batch)
+    return _rows(ids, getattr(batch, "__dict__", {}), pad_id)
+
+
+def resolve(seen: Sequence[Seen]) -> list[tuple[SeqStats, tuple[int, ...] | None]]:
+    """Return the same with all lengths on the host, after one read of each device that holds some."""
+    by_device: dict[torch.device, list[Rows]] = {}
+    for _, lengths in seen:
+        if isinstance(lengths, Rows):
+            by_device.setdefault(lengths.counts.device, []).append(lengths)
+    found: dict[int, tuple[int, ...]] = {}
+    for several in by_device.values():
+        values = torch.cat([rows.counts for rows in several]).cpu().numpy()
+        ends = np.cumsum([rows.counts.numel() for rows in several])[:-1]
+        for rows, counts in zip(several, np.split(values, ends), strict=True):
+            found[id(rows)] = rows.lengths(counts)
+    return [
+        (SeqStats.from_lengths(found[id(lengths)], slots=stats.slots), found[id(lengths)])
+        if isinstance(lengths, Rows)
+        else (stats, lengths)
+        for stats, lengths in seen
+    ]
+
+
+def _inside(values: Iterable[Any], pad_id: int | None) -> list[Seen]:
+    """Return the packs among the members of a container; a bare tensor there may be anything."""
+    return [seen for value in values if not isinstance(value, Tensor) for seen in microbatches(value, pad_id)]
+
+
+def _tensors(members: Sequence[Any]) -> list[Seen]:
+    """Return the rows of a tuple of tensors: token ids first, and a mask if one of the others is one."""
+    if not members or not _are_rows(ids := members[0]):
+        return []
+    masks = [each for each in members[1:] if _fits(each, ids) and not each.is_floating_point()]
+    if not masks:
+        return _dense(ids)
+    lengths = torch.full((ids.shape[0],), -1, device=ids.device)
+    for mask in reversed(masks):
+        real = mask.to(ids.device) == 1
+        lengths = torch.where(_hides_padding(mask.to(ids.device), ids), real.sum(1), lengths)
+    return _padded(ids, lengths)
+
+
+def _hides_padding(mask: Tensor, ids: Tensor) -> Tensor:
+    """Return whether a tensor is a mask: zeros and ones, some in each row, that hide one and the same id.
+
+    Token types and labels lie in tuples too: what their zeros would hide are different tokens.
+    """
+    real = mask == 1
+    largest = torch.iinfo(ids.dtype).max
+    hidden_low, hidden_high = torch.where(real, largest, ids).amin(), torch.where(real, -1, ids).amax()
+    one_id = (hidden_high < 0) | (hidden_low == hidden_high)
+    return (real | (mask == 0)).all() & real.any(1).all() & one_id
+
+
+def _rows(ids: Any, beside: Mapping[str, Any], pad_id: int | None) -> list[Seen]:
+    """Return padded rows with the lengths that the tensors beside their ids tell."""
+    if isinstance(ids, (list, tuple)) and ids:
+        ids = ids[0]
+    if not _are_rows(ids):
+        return []
+    mask, positions, labels = (beside.get(name) for name in ("attention_mask", "position_ids", "labels"))
+    mask = mask if _fits(mask, ids) else None
+    if _fits(positions, ids):
+        assert isinstance(positions, Tensor)
+        return _padded(ids, _run_lengths(positions, mask), by_length=True)
+    if mask is not None:
+        return _padded(ids, (mask != 0).sum(1))
+    for name in _OFFSETS:
+        if isinstance(offsets := beside.get(name), Tensor) and offsets.dim() == 1:
+            return _padded(ids, offsets.diff())
+    for name in _LENGTHS:
+        if (lengths := beside.get(name)) is not None and (told := _told(lengths, len(ids))) is not None:
+            return _padded(ids, told)
+    if pad_id is not None and _fits(labels, ids):
+        assert isinstance(labels, Tensor)
+        return _padded(ids, _between_pads((ids != pad_id) | (labels != -100)))
+    return _dense(ids)
+
+
+def _are_rows(ids: Any) -> bool:
+    return isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() and ids.numel() > 0
+
+
+def _fits(value: Any, ids: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == ids.shape
+
+
+def _told(lengths: Any, rows: int) -> Tensor | None:
+    """Return given lengths as a tensor, or None if they are not one a row."""
+    if not isinstance(lengths, Tensor):
+        lengths = torch.tensor(lengths)
+    return lengths if lengths.shape == (rows,) and not lengths.is_floating_point() else None
+
+
+def _padded(ids: Tensor, counts: Tensor, *, by_length: bool = False) -> list[Seen]:
+    rows, length = ids.shape
+    return [(SeqStats(slots=rows * length), Rows((rows, length), counts.detach().long(), by_length))]
+
+
+def _dense(ids: Tensor) -> list[Seen]:
+    rows, length = ids.shape
+    return [(SeqStats.from_lengths([length] * rows), Dense((length,) * rows))]
+
+
+def _between_pads(real: Tensor) -> Tensor:
+    """Return the slots from the first real one to the last of every row; pads between them are tokens."""
+    forward, backward = real.long(), real.flip(1).long()
+    spans = real.shape[1] - forward.argmax(1) - backward.argmax(1)
+    return torch.where(real.any(1), spans, 0)
+
+
+def _run_lengths(positions: Tensor, mask: Tensor | None) -> Tensor:
+    """Return how many sequences there are of every length, ``[N + 1]``: runs of positions that count up.
+
+    Without a mask, a run of one slot is padding. Several rows that all count up to their end may hide padding
+    behind it, so that they tell nothing.
+    """
+    rows, length = positions.shape
+    index = torch.arange(length, device=positions.device).expand(rows, length)
+    real = torch.ones_like(positions, dtype=torch.bool) if mask is None else mask != 0
+    goes_on = (positions[:, 1:] == positions[:, :-1] + 1) & real[:, 1:] & real[:, :-1]
+    edge = torch.zeros_like(real[:, :1])
+    starts, ends = (real & ~torch.cat(pair, 1) for pair in ((edge, goes_on), (goes_on, edge)))
+    first = torch.where(starts, index, 0).cummax(1).values
+    lengths = torch.where(ends, index - first + 1, 0)
+    if mask is None and length > 1:
+        lengths = torch.where(lengths == 1, 0, lengths)
+    ones = torch.ones_like(lengths)
+    counts = torch.zeros(length + 1, dtype=torch.int64, device=lengths.device)
+    counts = counts.scatter_add(0, lengths.flatten(), ones.flatten())
+    told = torch.ones_like(counts[:1], dtype=torch.bool)
+    if mask is None and rows > 1:
+        told = (starts.sum() > rows).expand(1)
+    return torch.cat([torch.where(told, 0, -1), counts[1:]])

@@ -1,0 +1,210 @@
+"""Ordinary padded batches under the monitor, against a count by hand from the lengths of their rows."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from transformers import BatchEncoding
+
+from lightning_thd.callbacks.seen import Dense, microbatches, resolve
+from lightning_thd.flops import FlopsModel, SeqStats
+from tests.callbacks.fits import CONFIG, PEAK, Clock, Memory, Module, loader, monitor, trainer
+from tests.device_reads import RefuseDeviceReads
+
+LENGTHS = [[5, 3, 8], [1, 8, 2], [4, 4, 7], [8, 8, 8]]
+N, PAD = 8, 0
+WINDOWED = {**CONFIG, "model_type": "mistral", "sliding_window": 4, "pad_token_id": PAD}
+ENCODER = {
+    "model_type": "bert",
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "type_vocab_size": 2,
+    "max_position_embeddings": 16,
+}
+
+
+def padded(lengths: list[int], *, left: bool = False) -> dict[str, torch.Tensor]:
+    mask = torch.stack([(torch.arange(N) < length).long() for length in lengths])
+    mask = mask.flip(1) if left else mask
+    ids = torch.randint(1, 31, (len(lengths), N), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": torch.where(mask == 1, ids, PAD), "attention_mask": mask}
+
+
+def with_labels(lengths: list[int], *, left: bool = False) -> dict[str, torch.Tensor]:
+    rows = padded(lengths, left=left)
+    labels = torch.where(rows["attention_mask"] == 1, rows["input_ids"], -100)
+    return {"input_ids": rows["input_ids"], "labels": labels}
+
+
+def with_positions(lengths: list[int], fill: int, *, left: bool) -> dict[str, torch.Tensor]:
+    rows = padded(lengths, left=left)
+    mask = rows["attention_mask"]
+    positions = torch.where(mask == 1, mask.cumsum(1) - 1, fill)
+    return {"input_ids": rows["input_ids"], "position_ids": positions}
+
+
+SHAPES: dict[str, Any] = {
+    "right": padded,
+    "left": lambda lengths: padded(lengths, left=True),
+    "encoding": lambda lengths: BatchEncoding(padded(lengths)),
+    "tuple of a dict": lambda lengths: (padded(lengths), torch.ones(len(lengths))),
+    "tuple of tensors": lambda lengths: tuple(padded(lengths).values()),
+    "mask last": lambda lengths: (
+        padded(lengths)["input_ids"],
+        with_labels(lengths)["labels"],
+        padded(lengths)["attention_mask"].bool(),
+    ),
+    "labels": with_labels,
+    "labels left": lambda lengths: with_labels(lengths, left=True),
+    "lengths": lambda lengths: {"input_ids": padded(lengths)["input_ids"], "lengths": torch.tensor(lengths)},
+    "list of lengths": lambda lengths: {"input_ids": padded(lengths)["input_ids"], "lengths": lengths},
+    "mask and plain positions": lambda lengths: {
+        **padded(lengths),
+        "position_ids": torch.arange(N).expand(len(lengths), N),
+    },
+}
+
+
+class Rows(Module):
+    """Trains on padded batches of any shape."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        while isinstance(batch, tuple | list):
+            batch = batch[0]
+        ids = batch if isinstance(batch, torch.Tensor) else batch["input_ids"]
+        self.clock.sleep(self.seconds)
+        return self.model.head(self.model.embed(ids)).square().mean()
+
+
+def fit(tmp_path: Path, batches: list[Any], config: dict[str, Any], **settings: Any) -> Memory:
+    clock, memory = Clock(), Memory()
+    callbacks = [monitor(clock, **settings), *settings.pop("more", ())]
+    run = trainer(tmp_path, *callbacks, logger=memory, log_every_n_steps=len(batches))
+    run.fit(Rows(clock, config=config), loader(batches))
+    return memory
+
+
+def by_hand(config: dict[str, Any], lengths: list[list[int]]) -> tuple[SeqStats, int]:
+    model = FlopsModel.from_config(config)
+    flat = [length for row in lengths for length in row]
+    stats = SeqStats.from_lengths(flat, windows=model.windows, slots=len(flat) * N)
+    return stats, model.training_flops(stats).model
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("config", [WINDOWED, {**ENCODER, "pad_token_id": PAD}], ids=["window", "encoder"])
+def test_padded_rows_count_their_real_tokens(tmp_path: Path, shape: str, config: dict[str, Any]) -> None:
+    memory = fit(tmp_path, [SHAPES[shape](lengths) for lengths in LENGTHS], config)
+    stats, flops = by_hand(config, LENGTHS)
+    row = memory.rows[-1][1]
+    assert row["train/total_flops"] == pytest.approx(flops, rel=1e-9)
+    assert row["train/device/flops_per_sec"] == pytest.approx(flops / 2.0, rel=1e-9)
+    assert row["train/device/mfu"] == pytest.approx(flops / 2.0 / PEAK, rel=1e-9)
+    assert row["train/packing/fill"] == pytest.approx(stats.real_tokens / stats.slots, rel=1e-9)
+    assert row["train/device/real_items_per_sec"] == pytest.approx(stats.real_tokens / 2.0, rel=1e-9)
+    assert row["train/device/items_per_sec"] == pytest.approx(stats.slots / 2.0, rel=1e-9)
+    assert row["train/samples"] == 12
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("fill", [0, 1])
+def test_positions_tell_the_padding_that_they_do_not_count(fill: int, left: bool) -> None:
+    ((stats, lengths),) = resolve(microbatches(with_positions([5, 3, 8], fill, left=left)))
+    assert sorted(lengths or ()) == [3, 5, 8]
+    assert stats == SeqStats.from_lengths([3, 5, 8], slots=24)
+
+
+def test_positions_that_begin_again_are_sequences_of_one_row() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
+    ids = torch.ones(1, 8, dtype=torch.long)
+    for batch in (
+        {"input_ids": ids, "position_ids": positions},
+        {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids)},
+        {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 3, 5, 8], dtype=torch.int32)},
+    ):
+        ((stats, lengths),) = resolve(microbatches(batch))
+        assert sorted(lengths or ()) == [2, 3, 3]
+        assert stats == SeqStats.from_lengths([2, 3, 3])
+
+
+def test_ids_of_padding_inside_a_row_are_tokens() -> None:
+    ids = torch.tensor([[5, 0, 6, 0, 0], [0, 0, 0, 0, 0]])
+    labels = torch.where(ids == 0, -100, ids)
+    ((_, lengths),) = resolve(microbatches({"input_ids": ids, "labels": labels}, pad_id=0))
+    assert lengths == (3, 0)
+
+
+def test_a_tuple_of_types_or_labels_is_no_mask() -> None:
+    rows = padded([5, 3])
+    types = torch.tensor([[0, 0, 0, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0]])
+    for other in (types, rows["input_ids"].roll(-1, 1)):
+        ((stats, lengths),) = resolve(microbatches((rows["input_ids"], other)))
+        assert isinstance(lengths, Dense)
+        assert stats.real_tokens == 16
+    ((stats, _),) = resolve(microbatches((rows["input_ids"], types, rows["attention_mask"])))
+    assert stats.real_tokens == 8
+
+
+@pytest.mark.parametrize("shape", ["ids", "dict", "plain positions"])
+def test_what_tells_no_lengths_leaves_out_real_tokens_and_says_it_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, shape: str
+) -> None:
+    rows = [padded(lengths)["input_ids"] for lengths in LENGTHS]
+    batches: list[Any] = rows if shape == "ids" else [{"input_ids": ids} for ids in rows]
+    if shape == "plain positions":
+        batches = [{**batch, "position_ids": torch.arange(N).expand(3, N)} for batch in batches]
+    with caplog.at_level(logging.INFO):
+        memory = fit(tmp_path, batches * 2, CONFIG)
+    assert caplog.text.count("tells which slots are padding") == 1
+    row = memory.rows[-1][1]
+    gone = {"packing/fill", "device/real_items_per_sec", "device/mfu", "packing/attention_fraction"}
+    assert not gone & {key.removeprefix("train/") for key in row}
+    _, flops = by_hand(CONFIG, [[N] * 3] * 8)
+    assert row["train/total_flops"] == flops
+    assert row["train/device/hfu"] == pytest.approx(flops / 4.0 / PEAK)
+    slots = fit(tmp_path, batches, CONFIG, tokens="slots").rows[-1][1]
+    assert slots["train/device/mfu"] == pytest.approx(flops / 2 / 2.0 / PEAK)
+
+
+def test_a_line_at_the_end_says_what_packing_would_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, [padded(lengths) for lengths in LENGTHS], CONFIG)
+    assert caplog.text.count("31% of slots were padding: 66 real tokens in 96 slots") == 1
+    assert "up to 1.5 times as many tokens a second" in caplog.text
+
+
+class Refuse(L.Callback):
+    """Refuses device reads around the hooks of the monitor, which stands between two of these."""
+
+    mode: Any = contextlib.nullcontext()
+
+    def __init__(self, *, first: bool, steps: int) -> None:
+        self.first, self.steps = first, steps
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if self.first and index + 1 < self.steps:
+            Refuse.mode = RefuseDeviceReads()
+            Refuse.mode.__enter__()
+        elif not self.first and index + 1 < self.steps:
+            Refuse.mode.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_step_reads_the_device(tmp_path: Path, shape: str) -> None:
+    batches = [SHAPES[shape](lengths) for lengths in LENGTHS]
+    clock = Clock()
+    between = [Refuse(first=True, steps=4), monitor(clock, every_n_steps=4), Refuse(first=False, steps=4)]
+    run = trainer(tmp_path, *between)
+    run.fit(Rows(clock, config=WINDOWED), loader(batches))
+    assert between[1].latest["train/total_flops"] == by_hand(WINDOWED, LENGTHS)[1]  # type: ignore[union-attr]
