@@ -6,7 +6,7 @@ kept on the host from the moment of collation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,11 +16,12 @@ from torch import Tensor
 from lightning_thd._checks import described
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.collate import check_samples, lay_out, padded_fields
+from lightning_thd.batch.upload import PinnedBatch
 from lightning_thd.stats import SeqStats, Window
 
 _TENSORS = ("input_ids", "targets", "position_ids", "cu_seqlens", "cu_seqlens_padded")
 _HOST = ("lengths", "padded_lengths", "max_seqlen", "stats", "sequence_ids", "loss_scale", "extras")
-_FURTHER = ("weights", "sequence_shares", "sequence_scale", "set_name")
+_FURTHER = ("weights", "sequence_shares", "sequence_scale", "set_name", "max_targets")
 _ROUNDING = 1e-9  # relative distance below which a weight counts as a whole number of tokens
 
 
@@ -94,7 +95,15 @@ def rows_of_slots(x: Any, slots: int) -> Tensor:
     return x
 
 
-class THDBatch(Immutable):
+class _Pinned(Immutable):
+    """Base of batches that may have a copy of their tensors in page-locked memory."""
+
+    __slots__ = ("_pinned",)
+
+    _pinned: PinnedBatch
+
+
+class THDBatch(_Pinned):
     """One microbatch: sequences laid end to end in one row of T slots.
 
     Attributes:
@@ -117,6 +126,8 @@ class THDBatch(Immutable):
             those on other ranks or in other packs included: it makes the sum of their losses a mean.
         sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None if it is unknown.
         set_name: the set that the batch comes from, ``"code"`` for example; empty if there is only one.
+        max_targets: no more slots than this have a target; None if ``targets`` were replaced. It spares
+            the loss a read of the device.
     """
 
     __slots__ = (*_TENSORS, *_HOST, *_FURTHER)
@@ -137,6 +148,7 @@ class THDBatch(Immutable):
     sequence_shares: tuple[float, ...]
     sequence_scale: float | None
     set_name: str
+    max_targets: int | None
 
     def __init__(
         self,
@@ -157,6 +169,7 @@ class THDBatch(Immutable):
         sequence_scale: float | None = None,
         set_name: str = "",
         max_seqlen: int | None = None,
+        max_targets: int | None = None,
     ) -> None:
         self._set(
             input_ids=input_ids,
@@ -175,6 +188,7 @@ class THDBatch(Immutable):
             sequence_shares=tuple(sequence_shares),
             sequence_scale=None if sequence_scale is None else float(sequence_scale),
             set_name=set_name,
+            max_targets=max_targets,
         )
         for name in _TENSORS:
             if not isinstance(getattr(self, name), Tensor):
@@ -268,31 +282,52 @@ class THDBatch(Immutable):
             raise TypeError(
                 f"THDBatch has no {', '.join(sorted(unknown))}. Its fields are {', '.join(self.__slots__)}."
             )
+        if "targets" in changes:
+            changes.setdefault("max_targets", None)
         return THDBatch(**{**self.__getstate__(), **changes})
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
         """Move the tensors to a device; from pinned memory without blocking unless told otherwise.
 
-        Lightning passes ``non_blocking`` only to tensors, so a batch has to choose.
+        To a CUDA device all tensors travel as one pinned buffer, integers in 4 bytes; positions that count
+        from 0 in every sequence are made there. Lightning passes ``non_blocking`` only to tensors, so a batch
+        has to choose.
         """
         device = checked_device(device)
         if non_blocking is None:
             non_blocking = device.type not in ("cpu", "mps")
         if self.input_ids.device.type == "meta" != device.type:
             raise ValueError(f"A batch on the meta device has no values to move to {device}. Collate again.")
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        if device.type == "cuda" and self.input_ids.device.type == "cpu":
+            pinned = getattr(self, "_pinned", None) or self._pin()
+            return self._with(pinned.to(device, non_blocking=non_blocking))
+        return self._with(
+            {name: x.to(device, non_blocking=non_blocking) for name, x in self._tensors().items()}
+        )
 
     def pin_memory(self) -> THDBatch:
-        """Return a copy in page-locked memory."""
-        return self._map(Tensor.pin_memory)
+        """Return a copy that has its tensors in page-locked memory, too, ready for one upload."""
+        copy = self.replace(max_targets=self.max_targets)
+        copy._set(_pinned=self._pin())
+        return copy
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> THDBatch:
-        moved: dict[str, Any] = {name: function(getattr(self, name)) for name in _TENSORS}
-        moved["weights"] = None if self.weights is None else function(self.weights)
-        if self.cu_seqlens_padded is self.cu_seqlens:
-            moved["cu_seqlens_padded"] = moved["cu_seqlens"]
-        extras = {name: function(value) for name, value in self.extras.items()}
-        return self.replace(**moved, extras=extras)
+    def _pin(self) -> PinnedBatch:
+        return PinnedBatch(self._tensors(), self.padded_lengths)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name, those of extras as ``extras.<key>``; equal offsets once."""
+        names = _TENSORS[:-1] if self.cu_seqlens_padded is self.cu_seqlens else _TENSORS
+        found: dict[str, Tensor] = {name: getattr(self, name) for name in names}
+        if self.weights is not None:
+            found["weights"] = self.weights
+        return found | {f"extras.{key}": value for key, value in self.extras.items()}
+
+    def _with(self, tensors: dict[str, Tensor]) -> THDBatch:
+        """Return a copy with other tensors, named as in ``_tensors``."""
+        fields: dict[str, Any] = {k: x for k, x in tensors.items() if not k.startswith("extras.")}
+        fields.setdefault("cu_seqlens_padded", fields["cu_seqlens"])
+        extras = {key: tensors[f"extras.{key}"] for key in self.extras}
+        return self.replace(**fields, extras=extras, max_targets=self.max_targets)
 
     def hf_kwargs(self) -> dict[str, Any]:
         """Return the arguments of a transformers model: the pack as a batch of one row.

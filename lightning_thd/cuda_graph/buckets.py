@@ -151,6 +151,7 @@ def pad_batch(batch: THDBatch, bucket: Bucket) -> THDBatch:
         cu_seqlens_padded=padded.to(device),
         padded_lengths=tuple(lengths.tolist()),
         max_seqlen=bucket.max_seqlen,
+        max_targets=batch.max_targets,
     )
 
 

@@ -59,6 +59,7 @@ class StaticBatch(THDBatch):
     sequence_shares = _refused("sequence_shares")
     sequence_scale = _refused("sequence_scale")
     set_name = _refused("set_name")
+    max_targets = None  # changes from batch to batch
 
     @classmethod
     def build(cls, *, max_seqlen: int, loss_scale: Tensor, **fields: Any) -> StaticBatch:

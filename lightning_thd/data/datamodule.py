@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as L
 import numpy as np
+import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -197,6 +198,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
         accumulate: int = 1,
         model: nn.Module | None = None,
         alignment: Alignment | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         """Set ranks, accumulation and model for a loop without a Trainer; call it before ``setup``.
 
@@ -207,6 +209,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
                 ``accumulate_grad_batches``; 1 with ``Sequences(n)``.
             model: the module that is trained: its FLOPs balance the ranks, its vocabulary checks the ids.
             alignment: what lengths and totals must be multiples of; by default what the model asks for.
+            device: where batches go; on a CUDA device they are page-locked. By default that of the model.
 
         Raises:
             MisconfigurationException: when ``global_batch`` contradicts them.
@@ -217,6 +220,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
             ranks=ranks,
             accumulate=accumulate,
             is_first=rank == 0,
+            on_gpu=link.on_gpu(model, device),
             model=model,
             alignment=link.model_alignment(model) if alignment is None else alignment,
         )

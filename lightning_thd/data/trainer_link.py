@@ -8,6 +8,7 @@ from types import MethodType
 from typing import Any, cast
 
 import lightning.pytorch as L
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.loop import _Loop
@@ -56,6 +57,14 @@ def host_of(trainer: L.Trainer) -> Host:
         loggers=tuple(trainer.loggers),
         whole_steps=sharing is not None or getattr(trainer.strategy, "packs_as_steps", False),
     )
+
+
+def on_gpu(model: nn.Module | None, device: torch.device | str | None) -> bool:
+    """Return whether batches go to a CUDA device: the one given, or that of the model's parameters."""
+    if device is not None:
+        return torch.device(device).type == "cuda"
+    parameters = () if model is None else model.parameters()
+    return any(parameter.device.type == "cuda" for parameter in parameters)
 
 
 def alignment_of(strategy: Any, precision: Any, module: nn.Module | None = None) -> Alignment | None:

@@ -83,7 +83,7 @@ def prepare_thd(
         communication=context_parallel_communication,
     )
     accumulate = accelerator.gradient_accumulation_steps
-    loader = as_loader(data, model, shared, accumulate=accumulate)
+    loader = as_loader(data, model, shared, accumulate=accumulate, device=accelerator.device)
     model, *prepared = accelerator.prepare(model, *optimizers)
     optimizer = prepared if isinstance(optimizer, list | tuple) else prepared[0]
     if scheduler is not None:

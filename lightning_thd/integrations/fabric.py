@@ -77,7 +77,7 @@ def prepare_fabric(
         layout=context_parallel_layout,
         communication=context_parallel_communication,
     )
-    loader = as_loader(data, model, shared, accumulate=accumulate)
+    loader = as_loader(data, model, shared, accumulate=accumulate, device=fabric.device)
     model, optimizer = _set_up(fabric, model, optimizer)
 
     def no_sync(module: nn.Module) -> AbstractContextManager[None]:

@@ -131,6 +131,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
             ranks=self.args.world_size,
             accumulate=accumulate,
             model=self.model,
+            device=self.args.device if self._pins else "cpu",
         )
         data.setup("fit")
         loader = data.train_dataloader()

@@ -245,7 +245,13 @@ class PackedLoop:
         batches: Any = data
         if isinstance(data, THDDataModule):
             shared = self._engine.shared
-            data.attach(rank=shared.rank, ranks=shared.ranks, model=self.model, alignment=shared.alignment)
+            data.attach(
+                rank=shared.rank,
+                ranks=shared.ranks,
+                model=self.model,
+                alignment=shared.alignment,
+                device=self._engine.device,
+            )
             data.setup("validate")
             batches = data.val_dataloader()
         running = self._meter.pause()
@@ -350,7 +356,9 @@ def listed(optimizer: Any, who: str, name: str) -> list[Any]:
     return given
 
 
-def as_loader(data: object, model: nn.Module, shared: Shared, *, accumulate: int) -> THDLoader:
+def as_loader(
+    data: object, model: nn.Module, shared: Shared, *, accumulate: int, device: torch.device
+) -> THDLoader:
     """Return the loader of training steps of a data module, or the packed loader that was given."""
     if isinstance(data, THDDataModule):
         data.attach(
@@ -359,6 +367,7 @@ def as_loader(data: object, model: nn.Module, shared: Shared, *, accumulate: int
             accumulate=accumulate,
             model=model,
             alignment=shared.alignment,
+            device=device,
         )
         data.prepare_data()
         data.setup("fit")

@@ -196,7 +196,7 @@ def _loss(
         weight: Tensor | float = batch.loss_scale
         if factors is not None:
             targets, weight = factors(targets, depth, operands.vocabulary)
-        fused = operands.call(targets, logit_map)
+        fused = operands.call(targets, logit_map, batch.max_targets)
         see = slots.append if not depth and (watcher is not None or recorded is not None) else None
         found = torch.stack([*linear_nll(fused, penalties, token_weights=weight, see=see)])
         return torch.cat([found, _token_stats(fused)]) if stats else found
@@ -258,7 +258,7 @@ def causal_lm_logprobs(
 
     def values(operands: HeadOperands, depth: int, logit_map: LogitMap) -> Tensor:
         targets = targets_after(batch, depth) if depth else batch.targets
-        call = operands.call(targets, replace(logit_map, temperature=temperature))
+        call = operands.call(targets, replace(logit_map, temperature=temperature), batch.max_targets)
         results = linear_logprobs(call, entropy=entropy, top_k=top_k)
         columns = [part.flatten() for part in results if part is not None]
         if top_k:  # ids travel among the floats: fp32 holds all below 2^24

@@ -78,8 +78,8 @@ class HeadOperands:
     partial_hidden: bool = False
     vocabulary: int
 
-    def call(self, targets: Tensor, logit_map: LogitMap) -> Call:
-        """Build the arguments of a fused loss, with one target a slot."""
+    def call(self, targets: Tensor, logit_map: LogitMap, loss_tokens: int | None) -> Call:
+        """Build the arguments of a fused loss, with one target a slot; ``loss_tokens`` as in ``Call``."""
         return Call(
             hidden=self.hidden,
             weight=self.weight,
@@ -89,6 +89,7 @@ class HeadOperands:
             low_rank=self.low_rank,
             tp_group=self.tp_group,
             partial_hidden=self.partial_hidden,
+            loss_tokens=loss_tokens,
         )
 
 

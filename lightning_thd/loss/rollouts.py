@@ -244,10 +244,12 @@ class PackedRollouts:
                 f"shard() got slots {slots.tolist()[:8]}... of {total}, wanted indices 0 to {total - 1} that "
                 "keep the sequences in order, as every partition of a pack does."
             )
-        held = self.batch.targets[slots] if batch is None else batch.targets
+        if batch is None:
+            targets = self.batch.targets[slots]
+            batch = self.batch.replace(targets=targets, max_targets=self.batch.max_targets)
         return replace(
             self,
-            batch=self.batch.replace(targets=held) if batch is None else batch,
+            batch=batch,
             held=self.held[slots],
             predicted=self.predicted[slots],
             row=row,

@@ -59,6 +59,8 @@ class THDShard(THDBatch):
 
     def replace(self, **changes: object) -> THDShard:
         """Return a copy with some fields changed."""
+        if "targets" in changes:
+            changes.setdefault("max_targets", None)
         return THDShard._of(self, **changes)
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:

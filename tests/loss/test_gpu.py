@@ -81,7 +81,8 @@ def test_with_static_shapes_nothing_waits_and_a_graph_replays_on_other_values() 
         with static_shapes():
             loss = fused_linear_cross_entropy(leaves[0], leaves[1], targets)
             entropy = fused_linear_logprobs(leaves[0], leaves[1], targets).entropy
-            return loss, *torch.autograd.grad(loss + entropy.sum(), leaves)
+            # Detached: a graph that outlives the capture would keep nodes of the capture's stream.
+            return loss.detach(), *torch.autograd.grad(loss + entropy.sum(), leaves)
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

@@ -1,0 +1,89 @@
+"""The tensors of a batch -> one pinned buffer -> the same tensors on a GPU, by one copy that need not block.
+
+Integers of 8 bytes travel in 4 if their values fit. Positions that count from 0 in every sequence are made on
+the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_thd.seqlens import position_ids_from_cu_seqlens
+
+_ALIGNED = 16  # bytes, more than any dtype needs
+_INT32 = np.iinfo(np.int32)
+_MADE = "position_ids"
+
+
+class _Part(NamedTuple):
+    """A place in the buffer: its first byte, the dtype and shape there, and the dtype wanted."""
+
+    start: int
+    travels: torch.dtype
+    shape: torch.Size
+    wanted: torch.dtype
+
+
+class PinnedBatch:
+    """Tensors of the CPU by name, copied into one page-locked buffer.
+
+    ``padded_lengths`` are the slots of every sequence, a trailing pad included.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], padded_lengths: Sequence[int]) -> None:
+        self._parts: dict[str, _Part] = {}
+        self._single = dict[str, Tensor]()  # that a buffer of bytes cannot hold, or that are on the device
+        self._slots = sum(padded_lengths)
+        positions = tensors[_MADE]
+        self._makes_positions = positions.dtype == torch.int64 and _counts_up(positions, padded_lengths)
+        size = 0
+        for name, tensor in tensors.items():
+            if name == _MADE and self._makes_positions:
+                continue
+            if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
+                self._single[name] = tensor
+                continue
+            travels = torch.int32 if _fits(tensor) else tensor.dtype
+            self._parts[name] = _Part(size, travels, tensor.shape, tensor.dtype)
+            size += -(-tensor.numel() * travels.itemsize // _ALIGNED) * _ALIGNED
+        self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        for name, part in self._parts.items():
+            _view(self._buffer, part).copy_(tensors[name])
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> dict[str, Tensor]:
+        """Return the tensors on a CUDA device, named and typed as they came."""
+        buffer = self._buffer.to(device, non_blocking=non_blocking)
+        found = {name: _view(buffer, part).to(part.wanted) for name, part in self._parts.items()}
+        if self._makes_positions:
+            offsets = found.get("cu_seqlens_padded", found["cu_seqlens"])
+            found[_MADE] = position_ids_from_cu_seqlens(offsets, self._slots)
+        for name, tensor in self._single.items():
+            found[name] = tensor.to(device, non_blocking=non_blocking)
+        return found
+
+
+def _view(buffer: Tensor, part: _Part) -> Tensor:
+    end = part.start + part.shape.numel() * part.travels.itemsize
+    return buffer[part.start : end].view(part.travels).view(part.shape)
+
+
+def _fits(tensor: Tensor) -> bool:
+    """Return whether a tensor is int64 with values of int32."""
+    if tensor.dtype != torch.int64 or not tensor.numel():
+        return False
+    least, most = tensor.aminmax()
+    return int(least) >= _INT32.min and int(most) <= _INT32.max
+
+
+def _counts_up(positions: Tensor, lengths: Sequence[int]) -> bool:
+    """Return whether positions ``[T]`` count from 0 in every sequence."""
+    if positions.ndim != 1 or positions.shape[0] != sum(lengths):
+        return False
+    each = np.asarray(lengths, np.int64)
+    ends = np.cumsum(each)
+    return bool(np.array_equal(positions.numpy(), np.arange(len(positions)) - np.repeat(ends - each, each)))
