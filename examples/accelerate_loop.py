@@ -12,6 +12,7 @@ from quickstart import make_model
 
 from lightning_thd import Sequences, THDDataModule, prepare_thd
 from lightning_thd.data import StdlibText
+from lightning_thd.precision import fastest_precision
 
 
 def main() -> None:
@@ -23,7 +24,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
 
-    accelerator = Accelerator(log_with="tensorboard", project_dir=args.out)
+    mixed = {"bf16-mixed": "bf16", "16-mixed": "fp16", "32-true": "no"}[fastest_precision()]
+    accelerator = Accelerator(mixed_precision=mixed, log_with="tensorboard", project_dir=args.out)
     accelerator.init_trackers("thd")
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))

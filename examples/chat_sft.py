@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_thd import THDDataModule, THDThroughputMonitor
 from lightning_thd.data import stdlib_documents
 from lightning_thd.module import CausalLMModule
+from lightning_thd.precision import fastest_precision
 
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
@@ -71,7 +72,8 @@ def main() -> None:
         lr=3e-3,
     )
     monitor = THDThroughputMonitor(peak="measure", every_n_steps=5)
-    trainer = L.Trainer(max_steps=args.steps, callbacks=[monitor], log_every_n_steps=5)
+    precision = fastest_precision()  # bf16-mixed on a GPU that has it
+    trainer = L.Trainer(max_steps=args.steps, precision=precision, callbacks=[monitor], log_every_n_steps=5)
     trainer.fit(module, data)
 
     batch = next(iter(data.train_dataloader()))

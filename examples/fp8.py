@@ -30,12 +30,12 @@ class Module(L.LightningModule):
             vocab_size=260, num_attention_heads=4, num_key_value_heads=2, head_dim=hidden_size // 4, **sizes
         )
         self.model = AutoModelForCausalLM.from_config(config, attn_implementation="thd").train()
-        self.losses: list[float] = []
+        self.losses: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The same code as in bf16."""
         loss = causal_lm_loss(self.model, batch)
-        self.losses.append(float(loss.detach()))
+        self.losses.append(loss.detach())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -66,13 +66,14 @@ def main(argv: list[str] | None = None) -> list[float]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        accelerator="cpu" if given.recipe == "emulated" else "auto",
+        accelerator="cpu" if given.recipe == "emulated" else "auto",  # the emulation has no GPU code
         devices=1,
     )
     trainer.fit(module, THDDataModule(DATASET, capacity=2_048))
     print(fp8_report(module))
-    print(f"{trainer.precision}: loss {module.losses[0]:.3f} -> {module.losses[-1]:.3f}")
-    return module.losses
+    losses = [float(loss) for loss in module.losses]
+    print(f"{trainer.precision}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    return losses
 
 
 if __name__ == "__main__":

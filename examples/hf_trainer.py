@@ -7,6 +7,7 @@ from transformers import TrainingArguments
 
 from lightning_thd.data import StdlibText
 from lightning_thd.integrations import packed_trainer
+from lightning_thd.precision import fastest_precision
 
 
 def main() -> None:
@@ -19,6 +20,7 @@ def main() -> None:
     args = parser.parse_args()
 
     documents = StdlibText(max_bytes=2048)
+    precision = fastest_precision()  # bf16-mixed on a GPU that has it
     trainer = packed_trainer()(
         model=make_model(),
         args=TrainingArguments(
@@ -28,7 +30,8 @@ def main() -> None:
             logging_steps=5,
             save_steps=20,
             report_to=["tensorboard"],
-            use_cpu=True,
+            bf16=precision == "bf16-mixed",
+            fp16=precision == "16-mixed",
         ),
         train_dataset=documents,
         capacity=8_192,

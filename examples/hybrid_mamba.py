@@ -12,6 +12,7 @@ from lightning_thd import THDDataModule, THDThroughputMonitor, check_packing
 from lightning_thd.callbacks import PackingCheck
 from lightning_thd.data import ByteTokenizer, StdlibText
 from lightning_thd.module import CausalLMModule
+from lightning_thd.precision import fastest_precision
 
 
 def make_hybrid() -> AutoModelForCausalLM:
@@ -38,8 +39,9 @@ def main() -> None:
     print(check_packing(make_hybrid()))  # raises and names the layer if one document sees another
     trainer = L.Trainer(
         max_steps=args.steps,
+        precision=fastest_precision(),  # bf16-mixed on a GPU that has it
         callbacks=[THDThroughputMonitor(), PackingCheck()],
-        log_every_n_steps=1,
+        log_every_n_steps=5,
     )
     trainer.fit(
         CausalLMModule(make_hybrid(), lr=1e-3), THDDataModule(StdlibText(max_bytes=512), capacity=2_048)

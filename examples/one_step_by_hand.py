@@ -39,6 +39,7 @@ def main() -> None:
 
     # 5. Move the batch to the device of the model. Lengths stay on the host.
     model = AutoModelForCausalLM.from_config(tiny(), attn_implementation="thd").train()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     batch = batch.to(model.device)
 
     # 6. causal_lm_loss does hops 7 to 12. They follow one by one.
@@ -51,7 +52,7 @@ def main() -> None:
     print("8  hidden states    ", list(hidden.shape))
 
     # 10. What the kernel computes: attention inside every sequence, never across.
-    q = k = v = torch.randn(len(batch.input_ids), 2, 8)
+    q = k = v = torch.randn(len(batch.input_ids), 2, 8, device=model.device)
     at, longest = batch.cu_seqlens, batch.max_seqlen
     whole = varlen_attention(q, k, v, at, at, longest, longest)
     first = slice(0, batch.lengths[0])
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def one_sequence(model: torch.nn.Module, text: str) -> torch.Tensor:
-    ids = torch.tensor([list(text.encode())])
+    ids = torch.tensor([list(text.encode())], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0]
     return torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum")
 

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightning_thd import Sequences, THDBatch, THDDataModule, causal_lm_loss
 from lightning_thd.data import StdlibText
+from lightning_thd.precision import fastest_precision
 from lightning_thd.strategies import THDModelParallelStrategy
 
 
@@ -43,7 +44,7 @@ class LanguageModel(L.LightningModule):
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
         loss = causal_lm_loss(self.model, batch)
-        self.log("train/loss", loss.detach(), prog_bar=True, sync_dist=True)
+        self.log("train/loss", loss.detach(), sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -68,6 +69,7 @@ def main() -> None:
         devices=int(processes),
         num_nodes=args.nodes,
         accelerator="auto",
+        precision=fastest_precision(),  # bf16-mixed on a GPU that has it
         max_steps=args.steps,
         gradient_clip_val=1.0,
         logger=False,

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from lightning_thd import THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
 from lightning_thd.callbacks import CompileLayers
 from lightning_thd.data import ByteTokenizer, StdlibText
+from lightning_thd.precision import fastest_precision
 from lightning_thd.report import show
 from lightning_thd.report.page import number
 
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("--text-key", default="text", help="the key of the text in a JSONL object")
     parser.add_argument("--steps", type=int, default=100, help="of the whole run, a resumed one included")
     parser.add_argument("--out", default="runs/quickstart")
-    parser.add_argument("--precision", default="32-true", help="for example bf16-mixed, as in Trainer")
+    parser.add_argument("--precision", default=fastest_precision(), help="that of the Trainer")
     parser.add_argument("--compile", action="store_true", help="compile the layers after 4 steps")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     args = parser.parse_args()
@@ -76,8 +77,9 @@ def main() -> None:
 
     leave_out_advice_of_other_packages()
     L.seed_everything(0)
-    source = args.data or StdlibText(max_bytes=2048)
-    data = THDDataModule(source, capacity=8_192, text_key=args.text_key, oversize="split")
+    data = THDDataModule(
+        args.data or StdlibText(max_bytes=2048), capacity=8_192, text_key=args.text_key, oversize="split"
+    )
     checkpoints = ModelCheckpoint(f"{args.out}/checkpoints", every_n_train_steps=20, save_last=True)
     callbacks = [THDThroughputMonitor(peak="measure", every_n_steps=5), checkpoints, OneLine()]
     callbacks += [CompileLayers(report=print)] if args.compile else []

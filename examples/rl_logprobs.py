@@ -7,6 +7,7 @@ import torch
 from quickstart import make_model
 
 from lightning_thd.loss import PackedRollouts, causal_lm_logprobs
+from lightning_thd.precision import fastest_precision
 
 
 def main() -> None:
@@ -16,13 +17,16 @@ def main() -> None:
     lengths = torch.tensor([48, 9, 30, 17, 25, 40])
     attention_mask = (torch.arange(columns) < lengths[:, None]).long()
     response_mask = attention_mask * (torch.arange(columns) >= 4)  # the first four tokens are the prompt
-    advantages = torch.randn(rows)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    bf16 = torch.autocast(device, torch.bfloat16, enabled=fastest_precision() == "bf16-mixed")
+    advantages = torch.randn(rows).to(device)
 
-    rollouts = PackedRollouts.from_padded(input_ids, attention_mask, response_mask=response_mask)
+    rollouts = PackedRollouts.from_padded(input_ids, attention_mask, response_mask=response_mask).to(device)
     print(f"{rows} x {columns} = {rows * columns} slots padded, {len(rollouts.batch.input_ids)} packed")
 
-    model = make_model()
-    logprobs = causal_lm_logprobs(model, rollouts.batch)
+    model = make_model().to(device)
+    with bf16:
+        logprobs = causal_lm_logprobs(model, rollouts.batch)
     per_row = rollouts.sums(logprobs.logp)  # [rows], differentiable
     entropy = rollouts.means(logprobs.entropy)
     loss = -(per_row * advantages).sum() / rollouts.batch.loss_tokens

@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2VLI
 from lightning_thd import THDDataModule, THDThroughputMonitor
 from lightning_thd.data import ByteTokenizer
 from lightning_thd.module import CausalLMModule
+from lightning_thd.precision import fastest_precision
 
 START, END, IMAGE, VIDEO, VOCAB = 260, 261, 262, 263, 264  # after the 260 ids of the byte tokenizer
 COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255), "white": (255, 255, 255)}
@@ -86,7 +87,8 @@ def main() -> None:
     L.seed_everything(0)
     model = make_model()
     monitor = THDThroughputMonitor(peak="measure", every_n_steps=5)
-    trainer = L.Trainer(max_steps=args.steps, callbacks=[monitor], log_every_n_steps=5)
+    precision = fastest_precision()  # bf16-mixed on a GPU that has it
+    trainer = L.Trainer(max_steps=args.steps, precision=precision, callbacks=[monitor], log_every_n_steps=5)
     trainer.fit(CausalLMModule(model, lr=3e-3), THDDataModule(Squares(1000, model), capacity=2_048))
     print({name: round(float(value), 4) for name, value in trainer.callback_metrics.items()})
 

@@ -60,6 +60,7 @@ def fused_linear_distillation(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk: int | Literal["auto"] = "auto",
+    loss_tokens: int | None = None,
 ) -> Tensor:
     """Compute ``alpha * divergence + (1 - alpha) * cross entropy`` of every token, summed, without logits.
 
@@ -98,6 +99,7 @@ def fused_linear_distillation(
         tp_group: ranks that share the vocabulary; one or two small collectives for every few hundred tokens.
         sequence_parallel: ``hidden`` and ``teacher_hidden`` are this rank's ``[T / P, H]``.
         chunk: tokens whose logits are kept at a time.
+        loss_tokens: the most targets that count, if the host knows it; then nothing waits for a GPU.
 
     Returns:
         fp32 ``[]`` (fp64 for fp64 inputs). A teacher equal to the student gives 0.
@@ -121,6 +123,7 @@ def fused_linear_distillation(
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
         chunk=chunk,
+        loss_tokens=loss_tokens,
     )
     teacher_call: Call | None = None
     if teacher_topk is None:

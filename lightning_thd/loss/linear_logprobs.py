@@ -111,6 +111,7 @@ def fused_linear_logprobs(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk: int | Literal["auto"] = "auto",
+    loss_tokens: int | None = None,
     entropy: bool = True,
     top_k: int = 0,
 ) -> LogProbs:
@@ -133,6 +134,7 @@ def fused_linear_logprobs(
         sequence_parallel: ``hidden`` is this rank's ``[T / P, H]`` of the ``tp_group``; ``targets`` stay
             ``[T]``. Gathers once more, and reduce-scatters the gradient instead of reducing it.
         chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. Changes no number but rounding.
+        loss_tokens: the most targets that count, if the host knows it; then nothing waits for a GPU.
         entropy: whether the entropy is wanted; without it a pass over every tile is saved.
         top_k: number of likeliest tokens wanted beside, ``LogProbs.top``; without gradient. 1 is the arg-max,
             as for a token accuracy.
@@ -159,6 +161,7 @@ def fused_linear_logprobs(
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
         chunk=chunk,
+        loss_tokens=loss_tokens,
     )
     results: LogProbs = linear_logprobs(call, entropy=entropy, top_k=top_k)
     return results

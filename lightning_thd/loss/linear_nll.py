@@ -53,6 +53,7 @@ def fused_linear_cross_entropy(
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     chunk: int | Literal["auto"] = "auto",
+    loss_tokens: int | None = None,
     backend: Literal["auto", "torch", "liger", "cce"] = "auto",
 ) -> Tensor:
     """Compute ``F.cross_entropy(logits, targets)`` of a pack without its logits.
@@ -75,6 +76,7 @@ def fused_linear_cross_entropy(
         tp_group: ranks that share the vocabulary.
         sequence_parallel: see ``fused_linear_logprobs``.
         chunk: tokens of a tile.
+        loss_tokens: the most targets that count, if the host knows it; then nothing waits for a GPU.
         backend: "auto" is this module; "torch" is F.linear_cross_entropy, "liger" and "cce" the packages.
 
     Returns:
@@ -103,6 +105,7 @@ def fused_linear_cross_entropy(
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
         chunk=chunk,
+        loss_tokens=loss_tokens,
     )
     penalties = Penalties(label_smoothing=label_smoothing, z_loss=z_loss)
     loss: Tensor = linear_nll(

@@ -94,6 +94,17 @@ class PackedRollouts:
             shape=(input_ids.shape[0], input_ids.shape[1]),
         )
 
+    def to(self, device: torch.device | str) -> PackedRollouts:
+        """Move pack and index plan to a device; from a CPU nothing is read back."""
+        return replace(
+            self,
+            batch=self.batch.to(device),
+            held=self.held.to(device),
+            predicted=self.predicted.to(device),
+            row=self.row.to(device),
+            counts=self.counts.to(device),
+        )
+
     @property
     def mask(self) -> Tensor:
         """Return the attention mask of the tokens held here, bool ``[B, N]``."""

@@ -78,9 +78,9 @@ def main() -> None:
     sys.path.insert(0, str(Path(args.script).resolve().parent))
     if args.precision:
         default_precision(args.precision)
-    import lightning_thd.flops.measure as measure
+    import lightning_thd.flops.peaks as peaks
 
-    measure._GPU_SHAPES = measure._CPU_SHAPES  # the shapes for a GPU would multiply for minutes
+    peaks._GPU_SHAPES = peaks._CPU_SHAPES  # the shapes for a GPU would multiply for minutes
     failed = False
     capability = tuple(int(part) for part in args.capability.split("."))
     with imagined_gpu(capability=capability, name=NAMES[args.capability]) as log:

@@ -9,7 +9,14 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_thd.precision import Converted, FP8Precision, convert_linear, fp8_context, fp8_report
+from lightning_thd.precision import (
+    Converted,
+    FP8Precision,
+    convert_linear,
+    fastest_precision,
+    fp8_context,
+    fp8_report,
+)
 from tests.fuzz import Entry
 
 
@@ -40,6 +47,7 @@ TABLE = {
     "precision.FP8Precision": Entry(
         FP8Precision, lambda rng: {**_options(rng), "weights_dtype": torch.bfloat16}
     ),
+    "precision.fastest_precision": Entry(fastest_precision, lambda _: {"device": "cpu"}),
     "precision.fp8_context": Entry(_context, lambda _: {"model": _model()}),
     "precision.fp8_report": Entry(fp8_report, lambda _: {"model": _model(), "kept": {"0": "small"}}),
     "precision.Converted": Entry(Converted, lambda _: {"names": ("0",), "kept": {"1": "small"}}),
