@@ -101,14 +101,7 @@ def inputs(sample: Iterable[str]) -> list[str]:
 
 
 def refuse_keys(found: Iterable[str]) -> None:
-    """Refuse keys of audio, and of masks, weights and boundaries under names that are not read.
-
-    Args:
-        found: the keys of samples, or a sample, of which a key without a value is left out.
-
-    Raises:
-        ValueError: naming the first such key and what to give in its place.
-    """
+    """Refuse keys of audio, and of masks, weights and boundaries under names that are not read."""
     if isinstance(found, Mapping):
         found = [name for name, value in found.items() if value is not None]
     found = list(found)

@@ -16,7 +16,7 @@ _OF_BATCH = frozenset(THDBatch.__slots__) | {"loss_tokens", "hf_kwargs", "unpack
 
 
 class THDStep(Immutable):
-    """All microbatches of one rank between two optimizer updates, for strategies with a step loop of ours.
+    """All microbatches of one rank between two optimizer updates, for the strategies of this package.
 
     Attributes:
         microbatches: the same number on every rank; each carries the step's ``loss_scale``.

@@ -18,11 +18,10 @@ from lightning_thd.alignment import Alignment
 from lightning_thd.data import planning, sets
 from lightning_thd.data import trainer_link as link
 from lightning_thd.data.loader import BatchMaker, Kind, PlannedSteps, Planner, THDLoader
-from lightning_thd.data.mixing import Sources, planned_sources
 from lightning_thd.data.read.conversations import Records
 from lightning_thd.data.read.encode import Tokenizer
 from lightning_thd.data.read.sources import Opener, Packed, Source, is_known
-from lightning_thd.data.source_log import LogsSources
+from lightning_thd.data.source_log import LogsSources, Sources, planned_sources
 from lightning_thd.data.store.index import Empty, MapDataset, OnError
 from lightning_thd.data.streams import Stream, StreamMixture, is_stream
 from lightning_thd.data.streams.steps import StreamedSteps

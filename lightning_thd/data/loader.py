@@ -27,7 +27,7 @@ from torch.utils.data import Dataset as TorchDataset
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.thd_batch import collate_checked
-from lightning_thd.data.mixing import MixedRows
+from lightning_thd.data.sets import MixedRows
 from lightning_thd.data.store.index import MapDataset, SequenceIndex, refuse_second_sequence
 from lightning_thd.data.trainer_link import Progress
 from lightning_thd.packing import PackPlanner, Spans, StepPlan

@@ -7,7 +7,7 @@ as a mapping, as JSON text or as a JSON file::
     {"mode": "distribution", "type": "lognormal", "min_seq_len": 1024, "max_seq_len": 8192,
      "mean_seq_len": 4096, "lognormal_sigma": 1.1}
 
-Length and tokens of sequence i depend on (seed, i) alone, so that every rank and worker sees the same.
+Length and tokens of sequence i depend only on (seed, i), so that every rank and worker sees the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_thd.packing.permutation import derive_key, keyed_hashes
 IntArray = npt.NDArray[np.int64]
 Bounds = Literal["resample", "clip"]
 
-_HALVINGS = 200  # of an interval of log means: down to the last bit of a float64
+_HALVINGS = 200  # halving an interval of log means so often reaches the last bit of a float64
 _LENGTHS, _TOKENS, _ROUNDING = 20, 21, 22  # purposes of keys
 
 
@@ -243,10 +243,7 @@ def _normal(x: float) -> float:
 
 
 def _log_mean(mean: float, sigma: float, low: float, high: float) -> float:
-    """Find the mean of the logarithm for which the bounded distribution has the wanted mean.
-
-    The mean of a lognormal cut at both ends grows with mu, from one bound to the other, so halving finds it.
-    """
+    """Find the mean of the logarithm for which the bounded distribution has the wanted mean."""
     below, above = low - 40 * sigma, high + 40 * sigma
     for _ in range(_HALVINGS):
         mu = (below + above) / 2

@@ -1,4 +1,4 @@
-"""A source of one stage -> its data, opened and counted."""
+"""The sources of one stage -> their data, opened, counted and laid end to end."""
 
 from __future__ import annotations
 
@@ -8,13 +8,72 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
-from lightning_thd.data.mixing import MixedRows, join_indices
 from lightning_thd.data.read.sources import Opener, Source
 from lightning_thd.data.store.index import Empty, MapDataset, SequenceIndex, build_index
 
 _TITLES = {"train": "Train", "val": "Validation", "test": "Test", "predict": "Predict"}
 _BAR_FROM = 10_000  # sequences: below it counting takes less than a second
+
+
+class MixedRows(Dataset[dict[str, Any]]):
+    """A dataset made of several datasets laid end to end."""
+
+    def __init__(self, datasets: Mapping[str, Any]) -> None:
+        self.names = tuple(datasets)
+        self._datasets = list(datasets.values())
+        self._ends = np.cumsum([len(dataset) for dataset in self._datasets])
+        self.skipped = sum(int(getattr(dataset, "skipped", 0)) for dataset in self._datasets)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        source, row = self._find(i)
+        return self._datasets[source][row]  # type: ignore[no-any-return]
+
+    def place(self, i: int) -> str:
+        """Return the source and row of a sequence as text, for messages."""
+        source, row = self._find(i)
+        return f"row {row} of {self.names[source]!r}"
+
+    def _find(self, i: int) -> tuple[int, int]:
+        if not 0 <= i < len(self):
+            raise IndexError(
+                f"Sequence {i} was asked of {len(self)}. Pass a number from 0 to {len(self) - 1}."
+            )
+        source = int(np.searchsorted(self._ends, i, side="right"))
+        return source, i - (int(self._ends[source - 1]) if source else 0)
+
+
+def join_indices(indices: list[SequenceIndex]) -> SequenceIndex:
+    """Join the sequence indices of datasets end to end, as ``MixedRows`` joins the datasets."""
+    sizes = [len(index.lengths) for index in indices]
+    starts = np.cumsum(sizes) - sizes
+    pairs = list(zip(indices, starts.tolist(), strict=True))
+    weighted = any(len(index.weights) for index in indices)
+    most = max(pairs, key=lambda pair: int(pair[0].largest[0]))
+    return SequenceIndex(
+        lengths=np.concatenate([index.lengths for index in indices]),
+        loss_tokens=np.concatenate([index.loss_tokens for index in indices]),
+        media=np.concatenate([index.media + start for index, start in pairs]),
+        weights=np.concatenate([_weights(index) for index in indices]) if weighted else np.empty(0),
+        sequence_weights=np.concatenate([_of_sequences(index) for index in indices])
+        if weighted
+        else np.empty(0),
+        largest=np.array([most[0].largest[0], most[0].largest[1] + most[1]]),
+        bad=np.concatenate([index.bad + start for index, start in pairs]),
+        checked=all(index.checked for index in indices),
+    )
+
+
+def _weights(index: SequenceIndex) -> Any:
+    return index.weights if len(index.weights) else index.loss_tokens.astype(np.float64)
+
+
+def _of_sequences(index: SequenceIndex) -> Any:
+    return index.sequence_weights if len(index.weights) else np.ones(len(index.lengths))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,10 +84,10 @@ class DataSet:
         name: ``"train"``, ``"val"``, ..., or ``"val/code"`` where a stage has several.
         dataset: gives ids, sequence by sequence.
         index: lengths and loss tokens of the sequences.
-        key: what its content and its policies are known by, for caches; None where nothing tells.
-        schedule: ints ``[N]``, the ready pack of each sequence, where rows are kept as packs.
-        weights: of a mixture, the share of each source in any unit; None where there is one source.
-        lengths: of a mixture, the tokens of the sequences of each source.
+        key: the cache key of its content and policies; None if the source has no fingerprint.
+        schedule: ints ``[N]``, the ready pack of each sequence, if rows are kept as packs.
+        weights: the weight of each source of a mixture; they need not sum to 1. None for one source.
+        lengths: the tokens of the sequences of each source of a mixture.
     """
 
     name: str
@@ -53,10 +112,7 @@ class ListsSets:
     _stream: Any
 
     def __str__(self) -> str:
-        """Return a line a stage; a set that is not set up has ``None``, a stream ``size=NA``.
-
-        No loader is made for it, as Lightning's own text does, which starts reading a training set.
-        """
+        """Return a line a stage; a set that is not set up has ``None``, a stream ``size=NA``."""
         lines = []
         for stage in ("train", "val", "test", "predict"):
             names = [name for name in self._sources if name.partition("/")[0] == stage]
@@ -70,12 +126,7 @@ class ListsSets:
 
 
 def open_mixture(name: str, sources: Mapping[str, Any], opener: Opener, *, empty: Empty) -> DataSet:
-    """Open the sources of a mixture, each ``(source, weight)``, and lay them end to end.
-
-    Raises:
-        TypeError: for what is no source with a weight.
-        ValueError: as :func:`open_set`, and for rows that were packed before and are to stay packs.
-    """
+    """Open the sources of a mixture, each ``(source, weight)``, and lay them end to end."""
     opened = {}
     for part, given in sources.items():
         source, _ = weighted(part, given)
@@ -106,11 +157,7 @@ def is_mixture(source: object) -> bool:
 
 
 def weighted(name: str, given: object) -> tuple[Any, float]:
-    """Check a ``(source, weight)`` pair and return its two values.
-
-    Raises:
-        TypeError: for anything but a pair of a source and a number.
-    """
+    """Check a ``(source, weight)`` pair and return its two values."""
     if isinstance(given, tuple | list) and len(given) == 2:
         source, weight = given
         if isinstance(weight, int | float) and not isinstance(weight, bool):
@@ -122,11 +169,7 @@ def weighted(name: str, given: object) -> tuple[Any, float]:
 
 
 def open_set(name: str, source: Source, opener: Opener, *, empty: Empty) -> DataSet:
-    """Open a source and count its sequences.
-
-    Raises:
-        ValueError: for a source that holds no sequences, or bad ones.
-    """
+    """Open a source and count its sequences."""
     opened = opener.open(source)
     index = build_index(
         opened.dataset,
@@ -149,7 +192,7 @@ def open_set(name: str, source: Source, opener: Opener, *, empty: Empty) -> Data
 
 
 def named_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Name each source that is given; of an evaluation stage that has several, as in ``val/code``."""
+    """Name each source that is given: ``val/code`` if an evaluation stage has several."""
     named: dict[str, Any] = {}
     for stage, source in sources.items():
         if stage != "train" and is_mixture(source):
@@ -160,7 +203,7 @@ def named_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_by_stage(sources: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Return the names of each stage's several sets: of ``val/a`` and ``val/b``, a and b of val."""
+    """Return the names of the sets of each stage that has several: ``val/a`` and ``val/b`` give a and b."""
     found: dict[str, tuple[str, ...]] = {}
     for stage, _, name in (source.partition("/") for source in sources):
         if name:

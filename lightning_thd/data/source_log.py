@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
 import numpy as np
+import numpy.typing as npt
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.data.mixing import Sources
 from lightning_thd.data.trainer_link import Host, hook_of_module
 from lightning_thd.loss.watch import SlotLosses, watch
+from lightning_thd.packing.mixtures import MixturePlanner
 from lightning_thd.parallel.shard import THDShard
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """The sources of a mixture, for logs of what was trained of each.
+
+    Attributes:
+        of: the planner or loader that mixes them.
+        names: their names.
+        source_of: ids of sequences -> the number of the source of each, int64 ``[S]``.
+        tokens_of: epoch, step and data ranks -> real tokens of each source in the step, int64 ``[N]``; called
+            once for each step, in order.
+        per_step: batches of a rank to a step.
+    """
+
+    of: object
+    names: Sequence[str]
+    source_of: Callable[[npt.ArrayLike], NDArray[np.int64]]
+    tokens_of: Callable[[int, int, int], NDArray[np.int64]]
+    per_step: int
+
+
+def planned_sources(planner: MixturePlanner, per_step: int) -> Sources:
+    """Describe the sources of a planned mixture."""
+    mixture = planner.mixture
+    return Sources(
+        of=planner,
+        names=mixture.names,
+        source_of=mixture.source_of,
+        tokens_of=partial(_planned_tokens, planner),
+        per_step=per_step,
+    )
+
+
+def _planned_tokens(planner: MixturePlanner, epoch: int, step: int, dp: int) -> NDArray[np.int64]:
+    """Count the real tokens of each source of a mixture in a planned step, int64 ``[N]``."""
+    mixture = planner.mixture
+    spans = planner.step(epoch, step, dp).spans
+    tokens = np.zeros(len(mixture.names), np.int64)
+    np.add.at(tokens, mixture.source_of(spans.index), spans.lengths)
+    return tokens
 
 
 class SourceLog:
@@ -121,7 +165,7 @@ class SourceLog:
     def _losses(self, trainer: L.Trainer) -> list[float | None]:
         """Sum the losses of all ranks and read each source's mean: one message and one read."""
         sums, self._sums = self._sums, None
-        if sums is None:  # of a pipeline the last stage alone has losses
+        if sums is None:  # in a pipeline only the last stage has losses
             sums = self._zeros(trainer.strategy.root_device)
         summed = trainer.strategy.reduce(sums, reduce_op="sum")
         assert isinstance(summed, Tensor)
@@ -132,7 +176,7 @@ class SourceLog:
 class LogsSources(L.LightningDataModule):
     """The hooks by which a data module logs the sources of its mixture, and saves how far they were used."""
 
-    _source_log: SourceLog | None = None  # of a mixture
+    _source_log: SourceLog | None = None  # set for a mixture
     _restored: Mapping[str, int] | None = None
     _host: Host
 

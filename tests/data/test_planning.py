@@ -17,9 +17,8 @@ from lightning_thd import FlopsModel, Packs, Sequences, THDBatch, THDDataModule
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDStep
 from lightning_thd.data import planning
-from lightning_thd.data.mixing import MixedRows
 from lightning_thd.data.read.sources import Opener
-from lightning_thd.data.sets import open_mixture, open_set
+from lightning_thd.data.sets import MixedRows, open_mixture, open_set
 from lightning_thd.data.store.index import build_index
 from lightning_thd.data.trainer_link import Host, check_whole_steps
 from lightning_thd.packing import Cost, balance

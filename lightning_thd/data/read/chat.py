@@ -195,7 +195,7 @@ def _refuse_unwritten(writer: _Writer, messages: list[Message], text: str) -> No
         ):
             raise ValueError(
                 f"the chat template writes the content of message {i} as Python does, {str(content)!r:.60}: "
-                "it takes strings alone. Give the content as one string, or mend the template."
+                "it takes only strings. Give the content as one string, or mend the template."
             )
         calls = list(other_calls(message))
         for name, changed in calls:
@@ -261,11 +261,7 @@ def _marked(
 def _end_of_prompt(
     writer: _Writer, messages: list[Message], first: int, text: str, *, alone: bool
 ) -> int | None:
-    """Return the token at which the answer ``first`` begins; None where the marks of messages have to tell.
-
-    Raises:
-        ValueError: where nothing tells but this, with ``alone``, and it cannot.
-    """
+    """Return the token at which the answer ``first`` begins; None if only markers can find it."""
     try:
         start, _ = _turn(writer, messages, first, text)
         return _cut(writer.tokenizer, text, [start])[1][start]
@@ -323,13 +319,11 @@ def _turn(writer: _Writer, messages: list[Message], i: int, text: str) -> tuple[
 
 
 def _before_first(writer: _Writer, messages: list[Message], after: str) -> str:
-    """Return what a template writes before what the first message says, which may be a prompt of its own.
-
-    Nothing can be rendered before the first message: the header is what a template asks an answer with.
-    """
-    asked, alone = [{"role": "user", "content": "x"}], _Writer(writer.tokenizer, None, writer.options)
+    """Return the text before the first message; a template may add a system prompt of its own there."""
+    asked, bare = [{"role": "user", "content": "x"}], _Writer(writer.tokenizer, None, writer.options)
     try:
-        header = alone.write(asked, prompt=True).removeprefix(alone.write(asked))
+        # Nothing can be rendered before the first message: the header is what asks for an answer.
+        header = bare.write(asked, prompt=True).removeprefix(bare.write(asked))
     except ValueError:
         header = ""
     content = messages[0].get("content")
@@ -339,11 +333,7 @@ def _before_first(writer: _Writer, messages: list[Message], after: str) -> str:
 
 
 def _cut(tokenizer: Any, text: str, edges: list[int]) -> tuple[list[int], dict[int, int]]:
-    """Encode a text and return the token at which each character of ``edges`` begins.
-
-    Pieces that are encoded alone and give the same ids show it in linear time. Tokenizers that write a first
-    word in another way need the text up to each edge, which is also how the model will meet a prompt.
-    """
+    """Encode a text and return the token at which each character of ``edges`` begins."""
 
     def encode(part: str) -> list[int]:
         return list(tokenizer(part, add_special_tokens=False)["input_ids"])

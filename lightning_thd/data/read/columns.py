@@ -27,10 +27,7 @@ _LOOKED_AT = 32  # rows in which an ignored column is looked at
 
 
 def as_rows(dataset: MapDataset) -> MapDataset:
-    """Read a Hugging Face dataset of ids by its columns; leave any other dataset as it is.
-
-    Other columns than those of tokens and images are left out, with a line that names them.
-    """
+    """Read a Hugging Face dataset of ids by its columns; leave any other dataset as it is."""
     table = arrow_table(dataset)
     if table is None or isinstance(dataset, ColumnRows):
         return dataset
@@ -53,13 +50,7 @@ def as_rows(dataset: MapDataset) -> MapDataset:
 def open_columns(
     files: list[SourceFile], *, text_key: str, cache_dir: str | Path | None
 ) -> MapDataset | None:
-    """Open Parquet or Arrow files with a column of ids as one dataset; None where they hold text.
-
-    Parquet is unpacked into an Arrow file in the cache, once, which is mapped into memory.
-
-    Raises:
-        ValueError: for columns with neither ids nor text, and files whose columns differ.
-    """
+    """Open Parquet or Arrow files with a column of ids as one dataset; None where they hold text."""
     pa = require("pyarrow", feature=f"reading {files[0].suffix} files")
     arrow: list[SourceFile] = []
     keep: list[str] = []
@@ -104,15 +95,7 @@ def open_columns(
 
 
 def refuse_bounds(rows: Any, ignored: list[str]) -> None:
-    """Refuse an ignored integer column that looks like the boundaries of several sequences in a row.
-
-    Args:
-        rows: a table or batch of pyarrow, with ``input_ids``; its first rows are looked at.
-        ignored: columns of it that are not read.
-
-    Raises:
-        ValueError: naming the column.
-    """
+    """Refuse an ignored integer column that looks like the boundaries of several sequences in a row."""
     head = rows.slice(0, _LOOKED_AT)
     sizes = [len(ids or ()) for ids in head.column("input_ids").to_pylist()]
     for name in ignored:

@@ -81,11 +81,7 @@ class Conversation(NamedTuple):
 
 
 def messages_of(record: dict[str, Any], kind: Kind) -> Conversation:
-    """Read a record as a conversation.
-
-    Raises:
-        ValueError: for what is no conversation of the kind.
-    """
+    """Read a record as a conversation."""
     tools, options = _tools(record.get("tools")), _options(record.get("chat_template_kwargs"))
     if kind == "alpaca":
         return Conversation(_alpaca(record), tools, 0, options)

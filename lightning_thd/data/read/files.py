@@ -88,16 +88,12 @@ def is_data(name: str) -> bool:
 
 
 def is_paths(source: object) -> bool:
-    """Return whether a source names files: a path, or a list of nothing but paths.
-
-    Raises:
-        ValueError: for a list of strings of which some name files and some are none.
-    """
+    """Return whether a source names files: a path, or a list of nothing but paths."""
     if isinstance(source, str | Path):
         return True
     if not isinstance(source, list | tuple) or not source:
         return False
-    head = source[:_LOOK_AT]  # of a million documents it is not asked which of them exist
+    head = source[:_LOOK_AT]  # asking a million documents whether they are files would take seconds
     if not all(isinstance(entry, str | Path) for entry in head):
         return False
     named = [isinstance(entry, Path) or _looks_like_a_path(entry) for entry in head]
@@ -105,7 +101,7 @@ def is_paths(source: object) -> bool:
         raise ValueError(
             f"The list has {len(source)} strings, of which {sum(named)} name files, for example "
             f"{str(source[named.index(True)])!r}, and {str(source[named.index(False)])[:60]!r} is none. Give "
-            "paths alone, or documents alone, as dicts {'text': ...} where they look like paths."
+            "only paths, or only documents, as dicts {'text': ...} where they look like paths."
         )
     return all(named)
 
@@ -114,7 +110,7 @@ def _looks_like_a_path(text: str) -> bool:
     if len(text) > 1024 or "\n" in text:
         return False
     if re.match(r"([a-z][a-z0-9]*://|\.{0,2}/|~/)\S+$", text):
-        return True  # if it is not there, that is said
+        return True  # a file that does not exist is refused later
     if any(sign in text for sign in "*?[") and next(glob.iglob(text, recursive=True), None):
         return True
     known = is_data(text)
@@ -124,15 +120,7 @@ def _looks_like_a_path(text: str) -> bool:
 
 
 def find_files(source: Paths, *, cache_dir: str | Path | None = None) -> list[SourceFile]:
-    """List the files behind a path, glob, folder or address in sorted order, or behind a list in its own.
-
-    Files elsewhere are fetched through fsspec, and compressed ones unpacked, into the cache, once.
-
-    Raises:
-        TypeError: for what is no path.
-        ValueError: for what does not exist, a folder without data, or one with files of several kinds or
-            several splits; the message says which.
-    """
+    """List the files behind a path, glob, folder or address in sorted order, or behind a list in its own."""
     if isinstance(source, str | Path):
         return _each_once([_local(name, cache_dir) for name in _expand(source)])
     if not isinstance(source, list | tuple):
@@ -235,7 +223,7 @@ def _saved_files(folder: Path) -> list[Path]:
     except (ValueError, KeyError, TypeError) as err:
         raise ValueError(
             f"{folder}/state.json is none that datasets wrote ({type(err).__name__}: {err}). Save the "
-            "dataset anew."
+            "dataset again."
         ) from err
 
 
@@ -318,11 +306,7 @@ def _unpack(path: Path, name: str, out: BinaryIO) -> None:
 
 
 def unpacked(file: BinaryIO, name: str, *, suffix: str) -> Iterator[bytes]:
-    """Unpack a compressed file of one or more members, to its very end, in blocks of bytes.
-
-    Raises:
-        ValueError: for a file that is cut off or damaged, and for anything else behind a member.
-    """
+    """Unpack a compressed file of one or more members, to its very end, in blocks of bytes."""
     member, begun = PACKED[suffix](), False
     damaged = f"{name}: damaged, it cannot be unpacked"
     while left := file.read(_READ):

@@ -39,11 +39,7 @@ _READ = frozenset(names("token", "boundary"))
 
 
 def holds_packs(dataset: MapDataset, *, sure: bool = False) -> bool:
-    """Return whether rows hold several sequences, by the first row's keys; an error where ``sure`` is wrong.
-
-    Raises:
-        ValueError: when ``sure``, and nothing tells where a sequence begins.
-    """
+    """Return whether rows hold several sequences, by the first row's keys; with ``sure`` raise if not."""
     row = dataset[0] if len(dataset) else {}
     found = any(_is_row(row.get(name)) for name in (*_LENGTHS, "cu_seqlens", "position_ids"))
     if sure and not found:
@@ -97,11 +93,7 @@ def open_packed(
     key: Mapping[str, Any] | None = None,
     cache_dir: str | Path | None = None,
 ) -> PackedRows:
-    """Find the sequences in rows that were packed before; all are read once, the places kept under ``key``.
-
-    Raises:
-        ValueError: for a row whose boundaries do not fit its ids; the message names the row.
-    """
+    """Find the sequences in rows that were packed before; their places are kept under ``key``."""
     found = cached_arrays(
         "packed",
         None if key is None else {**key, "rows": len(rows)},

@@ -286,11 +286,7 @@ def file_chunks(
     chunk_bytes: int = CHUNK_BYTES,
     cache_dir: str | Path | None = None,
 ) -> list[Chunk]:
-    """Cut files into chunks of records, of ``chunk_bytes`` unless one record or file has more.
-
-    Raises:
-        ValueError: for what does not exist or holds no records.
-    """
+    """Cut files into chunks of records, of ``chunk_bytes`` unless one record or file has more."""
     files = source if isinstance(source, list) else find_files(source, cache_dir=cache_dir)
     chunks: list[Chunk] = []
     texts: list[SourceFile] = []

@@ -72,13 +72,7 @@ class Opener:
         instance(self.text_key, "text_key", str, advice="Pass the key of the text in a record.")
 
     def open(self, source: Source | Paths) -> Opened:
-        """Open paths or a dataset; text, prompts and conversations are tokenised into a memory-mapped store.
-
-        Raises:
-            TypeError: for what is neither.
-            ValueError: for a path that does not exist, and for what holds no such thing.
-            CacheError: when the cache cannot be written.
-        """
+        """Open paths or a dataset; text and conversations are tokenised into a memory-mapped store."""
         if is_paths(source):
             opened = self._open_paths(cast("Paths", source))
         else:
@@ -159,22 +153,13 @@ def open_source(
     cache_dir: str | Path | None = None,
     num_workers: int = 0,
 ) -> MapDataset:
-    """Open paths as a dataset of token ids; the arguments are those of ``THDDataModule``.
-
-    Raises:
-        ValueError: for a path that does not exist or holds no such thing.
-    """
+    """Open paths as a dataset of token ids; the arguments are those of ``THDDataModule``."""
     opener = Opener(tokenizer=tokenizer, text_key=text_key, cache_dir=cache_dir, num_workers=num_workers)
     return opener.open(path).dataset
 
 
 def as_dataset(source: object) -> MapDataset:
-    """Check that a source is a map-style dataset of samples, and say what to pass where it is none.
-
-    Raises:
-        TypeError: for an object without ``len`` and ``[i]``, a dict of columns or of splits, and samples that
-            are neither dicts nor strings.
-    """
+    """Check that a source is a map-style dataset of samples, and say what to pass where it is none."""
     if isinstance(source, Mapping):
         splits = [name for name, value in source.items() if hasattr(value, "column_names")]
         if splits and len(splits) == len(source):

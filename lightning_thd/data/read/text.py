@@ -90,11 +90,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def text_of(record: Record, text_key: str) -> str:
-    """Return the text of a record, which may be a string itself.
-
-    Raises:
-        ValueError: when there is none under the key.
-    """
+    """Return the text of a record, which may be a string itself."""
     text = record.get(text_key) if isinstance(record, dict) else record
     if isinstance(record, dict) and text_key in record and not isinstance(text, str):
         raise ValueError(
@@ -134,10 +130,7 @@ def stdlib_documents(*, max_bytes: int | None = None) -> list[str]:
 
 
 def tokenizer_fingerprint(tokenizer: object) -> str | None:
-    """Hash everything that decides a tokenizer's ids; None for a function without a fingerprint.
-
-    A function with an attribute ``fingerprint`` has that one.
-    """
+    """Hash everything that decides a tokenizer's ids; None for a function without a fingerprint."""
     own = getattr(tokenizer, "fingerprint", None)
     if own is not None:
         return str(own)

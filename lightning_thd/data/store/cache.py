@@ -165,12 +165,7 @@ def load_array(path: Path) -> NDArray[Any]:
 
 
 def open_arrays(folder: str | Path, *, version: int) -> Arrays:
-    """Map the arrays of a folder into memory, after checking their sizes and hashes.
-
-    Raises:
-        ValueError: when a file is missing, has another size than was written, or other bytes in its first or
-            last MiB.
-    """
+    """Map the arrays of a folder into memory, after checking their sizes and hashes."""
     folder = Path(folder)
     try:
         meta = json.loads((folder / "meta.json").read_text())

@@ -81,15 +81,7 @@ def _offsets_and_values(chunk: Any) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def map_arrow(path: Path, name: str) -> Any:
-    """Map an Arrow file, of the stream or the file format, into memory as a table.
-
-    Args:
-        path: of the file.
-        name: what the user called it.
-
-    Raises:
-        ValueError: for a file of another kind.
-    """
+    """Map an Arrow file, of the stream or the file format, into memory as a table."""
     pa = require("pyarrow", feature="reading .arrow files")
     try:
         source = pa.memory_map(str(path))
@@ -127,10 +119,7 @@ def arrow_table(dataset: object) -> Any | None:
 
 
 def is_hugging_face(dataset: object) -> bool:
-    """Return whether a dataset's samples are those of ``datasets.Dataset``.
-
-    A wrapper that hands attributes on to one, or a subclass with samples of its own, is none.
-    """
+    """Return whether a dataset's samples are those of ``datasets.Dataset``."""
     giver = next((kind for kind in type(dataset).__mro__ if "__getitem__" in vars(kind)), object)
     return giver.__module__.partition(".")[0] == "datasets"
 
@@ -191,12 +180,7 @@ class Counted(NamedTuple):
 
 
 def count_columns(dataset: object) -> Counted | None:
-    """Count tokens and loss tokens of every sequence by the columns ``input_ids`` and ``labels``.
-
-    Returns:
-        The counts, and the rows whose ids, labels or masks cannot be trained on; None if the dataset has no
-        such columns.
-    """
+    """Count tokens and loss tokens of every sequence by the columns ``input_ids`` and ``labels``."""
     table = arrow_table(dataset)
     if table is None:
         return None
@@ -238,7 +222,7 @@ class _Facts:
         first = 0
         for values, lengths in lists(table, name):
             ends = np.cumsum(lengths)
-            rows = np.flatnonzero(lengths)  # of which each has a value
+            rows = np.flatnonzero(lengths)  # rows without a value begin no block
             for start in range(0, len(values), _BLOCK):
                 part = values.slice(start, _BLOCK)
                 one, other = np.searchsorted(ends[rows], [start, start + len(part) - 1], side="right")

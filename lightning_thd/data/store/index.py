@@ -98,11 +98,7 @@ class SequenceIndex:
     checked: bool = True
 
     def check_vocabulary(self, vocab_size: int | None, name: str) -> None:
-        """Refuse ids outside a model's vocabulary, as far as they were seen when the data was counted.
-
-        Raises:
-            ValueError: naming the row and the id.
-        """
+        """Refuse ids outside a model's vocabulary, as far as they were seen when the data was counted."""
         largest, row = self.largest.tolist()
         if vocab_size is not None and largest >= vocab_size:
             raise ValueError(

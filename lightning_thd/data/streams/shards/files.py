@@ -71,11 +71,7 @@ class ColumnShard:
 
 
 def file_shard(name: str) -> Shard:
-    """Make the shard of a file by its suffix.
-
-    Raises:
-        ValueError: for a file of another kind.
-    """
+    """Make the shard of a file by its suffix."""
     size = Path(name).stat().st_size if "://" not in name else 1
     kind, packed = KINDS.get(suffix_of(name)), Path(name.lower()).suffix in PACKED
     if kind == "JSONL":
@@ -89,11 +85,7 @@ def file_shard(name: str) -> Shard:
 
 
 def expanded(path: str) -> list[str]:
-    """List the files of a path, a folder or a glob, in order.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """List the files of a path, a folder or a glob, in order."""
     if "://" in path:
         fsspec = require("fsspec", feature=f"reading {path}")
         if not any(c in path for c in "*?["):
@@ -118,7 +110,7 @@ def _open(name: str) -> Any:
 
 def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
     """Split blocks of bytes into lines."""
-    begun: list[bytes] = []  # of a line that goes on in the next block
+    begun: list[bytes] = []  # the parts of a line that spans blocks
     for block in blocks:
         first, *others = block.split(b"\n")
         begun.append(first)

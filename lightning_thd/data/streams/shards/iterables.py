@@ -21,7 +21,7 @@ from lightning_thd.data.streams.shards.base import Mark, Rows, Shard
 
 _NONE = object()  # marks the absence of a record
 _MARK_EVERY = 64  # rows between two states that are kept: a resumed source passes over fewer
-# Steps of a Hugging Face IterableDataset that it applies to each shard alone when it is split.
+# Steps that a Hugging Face IterableDataset applies to each shard by itself when it is split.
 _ACROSS = {
     "Skip": "skip()",
     "Take": "take()",
@@ -178,11 +178,7 @@ class IterableShard:
 
 
 def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, Any]) -> Sequence[Shard]:
-    """Split a source that is no path into shards.
-
-    Raises:
-        ValueError: for what is no stream, and what was split by rank already.
-    """
+    """Split a source that is no path into shards."""
     kind = f"{prefix}{type(source).__name__}"
     if is_hf(source):
         if getattr(source, "_distributed", None) is not None:

@@ -42,18 +42,7 @@ def is_stream(source: object) -> bool:
 
 
 def open_shards(source: Any, *, parts: int) -> Shards:
-    """Split a source into shards.
-
-    Args:
-        source: paths and globs of ``.jsonl`` files, which may be compressed, of ``.parquet`` and ``.arrow``
-            files, local or through fsspec; a Hugging Face or torch ``IterableDataset``; another iterable; a
-            function that begins an iterator, ``factory()`` or ``factory(part, parts)``; a list of such.
-        parts: parts that a torch dataset with the attributes ``data_rank`` and ``data_size``, or a function
-            of two arguments, is asked for.
-
-    Raises:
-        ValueError: for what is none of these, and for paths that do not exist.
-    """
+    """Split a source into shards."""
     sources = source if isinstance(source, list | tuple) else [source]
     found: list[Shard] = []
     alone: dict[str, Any] = {}
@@ -114,15 +103,7 @@ def _is_plain_list(value: object) -> bool:
 
 
 def refuse_split(alone: Mapping[str, Any], of_ranks: list[dict[str, dict[str, Any]]]) -> None:
-    """Refuse sources that one rank reads for all and that differ between ranks.
-
-    Args:
-        alone: the sources by name.
-        of_ranks: the traits of each, by its name, of every data-parallel rank.
-
-    Raises:
-        ValueError: naming the source and what differs; on every rank.
-    """
+    """Refuse sources that one rank reads for all and that differ between ranks."""
     for name in alone:
         first = of_ranks[0].get(name, {})
         for rank, found in enumerate(of_ranks):
