@@ -137,8 +137,6 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
 
 def _slots(lengths: list[int], align: Alignment | None, pad_to: int | None) -> tuple[list[int], int]:
     """Return the slots of every sequence, a trailing dummy included, and their sum."""
-    if align is not None and not isinstance(align, Alignment):
-        raise TypeError(f"align is {described(align)}; wanted an Alignment. Pass Alignment.for_(...).")
     if pad_to is not None:
         pad_to = whole_number(pad_to, "pad_to", least=1, advice="It is the number of slots of the batch.")
     padded = lengths if align is None else [align.padded_length(n) for n in lengths]

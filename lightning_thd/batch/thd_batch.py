@@ -390,29 +390,6 @@ class THDBatch(_Pinned):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, key: object) -> NoReturn:
-        """Raise TypeError, saying what to use instead of an index.
-
-        Raises:
-            TypeError: always; ``batch["input_ids"]`` is ``batch.input_ids``.
-        """
-        if isinstance(key, str) and hasattr(self, key):
-            raise TypeError(f"A THDBatch is no dict: write batch.{key} in place of batch[{key!r}].")
-        advice = (
-            "batch.unpack(batch.input_ids)[i] gives one sequence"
-            if isinstance(key, int | slice)
-            else "batch.targets holds the labels, shifted; batch.hf_kwargs() gives a dict for the model"
-        )
-        raise TypeError(f"A THDBatch is no dict and no list, so batch[{key!r}] is nothing: {advice}.")
-
-    def keys(self) -> NoReturn:
-        """Raise TypeError, saying what to use instead of ``model(**batch)``.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError("A THDBatch is no dict: write model(**batch.hf_kwargs()) in place of model(**batch).")
-
     def __iter__(self) -> Iterator[Tensor]:
         # Lightning takes the rows of the first tensor it finds as the batch size of self.log. 1 / loss_scale
         # is the weight that makes its epoch mean of causal_lm_loss the exact mean over all loss tokens.

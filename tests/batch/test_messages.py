@@ -20,10 +20,6 @@ def batch() -> THDBatch:
 
 
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
-    "an alignment that is none": (
-        lambda: THDBatch.collate(SAMPLES, align=8),  # type: ignore[arg-type]
-        r"align is a int, 8; wanted an Alignment. Pass Alignment.for_\(...\)",
-    ),
     "boundaries of several sequences": (
         lambda: THDBatch.collate([SAMPLES[0], {**SAMPLES[1], "cu_seqlens": np.array([0, 1, 2])}]),
         "Sample 1 carries cu_seqlens, as a row of several sequences does, and a sample is one: they would",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 from typing import Any
 
 import numpy as np
@@ -273,20 +272,6 @@ def test_from_padded_refuses_masks_that_mean_something_else() -> None:
     with pytest.raises(ValueError, match="labels below 0"):
         THDBatch.from_padded([[1, 2, 3]], [[1, 1, 1]], [[1, -5, 2]])
     assert THDBatch.from_padded(np.array([[0, 5, 6]]), [[0, 1, 1]]).input_ids.tolist() == [5, 6]
-
-
-@pytest.mark.parametrize(
-    ("key", "advice"),
-    [
-        ("input_ids", "write batch.input_ids in place of batch['input_ids']"),
-        ("labels", "batch['labels'] is nothing: batch.targets holds the labels, shifted"),
-        (0, "batch[0] is nothing: batch.unpack(batch.input_ids)[i] gives one sequence"),
-    ],
-)
-def test_an_index_names_the_attribute(key: Any, advice: str) -> None:
-    batch = THDBatch.collate([{"input_ids": [5, 6]}])
-    with pytest.raises(TypeError, match=re.escape(advice)):
-        batch[key]
 
 
 def test_the_name_of_the_set_goes_with_the_batch() -> None:

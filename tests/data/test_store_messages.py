@@ -34,11 +34,6 @@ WITHOUT = Rows(TOKENS, np.array([1, 2]))
             "TokenStore got offsets that fall after entry 1. Give where each sequence begins, in order",
         ),
         (
-            lambda: TokenStore(TOKENS, OFFSETS)["0"],  # type: ignore[index]
-            TypeError,
-            "A TokenStore was asked for '0'. Pass the number of a sequence",
-        ),
-        (
             lambda: count_targets(np.array([1, 2, 3]), np.array([1, 1])),
             ValueError,
             r"3 labels of shape \(3,\) and 2 lengths that add up to 2. Give labels \[N\] and lengths that",

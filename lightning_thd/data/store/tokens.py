@@ -152,8 +152,6 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         return len(self.offsets) - 1
 
     def __getitem__(self, i: int) -> dict[str, NDArray[np.integer]]:
-        if not isinstance(i, int | np.integer):
-            raise TypeError(f"A TokenStore was asked for {i!r:.40}. Pass the number of a sequence.")
         if not -len(self) <= i < len(self):
             raise IndexError(f"Sequence {i} of a TokenStore with {len(self)}. Pass a number below that.")
         i %= len(self)
