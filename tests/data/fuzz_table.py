@@ -82,7 +82,6 @@ def _module(rng: random.Random) -> dict[str, Any]:
         "num_workers": 0,
         "prefetch_factor": None,
         "pin_memory": False,
-        "engine": "local",
         "test": _rows(rng),
         "predict": _rows(rng),
     }

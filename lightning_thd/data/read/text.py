@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_thd._checks import host_ints, whole_number
+from lightning_thd._checks import flags, host_ints, whole_number
 from lightning_thd.data.read.files import Paths, find_files
 from lightning_thd.data.read.records import Bad, Record, file_chunks
 from lightning_thd.data.store.tokens import TokenStore
@@ -43,6 +43,7 @@ class ByteTokenizer:
         Raises:
             ValueError: for half of a surrogate pair, which has no bytes in UTF-8.
         """
+        flags(add_special_tokens=add_special_tokens)
         ids = np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
         return np.append(ids, np.uint16(self.eos_token_id)) if add_special_tokens else ids
 

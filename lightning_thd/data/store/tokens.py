@@ -152,6 +152,8 @@ class TokenStore(Dataset[dict[str, NDArray[np.integer]]]):
         return len(self.offsets) - 1
 
     def __getitem__(self, i: int) -> dict[str, NDArray[np.integer]]:
+        if not isinstance(i, int | np.integer):
+            raise TypeError(f"A TokenStore was asked for {i!r:.40}. Pass the number of a sequence.")
         if not -len(self) <= i < len(self):
             raise IndexError(f"Sequence {i} of a TokenStore with {len(self)}. Pass a number below that.")
         i %= len(self)
@@ -403,7 +405,7 @@ def count_targets(labels: NDArray[np.integer], lengths: NDArray[np.integer]) -> 
     Returns:
         int64 ``[n]``. ``([-100, 7, 8, 9], [3, 1])`` becomes ``[2, 0]``.
     """
-    labels, lengths = np.asarray(labels), host_ints(lengths, "lengths")
+    labels, lengths = _flat(labels, "labels"), host_ints(lengths, "lengths")
     if labels.ndim != 1 or lengths.sum() != len(labels) or (lengths.size and lengths.min() < 0):
         raise ValueError(
             f"{labels.size} labels of shape {labels.shape} and {len(lengths)} lengths that add up to "
