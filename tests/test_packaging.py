@@ -115,7 +115,6 @@ BRINGS = {
     "plots": "matplotlib",
     "remote": "fsspec",
     "fp8": "torchao",
-    "ray": "ray",
     "docs": "mkdocs",
     "dev": "pytest",
 }

@@ -30,7 +30,7 @@ _DISTRIBUTIONS = (
     *("torch", "lightning", "numpy", "transformers", "accelerate", "trl", "datasets", "pyarrow"),
     *("triton", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine", "mamba-ssm"),
     *("causal-conv1d", "fla-core", "flash-linear-attention", "tilelang", "liger-kernel"),
-    *("cut-cross-entropy", "torchao", "ray", "fsspec", "wandb"),
+    *("cut-cross-entropy", "torchao", "fsspec", "wandb"),
 )
 # The command line and pictures need these.
 _MORE = ("jsonargparse", "rich", "shtab", "matplotlib", "zstandard")
