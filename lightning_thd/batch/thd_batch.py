@@ -121,7 +121,7 @@ class THDBatch(_Pinned):
         loss_scale: data-parallel ranks x microbatches / loss tokens of the whole step, or their weight. For a
             batch collated by itself 1 / its loss tokens, so that ``sum * loss_scale`` is the mean.
         extras: further model inputs, ``pixel_values`` and the like.
-        weights: fp32 ``[T]``, what each slot's target counts; None where the samples bring no weights.
+        weights: fp32 ``[T]``, what each slot's target counts; None if no sample has weights.
         sequence_shares: of every sequence in ``lengths``, its weight / the weight of all its loss tokens,
             those on other ranks or in other packs included: it makes the sum of their losses a mean.
         sequence_scale: like ``loss_scale``, for the weight of the step's sequences; None if it is unknown.
@@ -287,7 +287,7 @@ class THDBatch(_Pinned):
         return THDBatch(**{**self.__getstate__(), **changes})
 
     def to(self, device: torch.device | str, *, non_blocking: bool | None = None) -> THDBatch:
-        """Move the tensors to a device; from pinned memory without blocking unless told otherwise.
+        """Move the tensors to a device; from pinned memory without blocking by default.
 
         To a CUDA device all tensors travel as one pinned buffer, integers in 4 bytes; positions that count
         from 0 in every sequence are made there. Lightning passes ``non_blocking`` only to tensors, so a batch

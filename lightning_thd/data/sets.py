@@ -120,8 +120,8 @@ class ListsSets:
             if stage == "train" and self._stream is not None:
                 sizes = ["size=NA"]
             several = len(sizes) > 1
-            told = " ; ".join(f"{i}. {size}" if several else size for i, size in enumerate(sizes, start=1))
-            lines.append(f"{{{_TITLES[stage]} dataloader: {told or None}}}")
+            listed = " ; ".join(f"{i}. {size}" if several else size for i, size in enumerate(sizes, start=1))
+            lines.append(f"{{{_TITLES[stage]} dataloader: {listed or None}}}")
         return "\n".join(lines)
 
 

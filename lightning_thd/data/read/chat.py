@@ -32,7 +32,7 @@ class _Writer:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, messages: Sequence[Message], *, prompt: bool = False, template: str | None = None) -> str:
-        """Render messages, and with ``prompt`` what asks for an answer; raise ValueError where it cannot."""
+        """Render messages, with ``prompt`` also the header of an answer; raise ValueError if that fails."""
         other = {} if template is None else {"chat_template": template}
         try:
             text: str = self.tokenizer.apply_chat_template(
@@ -103,7 +103,7 @@ def encode_chat(
 
 
 def _written(writer: _Writer, messages: list[Message]) -> tuple[list[Message], str]:
-    """Render a conversation, arguments of calls that are JSON read first where it would be quoted twice."""
+    """Render a conversation; arguments of calls that are JSON are read first if they would be quoted twice."""
     text = writer.write(messages)
     read = [calls_read(message, text) for message in messages]
     return (messages, text) if read == messages else (read, writer.write(read))

@@ -50,7 +50,7 @@ def as_rows(dataset: MapDataset) -> MapDataset:
 def open_columns(
     files: list[SourceFile], *, text_key: str, cache_dir: str | Path | None
 ) -> MapDataset | None:
-    """Open Parquet or Arrow files with a column of ids as one dataset; None where they hold text."""
+    """Open Parquet or Arrow files with a column of ids as one dataset; None if they hold text."""
     pa = require("pyarrow", feature=f"reading {files[0].suffix} files")
     arrow: list[SourceFile] = []
     keep: list[str] = []

@@ -161,7 +161,7 @@ def _with_call(message: Message, key: str, place: int | None, call: dict[str, An
 
 
 def alpaca_prompt(record: dict[str, Any]) -> str:
-    """Return an Alpaca record's instruction, with its input below where there is one."""
+    """Return an Alpaca record's instruction, with its input below if it has one."""
     asked, given = record.get("instruction"), record.get("input") or ""
     if not isinstance(asked, str) or not isinstance(given, str) or not isinstance(record.get("output"), str):
         raise ValueError("instruction, input and output must be strings. Mend or remove the record.")

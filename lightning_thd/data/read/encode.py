@@ -69,7 +69,7 @@ class Encoder:
         kind: of every record. ``"text"`` has no labels, ``"ids"`` those it brings, the others have loss on
             what the assistant says.
         text_key: the key of the text in a record.
-        append_eos: end documents and completions with the tokenizer's EOS where it did not do so.
+        append_eos: end documents and completions with the tokenizer's EOS if it did not do so.
         on_error: what becomes of a record that cannot be encoded.
     """
 

@@ -188,7 +188,7 @@ def boundaries(row: Mapping[str, Any], i: int = 0) -> tuple[IntArray, IntArray]:
 
 
 def _refuse_others(row: Mapping[str, Any], i: int, name: str, start: IntArray, lengths: IntArray) -> None:
-    """Refuse a row whose other keys tell of other sequences, or of other tokens in them."""
+    """Refuse a row whose other keys describe other sequences, or other tokens in them."""
     counted = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     inside = np.repeat(start, lengths) + counted
     found: dict[str, bool] = {}

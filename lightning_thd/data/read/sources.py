@@ -159,7 +159,7 @@ def open_source(
 
 
 def as_dataset(source: object) -> MapDataset:
-    """Check that a source is a map-style dataset of samples, and say what to pass where it is none."""
+    """Check that a source is a map-style dataset of samples, and say what to pass if it is none."""
     if isinstance(source, Mapping):
         splits = [name for name, value in source.items() if hasattr(value, "column_names")]
         if splits and len(splits) == len(source):

@@ -145,7 +145,7 @@ def tokenizer_fingerprint(tokenizer: object) -> str | None:
 
 
 def _files(tokenizer: Any) -> str | None:
-    """Hash the files that a slow tokenizer saves, its vocabulary and settings; None where it saves none."""
+    """Hash the files that a slow tokenizer saves, its vocabulary and settings; None if it saves none."""
     digest = hashlib.sha256(type(tokenizer).__qualname__.encode())
     with TemporaryDirectory() as folder:
         try:

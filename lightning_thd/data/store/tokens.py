@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     Attributes:
         tokens: ids ``[N]``.
         lengths: int64 ``[n]``, which add up to N.
-        labels: int64 ``[N]``, unshifted, -100 where ignored; None where every token is a label.
+        labels: int64 ``[N]``, unshifted, -100 where ignored; None if every token is a label.
         skipped: records between them that were left out.
     """
 

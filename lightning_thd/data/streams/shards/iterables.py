@@ -248,7 +248,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """A torch IterableDataset that is told which part it has to read."""
+    """A torch IterableDataset with the number of the part that it reads."""
 
     dataset: Any
     part: int
@@ -271,7 +271,7 @@ class _Itself:
 
 
 def _skip(records: Any, rows: int) -> Any:
-    """Pass over rows of a Hugging Face IterableDataset, without drawing them where it can."""
+    """Pass over rows of a Hugging Face IterableDataset, without drawing them if possible."""
     return records.skip(rows)
 
 
