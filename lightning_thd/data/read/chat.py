@@ -103,7 +103,7 @@ def encode_chat(
 
 
 def _written(writer: _Writer, messages: list[Message]) -> tuple[list[Message], str]:
-    """Render a conversation; arguments of calls that are JSON are read first if they would be quoted twice."""
+    """Render a conversation; JSON arguments of calls are read first if they would be quoted twice."""
     text = writer.write(messages)
     read = [calls_read(message, text) for message in messages]
     return (messages, text) if read == messages else (read, writer.write(read))
