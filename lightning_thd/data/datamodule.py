@@ -55,7 +55,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
             to a step in as many microbatches as they need (needs one of our strategies). Default: one pack a
             rank a batch, ``Packs(ranks * accumulate_grad_batches)``.
         val: as ``train``; every sequence is used once, in packs of the dataset's own order. A dict
-            ``{name: source}`` makes a loader each, and so a metric each.
+            ``{name: source}`` makes a loader each, and so a metric each: every batch has its ``set_name``.
         test: as ``val``.
         predict: as ``val``; ``batch.unpack(output)`` and ``batch.sequence_ids`` give predictions a sequence.
         tokenizer: ``str -> ids`` for text, or the name of a Hugging Face tokenizer; UTF-8 bytes by default.
@@ -342,6 +342,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
             vocab_size=vocab_size,
             windows=link.model_windows(host.model),
             one_each=settings.opener.packed != "off",
+            set_name=name.partition("/")[2],
         )
         steps = PlannedSteps(
             planner,

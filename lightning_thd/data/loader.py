@@ -423,6 +423,7 @@ class BatchMaker:
     vocab_size: int | None = None
     windows: tuple[Window, ...] = ()
     one_each: bool = False  # refuse rows whose position_ids mark several sequences
+    set_name: str = ""
 
     def batch(self, spans: Spans, scales: tuple[float | None, float | None] = (None, None)) -> THDBatch:
         """Read and collate a pack; without scales its loss is the mean over this batch."""
@@ -437,6 +438,7 @@ class BatchMaker:
             sequence_ids=spans.index.tolist(),
             loss_scale=scales[0],
             sequence_scale=scales[1],
+            set_name=self.set_name,
         )
         largest = max(int(batch.input_ids.max()), int(batch.targets.max()))
         if self.vocab_size is not None and largest >= self.vocab_size:

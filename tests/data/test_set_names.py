@@ -1,0 +1,98 @@
+"""Named evaluation sets in a module of one's own: every batch carries its set's name, on every rank."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from lightning_thd import Sequences, THDBatch, THDDataModule, causal_lm_loss
+from tests.ranks import run_ranks
+from tests.tiny import TinyModule, sequences
+
+SETS = {"code": sequences(9, seed=1), "prose": sequences(4, seed=2)}
+CAPACITY = 48
+
+
+class Mine(TinyModule):
+    """Logs by the names that its batches carry; a rate of zero, so that nothing ever improves."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.0)
+        self.names: list[str] = []
+
+    def validation_step(self, batch: THDBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.names.append(batch.set_name)
+        loss = causal_lm_loss(self.model, batch)
+        self.log(f"val/loss/{batch.set_name}", loss, sync_dist=True, add_dataloader_idx=False)
+
+    test_step = validation_step
+
+
+def fit_until_stopped(folder: str, strategy: str) -> dict[str, Any]:
+    warnings.filterwarnings("ignore", ".*(accelerator|num_workers|does not have many workers).*")
+    stop = EarlyStopping("val/loss/code", patience=2, verbose=False)
+    keep = ModelCheckpoint(folder, monitor="val/loss/prose", filename="best-{epoch}")
+    trainer = L.Trainer(
+        max_epochs=9,
+        accelerator="cpu",
+        strategy=strategy,
+        devices=dist.get_world_size(),
+        callbacks=[stop, keep],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Mine()
+    batch = Sequences(4) if strategy.startswith("thd") else None
+    data = THDDataModule(sequences(12), capacity=CAPACITY, val=SETS, global_batch=batch)
+    trainer.fit(module, data)
+    return {
+        "epochs": trainer.current_epoch,
+        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")},
+        "names": set(module.names),
+        "kept": Path(keep.best_model_path).name,
+    }
+
+
+def by_hand(rows: list[dict[str, Any]]) -> float:
+    model, total, tokens = Mine().model.eval(), 0.0, 0
+    for row in rows:
+        ids = torch.as_tensor(row["input_ids"])[None]
+        if ids.shape[1] > 1:
+            with torch.no_grad():
+                logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            total += float(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum"))
+            tokens += ids.shape[1] - 1
+    return total / tokens
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "thd_ddp"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_module_logs_a_metric_a_set_for_early_stopping_and_checkpoints(
+    tmp_path: Path, ranks: int, strategy: str
+) -> None:
+    wanted = {f"val/loss/{name}": by_hand(rows) for name, rows in SETS.items()}
+    for found in run_ranks(fit_until_stopped, ranks, str(tmp_path), strategy):
+        assert found["metrics"] == pytest.approx(wanted, rel=1e-6)
+        assert found["names"] == {"code", "prose"}
+        assert found["epochs"] == 3  # the first and two that were no better
+        assert found["kept"] == "best-epoch=0.ckpt"
+
+
+def test_one_set_has_no_name_and_every_stage_has_its_own() -> None:
+    data = THDDataModule(sequences(5), capacity=CAPACITY, val=sequences(3), test={"a": sequences(2)})
+    data.attach()
+    for stage in ("fit", "test"):
+        data.setup(stage)
+    test: Any = data.test_dataloader()
+    loaders = {"": [data.train_dataloader(), data.val_dataloader()], "a": list(test)}
+    for name, several in loaders.items():
+        assert [batch.set_name for loader in several for batch in loader] != []
+        assert {batch.set_name for loader in several for batch in loader} == {name}
