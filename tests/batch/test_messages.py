@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
 
 SAMPLES = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
@@ -70,10 +69,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "a step of other things": (
         lambda: THDStep([batch(), None]),  # type: ignore[list-item]
         "A THDStep is made of a list, .*; wanted a list of THDBatch",
-    ),
-    "sequence parallelism that is a number": (
-        lambda: Alignment.for_(cp=2, sequence_parallel=2),  # type: ignore[arg-type]
-        "sequence_parallel is a int, 2; wanted True or False",
     ),
 }
 
