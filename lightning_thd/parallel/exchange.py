@@ -114,7 +114,7 @@ def _own_part(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 def gather_same(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
     """Gather the ranks' parts along ``dim`` for work that all ranks do alike; backward keeps the own part.
 
-    Each rank's gradient is its own part of theirs, which is the same everywhere.
+    Each rank's gradient is its own part of the whole gradient, which is the same everywhere.
     """
     own = partial(_own_part, group=group, dim=dim)
     return mapped(x, partial(_gather_dim, group=group, dim=dim), own)
