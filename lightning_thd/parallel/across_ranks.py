@@ -9,17 +9,8 @@ import torch
 import torch.distributed as dist
 
 
-def gather_ints(
-    values: Sequence[int],
-    *,
-    group: Any,
-    device: torch.device,
-) -> list[list[int]]:
-    """Gather equally many integers from every rank of ``group``; None is the whole world.
-
-    Returns:
-        One list per rank, in group order; of this rank alone where nothing is distributed.
-    """
+def gather_ints(values: Sequence[int], *, group: Any, device: torch.device) -> list[list[int]]:
+    """Gather equally many integers from every rank of ``group``, in its order; None is the world."""
     if group_size(group) == 1:
         return [list(values)]
     mine = torch.tensor(values, dtype=torch.int64).to(device)
@@ -30,17 +21,12 @@ def gather_ints(
 
 
 def group_size(group: Any) -> int:
-    """Return the number of ranks in ``group``, None being the world; 1 where nothing is distributed."""
+    """Return the number of ranks in ``group``, None being the world; 1 if nothing is distributed."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def data_parallel_group(strategy: Any) -> Any:
-    """Return the group of ranks with different sequences: not context, tensor or pipeline peers.
-
-    Args:
-        strategy: of the Trainer; ``data_parallel_group`` of our own strategies, the ``data_parallel`` axis
-            of Lightning's ``ModelParallelStrategy``, else the world.
-    """
+    """Return the group of a Trainer's ranks with different sequences; None is the world."""
     group = getattr(strategy, "data_parallel_group", None)
     if group is not None:
         return group
@@ -49,10 +35,7 @@ def data_parallel_group(strategy: Any) -> Any:
     return mesh.get_group("data_parallel") if mesh is not None and "data_parallel" in names else None
 
 
-def communication_device(
-    group: Any,
-    device: torch.device,
-) -> torch.device:
+def communication_device(group: Any, device: torch.device) -> torch.device:
     """Return the device for a collective over ``group`` of a rank that works on ``device``."""
     if not (dist.is_available() and dist.is_initialized()):
         return torch.device("cpu")

@@ -17,6 +17,7 @@ from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_thd.parallel.across_ranks import communication_device
 from lightning_thd.parallel.context.costs import CommCosts
 from lightning_thd.parallel.context.shared_step import make_degree_groups
 from lightning_thd.parallel.mesh import CONTEXT, AxisSizes, Meshes, make_meshes, resolve_sizes
@@ -65,8 +66,7 @@ def start_axes(strategy: Any, start: Callable[[], None]) -> Axes:
         start()
         sizes = sizes_of(strategy)
         meshes = _meshes(strategy, sizes) if sizes.peers > 1 or cuts_weights(strategy) else None
-    gloo = not dist.is_initialized() or dist.get_backend() == "gloo"
-    wire = torch.device("cpu") if gloo else strategy.root_device
+    wire = communication_device(None, strategy.root_device)
     groups = None
     if (sharing := strategy.sharing) is not None:
         groups = make_degree_groups(sizes.data, sharing.max_degree, tp=sharing.tp, device=wire)

@@ -49,11 +49,10 @@ def test_message(case: str) -> None:
 def test_other_ranks_have_another_plan_or_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     step, largest = SharedStep([batch()], [2], 7), [7]
 
-    def all_gather(found: list[Tensor], mine: Tensor, group: Any = None) -> None:
-        found[0].copy_(mine)
-        found[1].fill_(largest.pop())
+    def all_gather(found: Tensor, mine: Tensor, group: Any = None) -> None:
+        found[0], found[1] = mine[0], largest.pop()
 
-    monkeypatch.setattr(dist, "all_gather", all_gather)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather)
     with pretended_ranks(2):
         groups: Any = {2: dist.group.WORLD}
         largest[:] = [8]
