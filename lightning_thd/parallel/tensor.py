@@ -260,6 +260,14 @@ def _choices_alone(
     return torch.zeros_like(hidden).index_add(0, tokens, forward(hidden[tokens], chosen, weight))
 
 
+def _require_divided(what: str, number: int, ranks: int, advice: str) -> None:
+    if number % ranks:
+        raise ValueError(
+            f"{what}, which {ranks} tensor-parallel ranks do not divide; wanted a multiple of {ranks}. "
+            f"{advice}"
+        )
+
+
 def _check_linear(dim: int) -> Callable[[str, nn.Module, int], None]:
     def check(name: str, module: nn.Module, ranks: int) -> None:
         weight = getattr(module, "weight", None)
@@ -268,17 +276,11 @@ def _check_linear(dim: int) -> Callable[[str, nn.Module, int], None]:
                 f"{name} is a {type(module).__name__}, but the tensor-parallel plan cuts it as an nn.Linear. "
                 "Take it out of the plan."
             )
-        if weight.shape[dim] % ranks:
-            side = "output" if dim == 0 else "input"
-            raise ValueError(
-                f"{name} has {weight.shape[dim]} {side} features, which {ranks} tensor-parallel ranks do not "
-                f"divide; wanted a multiple of {ranks}. Lower tensor_parallel_size, "
-                + (
-                    f"or pad the vocabulary: model.resize_token_embeddings(pad_to_multiple_of={ranks})."
-                    if name.endswith("head")
-                    else "or take the layer out of the plan."
-                )
-            )
+        features, side = weight.shape[dim], "output" if dim == 0 else "input"
+        pad = f"pad the vocabulary: model.resize_token_embeddings(pad_to_multiple_of={ranks})."
+        other = pad if name.endswith("head") else "take the layer out of the plan."
+        advice = f"Lower tensor_parallel_size, or {other}"
+        _require_divided(f"{name} has {features} {side} features", features, ranks, advice)
 
     return check
 
@@ -289,12 +291,8 @@ def _check_embedding(name: str, module: nn.Module, ranks: int) -> None:
             f"{name} is a {type(module).__name__}, but the tensor-parallel plan cuts it as an nn.Embedding "
             "without max_norm. Take it out of the plan."
         )
-    if module.num_embeddings % ranks:
-        raise ValueError(
-            f"{name} has {module.num_embeddings} rows, which {ranks} tensor-parallel ranks do not divide; "
-            f"wanted a multiple of {ranks}. Pad the vocabulary: model.resize_token_embeddings("
-            f"pad_to_multiple_of={ranks})."
-        )
+    advice = f"Pad the vocabulary: model.resize_token_embeddings(pad_to_multiple_of={ranks})."
+    _require_divided(f"{name} has {module.num_embeddings} rows", module.num_embeddings, ranks, advice)
 
 
 def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
@@ -306,11 +304,8 @@ def _check_experts(name: str, module: nn.Module, ranks: int) -> None:
             f"{name} ({type(module).__name__}) does not keep its experts as parameters [num_experts, ...], "
             "so tensor parallelism cannot cut it. Take it out of the plan."
         )
-    if count % ranks:
-        raise ValueError(
-            f"{name} has {count} experts, which {ranks} tensor-parallel ranks do not divide; wanted a "
-            f"multiple of {ranks}. Lower tensor_parallel_size, or take the experts out of the plan."
-        )
+    advice = "Lower tensor_parallel_size, or take the experts out of the plan."
+    _require_divided(f"{name} has {count} experts", count, ranks, advice)
 
 
 _STYLES: dict[str, Callable[[nn.Module, _Shards], None]] = {
@@ -433,12 +428,9 @@ def check_heads(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> None:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % ranks:
-            raise ValueError(
-                f"{type(model).__name__} has {name}={heads}, which {ranks} tensor-parallel ranks do not "
-                f"divide; wanted a multiple of {ranks}. Lower tensor_parallel_size and raise "
-                "context_parallel_size or data_parallel_size."
-            )
+        if isinstance(heads, int):
+            advice = "Lower tensor_parallel_size and raise context_parallel_size or data_parallel_size."
+            _require_divided(f"{type(model).__name__} has {name}={heads}", heads, ranks, advice)
 
 
 def _tied(model: Any) -> bool:
