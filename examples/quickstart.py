@@ -45,9 +45,7 @@ class TinyQwen3(L.LightningModule):
 
 
 class OneLine(TQDMProgressBar):
-    """Fits a terminal of 80 columns."""
-
-    BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+    BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"  # fits 80 columns
 
     def get_metrics(self, *args: object) -> dict[str, str]:
         found = super().get_metrics(*args)
@@ -77,9 +75,8 @@ def main() -> None:
 
     leave_out_advice_of_other_packages()
     L.seed_everything(0)
-    data = THDDataModule(
-        args.data or StdlibText(max_bytes=2048), capacity=8_192, text_key=args.text_key, oversize="split"
-    )
+    source = args.data or StdlibText(max_bytes=2048)
+    data = THDDataModule(source, capacity=8_192, text_key=args.text_key, oversize="split")
     checkpoints = ModelCheckpoint(f"{args.out}/checkpoints", every_n_train_steps=20, save_last=True)
     callbacks = [THDThroughputMonitor(peak="measure", every_n_steps=5), checkpoints, OneLine()]
     callbacks += [CompileLayers(report=print)] if args.compile else []

@@ -260,7 +260,13 @@ def _say_slow(kernel: Kernel, request: Request) -> None:
         return
     _SAID.add(said)
     faster = "; ".join(lines) or f"no faster kernel is known for {request.device}"
-    rank_zero_info(f"Attention runs on backend={kernel!r}: exact, and slower than a flash kernel. {faster}.")
+    advice = ""
+    if request.device == "cuda" and request.dtype == torch.float32 and (request.capability or 0) >= 7:
+        half = "bf16-mixed" if (request.capability or 0) >= 8 else "16-mixed"
+        advice = f" This GPU multiplies faster with precision={half!r}."
+    rank_zero_info(
+        f"Attention runs on backend={kernel!r}: exact, and slower than a flash kernel. {faster}.{advice}"
+    )
 
 
 def why_not(kernel: Kernel, request: Request) -> str | None:
@@ -270,6 +276,9 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
         return (
             f"runs on {row.device} tensors, these are on {request.device}; move them with .to({row.device!r})"
         )
+    if row.capability and request.capability is not None and request.capability not in row.capability:
+        wanted = " or ".join(map(str, row.capability))
+        return f"needs compute capability {wanted}, this GPU has {request.capability}"
     if request.dtype not in row.dtypes:
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in row.dtypes)
         return f"takes {wanted} (precision='bf16-mixed'), not {str(request.dtype).removeprefix('torch.')}"
@@ -300,9 +309,6 @@ def why_not(kernel: Kernel, request: Request) -> str | None:
             f"has no deterministic backward for head sizes over {row.deterministic_to}, and "
             "torch.use_deterministic_algorithms(True) asks for one"
         )
-    if row.capability and request.capability is not None and request.capability not in row.capability:
-        wanted = " or ".join(map(str, row.capability))
-        return f"needs compute capability {wanted}, this GPU has {request.capability}"
     return None
 
 

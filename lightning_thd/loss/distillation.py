@@ -99,7 +99,7 @@ def fused_linear_distillation(
         tp_group: ranks that share the vocabulary; one or two small collectives for every few hundred tokens.
         sequence_parallel: ``hidden`` and ``teacher_hidden`` are this rank's ``[T / P, H]``.
         chunk: tokens whose logits are kept at a time.
-        loss_tokens: the most targets that count, if the host knows it; then nothing waits for a GPU.
+        loss_tokens: the most targets that count, if the host knows it, so that nothing waits for a GPU.
 
     Returns:
         fp32 ``[]`` (fp64 for fp64 inputs). A teacher equal to the student gives 0.

@@ -56,6 +56,7 @@ class _Job:
         stage: the stage of a pipeline that this rank holds.
         logits: what the head returned, one entry a call of it.
         seen: what the model did to the logits that it returned; None while it has not.
+        found: what ``run`` returns, before a wrapper rounds it.
     """
 
     values: Values
@@ -67,6 +68,7 @@ class _Job:
     stage: Stage | None
     logits: list[LazyLogits] = field(default_factory=list)
     seen: Record | None = None
+    found: dict[str, Tensor] = field(default_factory=dict)
 
 
 class HeadCall:
@@ -142,6 +144,10 @@ class HeadCall:
                         del module.__dict__["forward"]
                     else:
                         module.__dict__["forward"] = forward
+            for name, value in job.found.items():
+                # FSDP2 with an output_dtype (Accelerate's default for bf16) rounds what leaves the model.
+                if outputs[name].dtype.itemsize < value.dtype.itemsize:
+                    outputs[name] = value
             if job.seen is None:
                 raise ValueError(
                     f"{type(model).__name__} never called {type(inner).__name__}.forward as it is now: "
@@ -216,7 +222,8 @@ class HeadCall:
         auxiliary = getattr(outputs, "aux_loss", None)
         if isinstance(auxiliary, Tensor):
             found["aux_loss"] = auxiliary * self._auxiliary_factor()
-        return found
+        job.found = found
+        return dict(found)
 
     def _auxiliary_factor(self) -> Any:
         """Return the model's coefficient of the balancing loss of a mixture of experts."""

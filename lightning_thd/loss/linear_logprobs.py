@@ -134,7 +134,7 @@ def fused_linear_logprobs(
         sequence_parallel: ``hidden`` is this rank's ``[T / P, H]`` of the ``tp_group``; ``targets`` stay
             ``[T]``. Gathers once more, and reduce-scatters the gradient instead of reducing it.
         chunk: tokens of a tile; "auto" keeps two tiles within a byte budget. Changes no number but rounding.
-        loss_tokens: the most targets that count, if the host knows it; then nothing waits for a GPU.
+        loss_tokens: the most targets that count, if the host knows it, so that nothing waits for a GPU.
         entropy: whether the entropy is wanted; without it a pass over every tile is saved.
         top_k: number of likeliest tokens wanted beside, ``LogProbs.top``; without gradient. 1 is the arg-max,
             as for a token accuracy.

@@ -76,7 +76,7 @@ def fused_linear_cross_entropy(
         tp_group: ranks that share the vocabulary.
         sequence_parallel: see ``fused_linear_logprobs``.
         chunk: tokens of a tile.
-        loss_tokens: the most targets that count, if the host knows it; then nothing waits for a GPU.
+        loss_tokens: the most targets that count, if the host knows it, so that nothing waits for a GPU.
         backend: "auto" is this module; "torch" is F.linear_cross_entropy, "liger" and "cce" the packages.
 
     Returns:

@@ -96,14 +96,12 @@ class PackedRollouts:
 
     def to(self, device: torch.device | str) -> PackedRollouts:
         """Move pack and index plan to a device; from a CPU nothing is read back."""
-        return replace(
-            self,
-            batch=self.batch.to(device),
-            held=self.held.to(device),
-            predicted=self.predicted.to(device),
-            row=self.row.to(device),
-            counts=self.counts.to(device),
-        )
+        plan = {name: getattr(self, name) for name in ("held", "predicted", "row", "counts")}
+        extras = self.batch.extras  # the plan travels in the batch's one upload
+        moved = self.batch.replace(extras={**extras, **plan}, max_targets=self.batch.max_targets).to(device)
+        arrived = {name: moved.extras[name] for name in plan}
+        batch = moved.replace(extras={key: moved.extras[key] for key in extras})
+        return replace(self, batch=batch, **arrived)
 
     @property
     def mask(self) -> Tensor:

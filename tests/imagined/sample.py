@@ -1,0 +1,202 @@
+"""What a first step on a GPU does, asserted: devices, one upload, no read, the CPU's numbers; a script.
+
+Arguments: ``sample`` or a precision, and the compute capability, such as ``9.0``.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from lightning_thd import Sequences, THDBatch, THDDataModule, THDThroughputMonitor, causal_lm_loss
+from lightning_thd.loss import causal_lm_logprobs
+from lightning_thd.precision import fastest_precision
+from tests.imagined.gpu import data, imagined_gpu
+
+SIZES = {"vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+CONFIG = Qwen3Config(**SIZES, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+DATASET = [{"input_ids": list(f"document {i} ".encode()) * (1 + i % 9)} for i in range(200)]
+STEPS = 6
+# bytes: ids and targets of 4 each, and offsets; three int64 a token before
+MOST_BYTES_A_TOKEN = 12
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIG, attn_implementation="thd").to(dtype).train()
+
+
+def batches() -> dict[str, THDBatch]:
+    """Batches of all kinds: plain, with labels, weighted, M-RoPE with extras, odd positions, no samples."""
+    lengths = (200, 1, 100, 57)
+    plain = [{"input_ids": list(range(n))} for n in lengths]
+    learned = [{**row, "labels": [-100] * (n // 2) + [*range(n // 2, n)]} for row, n in _with(plain, lengths)]
+    shifted = [{**row, "position_ids": list(range(3, n + 3))} for row, n in _with(plain, lengths)]
+    vision = [
+        {
+            **row,
+            "position_ids": torch.arange(n).expand(3, n) + 2,
+            "pixel_values": torch.randn(16, 6),
+            "image_grid_thw": torch.tensor([[1, 4, 4]]),
+        }
+        for row, n in _with(plain, lengths)
+    ]
+    return {
+        "plain": THDBatch.collate(plain),
+        "labels": THDBatch.collate(learned, pad_to=400),
+        "weights": THDBatch.collate([{**row, "weights": 0.5} for row in plain]),
+        "vision": THDBatch.collate(vision),
+        "shifted positions": THDBatch.collate(shifted),
+        "nothing": THDBatch.collate([]),
+    }
+
+
+def _with(rows: list[dict[str, Any]], lengths: tuple[int, ...]) -> list[tuple[dict[str, Any], int]]:
+    return list(zip(rows, lengths, strict=True))
+
+
+def check_uploads(log: Any) -> None:
+    """Every batch arrives as it was, by one copy from pinned memory, loader or not."""
+    for name, batch in batches().items():
+        for sent in (batch, batch.pin_memory()):
+            log.uploads.clear()
+            log.reads.clear()
+            there = sent.to("cuda")
+            (upload,) = log.uploads
+            assert upload[2:4] == (True, True), (name, upload)
+            assert not log.reads, (name, log.reads)
+            if name in ("plain", "labels"):
+                assert upload[1] <= MOST_BYTES_A_TOKEN * batch.stats.slots, (name, upload)
+            both = [(k, getattr(batch, k), getattr(there, k)) for k in THDBatch.__slots__]
+            both += [(k, batch.extras[k], there.extras[k]) for k in batch.extras]
+            for field, a, b in both:
+                if isinstance(a, torch.Tensor):
+                    assert b.is_cuda, (name, field)
+                    assert a.dtype == b.dtype, (name, field)
+                    assert torch.equal(a, data(b)), (name, field)
+                elif field != "extras":
+                    assert a == b, (name, field)
+            assert (batch.cu_seqlens is batch.cu_seqlens_padded) == (
+                there.cu_seqlens is there.cu_seqlens_padded
+            )
+
+
+def check_losses(log: Any) -> None:
+    """Losses, log-probabilities and gradients are the CPU's, and nothing is read."""
+    here, there = make_model(), make_model().cuda()
+    for name in ("plain", "labels", "weights"):
+        batch = batches()[name]
+        wanted = causal_lm_loss(here, batch)
+        wanted.backward()
+        scores = causal_lm_logprobs(here, batch).logp.detach()
+        moved = batch.to("cuda")
+        causal_lm_loss(there, moved).detach()
+        there.zero_grad()
+        log.reads.clear()
+        found = causal_lm_loss(there, moved)
+        found.backward()
+        found_scores = causal_lm_logprobs(there, moved).logp
+        assert not log.reads, (name, log.reads)
+        assert abs(float(data(found)) - float(wanted)) < 1e-6 * float(wanted), name
+        torch.testing.assert_close(data(found_scores.detach()), scores, rtol=1e-5, atol=1e-5)
+        for a, b in zip(there.parameters(), here.parameters(), strict=True):
+            torch.testing.assert_close(data(a.grad), b.grad, rtol=1e-4, atol=1e-6)
+        here.zero_grad()
+        there.zero_grad()
+    fewer = batches()["plain"]
+    more = torch.where(fewer.targets == -100, 3, fewer.targets)
+    changed = fewer.replace(targets=more).to("cuda")  # the host's number no longer holds
+    assert changed.max_targets is None
+    causal_lm_loss(there, changed)
+
+
+def check_precisions() -> None:
+    """The fastest precision of a device is a fact of its tensor cores."""
+    for capability, wanted in (((9, 0), "bf16-mixed"), ((7, 5), "16-mixed"), ((6, 1), "32-true")):
+        with imagined_gpu(capability=capability):
+            assert fastest_precision() == wanted, capability
+            assert fastest_precision("cpu") == "32-true"
+
+
+class Module(L.LightningModule):
+    """The README's model in small; keeps its losses where they are."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.losses = make_model(dtype), list[torch.Tensor]()
+
+    def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
+        loss = causal_lm_loss(self.model, batch)
+        self.losses.append(loss.detach())
+        self.log("train/loss", loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), lr=3e-4)
+
+
+def train(precision: str, accelerator: str) -> list[float]:
+    """Return the losses of all microbatches; on the GPU after asserting what a step reads and uploads."""
+    dtype = torch.float64 if precision == "64-true" else torch.float32
+    module = Module(dtype)
+    trainer = L.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        strategy="thd",
+        precision=precision,
+        max_steps=STEPS,
+        callbacks=[THDThroughputMonitor(peak=1e12, every_n_steps=100)],
+        log_every_n_steps=100,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, THDDataModule(DATASET, capacity=512, global_batch=Sequences(16)))
+    return [float(data(loss)) if loss.is_cuda else float(loss) for loss in module.losses]
+
+
+def check_training(log: Any, precision: str) -> None:
+    """The CPU's losses, no read by our code, one pinned upload a microbatch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = train(precision, "cpu")
+        log.reads.clear()
+        log.uploads.clear()
+        log.read_steps.clear()
+        log.upload_steps.clear()
+        start = log.step
+        found = train(precision, "gpu")
+    assert len(found) == len(wanted) > STEPS
+    away = max(abs(a - b) / b for a, b in zip(found, wanted, strict=True))
+    rounding = {"32-true": 1e-6, "64-true": 1e-9, "bf16-true": 2e-2}.get(precision, 5e-3)
+    assert away < rounding, (precision, away, found, wanted)
+    reads = [r for r, at in zip(log.reads, log.read_steps, strict=True) if start + 1 < at < start + STEPS]
+    scaler = ("item", "optimizer_step") if precision == "16-mixed" else None  # torch's GradScaler reads
+    ours = [read for read in reads if scaler is None or any(word not in str(read) for word in scaler)]
+    assert not ours, ours
+    sent = [u for u in log.uploads if "batch/upload" in str(u[-1])]
+    assert len(sent) == len(found), (len(sent), len(found))
+    assert all(upload[2:4] == (True, True) for upload in sent)
+    sys.stdout.write(f"{precision}: {len(found)} microbatches, {away:.1e} from the CPU's losses\n")
+
+
+def main() -> None:
+    what = sys.argv[1]
+    if what == "sample":
+        check_precisions()
+    with imagined_gpu(capability=tuple(map(int, sys.argv[2].split(".")))) as log:
+        if what == "sample":
+            check_uploads(log)
+            check_losses(log)
+        check_training(log, "bf16-mixed" if what == "sample" else what)
+
+
+if __name__ == "__main__":
+    main()

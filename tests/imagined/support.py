@@ -1,0 +1,67 @@
+"""Scripts on an imagined GPU, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+_TORCH = "2.13"  # device.cpp implements an interface of C++ that other releases change
+
+
+def why_not() -> str | None:
+    """Return why this machine cannot imagine a GPU, or None if it can."""
+    if not torch.__version__.startswith(_TORCH):
+        return f"the imagined GPU is made for torch {_TORCH}, this is {torch.__version__}"
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return "the imagined GPU needs a CPU build of torch"
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return f"the imagined GPU runs on linux x86_64, this is {sys.platform} {platform.machine()}"
+    return None if shutil.which("g++") else "the imagined GPU is compiled with g++, which is not installed"
+
+
+needs_imagination = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a script in another folder."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(script: Path, *arguments: str, out: Path, capability: str = "9.0", timeout_s: float = 900) -> Any:
+    """Run a script on an imagined GPU; return its reads and uploads a step, and what it printed."""
+    found = out / "traffic.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-m", "tests.imagined.run"),
+            *("-c", capability, "--json", str(found), str(script), *arguments),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+        cwd=out,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return {**json.loads(found.read_text()), "printed": done.stdout}
+
+
+def our_reads(traffic: Any) -> dict[str, float]:
+    """Return the reads a step whose caller is a file of lightning_thd; paths of others name their package."""
+    folders = {path.name for path in (ROOT / "lightning_thd").iterdir()}
+
+    def is_ours(row: str) -> bool:
+        place = row.rpartition(":")[0].split()[-1]
+        return place.split("/")[0] in folders and (ROOT / "lightning_thd" / place).exists()
+
+    return {row: number for row, number in traffic["reads"].items() if is_ours(row)}

@@ -1,0 +1,51 @@
+"""README, quickstart and every example run as they stand on an imagined GPU, and wait for nothing of ours."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.imagined.support import ROOT, needs_imagination, our_reads, run
+from tests.test_examples import ARGUMENTS
+
+pytestmark = [pytest.mark.imagined, needs_imagination]
+STEPS = 5
+# Fixed by the example: it rounds to FP8 on a CPU, and several processes need NCCL.
+NOT_ONE_GPU = {"fp8.py"}
+# Uploads of transformers' vision tower and of state-space layers, beside the batch's.
+MORE_UPLOADS = {"vision_language.py", "hybrid_mamba.py", "one_step_by_hand.py", "rl_logprobs.py"}
+# A script of one step has no step after the first ones, whose reads are not counted.
+WITHOUT_STEPS = {"rl_logprobs.py", "one_step_by_hand.py"}
+
+
+@pytest.mark.parametrize("capability", ["9.0", "8.0", "7.5"])
+@pytest.mark.parametrize("name", sorted({*ARGUMENTS} - NOT_ONE_GPU))
+def test_example(name: str, capability: str, tmp_path: Path) -> None:
+    text = (ROOT / "examples" / name).read_text()
+    arguments = ["--steps", str(STEPS)] if "--steps" in text else []
+    arguments += ["--out", str(tmp_path)] if '"--out"' in text else []
+    found = run(ROOT / "examples" / name, *arguments, out=tmp_path, capability=capability)
+    assert not our_reads(found), found["reads"]
+    if name in WITHOUT_STEPS:
+        return
+    assert found["steps"] == STEPS
+    uploads = found["uploads"]
+    batches = {row: n for row, n in uploads.items() if "batch/upload" in row}
+    assert batches
+    assert all("pinned non_blocking" in row for row in batches), uploads
+    assert name in MORE_UPLOADS or uploads == batches, uploads
+
+
+@pytest.mark.parametrize("capability", ["9.0", "8.0", "7.5"])
+def test_readme(capability: str, tmp_path: Path) -> None:
+    (block, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    script = tmp_path / "readme.py"
+    script.write_text(block.replace("max_steps=100", f"max_steps={STEPS}").replace("8_192", "1_024"))
+    found = run(script, out=tmp_path, capability=capability)
+    assert found["steps"] == STEPS
+    assert not our_reads(found), found["reads"]
+    assert all("batch/upload" in row and "pinned non_blocking" in row for row in found["uploads"])
+    half = "16-mixed" if capability == "7.5" else "bf16-mixed"
+    assert f"precision='{half}'" in found["printed"]  # fp32 stays, and the faster precision is named
