@@ -44,7 +44,12 @@ from lightning_thd.models.pooled_heads import (
     pool_each_sequence,
     refuse_pooled_pack,
 )
-from lightning_thd.models.positions import adopt_position_tables, adopt_ropes, adopt_zero_embeddings
+from lightning_thd.models.positions import (
+    adopt_position_tables,
+    adopt_ropes,
+    adopt_zero_embeddings,
+    keep_frequencies,
+)
 from lightning_thd.models.refusals import (
     LABELS,
     keep_labels_inside,
@@ -248,6 +253,8 @@ def enter(
         refuse_call(model, kwargs)
         if torch.compiler.is_compiling() or not model._thd_checked:
             _refuse_wrong_layers(model)
+        if not torch.compiler.is_compiling():
+            keep_frequencies(model)
         if text is not None:
             if text is not config and text._attn_implementation != NAME:
                 raise ValueError(_other_attention(model, text._attn_implementation))
