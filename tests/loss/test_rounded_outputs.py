@@ -16,10 +16,10 @@ class RoundsOutputs(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        self.module = model
 
     def forward(self, **kwargs: Any) -> dict[str, torch.Tensor]:
-        return {name: value.bfloat16() for name, value in self.model(**kwargs).items()}
+        return {name: value.bfloat16() for name, value in self.module(**kwargs).items()}
 
 
 def _batch() -> THDBatch:
