@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ class PackedRollouts:
         plan = {name: getattr(self, name) for name in ("held", "predicted", "row", "counts")}
         extras = self.batch.extras  # the plan travels in the batch's one upload
         moved = self.batch.replace(extras={**extras, **plan}, max_targets=self.batch.max_targets).to(device)
-        arrived = {name: moved.extras[name] for name in plan}
+        arrived: dict[str, Any] = {name: moved.extras[name] for name in plan}
         batch = moved.replace(extras={key: moved.extras[key] for key in extras})
         return replace(self, batch=batch, **arrived)
 
