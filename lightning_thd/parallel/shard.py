@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_thd._checks import instance
+from lightning_thd._checks import described, instance
 from lightning_thd.alignment import Layout
 from lightning_thd.batch import THDBatch, THDStep
 from lightning_thd.batch.thd_batch import rows_of_slots, weighing_rows
@@ -118,9 +118,11 @@ def shard_batch(
 ) -> THDShard:
     """Cut a pack and return this rank's ``THDShard``."""
     check_batch(batch)
+    known = cp is not None and rank is not None
+    if not (known and group is None) and not (hasattr(group, "size") and hasattr(group, "rank")):
+        raise TypeError(f"group is {described(group)}; wanted a process group, or cp= and rank=.")
     if cp is None or rank is None:
-        if group is None:
-            raise TypeError("group is None; wanted a process group, or cp= and rank=.")
+        assert group is not None
         cp, rank = group.size(), group.rank()
     at = ShardLayout(
         batch.padded_lengths,

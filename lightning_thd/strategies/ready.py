@@ -190,7 +190,7 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        if expert_parallel_size != 1:
+        if whole_number(expert_parallel_size, "expert_parallel_size", advice="1 makes no such axis.") != 1:
             raise MisconfigurationException(
                 f"expert_parallel_size={expert_parallel_size}: there is no expert axis. Supported are "
                 "data_parallel_size, context_parallel_size, pipeline_parallel_size and tensor_parallel_size, "
@@ -198,6 +198,11 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
             )
         _check_pipeline(pipeline_parallel_size, pipeline_schedule, stages_per_rank, pipeline_split)
         check_sizes(data=data_parallel_size, tensor=tensor_parallel_size, replicas=data_parallel_replicas)
+        if tensor_parallel_plan is not None:
+            advice = "Pass names of modules and their styles: {'mlp.up_proj': 'colwise'}."
+            instance(tensor_parallel_plan, "tensor_parallel_plan", Mapping, advice=advice)
+        if process_group_backend is not None:
+            instance(process_group_backend, "process_group_backend", str, advice="Pass 'nccl' or 'gloo'.")
         flags(
             sequence_parallel=sequence_parallel,
             broadcast_data=broadcast_data,
@@ -227,7 +232,9 @@ class THDModelParallelStrategy(THDStrategyMixin, ModelParallelStrategy):
         self.context_parallel_layout = context_parallel_layout
         self.context_parallel_communication = context_parallel_communication
         self.context_parallel_costs = context_parallel_costs
-        if not (isinstance(reshard_after_forward, bool) or reshard_after_forward == "auto"):
+        if not isinstance(reshard_after_forward, bool) and (
+            not isinstance(reshard_after_forward, str) or reshard_after_forward != "auto"
+        ):
             raise ValueError(
                 f"reshard_after_forward={reshard_after_forward!r} is not one of True, False, 'auto'."
             )
