@@ -390,6 +390,10 @@ class THDBatch(_Pinned):
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def keys(self) -> NoReturn:
+        """Raise TypeError with what to use instead of ``model(**batch)``."""
+        raise TypeError("A THDBatch is no dict: write model(**batch.hf_kwargs()) in place of model(**batch).")
+
     def __iter__(self) -> Iterator[Tensor]:
         # Lightning takes the rows of the first tensor it finds as the batch size of self.log. 1 / loss_scale
         # is the weight that makes its epoch mean of causal_lm_loss the exact mean over all loss tokens.

@@ -15,7 +15,6 @@ from lightning_thd.cli.arguments import picture, share, whole
 from lightning_thd.cli.flops import load_config
 from lightning_thd.cuda_graph.graph_choice import GraphPlan, plan_for
 from lightning_thd.data import THDDataModule
-from lightning_thd.data.streams import is_stream
 from lightning_thd.flops import FlopsModel, SeqStats, peak_flops
 from lightning_thd.packing import PackPlanner, Packs, Sequences
 from lightning_thd.packing.entries import Oversize
@@ -94,11 +93,6 @@ def plan(arguments: Sequence[str]) -> None:
 
 def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
     """Plan an epoch's first steps; return what to expect, and the lengths in each pack looked at."""
-    if is_stream(given.data):
-        raise ValueError(
-            f"{given.data} is a stream, whose packs are not known before it is read. Plan JSONL, Parquet or "
-            "Arrow files."
-        )
     model = None if given.model is None else FlopsModel.from_config(load_config(given.model))
     peak = _peak(given.device, given.mfu, model)
     step = Packs(given.dp) if given.sequences is None else Sequences(given.sequences)

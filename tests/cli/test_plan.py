@@ -103,7 +103,7 @@ def test_a_speed_it_cannot_expect(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_stream_has_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tar_has_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shard = tmp_path / "texts.tar"
     with tarfile.open(shard, "w") as tar:
         for i in range(3):
@@ -112,4 +112,4 @@ def test_a_stream_has_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             tar.addfile(entry, io.BytesIO(b"text"))
     with pytest.raises(SystemExit):
         main(["plan", str(shard), "--capacity", "64"])
-    assert "is a stream, whose packs are not known before it is read. Plan JSONL" in capsys.readouterr().err
+    assert "a .tar file is no text. Give .jsonl" in capsys.readouterr().err

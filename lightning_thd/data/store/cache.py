@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -160,7 +160,8 @@ def save_arrays(folder: str | Path, arrays: Mapping[str, NDArray[Any]], *, versi
 
 def load_array(path: Path) -> NDArray[Any]:
     """Map an .npy file into memory; read an empty one, which cannot be mapped."""
-    array: NDArray[Any] = np.load(path, mmap_mode="r" if path.stat().st_size > 128 else None)
+    mode: Literal["r"] | None = "r" if path.stat().st_size > 128 else None
+    array: NDArray[Any] = np.load(path, mmap_mode=mode, allow_pickle=False)
     return array
 
 

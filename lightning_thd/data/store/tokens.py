@@ -305,12 +305,12 @@ def _write_part(path: Path, rows: Rows) -> None:
 
 
 def _skipped(path: Path) -> list[Skipped]:
-    with np.load(path) as part:
+    with np.load(path, allow_pickle=False) as part:
         return [Skipped(*entry) for entry in json.loads(part["skipped"].tobytes())]
 
 
 def _labelled(path: Path) -> bool | None:
-    with np.load(path) as part:
+    with np.load(path, allow_pickle=False) as part:
         return "labels" in part.files if len(part["tokens"]) else None
 
 
@@ -319,7 +319,7 @@ def _join(place: Path, paths: list[Path], labelled: bool) -> None:
     lengths: list[NDArray[np.int64]] = []
     largest, sequences = (-1, 0), 0
     for path in paths:
-        with np.load(path) as part:
+        with np.load(path, allow_pickle=False) as part:
             lengths.append(part["lengths"])
             value, at = _largest_id(part["tokens"], np.concatenate([[0], np.cumsum(lengths[-1])]))
         if value > largest[0]:
@@ -336,7 +336,7 @@ def _join(place: Path, paths: list[Path], labelled: bool) -> None:
             described = {"descr": dtype.str, "fortran_order": False, "shape": (int(offsets[-1]),)}
             np.lib.format.write_array_header_1_0(file, described)
             for path in paths:
-                with np.load(path) as part:
+                with np.load(path, allow_pickle=False) as part:
                     if name in part.files:
                         file.write(part[name].astype(dtype).tobytes())
     np.save(place / "offsets.npy", offsets)
@@ -344,7 +344,7 @@ def _join(place: Path, paths: list[Path], labelled: bool) -> None:
     if labelled:
         counts = []
         for path in paths:
-            with np.load(path) as part:
+            with np.load(path, allow_pickle=False) as part:
                 labels = part["labels"] if "labels" in part.files else part["tokens"]
                 counts.append(count_targets(labels, part["lengths"]))
         np.save(place / "loss_tokens.npy", np.concatenate([np.empty(0, np.int64), *counts]))
