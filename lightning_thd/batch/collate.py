@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_thd._checks import described, host_ints, int_tensor, real_number, whole_number
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch.keys import IGNORE_INDEX, TYPES, inputs
-from lightning_thd.batch.samples import check_sample, refuse_shifted, sample_weights
+from lightning_thd.batch.samples import check_sample, refuse_shifted, sample_weights, sequence_label
 from lightning_thd.seqlens import INT32_MAX, position_ids_from_cu_seqlens
 from lightning_thd.stats import SeqStats, Window
 
@@ -79,6 +79,8 @@ def lay_out(
     for key in TYPES:
         if any(key in sample for sample in samples):
             extras[key] = _types(samples, key, starts, lengths, slots)
+    if any("label" in sample for sample in samples):
+        extras["labels"] = sequence_labels(samples)
     return {
         "input_ids": torch.from_numpy(input_ids),
         "targets": torch.from_numpy(targets),
@@ -223,6 +225,19 @@ def _positions(
             )
         out[..., start : start + length] = row
     return torch.from_numpy(out)
+
+
+def sequence_labels(samples: Sequence[Sample]) -> Tensor:
+    """Stack the labels of whole sequences, ``[S]`` or ``[S, C]``: fp32 if one of them is."""
+    labels = [sequence_label(sample, f"Sample {i}").get("label") for i, sample in enumerate(samples)]
+    shapes = {None if label is None else label.shape for label in labels}
+    if len(shapes) > 1:
+        kinds = [("none" if shape is None else list(shape)) for shape in shapes]
+        raise ValueError(
+            f"Some samples of a batch have a label of another shape than others, or none: {kinds}. Give "
+            "every sample one label, or a list of the same number."
+        )
+    return torch.from_numpy(np.stack([label for label in labels if label is not None]))
 
 
 def _types(samples: Sequence[Sample], key: str, starts: list[int], lengths: list[int], slots: int) -> Tensor:

@@ -14,6 +14,7 @@ Role = Literal[
     "token",  # one value a token; the collator reads it
     "type",  # one value a token, padded with the ids and passed to the model as [1, T]
     "weight",  # the loss weight of the tokens or of the sequence
+    "label",  # one value or list a sequence, for heads with one output a sequence
     "sequence",  # written by readers that cut a sequence, for the collator
     "media",  # images and video as inputs of the model
     "raw",  # images and video before the model's processor
@@ -30,6 +31,7 @@ KEYS: dict[str, Role] = {
     **dict.fromkeys(("input_ids", "labels", "attention_mask", "position_ids"), "token"),
     **dict.fromkeys(("token_type_ids", "mm_token_type_ids"), "type"),
     "weights": "weight",
+    "label": "label",
     **dict.fromkeys(("next_label", "next_weight", "whole_weight"), "sequence"),
     **dict.fromkeys(("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"), "media"),
     **dict.fromkeys(("image", "images", "video", "videos"), "raw"),
@@ -92,7 +94,7 @@ def names(*roles: Role) -> tuple[str, ...]:
 # One value a token, so that a truncated sequence can be cut with its tokens.
 PER_TOKEN = names("token", "type")
 TYPES = names("type")
-_COLLATED = frozenset(names("token", "type", "weight", "sequence"))
+_COLLATED = frozenset(names("token", "type", "weight", "label", "sequence"))
 
 
 def inputs(sample: Iterable[str]) -> list[str]:

@@ -41,7 +41,8 @@ def check_sample(sample: Any, name: str, *, empty: bool = False) -> dict[str, An
     ids = token_row(sample, "input_ids", name, empty=empty)
     _check_ids(ids, name, "token id", least=0)
     checked = {**sample, "input_ids": ids}
-    if "labels" in sample:
+    checked = with_label(checked, name)
+    if "labels" in checked:
         labels = checked["labels"] = per_token_row(sample, "labels", len(ids), name)
         _check_ids(labels, name, "label", least=IGNORE_INDEX)
     if "attention_mask" in sample:
@@ -146,6 +147,45 @@ def position_row(sample: Mapping[str, Any], length: int, name: str) -> NDArray[n
             "Give every sample one position a token, [n], or three, [3, n]."
         )
     return row
+
+
+def sequence_label(sample: Mapping[str, Any], name: str) -> dict[str, NDArray[Any]]:
+    """Read the label of a whole sequence, ``label`` or a scalar ``labels``: int64 or fp32, ``[]`` or ``[C]``.
+
+    Several labels are fp32, as the losses of transformers for several labels want them.
+    """
+    key = next((key for key in ("label", "labels") if sample.get(key) is not None), None)
+    if key is None or (key == "labels" and not is_scalar(sample[key])):
+        return {}
+    value = sample[key]
+    try:
+        label = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+    except ValueError:  # ragged lists
+        label = np.empty(0, object)
+    if label.dtype.kind not in "biuf" or label.ndim > 1 or not label.size or not np.isfinite(label).all():
+        raise ValueError(
+            f"{name} has {key}={value!r}; wanted one finite number for the sequence, or a list of numbers "
+            "for several labels. Map names of classes to numbers, or drop the key."
+        )
+    whole = label.dtype.kind in "biu" and label.ndim == 0
+    return {"label": label.astype(np.int64 if whole else np.float32)}
+
+
+def is_scalar(value: object) -> bool:
+    """Return whether a value is one number, as the label of a whole sequence."""
+    return isinstance(value, int | float | np.generic) or (
+        isinstance(value, np.ndarray | Tensor) and value.ndim == 0
+    )
+
+
+def with_label(sample: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a sample with the label of its sequence, if it has one, under ``label`` and not ``labels``."""
+    if "label" not in sample and not is_scalar(sample.get("labels")):
+        return sample
+    rest = {key: value for key, value in sample.items() if key != "label"}
+    if is_scalar(rest.get("labels")):
+        del rest["labels"]
+    return rest | sequence_label(sample, name)
 
 
 def _next_label(label: Any, name: str) -> int:

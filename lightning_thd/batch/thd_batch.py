@@ -7,7 +7,7 @@ kept on the host from the moment of collation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -220,7 +220,8 @@ class THDBatch(_Pinned):
             samples: dicts with ``input_ids`` (ints ``[n]``) and, if wanted, ``labels`` (ints ``[n]``,
                 unshifted, -100 where ignored), ``next_label`` (int, the target of the last token of a piece
                 that goes on elsewhere), ``weights`` (one number for the sequence, or one a token, aligned
-                with labels), ``position_ids``, and further tensors, which are concatenated into ``extras``.
+                with labels), ``position_ids``, ``label`` (a number for the whole sequence, or a list of
+                several), and further tensors, which are concatenated into ``extras``.
                 No samples give a pack of one dummy slot, without a target.
             align: an ``alignment.Alignment``; pads every sequence, and the total by a trailing sequence.
             pad_to: slots of the batch; a trailing sequence of token 0 without targets fills the rest.
@@ -335,8 +336,9 @@ class THDBatch(_Pinned):
         Returns:
             ``input_ids`` ``[1, T]``, ``position_ids`` ``[1, T]`` or ``[3, 1, T]``, ``cu_seq_lens_q/k`` (the
             offsets in memory), ``max_length_q/k`` (Python ints), ``attention_mask`` None, ``use_cache``
-            False (the default True makes transformers ignore the boundaries), and the extras. If sequences
-            are padded one by one, ``cu_seq_lens_real`` too, cumulative lengths without padding.
+            False (the default True makes transformers ignore the boundaries), and the extras: among them
+            ``labels``, one a sequence, exactly if the samples had a ``label``. If sequences are padded one by
+            one, ``cu_seq_lens_real`` too, cumulative lengths without padding.
         """
         position_ids = self.position_ids
         real = self._real_offsets()
@@ -382,6 +384,34 @@ class THDBatch(_Pinned):
             return list(rows)
         return [row[:length] for row, length in zip(rows, self.lengths, strict=False)]
 
+    def pool(self, x: Tensor, how: Literal["last", "mean", "first"] = "last") -> Tensor:
+        """Reduce a per-token tensor to one row a sequence, without a device read.
+
+        Args:
+            x: ``[T, ...]``, or ``[1, T, ...]`` as a transformers model returns it.
+            how: the last or the first token of every sequence, or the mean over its tokens, in fp32 at least.
+
+        Returns:
+            ``[S, ...]`` in the dtype of ``x`` and the order of ``sequence_ids``, pads left out. Lengths 2 and
+            1 with ``x`` ``[1, 3, 7]`` give ``[3, 7]``, ``[2, 7]`` or ``[1, 7]``.
+
+        Raises:
+            ValueError: for another ``how``, a tensor without T rows, and sequences without tokens.
+        """
+        if how not in ("last", "mean", "first"):
+            raise ValueError(f"pool(how={how!r}); wanted 'last', 'mean' or 'first'.")
+        if 0 in self.lengths:
+            raise ValueError(
+                f"Sequence {self.lengths.index(0)} of the batch has no tokens to pool. Remove empty rows."
+            )
+        rows = self.unpack(x)
+        if not rows:
+            return rows_of_slots(x, sum(self.padded_lengths))[:0]
+        if how == "mean":
+            dtype = torch.promote_types(rows[0].dtype, torch.float32)
+            return torch.stack([row.mean(0, dtype=dtype) for row in rows]).to(rows[0].dtype)
+        return torch.stack([row[-1 if how == "last" else 0] for row in rows])
+
     @property
     def loss_tokens(self) -> int:
         """Return the number of slots with a target."""
@@ -396,8 +426,10 @@ class THDBatch(_Pinned):
 
     def __iter__(self) -> Iterator[Tensor]:
         # Lightning takes the rows of the first tensor it finds as the batch size of self.log. 1 / loss_scale
-        # is the weight that makes its epoch mean of causal_lm_loss the exact mean over all loss tokens.
-        yield weighing_rows(1 / self.loss_scale if self.loss_scale else 0.0)
+        # is the weight that makes its epoch mean of causal_lm_loss the exact mean over all loss tokens. The
+        # loss of a batch with labels is a mean over its sequences.
+        tokens = 1 / self.loss_scale if self.loss_scale else 0.0
+        yield weighing_rows(float(len(self.lengths)) if "labels" in self.extras else tokens)
 
     def __repr__(self) -> str:
         return (

@@ -26,6 +26,8 @@ from torch.utils.data import Dataset as TorchDataset
 
 from lightning_thd.alignment import Alignment
 from lightning_thd.batch import THDBatch, THDStep
+from lightning_thd.batch.collate import sequence_labels
+from lightning_thd.batch.samples import sequence_label
 from lightning_thd.batch.thd_batch import collate_checked
 from lightning_thd.data.sets import MixedRows
 from lightning_thd.data.store.index import MapDataset, SequenceIndex, refuse_second_sequence
@@ -440,6 +442,8 @@ class BatchMaker:
             sequence_scale=scales[1],
             set_name=self.set_name,
         )
+        if not samples and sequence_label(first := self.dataset[0], "Sequence 0"):
+            batch = batch.replace(extras={"labels": sequence_labels([first])[:0]})
         largest = max(int(batch.input_ids.max()), int(batch.targets.max()))
         if self.vocab_size is not None and largest >= self.vocab_size:
             self._refuse(batch)

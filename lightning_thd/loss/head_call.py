@@ -12,6 +12,7 @@ to it is recorded as a ``LogitMap`` or refused.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_thd._find import text_config
@@ -133,6 +135,8 @@ class HeadCall:
             slots = batch.targets.numel()
             job = self._job = _Job(values, size, slots, head, own_head, inner.forward, stage)
             kwargs = batch.hf_kwargs()
+            if kwargs.pop("labels", None) is not None:
+                _warn_of_labels()
             STATE.scope = announced(batch, kwargs)
             head.__dict__["forward"], inner.__dict__["forward"] = self.head_forward, self.forward
             try:
@@ -238,6 +242,16 @@ class HeadCall:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+@functools.cache
+def _warn_of_labels() -> None:
+    """Warn once that the loss of tokens does not use labels of whole sequences."""
+    rank_zero_warn(
+        "Samples carry a label for each sequence: causal_lm_loss does not use the label, but self.log weighs "
+        "batches by their sequences in place of their loss tokens. Drop the key or the column, if it "
+        "is there by accident."
+    )
+
+
 def _outside_compile(function: Callable[..., Any], argument: Any) -> Any:
     """Call a function that torch.compile must not trace; eager calls skip this, because it takes longer."""
     return function(argument)

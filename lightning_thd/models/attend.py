@@ -300,6 +300,13 @@ def _rows(rows: int, slots: int, like: Tensor) -> Tensor:
     return torch.arange(rows + 1, dtype=torch.int32, device=like.device) * slots
 
 
+def _dropout_key(module: nn.Module) -> str:
+    """Return the name of the attention dropout in the module's config."""
+    config = getattr(module, "config", None)
+    keys = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "attn_dropout")
+    return next((key for key in keys if getattr(config, key, None)), "attention_dropout (or attn_pdrop)")
+
+
 def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, others: dict[str, Any]) -> None:
     scope = current_scope()
     if attention_mask is not None and scope is not None and scope.module is not None:
@@ -316,7 +323,7 @@ def _refuse(module: nn.Module, attention_mask: Tensor | None, dropout: float, ot
     if dropout:
         raise ValueError(
             f"{type(module).__name__} wants attention dropout {dropout}, which packed kernels do not have. "
-            "Set attention_dropout (or attn_pdrop) of the config to 0.0."
+            f"Set {_dropout_key(module)} of the config to 0.0."
         )
     if others.get("output_attentions"):
         raise ValueError(

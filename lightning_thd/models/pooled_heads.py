@@ -239,5 +239,7 @@ def _loss(model: Any, rows: Tensor, labels: Tensor) -> Tensor:
             f"{type(model).__name__} got {labels.shape[0]} labels for a pack of {rows.shape[0]} sequences. "
             "Pass one label a sequence, in the order of the pack; a trailing padding sequence needs none."
         )
+    if not labels.shape[0]:  # an empty microbatch, whose mean over nothing would be NaN
+        return rows.sum() * 0.0
     loss: Tensor = ForSequenceClassificationLoss(labels, rows[: labels.shape[0]], model.config)
     return loss

@@ -189,4 +189,4 @@ def _sees(batch: object) -> bool:
     if not isinstance(batch, THDBatch):
         return True
     slots = batch.input_ids.shape[-1]
-    return any(value.shape[:2] != (1, slots) for value in batch.extras.values())
+    return any(value.shape[:2] != (1, slots) for name, value in batch.extras.items() if name != "labels")

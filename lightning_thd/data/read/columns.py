@@ -18,7 +18,14 @@ from lightning_thd.data.read.conversations import kind_of
 from lightning_thd.data.read.files import SourceFile
 from lightning_thd.data.read.records import part_sizes, read_part
 from lightning_thd.data.store.cache import build_once, cache_folder
-from lightning_thd.data.store.columns import ColumnRows, arrow_table, is_list, map_arrow, visible_columns
+from lightning_thd.data.store.columns import (
+    ColumnRows,
+    arrow_table,
+    is_label,
+    is_list,
+    map_arrow,
+    visible_columns,
+)
 from lightning_thd.data.store.index import MapDataset
 
 _READ = tuple(name for name in names("token", "weight", "boundary", "type") if name != "mm_token_type_ids")
@@ -32,14 +39,15 @@ def as_rows(dataset: MapDataset) -> MapDataset:
     if table is None or isinstance(dataset, ColumnRows):
         return dataset
     columns = visible_columns(dataset, table)
+    labels = [name for name in columns if is_label(table, name)]
+    known = [name for name in columns if name in _READ or name in labels]
     if "next_label" in columns or not all(
-        is_list(table, name, floats=name == "weights") for name in columns if name in _READ
+        is_list(table, name, floats=name == "weights") for name in known if name not in labels
     ):
         return dataset
-    known = [name for name in columns if name in _READ]
     media = [name for name in columns if name in _MEDIA]
     refuse_keys(columns)
-    if other := [name for name in columns if name not in (*_READ, *_MEDIA)]:
+    if other := [name for name in columns if name not in (*known, *_MEDIA)]:
         refuse_bounds(table, other)
         rank_zero_info(f"The columns {', '.join(other)} are left out: they hold no ids, labels or images.")
     if media:
@@ -69,8 +77,8 @@ def open_columns(
                 "to a model. Open it with datasets.load_dataset and pass that."
             )
         refuse_keys(found)
-        kept = [name for name in found if name in _READ]
-        _refuse_bounds_of(file, [name for name in found if name not in _READ])
+        kept = [name for name in found if name in (*_READ, "label")]
+        _refuse_bounds_of(file, [name for name in found if name not in kept])
         keep = keep or kept
         if set(kept) != set(keep):
             raise ValueError(
@@ -85,13 +93,18 @@ def open_columns(
         raise ValueError(
             f"{files[0].name} and others have different columns ({err}). Write them alike."
         ) from err
-    bad = [name for name in table.column_names if not is_list(table, name, floats=name == "weights")]
+    names = [name for name in table.column_names if name != "label" or is_label(table, name)]
+    bad = [
+        name
+        for name in names
+        if not (is_list(table, name, floats=name == "weights") or is_label(table, name))
+    ]
     if bad:
         raise ValueError(
             f"{files[0].name}: the column {bad[0]!r} is of type {table.schema.field(bad[0]).type}. "
             "Write lists of integers, one a row."
         )
-    return cast("MapDataset", ColumnRows(read, table.column_names))
+    return cast("MapDataset", ColumnRows(read, names))
 
 
 def refuse_bounds(rows: Any, ignored: list[str]) -> None:

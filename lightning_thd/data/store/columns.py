@@ -49,25 +49,31 @@ class ColumnRows(Dataset[dict[str, NDArray[Any]]]):
 
 
 class _Column:
-    """The offsets and values of a column of lists, chunk by chunk, opened when they are first asked for."""
+    """The offsets and values of a column of lists, or of numbers, chunk by chunk, opened when asked for."""
 
     def __init__(self, column: Any) -> None:
         self._chunks = column.chunks
         self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
-        self._opened: dict[int, tuple[NDArray[Any], NDArray[Any]]] = {}
+        self._opened: dict[int, tuple[NDArray[Any] | None, NDArray[Any]]] = {}
 
-    def row(self, at: int) -> NDArray[Any]:
+    def row(self, at: int) -> Any:
         chunk = int(np.searchsorted(self._ends, at, side="right"))
         if chunk not in self._opened:
             self._opened[chunk] = _offsets_and_values(self._chunks[chunk])
         offsets, values = self._opened[chunk]
         row = at - (int(self._ends[chunk - 1]) if chunk else 0)
-        return values[offsets[row] : offsets[row + 1]]
+        return values[row] if offsets is None else values[offsets[row] : offsets[row + 1]]
 
 
-def _offsets_and_values(chunk: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return where each row begins among the values of a chunk, and the values, without copying them."""
+def _offsets_and_values(chunk: Any) -> tuple[NDArray[Any] | None, NDArray[Any]]:
+    """Return where each row begins among the values of a chunk (None for numbers), and the values."""
     pt = require("pyarrow", feature="reading Arrow columns").types
+    if not pt.is_nested(chunk.type):
+        if chunk.null_count:
+            raise ValueError(
+                f"A column of labels has {chunk.null_count} rows without one. Give each row one."
+            )
+        return None, chunk.to_numpy(zero_copy_only=False)
     if pt.is_fixed_size_list(chunk.type):
         offsets = (np.arange(len(chunk) + 1) + chunk.offset) * chunk.type.list_size
     else:
@@ -168,6 +174,17 @@ def is_list(table: Any, name: str, *, floats: bool = False) -> bool:
     kind = table.schema.field(name).type
     of_lists = pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind)
     return bool(of_lists and (pt.is_integer(kind.value_type) or (floats and pt.is_floating(kind.value_type))))
+
+
+def is_label(table: Any, name: str) -> bool:
+    """Return whether a column holds labels of whole sequences: a number a row, or a list under ``label``."""
+    if name not in ("label", "labels") or name not in table.column_names:
+        return False
+    pt = require("pyarrow", feature="reading Arrow columns").types
+    kind = table.schema.field(name).type
+    if pt.is_integer(kind) or pt.is_floating(kind) or pt.is_boolean(kind):
+        return True
+    return name == "label" and is_list(table, name, floats=True)
 
 
 class Counted(NamedTuple):

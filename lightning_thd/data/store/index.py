@@ -20,10 +20,12 @@ from lightning_thd._checks import host_ints
 from lightning_thd.batch.keys import IGNORE_INDEX, PER_TOKEN, inputs
 from lightning_thd.batch.samples import (
     check_sample,
+    is_scalar,
     refuse_restart,
     refuse_shifted,
     sample_weights,
     whole_weight,
+    with_label,
 )
 from lightning_thd.data.store.cache import cached_arrays
 from lightning_thd.data.store.columns import arrow_table, column_row, count_columns
@@ -121,6 +123,8 @@ class SequenceIndex:
         sample = {name: _copied(name, value) for name, value in given.items()}
         if not self.checked:
             sample = check_sample(sample, f"Sequence {i}")
+        elif "label" in sample or "labels" in sample:
+            sample = with_label(sample, f"Sequence {i}")
         found, counted = len(sample["input_ids"]), int(self.lengths[i])
         if found != counted:
             raise ValueError(
@@ -137,6 +141,11 @@ class SequenceIndex:
             self._check_targets(sample, i)
             return sample
         refuse_cut(sample, i, found)
+        if "label" in sample and not _is_truncated(start, continued):
+            raise ValueError(
+                f"Sequence {i} has {found} tokens and a label, so it cannot be split: each piece would have "
+                "the label of the whole. Set oversize='truncate', 'drop' or 'own_pack', or raise capacity."
+            )
         if continued:
             sample["next_label"] = int(sample.get("labels", sample["input_ids"])[stop])
         self._cut_weights(sample, i, start, stop, continued)
@@ -282,7 +291,7 @@ def _refuse_shifted(dataset: MapDataset, index: SequenceIndex) -> None:
     def rows() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         for i in first[:_LOOK_AT]:
             sample = dataset[i]
-            if "labels" not in sample:
+            if "labels" not in sample or is_scalar(sample["labels"]):
                 return
             yield np.asarray(sample["input_ids"]), np.asarray(sample["labels"])
 

@@ -195,6 +195,8 @@ def _kept(key: str, value: Any) -> bool:
     """Return whether a key of a record is an input of the model rather than text or a name."""
     if key in _KEYS or key == "weights":
         return True
+    if key == "label":  # that of the sequence
+        return value is not None
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and value.dtype.kind in "biufc"
     return isinstance(value, Tensor) and value.ndim > 0
@@ -210,7 +212,7 @@ def _cut(sample: dict[str, Any], length: int, capacity: int) -> dict[str, Any]:
             cut[key] = value[:capacity]
         elif key == "position_ids":
             cut[key] = np.asarray(value)[..., :capacity]
-        elif key != "weights" and _kept(key, value):
+        elif key not in ("weights", "label") and _kept(key, value):
             raise ValueError(
                 f"the sequence has {length} tokens and carries {key!r}, which cannot be truncated with it. "
                 "Set oversize='drop' or 'own_pack'."
