@@ -14,13 +14,13 @@ import torch
 
 from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
-from lightning_thd.cli.arguments import whole
+from lightning_thd.cli.arguments import Parser, whole
 from lightning_thd.models.probe import check_packing
 
 
 def check_parser() -> argparse.ArgumentParser:
     """Build the command's argument parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lightning-thd check",
         description="Run packs through a model and see whether any sequence sees another. A config.json is "
         "enough: the layers are built with random weights.",

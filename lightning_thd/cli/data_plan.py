@@ -11,11 +11,12 @@ from typing import get_args
 
 import numpy as np
 
-from lightning_thd.cli.arguments import picture, share, whole
+from lightning_thd.cli.arguments import Parser, nearest, picture, share, whole
 from lightning_thd.cli.flops import load_config
 from lightning_thd.cuda_graph.graph_choice import GraphPlan, plan_for
 from lightning_thd.data import THDDataModule
 from lightning_thd.flops import FlopsModel, SeqStats, peak_flops
+from lightning_thd.flops.peak_table import PEAKS
 from lightning_thd.packing import PackPlanner, Packs, Sequences
 from lightning_thd.packing.entries import Oversize
 from lightning_thd.report.terminal import Table, show_table
@@ -35,8 +36,8 @@ class Expected:
     """What ``lightning-thd plan`` expects of training on a data set, from the packs of some steps.
 
     ``steps`` are those of an epoch, ``lengths`` are shortest, median and longest, ``padded_fill`` is the fill
-    of padded batches, ``imbalance`` the slowest rank's work over the mean, and ``tokens_per_s`` the speed of
-    one device at the assumed MFU.
+    of padded batches, ``imbalance`` the slowest rank's work over the mean, ``tokens_per_s`` the speed of one
+    device at the assumed MFU, and ``documents`` those of the data set.
     """
 
     steps: int
@@ -49,6 +50,7 @@ class Expected:
     imbalance: float
     tokens_per_s: float | None
     lost: dict[str, int]
+    documents: int = 0
 
     def table(self) -> Table:
         """Build the table that ``lightning-thd plan`` prints."""
@@ -83,6 +85,12 @@ def plan(arguments: Sequence[str]) -> None:
         sys.stdout.write(json.dumps(asdict(expected)) + "\n")
     else:
         show_table(expected.table())
+    if expected.lost.get("split", 0) > expected.documents / 2:
+        number = f"{expected.lost['split']:,} of {expected.documents:,}"
+        sys.stderr.write(
+            f"Warning: --capacity {given.capacity} splits {number} documents: most tokens do not see the "
+            "beginning of their document. Raise it, or pass --oversize truncate or drop.\n"
+        )
     if given.plot:
         from lightning_thd.report.packs import draw_packs
 
@@ -133,6 +141,7 @@ def plan_data(given: argparse.Namespace) -> tuple[Expected, list[list[int]]]:
         imbalance=float(np.mean(imbalance)) if imbalance else 1.0,
         tokens_per_s=None if model is None or peak is None else _speed(packs, model, peak),
         lost=dict(data.counts["train"]),
+        documents=len(data._sets["train"].index.lengths),
     ), packs
 
 
@@ -169,7 +178,8 @@ def _peak(device: str | None, mfu: float | None, model: FlopsModel | None) -> fl
     peak = peak_flops(device, "bf16")
     if peak is None:
         raise ValueError(
-            f"No peak FLOP/s is known for {device!r}. `lightning-thd peaks` lists those that are."
+            f"No peak FLOP/s is known for {device!r}{nearest(device.lower(), [row.name for row in PEAKS])} "
+            "`lightning-thd peaks` lists those that are."
         )
     return peak * (_MFU if mfu is None else mfu)
 
@@ -182,7 +192,7 @@ def _speed(packs: Sequence[Sequence[int]], model: FlopsModel, flops_per_s: float
 
 def plan_parser() -> argparse.ArgumentParser:
     """Build the command's argument parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lightning-thd plan",
         description="What training on a data set will look like: packs, balance, padding avoided, speed.",
         epilog="example: lightning-thd plan texts.jsonl --capacity 8192 --dp 8 --plot packs.png",
@@ -242,7 +252,7 @@ def graph_plan(arguments: Sequence[str]) -> None:
 
 def graph_plan_parser() -> argparse.ArgumentParser:
     """Build the command's argument parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lightning-thd graph-plan",
         description="Choose the buckets of CUDAGraphCallback for a data set, with costs relative to eager.",
         epilog="example: lightning-thd graph-plan texts.jsonl --capacity 8192",

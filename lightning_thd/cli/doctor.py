@@ -22,6 +22,7 @@ from lightning_thd import __version__
 from lightning_thd._imports import available, trouble
 from lightning_thd._known_bad import installed_version, known_problems
 from lightning_thd.attention.support import SUPPORT, missing
+from lightning_thd.cli.arguments import Parser
 from lightning_thd.cuda_graph.backend import CudaBackend
 from lightning_thd.report.terminal import Table, show_table
 
@@ -192,7 +193,7 @@ def _no_device(capability: int | None) -> str | None:
 
 def doctor_parser() -> argparse.ArgumentParser:
     """Build the command's argument parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lightning-thd doctor", description=__doc__, epilog="example: lightning-thd doctor --json"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_thd._checks import refuse_missing
 from lightning_thd._imports import require
-from lightning_thd.cli.arguments import whole
+from lightning_thd.cli.arguments import Parser, nearest, whole
 from lightning_thd.flops.model import FlopsModel
 from lightning_thd.flops.peak_table import PEAKS, Peak
 from lightning_thd.flops.peaks import find_peak, peak_flops
@@ -64,7 +64,7 @@ def load_config(path: str) -> Any:
 
 def flops_parser() -> argparse.ArgumentParser:
     """Build the command's argument parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="lightning-thd flops",
         description="FLOPs of training a model on sequences of given lengths.",
         epilog='example: lightning-thd flops config.json --lengths 512 1024 --device "NVIDIA H200"',
@@ -137,7 +137,7 @@ def _figure(value: float | None) -> str:
 
 def peaks_parser() -> argparse.ArgumentParser:
     """Build the command's argument parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="lightning-thd peaks",
         description="Dense peaks that MFU is held against, in TFLOP/s of one device, with their sources.",
         epilog='example: lightning-thd peaks "NVIDIA H200"',
@@ -155,9 +155,10 @@ def peaks(arguments: Sequence[str]) -> None:
     if given.device is not None:
         row = find_peak(given.device)
         if row is None:
+            meant = nearest(given.device.lower(), [row.name for row in PEAKS])
             parser.error(
-                f"no peak is known for {given.device!r}. Pass THDThroughputMonitor(peak=<dense FLOP/s>), or "
-                "peak='measure' to time matmuls; `lightning-thd peaks` lists what is known."
+                f"no peak is known for {given.device!r}{meant} Pass THDThroughputMonitor(peak=<dense "
+                "FLOP/s>), or peak='measure' to time matmuls; `lightning-thd peaks` lists what is known."
             )
         rows = [row]
     if given.json:

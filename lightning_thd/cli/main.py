@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_thd import __version__
 from lightning_thd._imports import require
+from lightning_thd.cli.arguments import Parser, nearest
 
 # command -> the module whose functions run it and make its parser, imported when it runs; what it does
 TOOLS = {
@@ -58,7 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _lightning(given[0])
     else:
         known = [*TRAINING, *TOOLS]
-        sys.exit(f"lightning-thd: no command {given[0]!r}. Commands: {', '.join(known)}.")
+        meant = nearest(given[0], known).removeprefix("; ").capitalize().removeprefix(".")
+        sys.exit(
+            f"lightning-thd: no command {given[0]!r}. {meant}{' ' * bool(meant)}Commands: {', '.join(known)}."
+        )
 
 
 def tool(name: str, suffix: str = "") -> Any:
@@ -81,13 +85,21 @@ def _lightning(command: str) -> None:
         require("jsonargparse", feature=f"lightning-thd {command}")
     except ModuleNotFoundError as err:
         sys.exit(f"lightning-thd: {err}")
-    from lightning.pytorch.cli import LightningCLI
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
     from lightning_thd.data import THDDataModule
     from lightning_thd.module import CausalLMModule
 
+    parsers: list[LightningArgumentParser] = []
+
+    class Training(LightningCLI):
+        def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+            parsers.append(super().init_parser(**kwargs))
+            _name_nearest(parsers)
+            return parsers[-1]
+
     try:
-        LightningCLI(
+        Training(
             CausalLMModule,
             THDDataModule,
             subclass_mode_model=True,
@@ -103,9 +115,29 @@ def _lightning(command: str) -> None:
         )
 
 
+def _name_nearest(parsers: list[Any]) -> None:
+    """Let the newest of some parsers name the nearest option of all for one that does not exist."""
+    error = parsers[-1].error
+
+    def one_line(message: str, *args: Any, **kwargs: Any) -> Any:
+        known = [option for one in parsers for action in one._actions for option in action.option_strings]
+        given = [
+            text.partition("=")[0] for text in sys.argv[2:] if text.startswith(("--trainer.", "--data."))
+        ]
+        # Further dots lead into classes, whose options no parser lists.
+        unknown = [text for text in given if text.count(".") == 1 and text not in known]
+        if unknown:
+            sys.exit(
+                f"lightning-thd {sys.argv[1]}: there is no option {unknown[0]}{nearest(unknown[0], known)}"
+            )
+        return error(message, *args, **kwargs)
+
+    parsers[-1].error = one_line
+
+
 def report_parser() -> argparse.ArgumentParser:
     """Build the command's argument parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lightning-thd report",
         description="Print the table of a run, and draw report.png and report.html beside its logs.",
         epilog="example: lightning-thd report runs/quickstart",
@@ -133,7 +165,7 @@ def report(arguments: Sequence[str]) -> None:
 
 def completion_parser() -> argparse.ArgumentParser:
     """Build the command's argument parser."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lightning-thd completion",
         description="Print a script that completes lightning-thd's commands and options.",
         epilog='example: eval "$(lightning-thd completion bash)"',

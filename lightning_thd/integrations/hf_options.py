@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
 # Read by the base class or by packed_trainer, with the meaning they have there.
 _HONOURED = """
     output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
@@ -52,6 +54,7 @@ IRRELEVANT: Mapping[str, str] = MappingProxyType(
     }
 )
 
+_DEFAULT_BATCH = 8  # of TrainingArguments
 _OFF = (False, None)
 _DEFAULT = "Leave it at its default"
 # Name: (values that packs allow, why others are refused, what to do).
@@ -130,6 +133,12 @@ def refuse_options(args: Any) -> None:
                 f"{kind}({name}={value!r}): packed_trainer does not know this option and cannot say what "
                 "it does to packs. Leave it at its default."
             )
+    size = getattr(args, "per_device_train_batch_size", _DEFAULT_BATCH)
+    if size != _DEFAULT_BATCH:
+        rank_zero_info(
+            f"{kind}(per_device_train_batch_size={size}) has no effect: a batch is a pack of capacity tokens. "
+            "Set capacity=, and data_kwargs={'global_batch': Sequences(n)} for n sequences to a step."
+        )
 
 
 def refuse_engines(trainer: Any) -> None:

@@ -190,3 +190,31 @@ def test_a_later_run_continues_the_series(tmp_path: Path) -> None:
     assert "loss" in str(table(read_metrics(tmp_path)))
     with pytest.raises(ValueError, match=r"No metrics.csv below .*CSVLogger"):
         read_metrics(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "x", "--capcity", "8"], "there is no option --capcity; did you mean --capacity?"),
+        (["doctor", "--jsn=1"], "there is no option --jsn; did you mean --json?"),
+        (["plan", "x"], "the following arguments are required: --capacity"),
+        (["plan", "nowhere/here", "--capacity", "8"], "nowhere/here does not exist"),
+        (["peaks", "H1000"], "no peak is known for 'H1000'; did you mean h100?"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert message in (said := capsys.readouterr().err)
+    assert said.count("\n") == 1
+
+
+def test_a_mistyped_command_or_training_option_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="no command 'pln'. Did you mean plan?"):
+        main(["pln"])
+    monkeypatch.setattr("sys.argv", ["lightning-thd"])
+    with pytest.raises(SystemExit, match="no option --trainer.max_step; did you mean --trainer.max_steps?"):
+        main(["fit", "--trainer.max_step", "3", "--data.capacity", "8"])

@@ -113,3 +113,14 @@ def test_a_tar_has_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["plan", str(shard), "--capacity", "64"])
     assert "a .tar file is no text. Give .jsonl" in capsys.readouterr().err
+
+
+def test_a_capacity_that_splits_most_documents_is_warned_of(
+    texts: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", texts, "--capacity", "32", "--json"])
+    said = capsys.readouterr()
+    assert json.loads(said.out)["lost"]["split"] == 70
+    assert "--capacity 32 splits 70 of 90 documents" in said.err
+    main(["plan", texts, "--capacity", "256", "--json"])
+    assert "Warning" not in capsys.readouterr().err
