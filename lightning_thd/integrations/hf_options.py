@@ -136,8 +136,8 @@ def refuse_options(args: Any) -> None:
     size = getattr(args, "per_device_train_batch_size", _DEFAULT_BATCH)
     if size != _DEFAULT_BATCH:
         rank_zero_info(
-            f"{kind}(per_device_train_batch_size={size}) has no effect: a batch is a pack of capacity tokens. "
-            "Set capacity=, and data_kwargs={'global_batch': Sequences(n)} for n sequences to a step."
+            f"{kind}(per_device_train_batch_size={size}) has no effect: a batch is a pack of capacity "
+            "tokens. Set capacity=, and data_kwargs={'global_batch': Sequences(n)} for n sequences to a step."
         )
 
 
