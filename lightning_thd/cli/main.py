@@ -92,14 +92,15 @@ def _lightning(command: str) -> None:
 
     parsers: list[LightningArgumentParser] = []
 
-    class Training(LightningCLI):
-        def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-            parsers.append(super().init_parser(**kwargs))
-            _name_nearest(parsers)
-            return parsers[-1]
+    def init_parser(self: LightningCLI, **kwargs: Any) -> LightningArgumentParser:
+        parsers.append(LightningCLI.init_parser(self, **kwargs))
+        _name_nearest(parsers)
+        return parsers[-1]
 
+    # Lightning's messages name the class.
+    training: Any = type("LightningCLI", (LightningCLI,), {"init_parser": init_parser})
     try:
-        Training(
+        training(
             CausalLMModule,
             THDDataModule,
             subclass_mode_model=True,
@@ -125,7 +126,8 @@ def _name_nearest(parsers: list[Any]) -> None:
             text.partition("=")[0] for text in sys.argv[2:] if text.startswith(("--trainer.", "--data."))
         ]
         # Further dots lead into classes, whose options no parser lists.
-        unknown = [text for text in given if text.count(".") == 1 and text not in known]
+        given = [text for text in given if text.count(".") == 1]
+        unknown = [text for text in given if not any(option.startswith(text) for option in known)]
         if unknown:
             sys.exit(
                 f"lightning-thd {sys.argv[1]}: there is no option {unknown[0]}{nearest(unknown[0], known)}"

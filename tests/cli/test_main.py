@@ -216,5 +216,5 @@ def test_a_mistyped_command_or_training_option_names_the_nearest(monkeypatch: py
     with pytest.raises(SystemExit, match="no command 'pln'. Did you mean plan?"):
         main(["pln"])
     monkeypatch.setattr("sys.argv", ["lightning-thd"])
-    with pytest.raises(SystemExit, match="no option --trainer.max_step; did you mean --trainer.max_steps?"):
-        main(["fit", "--trainer.max_step", "3", "--data.capacity", "8"])
+    with pytest.raises(SystemExit, match="no option --trainer.max_stpes; did you mean --trainer.max_steps?"):
+        main(["fit", "--trainer.max_stpes", "3", "--data.capacity", "8"])
