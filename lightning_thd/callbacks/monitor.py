@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -23,6 +24,7 @@ from lightning_thd.flops.rates import check_peak
 from lightning_thd.flops.terms import Causal, Tokens
 from lightning_thd.parallel.across_ranks import data_parallel_group
 
+_OWN_LOOP_STEPS = 50  # Without a Trainer, metrics are logged this often, as a Trainer does.
 _FLUSH_STEPS = 1000  # Without logging, counts are reduced this often, which bounds the memory they take.
 # The parts of a step, in its order; "other" is the rest: logging, callbacks, loaders that time no wait.
 PARTS = ("data_wait", "forward_backward", "optimizer", "checkpoint", "other")
@@ -131,6 +133,7 @@ class THDThroughputMonitor(Callback):
         self._saving: tuple[Trainer, Any, Any] | None = None
         self._warned = False
         self._said_untold = False
+        self._log: Callable[[dict[str, float], int], object] | None = None
         self._marks = StepMarks(self._clock)
         self._steps = 0
         self._exclude = False
@@ -146,6 +149,75 @@ class THDThroughputMonitor(Callback):
         """Exclude the time inside this context from the training rates, as for a checkpoint."""
         with self._left_out(None):
             yield
+
+    def watch(
+        self,
+        model: nn.Module,
+        *,
+        precision: str = "32-true",
+        log: Callable[[dict[str, float], int], object] | None = None,
+    ) -> None:
+        """Begin to measure a loop without a Lightning Trainer; every rank calls it.
+
+        Args:
+            model: its transformers config counts the FLOPs; without one, a step is counted by torch.
+            precision: of the matmuls, as Lightning names it: "bf16-mixed", "bf16-true", "32-true".
+            log: called with the metrics and the number of steps, every ``every_n_steps`` (default 50) steps.
+                Accelerate: ``lambda metrics, step: accelerator.log(metrics, step=step)``; Fabric:
+                ``fabric.log_dict``.
+        """
+        known = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        hardware = Hardware.of(model, known, self.peak, precision, group=None, devices=ranks)
+        self._flops, self._log = self._flops_of(model, sharded=False), log
+        self._steps, self._graphs, self._marks = 0, _compiled_graphs(), StepMarks(self._clock)
+        meter = self._new_meter("train", "training", hardware, model)
+        if self._restored:
+            meter.load(self._restored)
+            self._restored = {}
+
+    @contextmanager
+    def step(self, batch: Any) -> Iterator[None]:
+        """Count one optimizer step of a loop without a Lightning Trainer; ``watch`` comes first.
+
+        Args:
+            batch: what the step trains on: a ``THDBatch``, padded rows, or a list of several microbatches.
+        """
+        if "train" not in self._meters or self._flops is None:
+            raise ValueError("step() was called before watch(model). Call monitor.watch(model) once.")
+        self._begin_step(batch)
+        try:
+            yield
+        except BaseException:
+            self._flops.stop()
+            raise
+        self._add("train", batch)
+        self._end_step()
+        if self._steps % (self.every_n_steps or _OWN_LOOP_STEPS) == 0:
+            self._publish()
+
+    def finish(self) -> dict[str, float]:
+        """Log the last steps of a loop without a Lightning Trainer, and return the latest metrics."""
+        self._publish(last=True)
+        _say_padding(self._meters["train"])
+        return self.latest
+
+    def _begin_step(self, batch: Any = None) -> None:
+        self._meters["train"].resume()
+        if self._flops is not None:
+            self._flops.begin("train", batch)
+
+    def _publish(self, *, last: bool = False) -> dict[str, float]:
+        """Close an interval of a loop without a Lightning Trainer, and log its metrics; a collective."""
+        meter = self._meter("train")
+        metrics = meter.close(last=last)
+        self._say_untold(meter)
+        if self._flops is not None:
+            self._flops.follow()
+        self.latest.update(metrics)
+        if metrics and self._log is not None:
+            self._log(metrics, self._steps)
+        return metrics
 
     on_validation_start, on_validation_batch_end, on_validation_end = _evaluation_hooks("validate")
     on_test_start, on_test_batch_end, on_test_end = _evaluation_hooks("test")
@@ -237,13 +309,8 @@ class THDThroughputMonitor(Callback):
         """Create the meter of a stage; the first one of a run looks up the peak and the FLOPs model."""
         strategy = trainer.strategy
         if self._hardware is None:
-            self._flops = ModuleFlops(
-                pl_module,
-                self.flops_model,
-                causal=self.causal,
-                tokens=self.tokens,
-                recompute=self.recompute,
-                sharded=getattr(strategy, "context_parallel_size", 1) != 1,
+            self._flops = self._flops_of(
+                pl_module, sharded=getattr(strategy, "context_parallel_size", 1) != 1
             )
             self._hardware = Hardware.of(
                 pl_module,
@@ -254,8 +321,17 @@ class THDThroughputMonitor(Callback):
                 devices=trainer.world_size,
             )
         work: Literal["training", "forward"] = "training" if stage == "train" else "forward"
-        self._meters[stage] = Meter(stage, work, self._clock, self._hardware)
-        self._meters[stage].pad_id = _pad_id(pl_module)
+        return self._new_meter(stage, work, self._hardware, pl_module)
+
+    def _flops_of(self, module: nn.Module, *, sharded: bool) -> ModuleFlops:
+        conventions: Any = {"causal": self.causal, "tokens": self.tokens, "recompute": self.recompute}
+        return ModuleFlops(module, self.flops_model, sharded=sharded, **conventions)
+
+    def _new_meter(
+        self, stage: str, work: Literal["training", "forward"], hardware: Hardware, module: nn.Module
+    ) -> Meter:
+        self._meters[stage] = Meter(stage, work, self._clock, hardware)
+        self._meters[stage].pad_id = _pad_id(module)
         return self._meter(stage)
 
     def _meter(self, stage: str) -> Meter:

@@ -1,8 +1,22 @@
 """Packed training outside the Lightning Trainer: Accelerate, the Hugging Face Trainer, Fabric."""
 
+from typing import TYPE_CHECKING, Any
+
 from lightning_thd.integrations.accelerate import prepare_thd
 from lightning_thd.integrations.fabric import prepare_fabric
 from lightning_thd.integrations.hf_trainer import packed_trainer
 from lightning_thd.integrations.packed_loop import PackedLoop
 
-__all__ = ["PackedLoop", "packed_trainer", "prepare_fabric", "prepare_thd"]
+if TYPE_CHECKING:
+    from lightning_thd.integrations.hf_callback import ThroughputCallback
+
+__all__ = ["PackedLoop", "ThroughputCallback", "packed_trainer", "prepare_fabric", "prepare_thd"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs transformers when it is asked for."""
+    if name == "ThroughputCallback":
+        from lightning_thd.integrations.hf_callback import ThroughputCallback
+
+        return ThroughputCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,100 @@
+"""A ``TrainerCallback`` of transformers that measures throughput on padded batches, or on packs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_thd._imports import require
+from lightning_thd.callbacks.monitor import THDThroughputMonitor
+from lightning_thd.cuda_graph.fingerprint import only_looking
+from lightning_thd.flops.model import FlopsModel
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+else:
+    TrainerCallback = require("transformers", feature="ThroughputCallback").TrainerCallback
+
+
+class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for mypy
+    """Adds FLOP/s, MFU, tokens/s and the share of padding to the logs of any transformers ``Trainer``.
+
+    It counts what the model is called with: ``input_ids`` with an ``attention_mask`` or the like. The keys
+    are those of ``THDThroughputMonitor`` without ``train/``, which reporters put in front by themselves.
+
+    Args:
+        peak: dense FLOP/s of one device; "auto" looks the device up, "measure" times matmuls once.
+        flops_model: counts FLOPs; None reads the transformers config of the model.
+        warmup_steps: optimizer steps at the start that are left out of the rates.
+
+    Attributes:
+        monitor: measures; ``monitor.latest`` holds the metrics of the last log.
+    """
+
+    def __init__(
+        self,
+        *,
+        peak: Literal["auto", "measure"] | float = "auto",
+        flops_model: FlopsModel | None = None,
+        warmup_steps: int = 1,
+    ) -> None:
+        self.monitor = THDThroughputMonitor(peak=peak, flops_model=flops_model, warmup_steps=warmup_steps)
+        self._handle: RemovableHandle | None = None
+        self._pending: dict[str, float] = {}
+
+    def add_to(self, trainer: Any) -> None:
+        """Add the callback in front of the reporters, so that TensorBoard and W&B log its metrics too."""
+        trainer.callback_handler.callbacks.insert(0, self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Find the FLOPs model, and watch what the model is called with."""
+        model: nn.Module = kwargs["model"]
+        precision = "bf16-mixed" if args.bf16 else "16-mixed" if args.fp16 else "32-true"
+        self.monitor.watch(model, precision=precision)
+        self._handle = model.register_forward_pre_hook(
+            only_looking(lambda *given: self._look(*given)), with_kwargs=True
+        )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        self.monitor._begin_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Close the step, and stop the clock while the Trainer evaluates or saves."""
+        self.monitor._end_step()
+        step, every = state.global_step, state.logging_steps or 0
+        if control.should_log or (every and step % every == 0) or step == state.max_steps:
+            self._pending |= self.monitor._publish(last=step == state.max_steps)
+        if control.should_evaluate or control.should_save:
+            self.monitor._meters["train"].pause()
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop the clock for an evaluation; the next step starts it."""
+        if "train" in self.monitor._meters:
+            self.monitor._meters["train"].pause()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Add the metrics of the last interval to a log of training."""
+        if logs is None or "loss" not in logs:
+            return
+        ours = {key.removeprefix("train/"): value for key, value in self._pending.items()}
+        self._pending = {}
+        logs.update(ours)
+        if state.log_history:
+            state.log_history[-1].update(ours)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say what padding cost, and leave the model as it was."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            self.monitor.finish()
+
+    def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the rows of a training call; a hook before the model's forward."""
+        if module.training and torch.is_grad_enabled():
+            named = dict(kwargs) if "input_ids" in kwargs or not args else {**kwargs, "input_ids": args[0]}
+            self.monitor._add("train", named)

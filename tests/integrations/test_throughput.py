@@ -1,0 +1,99 @@
+"""The monitor alone: in a loop of one's own, and under transformers' Trainer, on padded batches."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from lightning_thd import THDThroughputMonitor
+from lightning_thd.flops import FlopsModel, SeqStats
+from lightning_thd.integrations import ThroughputCallback
+
+VOCAB, N, PEAK = 31, 8, 1e9
+LENGTHS = [[5, 3], [1, 8], [4, 4], [8, 2]]
+REAL = sum(map(sum, LENGTHS))
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, **sizes))
+
+
+def row(length: int) -> dict[str, torch.Tensor]:
+    mask = (torch.arange(N) < length).long()
+    ids = torch.where(mask == 1, torch.arange(1, N + 1), 0)
+    return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, -100)}
+
+
+def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
+    rows = [row(length) for length in lengths]
+    return {key: torch.stack([one[key] for one in rows]) for key in rows[0]}
+
+
+def by_hand(config: Any) -> int:
+    flat = [length for lengths in LENGTHS for length in lengths]
+    return FlopsModel.from_config(config).training_flops(SeqStats.from_lengths(flat)).model
+
+
+def test_a_loop_of_ones_own(caplog: pytest.LogCaptureFixture) -> None:
+    model, logged = llama(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = THDThroughputMonitor(peak=PEAK, every_n_steps=3, warmup_steps=0)
+    monitor.watch(model, log=lambda metrics, step: logged.append((step, metrics)))
+    with caplog.at_level(logging.INFO):
+        for lengths in LENGTHS:
+            batch = batch_of(lengths)
+            with monitor.step(batch):
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        latest = monitor.finish()
+    assert [step for step, _ in logged] == [3, 4]
+    assert latest["train/total_flops"] == by_hand(model.config)
+    assert logged[0][1]["train/packing/fill"] == pytest.approx(25 / 48)
+    assert {"train/device/mfu", "train/device/real_items_per_sec"} <= set(latest)
+    assert f"{REAL} real tokens in 64 slots" in caplog.text
+
+
+def test_several_microbatches_are_a_step_and_a_failed_one_is_none() -> None:
+    model = llama()
+    monitor = THDThroughputMonitor(peak=PEAK, warmup_steps=0)
+    with pytest.raises(ValueError, match=r"before watch\(model\)"), monitor.step(None):
+        pass
+    monitor.watch(model)
+    batches = [batch_of(lengths) for lengths in LENGTHS]
+    with pytest.raises(KeyError), monitor.step(batches):
+        raise KeyError
+    with monitor.step(batches):
+        for batch in batches:
+            model(**batch).loss.backward()
+    latest = monitor.finish()
+    assert latest["train/batches"] == 4
+    assert latest["train/total_flops"] == by_hand(model.config)
+
+
+@pytest.mark.parametrize("in_front", [False, True])
+def test_transformers_trainer_logs_throughput_without_packs(tmp_path: Path, in_front: bool) -> None:
+    callback = ThroughputCallback(peak=PEAK, warmup_steps=0)
+    settings: dict[str, Any] = {"logging_steps": 1, "report_to": "none", "save_strategy": "no"}
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, max_steps=4, use_cpu=True, **settings
+    )
+    rows: Any = [row(length) for lengths in LENGTHS for length in lengths]
+    model = llama()
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=None if in_front else [callback])
+    if in_front:
+        callback.add_to(trainer)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 4
+    assert all("device/mfu" in entry for entry in logs)
+    assert logs[-1]["total_flops"] == by_hand(model.config)
+    assert callback.monitor.latest["train/lengths"] == 64
+    assert not model._forward_pre_hooks
