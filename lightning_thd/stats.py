@@ -226,7 +226,7 @@ _COUNTS = tuple(field.name for field in fields(SeqStats) if not field.name.endsw
 
 
 def combine(stats: Iterable[SeqStats]) -> SeqStats:
-    """Add ``SeqStats`` that were counted with the same windows; a batch of no tokens may lack them."""
+    """Add ``SeqStats`` that were counted with the same windows; a batch without tokens needs none."""
     stats = list(stats)
     totals: dict[str, Any] = {name: sum([getattr(one, name) for one in stats]) for name in _COUNTS}
     totals["window_pairs"] = _join([(one.window_pairs, one.slots) for one in stats], "windows")

@@ -42,7 +42,7 @@ def check(arguments: Sequence[str]) -> None:
         model = load_model(given.model, given.attention, layers=given.layers, weights=given.weights)
     except (OSError, ValueError) as err:
         parser.error(str(err))
-    except (RuntimeError, LookupError, TypeError, ZeroDivisionError) as err:  # of the model's own code
+    except (RuntimeError, LookupError, TypeError, ZeroDivisionError) as err:  # the model's own code raised
         parser.error(f"{given.model} cannot be built: {type(err).__name__}: {err}. Look at its sizes.")
     report = check_packing(model, raise_on_leak=False)
     if given.json:

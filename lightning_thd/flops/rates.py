@@ -24,7 +24,7 @@ def throughput(
     devices: int = 1,
     peak: float | None = None,
 ) -> dict[str, float]:
-    """Return the rates of a piece of work, for a loop of one's own.
+    """Return the rates of a piece of work, for any training loop.
 
     Args:
         stats: what all data-parallel ranks together worked on.

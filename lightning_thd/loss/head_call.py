@@ -197,7 +197,7 @@ class HeadCall:
         if operands.hidden.shape[:-1].numel() != job.slots:
             raise ValueError(
                 f"The head got hidden states {list(operands.hidden.shape)} for {job.slots} targets, wanted "
-                "one a slot. Leave logits_to_keep alone, and pass no inputs that add tokens."
+                "one a slot. Do not pass logits_to_keep, or inputs that add tokens."
             )
         values = job.values(operands, len(job.logits), self.logit_map)
         values = values if stage is None else stage.share(values)

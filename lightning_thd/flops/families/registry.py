@@ -127,9 +127,8 @@ def _zamba2(sizes: Sizes) -> list[Layer]:
             shared = parts.attention(hidden, sizes.heads, sizes.kv_heads, head_dim, input_size=2 * hidden)
             adapter = matmul("mlp_adapter", hidden * rank + rank * 2 * inner)
             joint = matmul("joint", hidden * hidden)
-            if sizes.get(
-                "use_shared_attention_adapter"
-            ):  # of q, k and v, from twice the hidden size to itself
+            # The adapter of q, k and v maps twice the hidden size to itself.
+            if sizes.get("use_shared_attention_adapter"):
                 shared.append(matmul("qkv_adapter", 3 * 2 * 2 * hidden * rank))
             terms = (*shared, *parts.mlp(hidden, inner, last=False), adapter, joint, *terms)
         layers.append(Layer(path=f"layers.{index}", terms=terms))
