@@ -20,7 +20,7 @@ PATTERNS = {
     r"\banew\b": "The plan shares them out anew.",
     r"\bwhat\b[^.;:]{0,60}\btells?\b": "What its content tells about it.",
     r"\bso (\w+ ){0,2}as\b(?! (possible|if))": "Give extra work so evenly as water finds its level.",
-    r"(?<!and )(?<!against )(?<!encoded )(?<!sequences )(?<!sequences give )\balone\b": "It computes the tokens of a rank alone.",
+    r"(?<!and )(?<!against )(?<!encoded )(?<!sequences )(?<!give )\balone\b": "The tokens of a rank alone.",
     r"\b(is|are|was) said\b": "It is said once, when it happens.",
     r"\bof (yours|ours|theirs|one's own)\b": "A strategy of yours takes the mixin.",
     r"\bmay lack\b": "The input may lack.",
