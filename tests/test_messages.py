@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "integer hidden states": (
         lambda: fused_linear_logprobs(HIDDEN.long(), WEIGHT, TARGETS),
-        "hidden is torch.int64, wanted fp32, fp64, bf16 or fp16",
+        "hidden is torch.int64 and weight torch.float32, wanted fp32, fp64, bf16 or fp16",
     ),
     "bias of another length": (
         lambda: fused_linear_logprobs(HIDDEN, WEIGHT, TARGETS, bias=torch.zeros(4)),

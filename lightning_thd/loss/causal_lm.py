@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, get_args, overload
 import torch
 from torch import Tensor, nn
 
-from lightning_thd._checks import instance, real_number, whole_number
+from lightning_thd._checks import flags, instance, real_number, whole_number
 from lightning_thd.batch import IGNORE_INDEX, THDBatch
 from lightning_thd.batch.thd_step import check_batch
 from lightning_thd.loss.head import HeadOperands
@@ -124,6 +124,8 @@ def causal_lm_loss(
             ``reduction="sequences"`` if the number of the step's sequences is unknown.
         NotImplementedError: for a model that changes its logits in a way that cannot be recorded.
     """
+    if return_parts is not False:
+        flags(return_parts=return_parts)
     if mtp_weight is not _MTP_WEIGHT:
         real_number(mtp_weight, "mtp_weight", advice="It is what the further predictions weigh.")
     call = HeadCall.of(model)

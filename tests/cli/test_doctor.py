@@ -44,7 +44,7 @@ def test_without_a_gpu_only_the_cpu_kernel_runs_and_every_other_says_why() -> No
     found = diagnose()
     assert found.packages["torch"] == metadata.version("torch")  # its __version__ adds the build, +cu130
     assert found.packages["tilelang"] is None
-    assert [x.name for x in found.kernels if x.usable] == ["cpu"]
+    assert [x.name for x in found.kernels if x.usable] == ["cpu", "portable"]
     for x in found.kernels:
         assert x.usable == (x.why_not == "")
     assert {x.name for x in found.kernels} >= set(SUPPORT)
@@ -117,7 +117,7 @@ def test_wrong_builds_and_old_releases_are_told_what_to_do(tmp_path: Path) -> No
     assert why["flash2"] == (
         "flash_attn.flash_attn_interface is installed and does not import here (flash_attn_2_cuda.so: "
         "undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationE). Built for another torch or CUDA? Build it "
-        "anew: pip install --force-reinstall --no-deps --no-build-isolation flash-attn"
+        "again: pip install --force-reinstall --no-deps --no-build-isolation flash-attn"
     )
     assert why["torchao"].endswith("Build it again: pip install --force-reinstall --no-deps torchao")
     assert "module 'torch' has no attribute 'no_such_name'" in why["fused by mamba-ssm"]

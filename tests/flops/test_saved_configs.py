@@ -84,10 +84,10 @@ def test_without_transformers_kinds_left_out_are_refused(monkeypatch: pytest.Mon
     whole = flops_of({"model_type": "llama", **_SIZES, **_HEADS})
     assert whole.model > 0
     gemma2 = {"model_type": "gemma2", **PUBLISHED["gemma2"]}
-    with pytest.raises(ValueError, match=r"'gemma2' has no layer_types, which says .* pip install"):
+    with pytest.raises(ValueError, match=r"'gemma2' has no layer_types, which gives .* pip install"):
         FlopsModel.from_config(gemma2)
     hy_v3 = {"model_type": "hy_v3", **PUBLISHED["hy_v3"]}
-    with pytest.raises(ValueError, match=r"'hy_v3' has no mlp_layer_types, which says"):
+    with pytest.raises(ValueError, match=r"'hy_v3' has no mlp_layer_types, which gives"):
         FlopsModel.from_config(hy_v3)
     kinds = ["sliding_attention", "full_attention"] * 4
     assert flops_of({**gemma2, "layer_types": kinds}).attention > 0
