@@ -37,12 +37,7 @@ TAKEN: dict[tuple[str, str], tuple[type, ...]] = {
     ("loss.fused_linear_distillation of top k", "chunk"): (int,),
     ("loss.fused_linear_logprobs", "chunk"): (int,),
     ("packing.mixtures.Mixing", "epoch"): (int,),
-    ("parallel.shard_batch", "group"): (object, float, list),  # used by the first exchange of several ranks
-    ("parallel.shard_step", "group"): (object, float, list),
     ("strategies.THDModelParallelStrategy", "data_parallel_size"): (int,),
-    # Refused when the Trainer sets the strategy up.
-    ("strategies.THDModelParallelStrategy", "tensor_parallel_plan"): (object, float, list),
-    ("strategies.THDModelParallelStrategy", "process_group_backend"): (object, float, list),
 }
 OTHERS: dict[type, tuple[Any, ...]] = {
     bool: ("no", 2, torch.ones(2)),

@@ -88,7 +88,7 @@ def check_packing(
         seed: of the random tokens.
         thorough: compare with stock eager attention, look for later tokens, and for a trailing pad in the
             gradients, with a sequence beyond every window, chunk and rope limit within 1,024 tokens when
-            ``lengths`` is left alone. Three more forwards a sequence, and four backwards with ``grad``.
+            ``lengths`` is left out. Three more forwards a sequence, and four backwards with ``grad``.
 
     Returns:
         The report; as text, a table. A model in half precision that differs without a leak is measured once

@@ -29,7 +29,7 @@ class Opened:
     shards: Sequence[Shard]
     sources: Sequence[Source]
     replays: bool  # Reading the shards again gives the same records for sure.
-    alone: Mapping[str, Any] = field(default_factory=dict)  # objects that one rank reads for all, by name
+    read_once: Mapping[str, Any] = field(default_factory=dict)  # objects that one rank reads for all, by name
 
 
 class StreamedSteps:
@@ -55,10 +55,10 @@ class StreamedSteps:
         dp = settings.scheduling.dp
         self.per_step = settings.scheduling.step.n // dp if kind == "pack" else 1
         shards = self._names(), len(settings.shards)
-        tell = {name: traits(source, first=dp > 1) for name, source in opened.alone.items()}, shards
+        tell = {name: traits(source, first=dp > 1) for name, source in opened.read_once.items()}, shards
         self._peers = Peers.of_job(rank, dp, timeout_s=settings.timeout_s, tell=tell)
         if dp > 1:
-            refuse_split(opened.alone, [of for of, _ in self._peers.told])
+            refuse_split(opened.read_once, [of for of, _ in self._peers.told])
             _refuse_other_shards([shards for _, shards in self._peers.told])
         self._same = False  # The planned steps of a loaded state fit this job.
         self.engine: Engine | None = None

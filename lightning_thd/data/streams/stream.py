@@ -126,7 +126,7 @@ def open_sources(stream: Stream | StreamMixture, parts: int) -> Opened:
     shards: list[Shard] = []
     sources: list[Source] = []
     replays = True
-    alone: dict[str, Any] = {}
+    read_once: dict[str, Any] = {}
     for name, one in streams.items():
         try:
             found = open_shards(one.source, parts=parts)
@@ -145,8 +145,8 @@ def open_sources(stream: Stream | StreamMixture, parts: int) -> Opened:
         )
         shards += found.shards
         replays &= found.replays
-        alone |= {f"{name}/{kind}" if name else kind: value for kind, value in found.alone.items()}
-    return Opened(shards=shards, sources=sources, replays=replays, alone=alone)
+        read_once |= {f"{name}/{kind}" if name else kind: value for kind, value in found.read_once.items()}
+    return Opened(shards=shards, sources=sources, replays=replays, read_once=read_once)
 
 
 def stream_loader(

@@ -45,10 +45,10 @@ class Shards:
     Attributes:
         shards: the shards.
         replays: whether reading again gives the same records for sure, as files do.
-        alone: objects that one rank reads for all, by the name of their shard: they must not split themselves
-            by rank.
+        read_once: objects that one rank reads for all, by the name of their shard. They must not split
+            themselves by rank.
     """
 
     shards: Sequence[Shard]
     replays: bool
-    alone: Mapping[str, Any] = field(default_factory=dict)
+    read_once: Mapping[str, Any] = field(default_factory=dict)

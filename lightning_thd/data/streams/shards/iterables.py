@@ -177,7 +177,7 @@ class IterableShard:
         self.drawn.records = records
 
 
-def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, Any]) -> Sequence[Shard]:
+def iterable_shards(source: Any, parts: int, *, prefix: str, read_once: dict[str, Any]) -> Sequence[Shard]:
     """Split a source that is no path into shards."""
     kind = f"{prefix}{type(source).__name__}"
     if is_hf(source):
@@ -199,7 +199,7 @@ def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, An
     if isinstance(source, IterableDataset) and hasattr(source, "data_rank") and hasattr(source, "data_size"):
         return [IterableShard(f"{kind} part {i}", 1, _Rank(source, i, parts)) for i in range(parts)]
     if isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not callable(source)):
-        alone[kind] = source
+        read_once[kind] = source
         if has_state(source):
             beginning = Beginning.of(source)  # goes with it into worker processes
             return [IterableShard(kind, 1, _Itself(source), beginning=beginning)]
@@ -212,7 +212,7 @@ def iterable_shards(source: Any, parts: int, *, prefix: str, alone: dict[str, An
     name = prefix + getattr(source, "__name__", type(source).__name__)
     if len(_positional(source)) == 2:
         return [IterableShard(f"{name} part {i}", 1, partial(source, i, parts)) for i in range(parts)]
-    alone[name] = source
+    read_once[name] = source
     return [IterableShard(name, 1, source)]
 
 

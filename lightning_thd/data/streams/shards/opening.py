@@ -45,17 +45,19 @@ def open_shards(source: Any, *, parts: int) -> Shards:
     """Split a source into shards."""
     sources = source if isinstance(source, list | tuple) else [source]
     found: list[Shard] = []
-    alone: dict[str, Any] = {}
+    read_once: dict[str, Any] = {}
     replays = True
     for number, one in enumerate(sources):
         if isinstance(one, str | Path):
             found += [file_shard(name) for name in expanded(str(one))]
             continue
         replays &= is_hf(one)
-        found += iterable_shards(one, parts, prefix=f"{number}/" if len(sources) > 1 else "", alone=alone)
+        found += iterable_shards(
+            one, parts, prefix=f"{number}/" if len(sources) > 1 else "", read_once=read_once
+        )
     if not found:
         raise ValueError("The stream has no shards: its source is an empty list. Pass at least one path.")
-    return Shards(shards=found, replays=replays, alone=alone)
+    return Shards(shards=found, replays=replays, read_once=read_once)
 
 
 def traits(source: Any, *, first: bool = False) -> dict[str, Any]:
@@ -102,9 +104,9 @@ def _is_plain_list(value: object) -> bool:
     return isinstance(value, list | tuple | range) and len(value) <= _MOST and all(map(_is_plain, value))
 
 
-def refuse_split(alone: Mapping[str, Any], of_ranks: list[dict[str, dict[str, Any]]]) -> None:
+def refuse_split(read_once: Mapping[str, Any], of_ranks: list[dict[str, dict[str, Any]]]) -> None:
     """Refuse sources that one rank reads for all and that differ between ranks."""
-    for name in alone:
+    for name in read_once:
         first = of_ranks[0].get(name, {})
         for rank, found in enumerate(of_ranks):
             for key, value in found.get(name, {}).items():
