@@ -7,10 +7,11 @@ the GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_thd.seqlens import position_ids_from_cu_seqlens
@@ -65,6 +66,18 @@ class PinnedBatch:
         for name, tensor in self._single.items():
             found[name] = tensor.to(device, non_blocking=non_blocking)
         return found
+
+
+def uploaded(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """Copy arrays of one dtype to a device; to a CUDA device in one pinned copy that does not block."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    if device.type != "cuda":
+        return [tensor.to(device, non_blocking=True) for tensor in tensors]
+    sizes = [tensor.numel() for tensor in tensors]
+    pinned = torch.empty(sum(sizes), dtype=tensors[0].dtype, pin_memory=True)
+    torch.cat([tensor.flatten() for tensor in tensors], out=pinned)
+    parts = torch.split(pinned.to(device, non_blocking=True), sizes)
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _view(buffer: Tensor, part: _Part) -> Tensor:

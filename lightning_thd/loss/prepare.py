@@ -103,6 +103,8 @@ def prepare(call: Call) -> Prepared:
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     if type(call.ignore_index) is not int:
         whole_number(call.ignore_index, "ignore_index", least=None)
+    if call.loss_tokens is not None and type(call.loss_tokens) is not int:
+        whole_number(call.loss_tokens, "loss_tokens", advice="It is the number of targets that count.")
     if call.sequence_parallel is not False:
         instance(call.sequence_parallel, "sequence_parallel", bool)
         if group is None or hidden.ndim != 2:

@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lightning_thd.batch.upload import uploaded
+
 # Rows of one group are at least this share of the longest: padding costs at most a third of a group, a few
 # per cent on average, and the number of groups grows with the logarithm of the longest sequence. Below 32
 # slots a call costs more than the padding.
@@ -52,15 +54,16 @@ def plan_groups(lengths: Sequence[int], device: torch.device) -> Groups:
     starts = np.concatenate([[0], np.cumsum(sizes)])
     total = int(starts[-1])
     back = np.empty(total, dtype=np.int64)
-    sources: list[Tensor] = []
+    grids: list[IntArray] = []
     placed = 0
     for _, grid in _grids(sizes, starts):
         places = placed + np.arange(grid.size).reshape(grid.shape)
         real = grid < total
         back[grid[real]] = places[real]
         placed += grid.size
-        sources.append(torch.from_numpy(grid).to(device, non_blocking=True))
-    return Groups(sources=tuple(sources), back=torch.from_numpy(back).to(device, non_blocking=True))
+        grids.append(grid)
+    *sources, on_device = uploaded([*grids, back], device)
+    return Groups(sources=tuple(sources), back=on_device)
 
 
 def group_rows(
@@ -74,7 +77,8 @@ def group_rows(
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(sizes if padded is None else padded)])
     for members, grid in _grids(sizes, starts):
-        yield torch.from_numpy(members).to(device), torch.from_numpy(grid).to(device)
+        rows, slots = uploaded([members, grid], device)
+        yield rows, slots
 
 
 def plan_static_group(cu_seqlens: Tensor, max_seqlen: int, slots: int) -> Groups:

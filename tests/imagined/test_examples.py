@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.imagined, needs_imagination]
 STEPS = 5
 # Fixed by the example: it rounds to FP8 on a CPU, and several processes need NCCL.
 NOT_ONE_GPU = {"fp8.py"}
-# Uploads of transformers' vision tower and of state-space layers, beside the batch's.
-MORE_UPLOADS = {"vision_language.py", "hybrid_mamba.py", "one_step_by_hand.py", "rl_logprobs.py"}
+# Uploads of transformers' vision tower, beside the batch's.
+MORE_UPLOADS = {"vision_language.py", "one_step_by_hand.py", "rl_logprobs.py"}
 # A script of one step has no step after the first ones, whose reads are not counted.
 WITHOUT_STEPS = {"rl_logprobs.py", "one_step_by_hand.py"}
 

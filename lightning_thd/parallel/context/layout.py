@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_thd._checks import instance, whole_number
 from lightning_thd.alignment import Layout
+from lightning_thd.batch.upload import uploaded
 from lightning_thd.parallel.context import partition
 from lightning_thd.parallel.context.costs import CommCosts
 
@@ -162,13 +163,13 @@ class ShardLayout:
 
     def put(self, indices: partition.Ints) -> Tensor:
         """Copy host indices to the device without waiting."""
-        return torch.from_numpy(indices).to(self.device, non_blocking=True)
+        return uploaded([indices], self.device)[0]
 
 
 def offsets_of(lengths: partition.Ints, device: torch.device) -> Tensor:
     """Return int32 offsets ``[n + 1]`` on ``device``: the lengths summed up from 0."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return torch.from_numpy(offsets).to(device, non_blocking=True)
+    return uploaded([offsets], device)[0]
 
 
 # Layouts by the address of their offsets. A layout keeps that memory alive, so any other tensor at that
