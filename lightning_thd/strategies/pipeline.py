@@ -49,6 +49,7 @@ class Pipeline:
         self.channel = self._make_channel()
         self.stage: Stage | None = None
         self.waited = self.expected_wait = 0.0
+        self.compared = False  # whether the stages have compared how they make the loss
 
     def _make_channel(self) -> Channel:
         """Create one process group for activations and one for gradients; a collective of the job."""
@@ -345,9 +346,14 @@ class PipelineStep:
         dist.broadcast_object_list(message, dist.get_global_rank(group, self.channel.ranks - 1), group=group)
         losses, logged, graphs = message[0]
         self._logs.log(self._batches, logged)
-        for (m, _), own in self._graphs.items():
-            if own != graphs[m]:
-                _refuse_decision(self._strategy.lightning_module, own, graphs[m])
+        differs = next(((own, graphs[m]) for (m, _), own in self._graphs.items() if own != graphs[m]), None)
+        if not self._pipeline.compared:  # in the first step all stages raise together
+            self._pipeline.compared = True
+            found: list[Any] = [None] * self.channel.ranks
+            dist.all_gather_object(found, differs, group=group)
+            differs = next(filter(None, found), None)
+        if differs is not None:
+            _refuse_decision(self._strategy.lightning_module, *differs)
         device = self._strategy.root_device
         return [torch.tensor(value, dtype=torch.float64, device=device) for value in losses]
 
@@ -402,7 +408,7 @@ def require_only_loss(module: Any, loss: Tensor, made: Collection[Any]) -> tuple
 def _refuse_decision(module: Any, own: tuple[str, ...], last: tuple[str, ...]) -> None:
     raise MisconfigurationException(
         f"training_step of {type(module).__name__} makes its loss by {list(last)} on the last pipeline stage "
-        f"and by {list(own)} on this one ({_definition(module)}): it decides by the loss, and only the last "
+        f"and by {list(own)} on another ({_definition(module)}): it decides by the loss, and only the last "
         "stage has its value. Decide in on_train_batch_end by outputs['loss'], which all ranks have, or set "
         "pipeline_parallel_size=1."
     )
