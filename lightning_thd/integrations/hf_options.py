@@ -54,7 +54,7 @@ IRRELEVANT: Mapping[str, str] = MappingProxyType(
     }
 )
 
-_DEFAULT_BATCH = 8  # of TrainingArguments
+_DEFAULT_BATCH = 8  # TrainingArguments has this default.
 _OFF = (False, None)
 _DEFAULT = "Leave it at its default"
 # Name: (values that packs allow, why others are refused, what to do).
