@@ -18,6 +18,7 @@ ARGUMENTS = {
     "fabric_loop.py": ["--steps", "1", "--out", "{out}"],
     "hf_trainer.py": ["--steps", "1", "--out", "{out}"],
     "hybrid_mamba.py": ["--steps", "2"],
+    "one_step_by_hand.py": [],
     "own_module.py": ["--steps", "2"],
     "preference.py": ["--steps", "2"],
     "rl_logprobs.py": [],

@@ -88,6 +88,7 @@ class StaticBatch(THDBatch):
         names = (*_FIELDS, "max_seqlen", "loss_scale", "extras", "weights", *self._further)
         copy = object.__new__(type(self))
         copy._set(**{name: getattr(self, name) for name in names})
+        changes.pop("max_targets", None)  # None for all static batches
         copy._set(**changes)
         return copy
 

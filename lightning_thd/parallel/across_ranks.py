@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renamed it; the old name warns there, and 2.11 lacks the new one.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def gather_ints(values: Sequence[int], *, group: Any, device: torch.device) -> list[list[int]]:
     """Gather equally many integers from every rank of ``group``, in its order; None is the world."""
@@ -15,7 +18,7 @@ def gather_ints(values: Sequence[int], *, group: Any, device: torch.device) -> l
         return [list(values)]
     mine = torch.tensor(values, dtype=torch.int64).to(device)
     everyone = torch.empty(group_size(group) * len(values), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(everyone, mine, group=group)
+    _all_gather(everyone, mine, group=group)
     rows: list[list[int]] = everyone.view(-1, len(values)).tolist()
     return rows
 
