@@ -32,6 +32,7 @@ TAKEN: dict[tuple[str, str], tuple[type, ...]] = {
     ("integrations.PackedLoop", "peak"): (int,),
     ("integrations.prepare_fabric", "peak"): (int,),
     ("integrations.prepare_thd", "peak"): (int,),
+    ("integrations.ThroughputCallback", "peak"): (int,),
     ("loss.fused_linear_cross_entropy", "chunk"): (int,),
     ("loss.fused_linear_distillation", "chunk"): (int,),
     ("loss.fused_linear_distillation of top k", "chunk"): (int,),

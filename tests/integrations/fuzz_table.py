@@ -13,7 +13,14 @@ import transformers
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_thd import THDDataModule, causal_lm_loss
-from lightning_thd.integrations import PackedLoop, packed_trainer, prepare_fabric, prepare_thd
+from lightning_thd.integrations import (
+    PackedLoop,
+    ThroughputCallback,
+    packed_trainer,
+    prepare_fabric,
+    prepare_thd,
+)
+from tests.flops.fuzz_table import FLOPS
 from tests.fuzz import Entry
 from tests.tiny import sequences, tiny_llama
 
@@ -54,6 +61,15 @@ def _loop(**given: Any) -> PackedLoop:
 
 _CLASH = (MisconfigurationException,)
 TABLE = {
+    "integrations.ThroughputCallback": Entry(
+        ThroughputCallback,
+        lambda rng: {
+            "peak": rng.choice(["auto", 1e9]),
+            "flops_model": rng.choice([None, FLOPS]),
+            "warmup_steps": rng.randint(0, 3),
+        },
+        also=(MisconfigurationException,),
+    ),
     "integrations.prepare_thd": Entry(
         prepare_thd,
         lambda rng: {"accelerator": _accelerator(), "scheduler": None, **_prepared(rng)},
