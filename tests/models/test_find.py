@@ -37,6 +37,7 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the first import of the compiler
 def test_wrappers_are_taken_off() -> None:
     peft = pytest.importorskip("peft")
     model = build("llama", "eager")
