@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from lightning_thd.batch import THDBatch
 from lightning_thd.flops import FlopsModel
+from lightning_thd.parallel import across_ranks
 from tests.callbacks.fits import CONFIG, Clock, Memory, Module, loader, pack, trainer
 from tests.ranks import run_ranks
 
@@ -54,14 +55,14 @@ def _fit(dp_ranks: list[int] | None, lightnings: bool) -> dict[str, Any]:
         groups = [made[0] if rank < 2 else made[1]] * len(dp_ranks)
     data_rank = rank % len(dp_ranks) if dp_ranks else rank
     calls = 0
-    gather = dist.all_gather_into_tensor
+    gather = across_ranks._all_gather
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         return gather(*args, **kwargs)
 
-    dist.all_gather_into_tensor = counted
+    across_ranks._all_gather = counted
     module = Module(clock)
     watched: Any = THDThroughputMonitor(peak=PEAK, warmup_steps=0, clock=clock)
     if lightnings:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_thd.batch import THDBatch
-from lightning_thd.parallel import shard_batch
+from lightning_thd.parallel import across_ranks, shard_batch
 from lightning_thd.parallel.context.shared_step import SharedStep, check_shared_agreement, cut_step
 from lightning_thd.parallel.pipeline import make_schedule
 from lightning_thd.parallel.pipeline.channel import Channel
@@ -52,7 +52,7 @@ def test_other_ranks_have_another_plan_or_pack(monkeypatch: pytest.MonkeyPatch) 
     def all_gather(found: Tensor, mine: Tensor, group: Any = None) -> None:
         found[0], found[1] = mine[0], largest.pop()
 
-    monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather)
+    monkeypatch.setattr(across_ranks, "_all_gather", all_gather)
     with pretended_ranks(2):
         groups: Any = {2: dist.group.WORLD}
         largest[:] = [8]
