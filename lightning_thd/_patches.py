@@ -52,6 +52,7 @@ PATCHES: Final[dict[str, Patch]] = {
         "Layers that are recomputed in backward must find the pack they were first run on.",
         "models/announce.py",
         "torch.utils.checkpoint carries context variables to the recomputation",
+        "pytorch#191777",
     ),
     "masks": Patch(
         "transformers.masking_utils._preprocess_mask_arguments",
@@ -70,6 +71,7 @@ PATCHES: Final[dict[str, Patch]] = {
         "They carry a state along the row, from one sequence into the next.",
         "models/mixers.py",
         "every layer takes cu_seq_lens without fused kernels too",
+        "transformers#44717",
     ),
     "mixer kernels": Patch(
         "causal_conv1d_fn, mamba2_chunk_scan and delta rules in transformers' modeling files",
@@ -148,6 +150,7 @@ PATCHES: Final[dict[str, Patch]] = {
         "A captured step is replayed in place of the user's code.",
         "cuda_graph",
         "Lightning replays graphs by itself",
+        "pytorch-lightning#10174, #14213",
     ),
     "guarded captures": Patch(
         "LightningModule._trainer, torch.get_rng_state and .set_rng_state, "
@@ -173,12 +176,14 @@ PATCHES: Final[dict[str, Patch]] = {
         "TRL's losses compare rows, and the model runs on packs.",
         "integrations",
         "TRL packs the rows of pairs and groups",
+        "trl#2469",
     ),
     "resumed counters": Patch(
         "counters of Lightning's loops; hooks of LightningDataModule, on the object",
         "A resumed Trainer must stand at the step that the data goes on with.",
         "data",
         "Lightning asks the data module for its position",
+        "pytorch-lightning#19764",
     ),
     "worker info": Patch(
         "torch.utils.data._utils.worker._worker_info, for a while",
