@@ -26,13 +26,13 @@ from lightning_thd.report.page import number
 
 def make_model() -> torch.nn.Module:
     sizes = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3Config(**sizes, **heads, vocab_size=ByteTokenizer.vocab_size)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="thd").train()
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": ByteTokenizer.vocab_size}
+    return AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads), attn_implementation="thd").train()
 
 
 class TinyQwen3(L.LightningModule):
-    def configure_model(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.model = make_model()
 
     def training_step(self, batch: THDBatch, batch_idx: int) -> torch.Tensor:
@@ -47,17 +47,23 @@ class TinyQwen3(L.LightningModule):
 class OneLine(TQDMProgressBar):
     BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"  # fits 80 columns
 
+    @property
+    def total_train_batches(self) -> int | float:  # the steps of the run, if the epoch has more
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready - self.trainer.global_step
+        return min(self.trainer.num_training_batches, done + self.trainer.max_steps)
+
     def get_metrics(self, *args: object) -> dict[str, str]:
         found = super().get_metrics(*args)
-        return {key.removeprefix("train/"): number(found[key]) for key in found if key != "v_num"}
+        shown = {key.removeprefix("train/"): number(found[key]) for key in found if key != "v_num"}
+        return shown | ({"MFU": f"{found['MFU']:.1%}"} if "MFU" in found else {})
 
 
 def leave_out_advice_of_other_packages() -> None:
     warnings.filterwarnings("ignore", r"`isinstance\(treespec|.*does not have many workers")
-    tips = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    tips.addFilter(lambda record: "litlogger" not in record.getMessage())
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    advice = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    advice.addFilter(lambda record: "litlogger" not in record.getMessage())
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 def main() -> None:
@@ -79,19 +85,22 @@ def main() -> None:
     data = THDDataModule(source, capacity=8_192, text_key=args.text_key, oversize="split")
     checkpoints = ModelCheckpoint(f"{args.out}/checkpoints", every_n_train_steps=20, save_last=True)
     callbacks = [THDThroughputMonitor(peak="measure", every_n_steps=5), checkpoints, OneLine()]
-    callbacks += [CompileLayers(report=print)] if args.compile else []
+    callbacks += [CompileLayers(report=print)] * args.compile
     trainer = L.Trainer(
         max_steps=args.steps,
         precision=args.precision,
-        max_epochs=1_000,
         enable_model_summary=False,
         callbacks=callbacks,
         logger=[TensorBoardLogger(args.out, name="tensorboard"), CSVLogger(args.out, name="csv")],
         log_every_n_steps=1,
         gradient_clip_val=1.0,
     )
-    trainer.fit(TinyQwen3(), data, ckpt_path="last" if args.resume else None)
+    module = TinyQwen3()
+    size = sum(p.numel() for p in module.parameters()) / 1e6
+    print(f"{size:.1f}M parameters, {trainer.strategy.root_device}, {args.precision}, {args.steps} steps")
+    trainer.fit(module, data, ckpt_path="last" if args.resume else None)
     show(args.out)
+    print(f"Done. Next: open {args.out}/report.html, or train on your text with --data my.jsonl.")
 
 
 if __name__ == "__main__":

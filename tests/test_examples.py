@@ -31,7 +31,7 @@ def test_every_example_is_listed_and_short() -> None:
     files = {file.name for file in EXAMPLES.glob("*.py")}
     assert files <= set(ARGUMENTS)
     for name in files:
-        assert len((EXAMPLES / name).read_text().splitlines()) < 100
+        assert len((EXAMPLES / name).read_text().splitlines()) < 110
 
 
 @pytest.mark.parametrize("name", [name for name, arguments in ARGUMENTS.items() if arguments is not None])

@@ -6,9 +6,10 @@ one collective. The lengths of padded rows stay on the device until then.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
@@ -35,6 +36,11 @@ _BASE = attrgetter(*COUNTS)
 _CPU = torch.device("cpu")
 _OF_REAL_TOKENS = (
     *("packing/fill", "packing/attention_fraction", "device/real_items_per_sec", "real_items_per_sec"),
+)
+# Loggers get these keys unless all are asked for: the others repeat them in another unit, or are counts.
+_LOGGED = re.compile(
+    r".*?(device/(mfu|hfu|tflops_per_gpu|flops_per_sec|(real_)?items_per_sec)|packing/\w+|total_flops"
+    r"|step_time/\w+|cuda_graph/\w+)"
 )
 _GROUP = 64  # The lengths of this many microbatches are counted at once: the arrays stay in a CPU cache.
 _BINS = (
@@ -73,8 +79,9 @@ class Interval:
 
     ``peak`` is the mean dense FLOP/s of a device, None when a rank does not know its own. ``heaviest`` is the
     work of the most loaded rank and ``mean`` that of a mean rank, each summed over the steps. ``untold`` are
-    slots of rows whose padding nothing tells, counted as if they were full. ``padded_real`` and
-    ``padded_slots`` are those of the rows that tell it.
+    slots of rows whose padding nothing shows, counted as if they were full. ``padded_real`` and
+    ``padded_slots`` are those of the rows that show it. ``room`` is the capacity of the packs, and the slots
+    of padded rows.
     """
 
     measured: SeqStats
@@ -90,6 +97,7 @@ class Interval:
     untold: int = 0
     padded_real: int = 0
     padded_slots: int = 0
+    room: int = 0
 
     @property
     def everything(self) -> SeqStats:
@@ -102,24 +110,13 @@ class Interval:
         return _add(self.flops, self.left_out_flops)
 
     def __add__(self, other: Interval) -> Interval:
-        return Interval(
-            measured=self.measured + other.measured,
-            microbatches=self.microbatches + other.microbatches,
-            flops=_add(self.flops, other.flops),
-            left_out=self.left_out + other.left_out,
-            left_out_microbatches=self.left_out_microbatches + other.left_out_microbatches,
-            left_out_flops=_add(self.left_out_flops, other.left_out_flops),
-            seconds=self.seconds + other.seconds,
-            peak=other.peak,
-            heaviest=self.heaviest + other.heaviest,
-            mean=self.mean + other.mean,
-            untold=self.untold + other.untold,
-            padded_real=self.padded_real + other.padded_real,
-            padded_slots=self.padded_slots + other.padded_slots,
-        )
+        sums: Any = {
+            each.name: _add(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)
+        }
+        return Interval(**{**sums, "peak": other.peak})
 
 
-def _add(one: FlopsBreakdown | None, other: FlopsBreakdown | None) -> FlopsBreakdown | None:
+def _add(one: Any, other: Any) -> Any:
     return None if one is None or other is None else one + other
 
 
@@ -141,6 +138,7 @@ class Meter:
         self.hardware = hardware or Hardware()
         self.model = model
         self.pad_id: int | None = None
+        self.capacity = 0  # slots of a pack, which fill is a share of; 0 takes those of the batch
         self.untold = False
         self.padded = [0, 0]  # real tokens and slots of padded rows since this meter was made, over all ranks
         self.steps: list[list[Seen]] = [[]]
@@ -217,6 +215,8 @@ class Meter:
         if found is None or not found.microbatches + found.left_out_microbatches:
             return {}
         metrics = packing(found.everything, found.all_flops)
+        if found.room:
+            metrics["packing/fill"] = found.everything.real_tokens / found.room
         metrics["packing/imbalance"] = found.heaviest / found.mean if found.mean else 1.0
         stats, flops, seconds, number = found.measured, found.flops, found.seconds, found.microbatches
         if last and not self._rated and not number:
@@ -270,6 +270,10 @@ class Meter:
             untold,
             sum(stats.real_tokens for stats in padded),
             sum(stats.slots for stats in padded),
+            sum(
+                stats.slots if isinstance(lengths, Rows | Dense) else max(self.capacity, stats.slots)
+                for stats, lengths in seen
+            ),
             # The FLOPs of some steps can pass int64, so a sum crosses ranks as the 64 bits of a float.
             *np.array(works + [0.0] * (_BINS - len(works))).view(np.int64).tolist(),
         ]
@@ -299,6 +303,11 @@ class Meter:
         return seconds
 
 
+def for_loggers(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics that loggers show by default."""
+    return {key: value for key, value in metrics.items() if _LOGGED.fullmatch(key)}
+
+
 def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, seconds: float) -> Interval:
     """Sum the integers that ``Meter.flush`` returned on all ranks; ``seconds`` is this rank's time."""
     counts = num_ints(model)
@@ -306,8 +315,8 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
     totals = rows[0] if len(rows) == 1 else [sum(column) for column in zip(*rows, strict=True)]
     number, left_out_number = totals[2 * counts : 2 * counts + 2]
     peaks = [row[2 * counts + 2] for row in rows]
-    untold, padded_real, padded_slots = totals[2 * counts + 4 : 2 * counts + 7]
-    works = np.array([row[2 * counts + 7 :] for row in rows], dtype=np.int64).view(np.float64)
+    untold, padded_real, padded_slots, room = totals[2 * counts + 4 : 2 * counts + 8]
+    works = np.array([row[2 * counts + 8 :] for row in rows], dtype=np.int64).view(np.float64)
     measured, left_out = from_ints(totals[:counts], model), from_ints(totals[counts : 2 * counts], model)
     return Interval(
         measured=measured,
@@ -323,6 +332,7 @@ def interval(rows: list[list[int]], model: FlopsModel | None, work: Work, second
         untold=untold,
         padded_real=padded_real,
         padded_slots=padded_slots,
+        room=room,
     )
 
 

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_thd._checks import described, flags, whole_number
-from lightning_thd.callbacks.meter import Hardware, Meter
+from lightning_thd.callbacks.meter import Hardware, Meter, for_loggers
 from lightning_thd.callbacks.module_flops import ModuleFlops, Policy
-from lightning_thd.callbacks.pictures import Pictures, warn_without_loggers
+from lightning_thd.callbacks.pictures import Pictures, lay_out, warn_without_loggers
 from lightning_thd.flops.model import FlopsModel, check_conventions
 from lightning_thd.flops.rates import check_peak
 from lightning_thd.flops.terms import Causal, Tokens
@@ -81,6 +81,7 @@ class THDThroughputMonitor(Callback):
         every_n_steps: optimizer steps between two logs; None is the Trainer's ``log_every_n_steps``.
         warmup_steps: optimizer steps at the start that are left out of the rates.
         progress_bar: show tokens/s, TFLOP/s and MFU in the progress bar.
+        all_keys: give loggers every key; by default they get the short list, and ``latest`` holds every key.
         pictures: once an epoch, give TensorBoard and W&B a drawing of rank 0's first packs, and histograms of
             the lengths in them and of their fill; needs matplotlib, and is no part of the rates.
         clock: returns seconds; None is ``time.perf_counter``.
@@ -97,6 +98,7 @@ class THDThroughputMonitor(Callback):
         every_n_steps: int | None = None,
         warmup_steps: int = 1,
         progress_bar: bool = True,
+        all_keys: bool = False,
         pictures: bool = False,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -109,7 +111,7 @@ class THDThroughputMonitor(Callback):
         if every_n_steps is not None and whole_number(every_n_steps, "every_n_steps", least=None) < 1:
             raise ValueError(f"every_n_steps={every_n_steps}: log every 1 or more steps, or None.")
         whole_number(warmup_steps, "warmup_steps", advice="It is the number of steps left out of the rates.")
-        flags(progress_bar=progress_bar, pictures=pictures)
+        flags(progress_bar=progress_bar, all_keys=all_keys, pictures=pictures)
         if clock is not None and not callable(clock):
             raise TypeError(
                 f"clock is {described(clock)}; wanted a function that gives seconds, as time.perf_counter."
@@ -122,6 +124,7 @@ class THDThroughputMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.warmup_steps = warmup_steps
         self.progress_bar = progress_bar
+        self.all_keys = all_keys
         self.latest: dict[str, float] = {}
         self._pictures = Pictures() if pictures else None
         self._clock = clock or time.perf_counter
@@ -216,7 +219,7 @@ class THDThroughputMonitor(Callback):
             self._flops.follow()
         self.latest.update(metrics)
         if metrics and self._log is not None:
-            self._log(metrics, self._steps)
+            self._log(self._for_loggers(metrics), self._steps)
         return metrics
 
     on_validation_start, on_validation_batch_end, on_validation_end = _evaluation_hooks("validate")
@@ -234,6 +237,7 @@ class THDThroughputMonitor(Callback):
         self._wrap_saving(trainer)
         if self._pictures is not None and not getattr(trainer, "fast_dev_run", False):
             warn_without_loggers(trainer.loggers)
+        lay_out(trainer.loggers)
         self._await_packs(trainer)  # a resumed epoch does not start
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -321,7 +325,9 @@ class THDThroughputMonitor(Callback):
                 devices=trainer.world_size,
             )
         work: Literal["training", "forward"] = "training" if stage == "train" else "forward"
-        return self._new_meter(stage, work, self._hardware, pl_module)
+        meter = self._new_meter(stage, work, self._hardware, pl_module)
+        meter.capacity = _capacity(trainer)
+        return meter
 
     def _flops_of(self, module: nn.Module, *, sharded: bool) -> ModuleFlops:
         conventions: Any = {"causal": self.causal, "tokens": self.tokens, "recompute": self.recompute}
@@ -407,12 +413,14 @@ class THDThroughputMonitor(Callback):
         if self.progress_bar and stage == "train":
             found = {short: metrics[f"train/{key}"] for key, short in _BAR if f"train/{key}" in metrics}
             connector._progress_bar_metrics.update(found)
-        connector.log_metrics(dict(metrics))  # type: ignore[arg-type]  # floats are welcome
+        connector.log_metrics(self._for_loggers(metrics))  # type: ignore[arg-type]  # floats are welcome
+
+    def _for_loggers(self, metrics: dict[str, float]) -> dict[str, float]:
+        return dict(metrics) if self.all_keys else for_loggers(metrics)
 
     def _await_packs(self, trainer: Trainer) -> None:
         if self._pictures is not None and trainer.is_global_zero:
-            capacity = getattr(getattr(trainer, "datamodule", None), "capacity", None)
-            self._pictures.begin(capacity if isinstance(capacity, int) else None)
+            self._pictures.begin(_capacity(trainer))
 
     def _draw(self, trainer: Trainer) -> None:
         if self._pictures is not None and trainer.is_global_zero:
@@ -517,6 +525,12 @@ class StepMarks:
         found = {f"train/step_time/{part}": seconds / self._steps for part, seconds in self._seconds.items()}
         self._seconds, self._steps = dict.fromkeys(PARTS, 0.0), 0
         return found
+
+
+def _capacity(trainer: Trainer) -> int:
+    """Return the slots of a pack; 0 without a data module that packs."""
+    capacity = getattr(getattr(trainer, "datamodule", None), "capacity", 0)
+    return capacity if isinstance(capacity, int) else 0
 
 
 def _pad_id(module: nn.Module) -> int | None:

@@ -1,4 +1,4 @@
-"""The first packs of an epoch -> a drawing of them and histograms of lengths and fill, in the loggers."""
+"""What loggers show: MFU and loss first, and a drawing and histograms of an epoch's first packs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,30 @@ _LANES = 16  # Only this many of them are drawn.
 _INCHES = 4.8  # Loggers show pictures small: 16 lanes stay legible at 340 pixels.
 _DRAWN, _LENGTHS, _FILL = "train/packing/packs", "train/packing/lengths", "train/packing/fill_by_pack"
 
+# TensorBoard shows these charts, in this order, under CUSTOM SCALARS. Keys are regular expressions.
+LAYOUT = {
+    "Training": {
+        "MFU": ["Multiline", ["train/device/mfu"]],
+        "real tokens/s of a device": ["Multiline", ["train/device/real_items_per_sec"]],
+        "loss": ["Multiline", ["train/loss.*", "val/loss.*"]],
+        "fill": ["Multiline", ["train/packing/fill"]],
+        "seconds of a step, by part": ["Multiline", ["train/step_time/.*"]],
+    }
+}
+# W&B makes no chart of these by itself: MFU, tokens/s and loss are then the first.
+_HIDDEN = ("device/flops_per_sec", "device/items_per_sec", "total_flops", "step_time/*")
+
+
+def lay_out(loggers: Iterable[Logger]) -> None:
+    """Show MFU, tokens/s and loss first in TensorBoard and W&B."""
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_custom_scalars(LAYOUT)
+        elif isinstance(logger, WandbLogger):
+            for key in _HIDDEN:
+                name = f"train/{key}"
+                logger.experiment.define_metric(name, step_metric="trainer/global_step", hidden=True)
+
 
 class Pictures:
     """Keeps the lengths in this rank's first packs of an epoch until they are shown; needs matplotlib."""
@@ -29,9 +53,9 @@ class Pictures:
         self._capacity = 0
         self._waiting = False
 
-    def begin(self, capacity: int | None) -> None:
-        """Start collecting the packs of an epoch; without a capacity, the largest pack is taken for it."""
-        self._packs, self._capacity, self._waiting = [], capacity or 0, True
+    def begin(self, capacity: int) -> None:
+        """Start collecting the packs of an epoch; if the capacity is 0, the largest pack is taken for it."""
+        self._packs, self._capacity, self._waiting = [], capacity, True
 
     def add(self, batch: Any) -> bool:
         """Store the lengths in a batch, and return whether there are enough packs to draw."""

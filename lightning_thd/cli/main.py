@@ -145,7 +145,8 @@ def report_parser() -> argparse.ArgumentParser:
         epilog="example: lightning-thd report runs/quickstart",
     )
     parser.add_argument("folder", help="where CSVLogger wrote")
-    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="colours of the page")
+    themes = ("auto", "light", "dark")
+    parser.add_argument("--theme", choices=themes, default="auto", help="colours of the page (the reader's)")
     parser.add_argument("--json", action="store_true", help="print every metric's steps and values")
     return parser
 

@@ -356,7 +356,7 @@ class THDDataModule(sets.ListsSets, LogsSources):
             prefetch_factor=settings.prefetch_factor,
             pin_memory=host.on_gpu if settings.pin_memory is None else settings.pin_memory,
         )
-        return THDLoader(steps, progress=progress)
+        return THDLoader(steps, progress=progress, capacity=self.capacity)
 
     def _planner(self, name: str) -> tuple[Planner, MapDataset]:
         """Return the planner and rows of a set, made at first use, when ``configure_model`` has run."""

@@ -98,10 +98,11 @@ class THDLoader:
         source: makes the steps, from plans or from a stream.
         progress: of the Trainer that runs the batches. Without one, a batch that was handed out is done. What
             workers have prefetched never counts.
+        capacity: slots of a pack, for whoever measures how full packs are.
     """
 
-    def __init__(self, source: Steps, *, progress: Progress | None = None) -> None:
-        self.source, self._progress = source, progress
+    def __init__(self, source: Steps, *, progress: Progress | None = None, capacity: int = 0) -> None:
+        self.source, self._progress, self.capacity = source, progress, capacity
         self.waited_s = 0.0  # spent so far on reading and collating, or on waiting for workers that do
         self.tokens: deque[npt.NDArray[np.int64]] = deque(maxlen=_REMEMBERED)
         self._given: deque[tuple[int, Position, Made]] = deque()  # not finished, by number

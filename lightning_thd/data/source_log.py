@@ -132,7 +132,7 @@ class SourceLog:
         logged: dict[str, Any] = {}
         for k, name in enumerate(self.sources.names):
             logged[f"data/{name}/tokens"] = float(self._tokens[k])
-            logged[f"data/{name}/share"] = float(tokens[k]) / max(1, int(tokens.sum()))
+            logged[f"data/{name}/share"] = float(self._tokens[k]) / max(1, int(self._tokens.sum()))
             if losses[k] is not None:
                 logged[f"data/{name}/loss"] = losses[k]
         for logger in trainer.loggers:

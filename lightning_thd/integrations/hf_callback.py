@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_thd._imports import require
+from lightning_thd.callbacks.meter import for_loggers
 from lightning_thd.callbacks.monitor import THDThroughputMonitor
 from lightning_thd.cuda_graph.fingerprint import only_looking
 from lightning_thd.flops.model import FlopsModel
@@ -67,7 +68,7 @@ class ThroughputCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.monitor._end_step()
         step, every = state.global_step, state.logging_steps or 0
         if control.should_log or (every and step % every == 0) or step == state.max_steps:
-            self._pending |= self.monitor._publish(last=step == state.max_steps)
+            self._pending |= for_loggers(self.monitor._publish(last=step == state.max_steps))
         if control.should_evaluate or control.should_save:
             self.monitor._meters["train"].pause()
 

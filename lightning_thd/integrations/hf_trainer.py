@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_thd._checks import described
 from lightning_thd._imports import require
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.callbacks.meter import Hardware, Meter
+from lightning_thd.callbacks.meter import Hardware, Meter, for_loggers
 from lightning_thd.callbacks.module_flops import find_model
 from lightning_thd.data import THDDataModule
 from lightning_thd.integrations.hf_data import (
@@ -101,6 +101,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         super().__init__(*args, **kwargs)
         self._capacity, self._peak, self._data_kwargs = capacity, peak, dict(data_kwargs or {})
         self._meter = Meter("train", "training", time.perf_counter)
+        self._meter.capacity = capacity
         self._metered = False
         self._trained_sequences, self._trained_tokens = 0, 0
         self._token_sums: dict[str, Tensor] = {}  # training's and evaluation's, until they are logged
@@ -211,7 +212,7 @@ class _PackedTrainerMixin(EvaluationMixin, StreamsMixin):
         """Add throughput, MFU and packing to the Trainer's own logs."""
         self._count_packs(logs)
         if "loss" in logs and self._metered:
-            ours = self._meter.close()  # reporters put "train/" before every key themselves
+            ours = for_loggers(self._meter.close())  # reporters put "train/" before every key themselves
             logs = {**logs, **{key.removeprefix("train/"): value for key, value in ours.items()}}
             theirs = getattr(self, "_metrics", None)  # TRL's, which its compute_loss would fill
             if theirs is not None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_thd._checks import described, instance, whole_number
 from lightning_thd.alignment import Alignment, Layout
 from lightning_thd.batch import THDBatch, THDStep
-from lightning_thd.callbacks.meter import Hardware, Meter
+from lightning_thd.callbacks.meter import Hardware, Meter, for_loggers
 from lightning_thd.callbacks.module_flops import find_model
 from lightning_thd.cuda_graph import GraphCosts, GraphedStep
 from lightning_thd.cuda_graph.backend import Backend, CudaBackend
@@ -198,6 +198,7 @@ class PackedLoop:
             model, engine.device, peak, engine.precision, group=shared.data_group, devices=engine.devices
         )
         self._meter = Meter("train", "training", clock, hardware, find_model(model))
+        self._meter.capacity = loader.capacity
 
     def __iter__(self) -> Iterator[Any]:
         prepared = (self.model, self.loader, self.optimizer)
@@ -341,7 +342,7 @@ class PackedLoop:
             self.latest = self._meter.close()
             if self._graphed is not None:
                 self.latest |= self._graphed.stats.metrics()
-            self._engine.log(self.latest, self.global_step)
+            self._engine.log(for_loggers(self.latest), self.global_step)
 
 
 def listed(optimizer: Any, who: str, name: str) -> list[Any]:

@@ -9,11 +9,12 @@ import io
 import math
 import platform
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from lightning_thd._checks import instance
 from lightning_thd._imports import installed
@@ -22,6 +23,7 @@ from lightning_thd.report.terminal import Table, show_table
 
 # metric -> (step, value), sorted by step
 Series: TypeAlias = dict[str, list[tuple[int, float]]]
+PageTheme: TypeAlias = Literal["auto"] | Theme
 
 
 class Row(NamedTuple):
@@ -59,26 +61,28 @@ PARTS = {
     "other": "logging and the rest",
 }
 
+_COLOURS = "body { background: $paper; color: $ink } .card { border-color: $quiet }"
+_DARK = "(prefers-color-scheme: dark)"
 _PAGE = Template("""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
 <title>Training run</title>
 <style>
-body { background: $paper; color: $ink; font: 15px system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
-  padding: 0 1rem }
+body { font: 15px system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
 .cards { display: grid; gap: 1rem; margin: 1.5rem 0;
   grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)) }
-.card { border: 1px solid $quiet; border-radius: .5rem; padding: .8rem }
+.card { border: 1px solid; border-radius: .5rem; padding: .8rem }
 .card b { display: block; font-size: 1.6rem }
 img { width: 100% }
 td { padding: .2rem 0 }
 td + td { text-align: right; padding-left: .8rem }
 small { opacity: .75 }
+$colours
 </style>
 <h1>Training run</h1>
 <div class="cards">$cards</div>
-<img alt="$alt" src="data:image/png;base64,$image">
+<picture>$images</picture>
 <table>$rows</table>
 <p><small>$versions</small></p>
 </html>
@@ -124,32 +128,32 @@ def table(series: Series) -> Table:
     instance(series, "series", dict, advice="Pass read_metrics(folder).")
     rows = []
     for name, row in ROWS.items():
-        values = [value for _, value in _finite(series, name)]
+        values = [] if _says_nothing(series, name) else [value for _, value in _finite(series, name)]
         if values:
             cells = (values[0], _median(values), values[-1])
             rows.append((row.title, *(number(cell) + row.unit for cell in cells)))
     return Table(columns=("", "first", "median", "last"), rows=rows)
 
 
-def show(folder: str | Path, *, theme: Theme = "light") -> None:
+def show(folder: str | Path, *, theme: PageTheme = "auto") -> None:
     """Print the table of a run and, with matplotlib, draw its page beside the logs.
 
     Args:
         folder: what ``CSVLogger(folder)`` was given.
-        theme: ``light`` or ``dark``.
+        theme: ``light``, ``dark``, or ``auto``: a page that follows its reader's setting.
     """
     series = read_metrics(folder)
     print()  # noqa: T201
     show_table(table(series))
     print()  # noqa: T201
     if installed("matplotlib"):
-        png = picture(series, Path(folder) / "report.png", theme=theme)
+        png = picture(series, Path(folder) / "report.png", theme="light" if theme == "auto" else theme)
         page(series, Path(folder) / "report.html", theme=theme)
         print(f"Picture: {png}, to share: {png.with_suffix('.html')}")  # noqa: T201
     if any(Path(folder).rglob("events.out.tfevents.*")):
         beside = Path(sys.executable).with_name("tensorboard")  # PATH may not have it
         command = str(beside) if beside.exists() else "tensorboard"
-        print(f"TensorBoard, under train/device/mfu: {command} --logdir {folder}")  # noqa: T201
+        print(f"TensorBoard: {command} --logdir {folder}")  # noqa: T201
 
 
 def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
@@ -174,13 +178,13 @@ def picture(series: Series, file: str | Path, *, theme: Theme = "light") -> Path
     return path
 
 
-def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
+def page(series: Series, file: str | Path, *, theme: PageTheme = "auto") -> Path:
     """Write the page of a run as one HTML file that needs no other.
 
     Args:
         series: of ``read_metrics``.
         file: the HTML file to write.
-        theme: ``light`` or ``dark``.
+        theme: ``light``, ``dark``, or ``auto`` to follow the dark setting of whoever reads it.
 
     Returns:
         The file.
@@ -189,31 +193,36 @@ def page(series: Series, file: str | Path, *, theme: Theme = "light") -> Path:
         ModuleNotFoundError: without matplotlib.
         ValueError: for a folder.
     """
-    told = table(series)
-    look, path = look_of(theme), _file(file, "report.html")
-    figure, image = draw_page(series, theme, numbers=False), io.BytesIO()
-    figure.savefig(image, dpi=200, format="png", facecolor=figure.get_facecolor())  # twice a screen's
+    found, path = table(series), _file(file, "report.html")
+    usual: Theme = "light" if theme == "auto" else theme
+    colours, image = _colours(usual), f'<img alt="{html.escape("; ".join(map(_title, _shown(series))))}" '
+    images = f'{image}src="{_data_of(series, usual)}">'
+    if theme == "auto":
+        colours += f" @media {_DARK} {{ {_colours('dark')} }}"
+        images = f'<source media="{_DARK}" srcset="{_data_of(series, "dark")}">{images}'
     cards = "".join(
-        f'<div class="card"><b>{html.escape(value)}</b><span>{html.escape(title)}</span></div>'
-        for title, value in _headlines(series)
+        f'<div class="card"><b>{html.escape(value)}</b><span>{html.escape(title)}</span>, {kind}</div>'
+        for title, value, kind in _headlines(series)
     )
     rows = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in (told.columns, *told.rows)
+        for row in (found.columns, *found.rows)
     )
-    path.write_text(
-        _PAGE.substitute(
-            paper=look.paper,
-            ink=look.ink,
-            quiet=look.quiet,
-            cards=cards,
-            alt=html.escape("; ".join(map(_title, _shown(series)))),
-            image=base64.b64encode(image.getvalue()).decode(),
-            rows=rows,
-            versions=html.escape(_versions()),
-        )
-    )
+    about = html.escape(_versions())
+    path.write_text(_PAGE.substitute(colours=colours, cards=cards, images=images, rows=rows, versions=about))
     return path
+
+
+def _colours(theme: Theme) -> str:
+    look = look_of(theme)
+    return Template(_COLOURS).substitute(paper=look.paper, ink=look.ink, quiet=look.quiet)
+
+
+def _data_of(series: Series, theme: Theme) -> str:
+    """Return the curves of a run as the address of a PNG that holds the picture itself."""
+    figure, image = draw_page(series, theme, numbers=False), io.BytesIO()
+    figure.savefig(image, dpi=200, format="png", facecolor=figure.get_facecolor())  # twice a screen's
+    return f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
 
 
 def draw_page(series: Series, theme: Theme, *, numbers: bool = True) -> Any:
@@ -231,7 +240,7 @@ def draw_page(series: Series, theme: Theme, *, numbers: bool = True) -> Any:
         else:
             draw_waterfall(axes, series, theme=theme)
     if numbers:
-        told = "      ".join(f"{value}  {title}" for title, value in _headlines(series))
+        told = "      ".join(f"{value}  {title}, {kind}" for title, value, kind in _headlines(series))
         figure.suptitle(told, color=look.ink, fontsize=12, x=0.02, ha="left")
         figure.supxlabel(_versions(), color=look.ink, alpha=0.75, fontsize=8)
     return figure
@@ -274,8 +283,18 @@ def _file(given: str | Path, such_as: str) -> Path:
 
 def _shown(series: Series) -> list[tuple[str, ...]]:
     """Return the metrics of each curve, those that the run logged."""
-    found = (tuple(name for name in names if _finite(series, name)) for names in _CURVES)
+    found = (
+        tuple(name for name in names if _finite(series, name) and not _says_nothing(series, name))
+        for names in _CURVES
+    )
     return [names for names in found if names]
+
+
+def _says_nothing(series: Series, name: str) -> bool:
+    """Return whether a metric is HFU without recomputation, or the imbalance of a single rank."""
+    if name == "train/device/hfu":
+        return series.get(name) == series.get("train/device/mfu")
+    return name == "train/packing/imbalance" and all(value == 1 for _, value in series.get(name, ()))
 
 
 def _draw_curve(axes: Any, series: Series, names: Sequence[str], theme: Theme) -> None:
@@ -302,14 +321,15 @@ def _finite(series: Series, name: str) -> list[tuple[int, float]]:
     return [(step, value * factor) for step, value in series.get(name, []) if math.isfinite(value)]
 
 
-def _headlines(series: Series) -> list[tuple[str, str]]:
-    """Return the top numbers of a page: the last loss, and the medians of rates."""
+def _headlines(series: Series) -> list[tuple[str, str, str]]:
+    """Return the top numbers of a page with their titles: the last loss, and the medians of rates."""
     found = []
     for name in _TOP:
         values = [value for _, value in _finite(series, name)]
         if values:
-            value = values[-1] if name == "train/loss" else _median(values)
-            found.append((ROWS[name].title, number(value) + ROWS[name].unit))
+            kind = "last" if name == "train/loss" else "median"
+            value = values[-1] if kind == "last" else _median(values)
+            found.append((ROWS[name].title, number(value) + ROWS[name].unit, kind))
     return found
 
 
@@ -318,7 +338,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _versions() -> str:
-    found = [f"Python {platform.python_version()}"]
+    found = [time.strftime("%Y-%m-%d %H:%M"), f"Python {platform.python_version()}"]
     for name in ("lightning_thd", "torch", "lightning", "transformers"):
         try:
             found.append(f"{name} {version(name)}")

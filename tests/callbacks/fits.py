@@ -155,4 +155,5 @@ def flops_of(batches: list[Any]) -> int:
 
 
 def monitor(clock: Clock, **settings: Any) -> THDThroughputMonitor:
-    return THDThroughputMonitor(clock=clock, **{"peak": PEAK, "warmup_steps": 0, **settings})
+    defaults: dict[str, Any] = {"peak": PEAK, "warmup_steps": 0, "all_keys": True}
+    return THDThroughputMonitor(clock=clock, **{**defaults, **settings})

@@ -64,7 +64,7 @@ def _fit(dp_ranks: list[int] | None, lightnings: bool) -> dict[str, Any]:
 
     across_ranks._all_gather = counted
     module = Module(clock)
-    watched: Any = THDThroughputMonitor(peak=PEAK, warmup_steps=0, clock=clock)
+    watched: Any = THDThroughputMonitor(peak=PEAK, warmup_steps=0, clock=clock, all_keys=True)
     if lightnings:
         module.flops_per_batch = FLOPS.training_flops(batches_of(data_rank)[0].stats).model
         watched = ThroughputMonitor(batch_size_fn=lambda batch: 1, window_size=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -67,9 +68,12 @@ def test_a_mixture_resumes_with_the_very_same_steps(tmp_path: Path) -> None:
 def test_shares_and_tokens_of_sources_are_logged(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     make_trainer(logger=logger, log_every_n_steps=2).fit(TinyModule(), mixture())
-    logged = Path(logger.log_dir, "metrics.csv").read_text()
-    for name in ("data/a/tokens", "data/b/tokens", "data/a/share", "data/b/share"):
-        assert name in logged
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["data/a/share"]]
+    assert len(rows) > 1
+    for row in rows:  # since the start, as the tokens are
+        a, b = float(row["data/a/tokens"]), float(row["data/b/tokens"])
+        assert float(row["data/a/share"]) == pytest.approx(a / (a + b))
 
 
 def test_named_validation_sets_have_a_metric_each() -> None:

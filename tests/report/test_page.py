@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 
-from lightning_thd.report import page, picture
+from lightning_thd.report import page, picture, table
 from lightning_thd.report.look import LOOKS, Theme, new_figure
 from lightning_thd.report.page import PARTS, draw_page, draw_waterfall, step_times
 
@@ -21,13 +22,30 @@ SERIES = {
 @pytest.mark.parametrize("theme", LOOKS)
 def test_the_html_needs_no_other_file_and_says_the_numbers(theme: Theme, tmp_path: Path) -> None:
     text = page(SERIES, tmp_path / "report.html", theme=theme).read_text()
-    assert "<b>2.25</b><span>loss</span>" in text
-    assert "<b>50%</b><span>MFU</span>" in text  # the median
+    assert "<b>2.25</b><span>loss</span>, last" in text
+    assert "<b>50%</b><span>MFU</span>, median" in text
+    assert time.strftime("%Y-%m-%d") in text
     assert not re.findall(r'(?:src|href)="(?!data:)', text)
     assert LOOKS[theme].paper in text
     assert "lightning_thd" in text
     assert re.findall(r'<img alt="([^"]+)"', text) == ["loss; MFU [%]; fill [%]"]
+    assert "prefers-color-scheme" not in text
     assert "nan" not in re.sub(r"base64,[^\"]*", "", text)
+
+
+def test_the_page_follows_the_dark_setting_of_its_reader(tmp_path: Path) -> None:
+    text = page(SERIES, tmp_path / "report.html").read_text()
+    assert all(look.paper in text for look in LOOKS.values())
+    assert len(re.findall(r'(?:src|srcset)="data:image/png', text)) == 2
+    assert re.search(r'<source media="\(prefers-color-scheme: dark\)"', text)
+
+
+def test_what_repeats_is_left_out() -> None:
+    mfu = SERIES["train/device/mfu"]
+    one = {"train/device/mfu": mfu, "train/device/hfu": mfu, "train/packing/imbalance": [(1, 1.0), (2, 1.0)]}
+    assert [row[0] for row in table(one).rows] == ["MFU"]
+    several = {**one, "train/device/hfu": [(1, 0.75)], "train/packing/imbalance": [(1, 1.0), (2, 1.1)]}
+    assert [row[0] for row in table(several).rows] == ["MFU", "HFU", "slowest rank / mean work"]
 
 
 @pytest.mark.parametrize("theme", LOOKS)

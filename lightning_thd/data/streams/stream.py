@@ -219,4 +219,4 @@ def stream_loader(
         steps_per_epoch=stream.steps_per_epoch,
         pin_memory=host.on_gpu if settings.pin_memory is None else settings.pin_memory,
     )
-    return THDLoader(steps, progress=progress)
+    return THDLoader(steps, progress=progress, capacity=settings.capacity)
