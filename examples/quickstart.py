@@ -52,6 +52,10 @@ class OneLine(TQDMProgressBar):
         done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready - self.trainer.global_step
         return min(self.trainer.num_training_batches, done + self.trainer.max_steps)
 
+    def on_train_start(self, *args: object) -> None:
+        super().on_train_start(*args)
+        self.train_progress_bar.total = self.total_train_batches  # a resumed epoch does not start again
+
     def get_metrics(self, *args: object) -> dict[str, str]:
         found = super().get_metrics(*args)
         shown = {key.removeprefix("train/"): number(found[key]) for key in found if key != "v_num"}
