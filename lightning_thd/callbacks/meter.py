@@ -107,7 +107,8 @@ class Interval:
     @property
     def all_flops(self) -> FlopsBreakdown | None:
         """Return the FLOPs of the whole interval."""
-        return _add(self.flops, self.left_out_flops)
+        found: FlopsBreakdown | None = _add(self.flops, self.left_out_flops)
+        return found
 
     def __add__(self, other: Interval) -> Interval:
         sums: Any = {
